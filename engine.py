@@ -1,0 +1,470 @@
+"""The engine: loads a checkpoint, prefills prompts row by row, decodes them together.
+
+Prompts of different lengths share a batch: each row has its own length, and a row that finishes is refilled. The
+decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and, one step late,
+reads tokens.
+"""
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import kv as methods
+from checkpoint import load_checkpoint, read_config, read_json
+from decoder import CONTINUE, SLEEP, Decoder, Sampling, sample
+from kv import Shape
+from model import ModelConfig, Transformer
+from tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | list[int]
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)  # without the EOS
+    text: str = ""
+    finish_reason: str = ""  # stop or length; empty while it runs
+
+
+@dataclass
+class Completion:
+    prompt_tokens: int
+    answers: list[Answer] = field(default_factory=list)  # to the prompt, then to each follow-up
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def to_dict(self) -> dict:
+        """text, tokens and finish_reason are the first answer's."""
+        answers = [dataclasses.asdict(answer) for answer in self.answers]
+        return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
+
+
+@dataclass
+class Stats:
+    """What the engine measured since it was loaded (compile_s, compiles) or in its last call (the rest)."""
+
+    compile_s: float = 0.0
+    compiles: int = 0  # times the decode step was compiled
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+    new_tokens: int = 0  # sampled in decode steps; an answer's first token is the prefill's
+
+
+class Row:
+    """The host's view of one batch row: what it was asked, and what the device still owes it."""
+
+    def __init__(self, index: int, prompt: list[int], follow_ups: Iterable[Prompt]):
+        self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
+        self.completion = Completion(len(prompt))
+        self.length = len(prompt)  # tokens in the cache once every launched step has run
+        self.feed: deque[int] = deque()  # tokens to force, one a step
+        self.limit = 0  # tokens that the current answer may have
+        self.wanted = 0  # samples still to be asked of the device for it
+        self.unfed: list[int] = []  # its last token, where that has not entered the cache
+
+    @property
+    def answer(self) -> Answer:
+        return self.completion.answers[-1]
+
+    @property
+    def new(self) -> int:
+        return self.length - len(self.prompt)
+
+    def open(self, limit: int, stream) -> None:
+        """A new answer of at most `limit` tokens begins; `stream` turns its tokens into text (or is None)."""
+        self.completion.answers.append(Answer())
+        self.limit = self.wanted = limit
+        self.stream, self.shown = stream, 0
+
+    def command(self) -> tuple[int, bool]:
+        """What the row does in the next step, and whether what it samples then belongs to its answer."""
+        if self.feed:
+            command, counts = self.feed.popleft(), not self.feed
+        else:
+            command, counts = (CONTINUE, True) if self.wanted else (SLEEP, False)
+        self.length += command != SLEEP
+        self.wanted -= counts
+        return command, counts
+
+    def take(self, token: int, ended: bool, ahead: int, stop: list[str]) -> str:
+        """Adds a sampled token to the answer; the text that may be shown for it.
+
+        ended: it is an EOS. ahead: steps launched since that continue the row (0 or 1): the device has fed them this
+        token, unless it ended.
+        """
+        answer = self.answer
+        if not ended:
+            answer.tokens.append(token)
+        if self.stream is not None:
+            answer.text += "" if ended else self.stream.push(token)
+        full = len(answer.tokens) == self.limit
+        if self.stream is not None and (ended or full):
+            answer.text += self.stream.flush()
+        cut = min((at for text in stop if (at := answer.text.find(text)) >= 0), default=None)
+        if cut is not None:
+            answer.text = answer.text[:cut]
+        if ended or full or cut is not None:
+            answer.finish_reason = "length" if full and cut is None else "stop"
+            self.wanted, self.unfed = 0, [] if ended or ahead else [token]
+            self.length -= ahead if ended else 0
+        # A stop text may have begun at the end: that much is held back until it is certain.
+        begun = (n for text in stop for n in range(len(text)) if answer.text.endswith(text[:n]))
+        held = 0 if answer.finish_reason else max(begun, default=0)
+        visible = answer.text[self.shown : len(answer.text) - held]
+        self.shown += len(visible)
+        return visible
+
+
+class Engine:
+    """One model with one KV method. Make it with `Engine.load`."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], method: str, budget: int | float | None,
+        options: dict, profile: dict, batch: int, max_prompt: int | None, max_new_tokens: int, compile: bool,
+        seed: int | None,
+    ):  # fmt: skip
+        """A loaded model and the arguments of `load`."""
+        if min(batch, max_new_tokens, 1 if max_prompt is None else max_prompt) < 1:
+            raise ValueError("batch, max_prompt and max_new_tokens must be at least 1")
+        self.model, self.config, self.tokenizer, self.eos = model, model.config, tokenizer, eos
+        self.method, self.arguments = method, (budget, options, profile)
+        self.batch, self.max_prompt, self.max_new_tokens, self.compile = batch, max_prompt, max_new_tokens, compile
+        self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
+        self.seed = torch.seed() % 2**32 if seed is None else seed
+        self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
+        self.requests = itertools.count()
+        self.stats = Stats()
+        self.sampling, self.knobs = None, ()
+        self.shape: Shape | None = None
+        if max_prompt is not None:
+            self._reserve(max_prompt, max_new_tokens)
+        else:  # say now, before the first prompt, what is wrong with the method's budget or options
+            likely = min(self.config.window or 4096, self.config.max_length)
+            methods.planned_bytes(method, self._plan(likely, max_new_tokens), *self.arguments)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str | Path,
+        kv: str = "full",
+        budget: int | float | None = None,
+        options: dict | None = None,
+        batch: int = 1,
+        max_prompt: int | None = None,
+        max_new_tokens: int = 256,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        compile: bool = True,
+        seed: int | None = None,
+    ) -> "Engine":
+        """Loads a converted checkpoint folder.
+
+        budget: tokens a KV head, or a share of the prompt. options: the method's own, typed or as strings.
+        max_prompt: caches are allocated for it now, and longer prompts are refused; else they follow the prompts.
+        max_new_tokens: tokens a row may decode after its prompt, those fed by follow-ups included.
+        dtype: default, the checkpoint's. Raises ValueError or FileNotFoundError with one line that says what to do.
+        """
+        if kv not in methods.METHODS:
+            raise ValueError(f"unknown KV method {kv!r}; there are: {', '.join(methods.METHODS)}")
+        methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
+        device, folder = _device(device), Path(checkpoint)
+        config = read_config(folder)
+        with torch.device("meta"):
+            model = Transformer(ModelConfig.from_dict(config))
+        eos = _eos_ids(config, folder)
+        tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
+        if tokenizer is not None:
+            eos |= tokenizer.eos_ids
+            if tokenizer.vocab_size > model.config.vocab_size:
+                raise ValueError(
+                    f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and the model "
+                    f"{model.config.vocab_size}: it belongs to another checkpoint"
+                )
+        dtype = _dtype(dtype or config["kv_fast"].get("dtype"))
+        needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_bytes(device)
+        if needed > free:
+            raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
+        load_checkpoint(folder, model, device, dtype).requires_grad_(False)
+        profile = read_json(folder / "kv_profile.json") if (folder / "kv_profile.json").exists() else {}
+        return cls(
+            model, tokenizer, eos, method=kv, budget=budget, options=options or {}, profile=profile, batch=batch,
+            max_prompt=max_prompt, max_new_tokens=max_new_tokens, compile=compile, seed=seed,
+        )  # fmt: skip
+
+    # --- what a caller asks
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: list[str] | None = None,
+        follow_ups: list[Iterable[Prompt]] | None = None,
+        on_token: Callable[[int, int, str], None] | None = None,
+    ) -> list[Completion]:
+        """Answers every prompt (text or ids), in order; more prompts than rows wait for a row.
+
+        max_new_tokens: per answer; default, what `load` was given. stop: texts that end an answer and are cut off.
+        follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
+        for its next item when the answer before is complete. on_token(prompt index, token, text): each sampled
+        token, with the text that it completes. Raises ValueError for what does not fit the model or the plan.
+        """
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        ids = [self.encode(prompt) for prompt in ([prompts] if single else prompts)]
+        if not ids:
+            return []
+        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        sampling = Sampling(temperature, top_k, top_p, self.seed)
+        if limit < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {limit}")
+        if stop and self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer, so stop texts cannot be found")
+        # Lists of follow-ups are encoded now, so that a mistake in them is known before anything runs.
+        asked = [[]] * len(ids) if follow_ups is None else list(follow_ups)
+        asked = [[self.encode(q, bos=False) for q in f] if isinstance(f, list) else f for f in asked]
+        if len(asked) != len(ids):
+            raise ValueError(f"{len(asked)} lists of follow-ups for {len(ids)} prompts")
+        decoded = [limit * (1 + len(f)) + sum(map(len, f)) if isinstance(f, list) else limit for f in asked]
+        self._reserve(max(map(len, ids)), max(decoded))
+        self._warm_up(sampling, max(map(len, ids)))
+        self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
+        waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
+        completions = [row.completion for row in waiting]
+        self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
+        return completions
+
+    def logits(self, prompt_ids: list[int], continuation_ids: list[int]) -> Tensor:
+        """[n, vocab] fp32 for n continuation tokens: row i is what token i is drawn from.
+
+        Row 0 comes out of the prefill, the others out of decode steps that are fed the forced tokens.
+        """
+        prompt, forced = self.encode(prompt_ids), self.encode(continuation_ids, bos=False)
+        self._reserve(len(prompt), len(forced))
+        self._warm_up(Sampling(), len(prompt))
+        found = [self._prefill(0, prompt)]
+        for i, token in enumerate(forced[:-1]):
+            command = [token] + [SLEEP] * (self.batch - 1)
+            found.append(self._step(command, len(prompt) + i + 1, i + 1)[1][0].clone())
+        return torch.stack(found)
+
+    def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
+        """Ids of a text, or the ids given, checked. Raises ValueError for what the model cannot be fed."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty")
+            if self.tokenizer is None:
+                raise ValueError("this checkpoint has no tokenizer; give token ids instead of text")
+            prompt = self.tokenizer.encode(prompt, bos=bos)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if not all(isinstance(i, int) and 0 <= i < self.config.vocab_size for i in prompt):
+            raise ValueError(f"token ids must be integers from 0 to {self.config.vocab_size - 1}")
+        return list(prompt)
+
+    def kv_bytes(self) -> tuple[int, int, int]:
+        """Bytes of the cache on the device and on the host, and what the full cache would take for the same plan."""
+        return (*methods.total_bytes(self.layers), self.shape.full_bytes())
+
+    # Caches
+
+    def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
+        c = self.config
+        return Shape(
+            n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
+            rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=self.dtype, device=self.device,
+            batch=self.batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window,
+        )  # fmt: skip
+
+    def _reserve(self, prompt: int, new: int) -> None:
+        """Caches for prompts of that many tokens and `new` more; those there are stay if they are large enough."""
+        for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
+            if limit is not None and prompt > limit:
+                raise ValueError(f"the prompt has {prompt} tokens and {what} is {limit}")
+        new = max(new, self.max_new_tokens)
+        if self.shape is None:
+            return self._allocate(self._plan(prompt, new))
+        if prompt > self.shape.max_prompt or (new > self.shape.max_new_tokens and not self.layers[0].endless):
+            prompt, new = max(prompt, self.shape.max_prompt), max(new, self.shape.max_new_tokens)
+            print(f"allocating the caches anew, for prompts of {prompt} tokens and {new} more", file=sys.stderr)
+            self._allocate(self._plan(prompt, new))
+
+    def _allocate(self, shape: Shape) -> None:
+        self.shape, self.layers, self.decoder, self.step = None, [], None, None  # the old caches go first
+        for layer in self.model.layers:
+            layer.attention.kv = None
+        needed, free = methods.planned_bytes(self.method, shape, *self.arguments)[0], free_bytes(self.device)
+        if needed > free:
+            raise ValueError(
+                f"the {self.method} cache of {self.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB and "
+                f"{free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or --budget, or "
+                "choose a --kv that keeps less"
+            )
+        self.layers = methods.build(self.method, shape, *self.arguments)
+        self.model.set_kv(self.layers, self.batch)
+        self.step = self.decoder = Decoder(self.model, self.batch, sorted(self.eos), self.device)
+        if self.compile:
+            cuda = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+            options = cuda if self.device.type == "cuda" else None
+            self.step = torch.compile(self.decoder, fullgraph=True, options=options)
+        self.shape, self.warm = shape, set()
+
+    def _warm_up(self, sampling: Sampling, prompt: int) -> None:
+        """Compiles (and on CUDA captures) the step before anything is timed, with every row asleep."""
+        if sampling != self.sampling:
+            self.sampling, self.knobs = sampling, sampling.tensors(self.device)
+        if self.compile and sampling.variant not in self.warm:
+            begin = time.perf_counter()
+            for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
+                self._step([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
+            self.stats.compile_s += time.perf_counter() - begin
+            self.warm.add(sampling.variant)
+
+    # The device's work
+
+    def _prefill(self, row: int, prompt: list[int]) -> Tensor:
+        """Resets row `row` and fills it: logits [vocab] after the prompt."""
+        for layer in self.layers:
+            layer.reset(row)
+        self.decoder.start(row, 0, len(prompt), 0)
+        return self.model.prefill(torch.tensor(prompt, device=self.device), row)
+
+    def _step(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
+        """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
+
+        Returns what was sampled [B] and the logits [B, vocab], good until the next step.
+        """
+        for layer in self.layers:
+            layer.fit(length, new)
+        compiled = counters["stats"]["unique_graphs"]
+        torch.compiler.cudagraph_mark_step_begin()
+        command = torch.tensor(commands, device=self.device)
+        out = self.step(command, self.sampling.variant, *self.knobs)
+        self.stats.compiles += counters["stats"]["unique_graphs"] - compiled
+        return out
+
+    def _copy(self, tokens: Tensor) -> Callable[[], list[int]]:
+        """Starts a copy of tokens to the host; the function returned waits for it."""
+        if self.device.type != "cuda":
+            values = tokens.tolist()
+            return lambda: values
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: (event.synchronize(), host.tolist())[1]
+
+    # The host's loop
+
+    def _run(self, waiting: deque[Row], limit: int, stop: list[str], on_token: Callable[[int, int, str], None]) -> None:
+        """Until every row is done: fill free rows, command, launch, and read the step `lag` steps before."""
+
+        def read(row: Row, token: int, ahead: int) -> None:
+            text = row.take(token, token in self.eos, ahead, stop)
+            on_token(row.index, token, text)
+
+        rows: list[Row | None] = [None] * self.batch
+        flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
+        begin = time.perf_counter()
+        while waiting or flight or any(rows):
+            for b in range(self.batch):
+                if rows[b] and rows[b].answer.finish_reason and not self._ask(rows[b], limit):
+                    rows[b] = None
+                if waiting and rows[b] is None:
+                    rows[b] = waiting.popleft()
+                    read(rows[b], self._start(b, rows[b], limit), 0)
+            commands = [row.command() if row else (SLEEP, False) for row in rows]
+            launch = any(command != SLEEP for command, _ in commands)
+            if launch:
+                length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
+                tokens, _ = self._step([command for command, _ in commands], length, new)
+                owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
+                flight.append((owed, self._copy(tokens)))
+                self.stats.steps += 1
+            while len(flight) > (self.lag if launch else 0):
+                owed, tokens = flight.popleft()
+                for debt, token in zip(owed, tokens(), strict=True):
+                    if debt and not debt[1].finish_reason:
+                        ahead = sum(any(later and later[0] is debt[0] for later in step) for step, _ in flight)
+                        read(debt[0], token, ahead)
+                        self.stats.new_tokens += not debt[1].finish_reason or token not in self.eos
+        self.stats.decode_s = time.perf_counter() - begin - self.stats.prefill_s
+
+    def _start(self, b: int, row: Row, limit: int) -> int:
+        """Prefills a prompt into batch row b: the first token of its answer."""
+        begin = time.perf_counter()
+        request = next(self.requests)
+        logits = self._prefill(b, row.prompt)
+        counter = torch.tensor([[request], [len(row.prompt)]], device=self.device)
+        token = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
+        self.decoder.start(b, token, len(row.prompt), request)
+        row.open(limit, self._stream())
+        row.wanted -= 1
+        self.stats.prefill_s += time.perf_counter() - begin
+        return token
+
+    def _ask(self, row: Row, limit: int) -> bool:
+        """Feeds the row's next follow-up, if it has one."""
+        question = next(row.follow_ups, None)
+        if question is None:
+            return False
+        ids = row.unfed + self.encode(question, bos=False)
+        room = limit if self.layers[0].endless else self.shape.max_new_tokens - row.new - len(ids) + 1
+        if room < 1:
+            raise ValueError(f"no room for another question: the caches hold {self.shape.max_new_tokens} new tokens")
+        row.feed.extend(ids)
+        row.open(min(limit, room), self._stream())
+        return True
+
+    def _stream(self):
+        return self.tokenizer.stream() if self.tokenizer else None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that could still be allocated."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name or default)
+    except RuntimeError:
+        device = torch.device("meta")
+    here = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    if (device.index or 0) >= here.get(device.type, 0):
+        raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * torch.cuda.is_available())
+    return device
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    dtype = known.get(name, name)
+    if dtype not in known.values():
+        raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(known)}")
+    return dtype
+
+
+def _eos_ids(config: dict, folder: Path) -> set[int]:
+    """Every id that config.json or generation_config.json calls an end of sequence."""
+    found, generation = [config.get("eos_token_id")], folder / "generation_config.json"
+    if generation.exists():
+        found.append(read_json(generation).get("eos_token_id"))
+    return {i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}

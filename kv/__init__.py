@@ -1,0 +1,128 @@
+"""The registry of KV methods: a name, how to build it, its options and its help.
+
+A new method is one file with `Options`, `build`, `memory` (and `minimum`, where it takes a budget) and one line here.
+"""
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kv import full, streaming
+from kv.base import KV, Shape, total_bytes
+
+__all__ = ["KV", "METHODS", "Method", "Shape", "build", "describe", "parse_options", "total_bytes"]
+
+
+@dataclass(frozen=True)
+class Method:
+    build: Callable[[Shape, int | None, object], list[KV]]
+    options: type  # a dataclass: name, type, default, and metadata help, min, max
+    memory: Callable[[Shape, int | None, object], int]  # bytes by the paper's formula, for all layers and rows
+    help: str
+    minimum: Callable[[Shape, object], int] | None = None  # smallest budget; None: the method takes no budget
+    windowed: bool = False  # honours the model's sliding window
+    lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
+
+
+METHODS: dict[str, Method] = {
+    "full": Method(full.build, full.Options, full.memory, "every token's K and V", windowed=True),
+    "streaming": Method(
+        streaming.build, streaming.Options, streaming.memory, "sinks and a recent window", streaming.minimum
+    ),
+}
+
+
+def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
+    """One KV module a layer.
+
+    `options` holds typed values or strings; what it leaves out comes from `profile` (a checkpoint's kv_profile.json),
+    then from the method. Raises ValueError for an unknown name or option, a budget that does not fit the method, and
+    prompts beyond a sliding window that the method does not honour.
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
+    method = METHODS[name]
+    known = {f.name for f in dataclasses.fields(method.options)}
+    given = {key: value for key, value in (profile or {}).items() if key in known} | options
+    parsed = parse_options(name, given)
+    if shape.window is not None and shape.max_prompt > shape.window and not method.windowed:
+        raise ValueError(
+            f"{name} does not honour this model's sliding window: use --kv full, or prompts of at most {shape.window} "
+            "tokens"
+        )
+    if method.minimum is None:
+        if budget is not None:
+            raise ValueError(f"{name} takes no budget")
+        return method.build(shape, None, parsed)
+    if budget is None:
+        raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
+    if not 0 < budget <= (1 if isinstance(budget, float) else budget):
+        raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
+    tokens, least = shape.tokens(budget), method.minimum(shape, parsed)
+    if tokens < least:
+        raise ValueError(f"{name} needs a budget of at least {least} tokens, not {tokens}")
+    return method.build(shape, tokens, parsed)
+
+
+def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
+    """(device, host) bytes that `build` with the same arguments would allocate; allocates nothing."""
+    return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
+
+
+def parse_options(name: str, given: dict) -> object:
+    """The method's options dataclass from typed values or from strings; lists are joined with + or commas."""
+    cls = METHODS[name].options
+    hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in given.items():
+        if key not in fields:
+            raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(fields) or 'none'}")
+        try:
+            values[key] = _convert(value, hints[key], **fields[key].metadata)
+        except ValueError as error:
+            raise ValueError(f"{name}: option {key}={value}: {error}") from None
+    return cls(**values)
+
+
+def _convert(value: object, hint: object, help: str = "", min: float | None = None, max: float | None = None) -> object:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None or value == "auto":
+            return None
+        return _convert(value, next(a for a in args if a is not type(None)), help, min, max)
+    if origin is typing.Literal:
+        if value not in args:
+            raise ValueError(f"must be one of {', '.join(args)}")
+        return value
+    if origin is list:
+        parts = [] if value == "none" else value.replace(",", "+").split("+") if isinstance(value, str) else value
+        return [_convert(part, args[0], help, min, max) for part in parts]
+    if hint is bool:
+        if str(value).lower() not in ("true", "false", "1", "0"):
+            raise ValueError("must be true or false")
+        return str(value).lower() in ("true", "1")
+    try:
+        number = hint(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"must be of type {hint.__name__}") from None
+    if not (min is None or number >= min) or not (max is None or number <= max):
+        raise ValueError(f"must be at least {min}" if max is None else f"must lie between {min} and {max}")
+    return number
+
+
+def describe(name: str) -> str:
+    """A method's help: its file's docstring, and each option with type, default and meaning."""
+    if name not in METHODS:
+        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
+    method = METHODS[name]
+    takes = "none" if method.minimum is None else "--budget, in tokens a KV head or as a share of the prompt"
+    lines = [sys.modules[method.build.__module__].__doc__.strip(), "", f"budget: {takes}"]
+    for option in dataclasses.fields(method.options):
+        kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
+        lines.append(f"--kv-opt {option.name}=... ({kind}, default {option.default}): {meaning}")
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""The contract between the model and a KV cache method.
+
+Every layer of the model owns one `KV` module. The model hands it q, k and v and takes back the attention output;
+what is stored, dropped, quantised or moved in between is the method's own affair. A method is built for all layers at
+once, `build(shape, budget, options) -> list[KV]`, so that layers can share what they must.
+
+Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries a group, T prompt tokens, S cache slots, D head
+dim. Row b of every buffer is one sequence with a length of its own. Keys arrive with RoPE applied and are stored so.
+
+The life of a row: `prefill(row)` once, `finish(row)` after every layer's prefill, `decode` once a token, `reset(row)`.
+Decode steps are compiled with static shapes (`fullgraph=True`, a CUDA graph on GPUs): every size is fixed when the
+method is built, what varies is a tensor and a mask. So inside `decode`: no `.item()`, no shape that depends on data,
+nothing that outlives the step, every write in place into a registered buffer.
+
+The laws, which tests/test_contract.py checks for every registered method:
+
+1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off) a method equals full attention.
+2. Compiled equals eager.
+3. A row's output does not depend on the other rows.
+4. Slots that hold no token are never read: whatever lies there, no output changes.
+5. No output depends on a later token.
+6. After `reset`, a second prompt gives what a fresh cache gives.
+7. `device_bytes` + `host_bytes` is what the buffers take, and at most the paper's formula plus the declared `overhead`.
+8. A decode step allocates nothing that outlives it and moves no buffer.
+9. The `recent` newest tokens are attended to; generation never exceeds the allocation; `endless` methods never end.
+10. An inactive row's state does not change, whatever token it is fed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a method may know of the model and of the plan when it allocates."""
+
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    dim: int
+    rope_type: str
+    rope_theta: float
+    dtype: torch.dtype
+    device: torch.device
+    batch: int
+    max_prompt: int
+    max_new_tokens: int
+    window: int | None = None  # the model's sliding window in tokens, where it has one
+
+    @property
+    def planned(self) -> int:
+        """S: the most tokens a row will hold."""
+        return self.max_prompt + self.max_new_tokens
+
+    @property
+    def unit_bytes(self) -> int:
+        """One K and one V vector of one KV head."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    def full_bytes(self) -> int:
+        """What the full cache of all layers and rows takes at the planned length."""
+        return self.n_layer * self.batch * self.n_kv_head * self.planned * self.unit_bytes
+
+    def tokens(self, budget: int | float) -> int:
+        """A budget in tokens a KV head: an int is that already, a float in (0, 1) a share of max_prompt, 1.0 all."""
+        if isinstance(budget, int):
+            return budget
+        return self.planned if budget == 1.0 else int(budget * self.max_prompt + 0.5)
+
+
+class KV(nn.Module, ABC):
+    """One layer's cache. Subclasses allocate their buffers in `__init__` with `register_buffer`."""
+
+    wants_lookahead = False  # the model calls `lookahead` before the layer below attends
+    endless = False  # the cache is fixed: a row may generate any number of tokens
+    recent = 0  # newest tokens, the current one included, that every step attends to
+
+    @abstractmethod
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention over a whole prompt, and what the method keeps of it into row `row`.
+
+        q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]
+        """
+
+    def finish(self, row: int) -> None:
+        """Called after the last layer's prefill: for methods that must see every layer before they shrink any."""
+
+    @abstractmethod
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """Stores one token a row and attends: q [B,Hq,1,D], k and v [B,Hk,1,D], pos [B] int64 -> [B,Hq,1,D].
+
+        Where `active` [B] is False nothing is stored and what is returned is ignored.
+        """
+
+    @abstractmethod
+    def reset(self, row: int) -> None:
+        """Forgets a row."""
+
+    def lookahead(self, q: Tensor) -> None:
+        """This layer's query as predicted from the input of the layer below: [B,Hq,1,D], RoPE applied."""
+
+    def fit(self, length: int, new: int) -> None:
+        """Called on the host before a step: no row will hold more than `length` tokens, `new` of them generated.
+
+        A method whose traffic grows with the text narrows here what the step reads.
+        """
+
+    def device_bytes(self) -> int:
+        """Bytes that this layer's buffers take on the device."""
+        return sum(self.storages().values())
+
+    def host_bytes(self) -> int:
+        """Bytes that this layer's share of host memory takes."""
+        return 0
+
+    def storages(self) -> dict[int, int]:
+        """Each distinct storage behind the buffers, with its bytes: layers that share one report the same key."""
+        found = (buffer.untyped_storage() for buffer in self.buffers())
+        return {storage._cdata: storage.nbytes() for storage in found}
+
+    @abstractmethod
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """(device, host) bytes that one decode step reads for one row that holds `length` tokens after it."""
+
+    def overhead(self) -> dict[str, int]:
+        """What is allocated beyond the paper's formula, by name, in bytes."""
+        return {}
+
+
+def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
+    """(device, host) bytes of a whole model's cache; storage that layers share counts once."""
+    layers, shared = list(layers), {}
+    for layer in layers:
+        shared |= layer.storages()
+    return sum(shared.values()), sum(layer.host_bytes() for layer in layers)

@@ -1,0 +1,80 @@
+"""full: every token's K and V. The baseline, and the parent of methods that store everything and read a part.
+
+Memory and traffic: one K and one V vector a token and KV head. Where the model itself has a sliding window the slots
+are a ring of that many tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+
+
+@dataclass(frozen=True)
+class Options:
+    pass
+
+
+class Full(KV):
+    """`size` slots a row, all planned tokens by default. Tokens beyond that overwrite the oldest but `sinks`."""
+
+    def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
+        super().__init__()
+        self.shape, self.sinks = shape, sinks
+        self.size = min(size or shape.planned, shape.planned)
+        allocated = ops.round_up(self.size, ops.LANE) + 1  # see ops.span
+        buffer = (shape.batch, shape.n_kv_head, allocated, shape.head_dim)
+        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.register_buffer("slots", torch.arange(allocated, device=shape.device), persistent=False)
+        self.recent = self.size - sinks
+        self.fit(self.size, 0)
+
+    def slot(self, pos: Tensor) -> Tensor:
+        """Where the token at `pos` lives: the ring turns behind the sinks."""
+        return torch.where(pos < self.size, pos, self.sinks + (pos - self.sinks) % (self.size - self.sinks))
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = k.shape[2]
+        kept = torch.arange(length, device=k.device)
+        if length > self.size:
+            kept = torch.cat((kept[: self.sinks], kept[length - self.size + self.sinks :]))
+        self.k[row, :, self.slot(kept)] = k[0, :, kept]
+        self.v[row, :, self.slot(kept)] = v[0, :, kept]
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        slot = self.slot(pos)
+        ops.store(self.k, k, slot, active)
+        ops.store(self.v, v, slot, active)
+        n = self.read.shape[0]
+        length = (pos + 1).clamp(max=self.size)  # slots fill in order, so the first `length` hold tokens
+        return ops.attend_prefix(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), self.read, length)
+
+    def reset(self, row: int) -> None:
+        pass  # a row's length says which slots hold tokens
+
+    def fit(self, length: int, new: int) -> None:
+        self.read = ops.span(self.slots, min(length, self.size))
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        return self.shape.n_kv_head * min(length, self.size) * self.shape.unit_bytes, 0
+
+    def overhead(self) -> dict[str, int]:
+        unused = self.k.shape[2] - self.size
+        return {
+            "unused slots": self.shape.batch * self.shape.n_kv_head * unused * self.shape.unit_bytes,
+            "slot numbers": self.slots.nbytes,
+        }
+
+
+def memory(shape: Shape, budget: None, options: Options) -> int:
+    """Bytes by the formula 2 L B Hk S D, S at most the model's window."""
+    return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
+
+
+def build(shape: Shape, budget: None, options: Options) -> list[KV]:
+    return [Full(shape, shape.window) for _ in range(shape.n_layer)]

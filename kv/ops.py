@@ -1,0 +1,101 @@
+"""Tensor primitives that two or more methods share. Shapes as in kv/base.py."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+LANE = 64  # slots: what a step reads is a multiple of this
+BLOCK = 128  # slots of one block of flex_attention's block mask
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Exact attention of a whole prompt: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]. Never T x T.
+
+    With a `window` each query sees that many tokens, itself included.
+    """
+    y, groups = torch.empty_like(q), q.shape[1] // k.shape[1]
+    for g in range(groups):  # heads g, g + G, ... share no KV head, so K and V are never repeated
+        if window is None or window >= q.shape[2]:
+            y[:, g::groups] = F.scaled_dot_product_attention(q[:, g::groups], k, v, is_causal=True)
+        else:
+            _banded_attention(y[:, g::groups], q[:, g::groups], k, v, window)
+    return y
+
+
+def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
+    """Writes y, a block of queries at a time, each against the keys its window reaches."""
+    block = min(window, 1024)
+    for start in range(0, q.shape[2], block):
+        stop, first = min(start + block, q.shape[2]), max(start - window + 1, 0)
+        age = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(first, stop, device=q.device)
+        rows, seen = slice(start, stop), slice(first, stop)
+        mask = (age >= 0) & (age < window)
+        y[:, :, rows] = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, seen], v[:, :, seen], attn_mask=mask)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One query a row against S slots, a multiple of LANE: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] -> [B,Hq,1,D].
+
+    The G queries of a group are the rows of one small matrix, so K and V are read once and never repeated.
+    """
+    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+    if not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask[:, None, None]).view(q.shape)
+    # A product and a sum that Inductor fuses into one pass over K: on CPUs several times faster than a matmul with so
+    # few rows. The softmax is spelled out to sum by LANEs: a longer sum is compiled once for short and once for long.
+    scores = torch.stack([(row[:, :, None].float() * k.float()).sum(-1) for row in rows.unbind(2)], dim=2)
+    scores = (scores / math.sqrt(q.shape[-1])).masked_fill(~mask[:, None, None], -math.inf)  # [B,Hk,G,S]
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = p.unflatten(-1, (-1, LANE)).sum(-1).sum(-1, keepdim=True)
+    return (torch.matmul(p.to(v.dtype), v).float() / total).to(q.dtype).view(q.shape)
+
+
+def attend_prefix(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, length: Tensor) -> Tensor:
+    """`attend` to each row's first `length` [B] of the slots 0 ... S-1 listed in `slots` [S]."""
+    if torch.compiler.is_compiling() and q.device.type == "cuda":
+        return flex_prefix(q, k, v, length)
+    return attend(q, k, v, slots < length[:, None])
+
+
+def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+    """`attend_prefix` as flash-decoding: a block mask built from `length`, so blocks past a row's end are not read."""
+    blocks = -(-k.shape[2] // BLOCK)
+    whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: heads and the one block of queries
+    cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
+    order = torch.arange(blocks, dtype=torch.int32, device=q.device).expand(q.shape[0], 1, 1, blocks)
+    mask = BlockMask.from_kv_blocks(
+        cut,
+        (order + whole[..., None]) % blocks,  # the block that the end cuts comes after the whole ones
+        whole,
+        order.contiguous(),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=lambda b, h, i, slot: slot < length[b],
+    )
+    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+    return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
+
+
+def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
+    """Writes one token a row: new [B,Hk,1,D] into buffer [B,Hk,S,D] at slot [B]; inactive rows keep what they have."""
+    rows = torch.arange(slot.shape[0], device=slot.device)
+    buffer[rows, :, slot] = torch.where(active[:, None, None], new[:, :, 0], buffer[rows, :, slot])
+
+
+def span(slots: Tensor, length: int) -> Tensor:
+    """The first slots of a row, enough for `length` tokens: what the next step reads.
+
+    slots [S + 1]: the last is never used, because a step compiled for any span below S + 1 serves them all. On CUDA
+    always S: the block mask of `attend_prefix` follows each row's length there, and one graph serves all lengths.
+    """
+    most = slots.shape[0] - 1
+    n = most if slots.device.type == "cuda" else min(round_up(length, 4 * LANE), most)
+    view = slots[:n]
+    torch._dynamo.maybe_mark_dynamic(view, 0)
+    return view

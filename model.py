@@ -1,0 +1,329 @@
+"""The transformer: Llama, Mistral, Yi and Qwen, read from a checkpoint's config.json.
+
+`Transformer.prefill` runs one prompt through the model layer by layer; `Transformer.forward` is the decode step,
+one token for every row of the batch. Attention projects q, k and v and hands them to `self.kv`, the layer's KV
+module (kv/base.py), which stores what it wants and returns the attention output. The model knows no method by name.
+
+Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head dim, C model dim.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SLICE = 4096  # prompt tokens that norms, projections and MLPs see at a time: bounds prefill's transients
+
+# What an architecture fixes in code rather than in config.json.
+ARCHITECTURES = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of one model, as its config.json states them."""
+
+    dim: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float
+    max_length: int  # longest prompt: max_position_embeddings, times the factor where RoPE scaling extends it
+    rope: dict  # rope_type, rope_theta, max_position_embeddings and the type's own parameters
+    window: int | None = None  # sliding window: tokens a query sees, itself included
+    tied: bool = False  # the head is the embedding table
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "ModelConfig":
+        """Reads Hugging Face's config.json. Raises ValueError naming whatever this engine does not know."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "ModelConfig":
+        names = config.get("architectures") or ["none"]
+        if names[0] not in ARCHITECTURES:
+            raise ValueError(f"architecture {names[0]!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+        get = {**ARCHITECTURES[names[0]], **config}.get
+
+        def size(key: str, default=None) -> int:
+            value = get(key) if get(key) is not None else default
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+            return value
+
+        if get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json: hidden_act {get('hidden_act')!r} is not supported; known: silu")
+        if get("use_sliding_window"):
+            raise ValueError("config.json: use_sliding_window (a window in some layers only) is not supported")
+        dim, n_head = size("hidden_size"), size("num_attention_heads")
+        n_kv_head = size("num_key_value_heads", n_head)
+        if n_head % n_kv_head:
+            raise ValueError(f"config.json: {n_head} attention heads do not divide into {n_kv_head} KV heads")
+        if get("head_dim") is None and dim % n_head:
+            raise ValueError(f"config.json: hidden_size {dim} does not divide into {n_head} heads")
+        head_dim = size("head_dim", dim // n_head)
+        if head_dim % 2:
+            raise ValueError(f"config.json: head_dim {head_dim} is odd, which RoPE cannot rotate")
+        rope = _rope_parameters(config, size("max_position_embeddings", 2048))
+        bias = bool(get("attention_bias"))
+        return cls(
+            dim=dim,
+            n_layer=size("num_hidden_layers"),
+            n_head=n_head,
+            n_kv_head=n_kv_head,
+            head_dim=head_dim,
+            ffn_dim=size("intermediate_size"),
+            vocab_size=size("vocab_size"),
+            norm_eps=float(get("rms_norm_eps", 1e-6)),
+            max_length=_max_length(rope),
+            rope=rope,
+            window=size("sliding_window") if names[0] == "MistralForCausalLM" and get("sliding_window") else None,
+            tied=bool(get("tie_word_embeddings")),
+            qkv_bias=bool(get("qkv_bias")) or bias,
+            o_bias=bias,
+            mlp_bias=bool(get("mlp_bias")),
+            qk_norm=bool(get("qk_norm")),
+        )
+
+
+def _rope_parameters(config: dict, max_position: int) -> dict:
+    """One dict from either spelling: rope_theta + rope_scaling, or the newer rope_parameters."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = scaling.pop("type", None)
+    kind = scaling.get("rope_type") or kind or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"config.json: RoPE type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+    if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor is not supported; every channel must rotate")
+    rope = {"rope_theta": float(config.get("rope_theta") or 10000.0), **scaling, "rope_type": kind}
+    needs = {"linear": ["factor"], "dynamic": ["factor"], "yarn": ["factor"], "default": []}
+    needs["llama3"] = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    for key in ["rope_theta", *needs[kind]]:
+        if not isinstance(rope.get(key), (int, float)) or not rope[key] > 0:
+            raise ValueError(f"config.json: RoPE type {kind!r} needs a positive {key}, not {rope.get(key)!r}")
+    return {**rope, "max_position_embeddings": max_position}
+
+
+def _max_length(rope: dict) -> int:
+    limit = rope["max_position_embeddings"]
+    if rope["rope_type"] in ("linear", "dynamic", "yarn"):
+        original = rope.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(original * rope["factor"]))
+    return limit
+
+
+def rope_frequencies(rope: dict, head_dim: int, length: int) -> tuple[Tensor, float]:
+    """Rotation speeds [D/2] in radians per position (fp32), and the factor on cos and sin (1 but for yarn).
+
+    Default: RoFormer, arXiv 2104.09864. linear: arXiv 2306.15595. dynamic: NTK-aware, its base from `length`, the
+    prompt's. llama3: Llama 3.1's smoothed split at two wavelengths. yarn: arXiv 2309.00071, sections 3.2 to 3.4.
+    """
+    kind, theta, factor = rope["rope_type"], rope["rope_theta"], rope.get("factor", 1.0)
+    limit = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
+    if kind == "dynamic" and length > limit:
+        theta *= (factor * length / limit - (factor - 1)) ** (head_dim / (head_dim - 2))
+    speed = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if kind == "linear":
+        return speed / factor, 1.0
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = limit * speed / (2 * math.pi)  # full turns within the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return speed * (keep + (1 - keep) / factor), 1.0
+    if kind == "yarn":
+        return _yarn(rope, head_dim, speed, limit)
+    return speed, 1.0
+
+
+def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor, float]:
+    factor = rope["factor"]
+
+    def channel(turns: float) -> float:  # the (fractional) channel that turns this often within the context
+        return head_dim * math.log(limit / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    first, last = channel(rope.get("beta_fast") or 32), channel(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    last += 0.001 if first == last else 0
+    interpolate = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = rope.get("attention_factor")
+    if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return speed * (1 - interpolate + interpolate / factor), float(attention or magnitude(1.0))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on x [..., D] in Hugging Face's channel order: channel i pairs with i + D/2. cos, sin: [..., D/2]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return h.to(x.dtype) * self.weight
+
+
+class Linear(nn.Linear):
+    """nn.Linear; for one 16-bit token on a CPU, a product and sum that Inductor streams faster than its gemm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        alone = x.numel() == x.shape[-1] and x.device.type == "cpu" and x.dtype != torch.float32
+        if not (alone and torch.compiler.is_compiling()):
+            return super().forward(x)
+        y = (x.reshape(1, -1).float() * self.weight.float()).sum(-1)
+        y = y if self.bias is None else y + self.bias.float()
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)
+        self.head_dim = c.head_dim
+        self.wqkv = Linear(c.dim, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
+        self.wo = Linear(c.n_head * c.head_dim, c.dim, bias=c.o_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.kv: nn.Module | None = None  # set by Transformer.set_kv
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B,T,C] -> q [B,Hq,T,D], k and v [B,Hk,T,D]; RoPE on q and k. cos, sin: [B,1,T,D/2]."""
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split(self.heads, dim=1)
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The q of `project` alone: what a KV module that looks ahead asks of the next layer."""
+        rows = self.heads[0] * self.head_dim
+        bias = None if self.wqkv.bias is None else self.wqkv.bias[:rows]
+        q = F.linear(x, self.wqkv.weight[:rows], bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return rotate(self.q_norm(q), cos, sin)
+
+    def output(self, y: Tensor) -> Tensor:
+        """y [B,Hq,T,D] -> [B,T,C]"""
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.w1 = Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)  # gate
+        self.w3 = Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)  # up
+        self.w2 = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)  # down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.attention = Attention(c)
+        self.feed_forward = FeedForward(c)
+        self.attention_norm = RMSNorm(c.dim, c.norm_eps)
+        self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
+
+    def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, row: int) -> None:
+        """Runs a whole prompt, updating x [1,T,C] in place; only q, k, v and y ever span all of T."""
+        a, slices = self.attention, range(0, x.shape[1], SLICE)
+        (q, k, v) = (x.new_empty(1, heads, x.shape[1], a.head_dim) for heads in a.heads)
+        for s in slices:
+            t = slice(s, s + SLICE)
+            q[:, :, t], k[:, :, t], v[:, :, t] = a.project(
+                self.attention_norm(x[:, t]), cos[:, :, t], sin[:, :, t]
+            )
+        y = a.kv.prefill(row, q, k, v)
+        for s in slices:
+            t = slice(s, s + SLICE)
+            x[:, t] += a.output(y[:, :, t])
+            x[:, t] += self.feed_forward(self.ffn_norm(x[:, t]))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor, after: "Block | None"):
+        """One token a row: x [B,1,C]. `after` is the next block, whose KV module may want to see its query early."""
+        a, h = self.attention, self.attention_norm(x)
+        if after is not None and after.attention.kv.wants_lookahead:
+            after.attention.kv.lookahead(after.attention.query(h, cos, sin))
+        q, k, v = a.project(h, cos, sin)
+        x = x + a.output(a.kv.decode(q, k, v, pos, active))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
+
+    def set_kv(self, modules: list[nn.Module], batch: int) -> None:
+        """Gives every layer its KV module, and every row its RoPE speeds (dynamic NTK: they follow the prompt)."""
+        for layer, kv in zip(self.layers, modules, strict=True):
+            layer.attention.kv = kv
+        speed, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
+        speed = speed.to(self.tok_embeddings.weight.device)
+        self.register_buffer("rope_speed", speed.repeat(batch, 1), persistent=False)  # [B, D/2]
+
+    def cos_sin(self, pos: Tensor, speed: Tensor) -> tuple[Tensor, Tensor]:
+        """pos [B,T], speed [B,D/2] -> cos and sin, [B,1,T,D/2] fp32"""
+        angle = pos[:, None, :, None].float() * speed[:, None, None, :]
+        return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [B,1,C], the last position only -> [B, vocab] fp32"""
+        x = self.norm(x[:, -1])
+        return (F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)).float()
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, row: int) -> Tensor:
+        """tokens [T] of one prompt -> logits [vocab] after its last token; row `row` of every layer is filled."""
+        speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, tokens.numel())
+        self.rope_speed[row] = speed.to(self.rope_speed.device)
+        cos, sin = self.cos_sin(torch.arange(tokens.numel(), device=tokens.device)[None], self.rope_speed[row, None])
+        x = self.tok_embeddings(tokens[None])
+        for layer in self.layers:
+            layer.prefill(x, cos, sin, row)
+        for layer in self.layers:
+            layer.attention.kv.finish(row)
+        return self.logits(x[:, -1:])[0]
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """The decode step: tokens [B,1] at positions pos [B] -> logits [B, vocab]; inactive rows change nothing."""
+        cos, sin = self.cos_sin(pos[:, None], self.rope_speed)
+        x = self.tok_embeddings(tokens)
+        for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
+            x = layer(x, cos, sin, pos, active, after)
+        return self.logits(x)

@@ -1,0 +1,53 @@
+"""Small checkpoints that the tests make for themselves, and one compile cache for the whole run."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before torch is imported: compiled kernels are shared by all tests, and by the subprocesses they start.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "kv-fast-test-inductor"))
+
+import pytest
+import torch
+
+from checkpoint import write_checkpoint
+from model import ModelConfig, Transformer
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def write_random(folder: Path, seed: int = 0, **changes) -> Path:
+    """A converted checkpoint with random weights and no tokenizer, whose logits are far from uniform."""
+    config = LLAMA | changes
+    model = Transformer(ModelConfig.from_dict(config))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        scale = 0.2 if parameter.dim() > 1 and "embeddings" not in name else 1.0
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.data += parameter.dim() == 1  # norms around 1
+    write_checkpoint(folder, config, model.state_dict(), model.state_dict().__getitem__)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random two-layer GQA Llama in fp32."""
+    return write_random(tmp_path_factory.mktemp("checkpoint") / "llama")
