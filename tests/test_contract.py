@@ -1,0 +1,306 @@
+"""The laws of kv/base.py, for every registered method: a new method is covered by registering it."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kv
+from kv import METHODS, Shape
+
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16
+LENGTHS = {1: [50], 3: [96, 41, 7]}
+SMALL = 24  # tokens: less than most prompts, and more than any method's minimum at these sizes
+
+
+def make_shape(heads: str = "gqa", batch: int = 3, window: int | None = None) -> Shape:
+    n_head, n_kv_head = HEADS[heads]
+    return Shape(
+        n_layer=LAYERS, n_head=n_head, n_kv_head=n_kv_head, head_dim=DIM, dim=n_head * DIM, rope_type="default",
+        rope_theta=10000.0, dtype=torch.float32, device=torch.device("cpu"), batch=batch, max_prompt=MAX_PROMPT,
+        max_new_tokens=MAX_NEW, window=window,
+    )  # fmt: skip
+
+
+@dataclass
+class Text:
+    """q [L,Hq,N,D], k and v [L,Hk,N,D] of one sequence of N tokens, the first `prompt` of them its prompt."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    prompt: int
+
+    @classmethod
+    def random(cls, shape: Shape, prompt: int, new: int, seed: int) -> "Text":
+        g = torch.Generator().manual_seed(seed)
+        heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
+        return cls(*(torch.randn(LAYERS, h, prompt + new, DIM, generator=g) for h in heads), prompt)
+
+    def change(self, at: int | slice) -> "Text":
+        """The same with other keys and values `at` some positions."""
+        k, v = self.k.clone(), self.v.clone()
+        k[:, :, at] += 0.5
+        v[:, :, at] -= 1.5
+        return Text(self.q, k, v, self.prompt)
+
+
+def make_texts(shape: Shape, new: int = 20, seed: int = 0) -> dict[int, Text]:
+    return {row: Text.random(shape, n, new, seed + 10 * row) for row, n in enumerate(LENGTHS[shape.batch])}
+
+
+class Step(nn.Module):
+    """One decode step of all layers: q [L,B,Hq,1,D], k and v [L,B,Hk,1,D] -> [L,B,Hq,1,D]"""
+
+    def __init__(self, layers: list[kv.KV]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        out = []
+        for i, layer in enumerate(self.layers):
+            if i + 1 < len(self.layers) and self.layers[i + 1].wants_lookahead:
+                self.layers[i + 1].lookahead(q[i + 1])
+            out.append(layer.decode(q[i], k[i], v[i], pos, active))
+        return torch.stack(out)
+
+
+class Cache:
+    """A method's modules, driven as the model drives them."""
+
+    def __init__(self, name: str, shape: Shape, budget: int = SMALL, lossless: bool = False, compiled: bool = False):
+        budget = None if METHODS[name].minimum is None else budget
+        self.shape = shape
+        self.budget, self.options = budget, METHODS[name].lossless if lossless else {}
+        self.layers = kv.build(name, shape, budget, self.options)
+        self.step = Step(self.layers)
+        self.compiled = torch.compile(self.step, fullgraph=True) if compiled else self.step
+
+    def prefill(self, row: int, text: Text) -> Tensor:
+        """-> [L,Hq,T,D]"""
+        for layer in self.layers:
+            layer.reset(row)
+        inputs = [[x[i : i + 1, :, : text.prompt] for x in (text.q, text.k, text.v)] for i in range(LAYERS)]
+        y = [layer.prefill(row, *qkv) for layer, qkv in zip(self.layers, inputs, strict=True)]
+        for layer in self.layers:
+            layer.finish(row)
+        return torch.cat(y)
+
+    def decode(self, texts: dict[int, Text], steps: int, first: int = 0) -> dict[int, Tensor]:
+        """Feeds every row in `texts` its new tokens first ... first + steps - 1 -> {row: [L,Hq,steps,D]}.
+
+        The other rows are inactive and are fed noise.
+        """
+        batch, found = self.shape.batch, {row: [] for row in texts}
+        for i in range(first, first + steps):
+            noise = Text.random(self.shape, 0, batch, 1000 + i)
+            q, k, v = (x.transpose(1, 2).transpose(0, 1)[:, :, :, None] for x in (noise.q, noise.k, noise.v))
+            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # [L,B,H,1,D]
+            pos, active = torch.full((batch,), 3), torch.zeros(batch, dtype=torch.bool)
+            for row, text in texts.items():
+                pos[row], active[row] = text.prompt + i, True
+                for x, source in ((q, text.q), (k, text.k), (v, text.v)):
+                    x[:, row, :, 0] = source[:, :, text.prompt + i]
+            for layer in self.layers:
+                layer.fit(max((text.prompt for text in texts.values()), default=3) + i + 1, i + 1)
+            y = self.compiled(q, k, v, pos, active)
+            for row in texts:
+                found[row].append(y[:, row].clone())
+        return {row: torch.cat(ys, dim=2) for row, ys in found.items()}
+
+    def run(self, texts: dict[int, Text], steps: int) -> dict[int, Tensor]:
+        for row, text in texts.items():
+            self.prefill(row, text)
+        return self.decode(texts, steps)
+
+    def storages(self) -> dict[int, int]:
+        """Every storage that anything in the modules holds on to, registered or not, with its bytes."""
+
+        def tensors(x: object) -> list[Tensor]:
+            if isinstance(x, Tensor):
+                return [x]
+            if isinstance(x, dict):
+                x = list(x.values())
+            return [t for item in x for t in tensors(item)] if isinstance(x, list | tuple) else []
+
+        held = [t for layer in self.layers for module in layer.modules() for t in tensors(vars(module))]
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+
+    def state(self) -> list[Tensor]:
+        return [buffer.clone() for layer in self.layers for buffer in layer.buffers()]
+
+
+def attention(text: Text, at: int, window: int | None = None) -> Tensor:
+    """Full attention of the query at one position, head by head: [L,Hq,D]."""
+    groups, seen = text.q.shape[1] // text.k.shape[1], range(max(0, at + 1 - (window or at + 1)), at + 1)
+    y = torch.zeros(LAYERS, text.q.shape[1], DIM)
+    for layer in range(LAYERS):
+        for head in range(text.q.shape[1]):
+            keys, values = (x[layer, head // groups, seen.start : seen.stop] for x in (text.k, text.v))
+            p = torch.softmax(keys @ text.q[layer, head, at] / math.sqrt(DIM), dim=0)
+            y[layer, head] = p @ values
+    return y
+
+
+def full_attention(text: Text, steps: int, window: int | None = None) -> Tensor:
+    return torch.stack([attention(text, text.prompt + i, window) for i in range(steps)], dim=2)
+
+
+every_method = pytest.mark.parametrize("name", METHODS)
+every_shape = pytest.mark.parametrize(
+    "shape", [make_shape(h, b) for h in HEADS for b in LENGTHS], ids=[f"{h}-{b}" for h in HEADS for b in LENGTHS]
+)
+
+
+@every_method
+@every_shape
+def test_law_1_a_budget_for_everything_is_full_attention(name, shape):
+    cache, texts = Cache(name, shape, budget=shape.planned, lossless=True), make_texts(shape)
+    for row, text in texts.items():
+        y = cache.prefill(row, text)
+        for at in (0, text.prompt // 2, text.prompt - 1):
+            assert (y[:, :, at] - attention(text, at)).abs().max() <= 1e-5
+    found = cache.decode(texts, 20)
+    for row, text in texts.items():
+        assert (found[row] - full_attention(text, 20)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].windowed])
+def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
+    shape = make_shape(window=16)
+    cache, texts = Cache(name, shape, budget=shape.planned, lossless=True), make_texts(shape)
+    for row, text in texts.items():
+        y = cache.prefill(row, text)
+        for at in (0, 3, text.prompt - 1):
+            assert (y[:, :, at] - attention(text, at, 16)).abs().max() <= 1e-5
+    found = cache.decode(texts, 20)
+    for row, text in texts.items():
+        assert (found[row] - full_attention(text, 20, 16)).abs().max() <= 1e-5
+
+
+@every_method
+def test_law_2_compiled_equals_eager(name):
+    shape = make_shape("gqa", 3)
+    texts = make_texts(shape)
+    eager, compiled = (Cache(name, shape, compiled=c).run(texts, 20) for c in (False, True))
+    for row in texts:
+        assert (eager[row] - compiled[row]).abs().max() <= 1e-5
+
+
+@every_method
+@every_shape
+def test_law_3_rows_do_not_see_each_other(name, shape):
+    texts, others = make_texts(shape), make_texts(shape, seed=500)
+    together = Cache(name, shape).run(texts, 20)
+    for row, text in texts.items():
+        among_others = Cache(name, shape).run(others | {row: text}, 20)[row]
+        assert torch.equal(together[row], among_others)
+        alone = Cache(name, replace(shape, batch=1)).run({0: text}, 20)[0]
+        assert torch.allclose(together[row], alone, atol=1e-6)
+
+
+@every_method
+@every_shape
+@pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
+def test_law_4_slots_without_a_token_are_never_read(name, shape, budget):
+    texts = make_texts(shape)
+    clean, poisoned = Cache(name, shape, budget), Cache(name, shape, budget)
+    for layer in poisoned.layers:
+        for buffer in layer.buffers():
+            if buffer.is_floating_point():
+                buffer.fill_(1e4)
+    expected, found = clean.run(texts, 20), poisoned.run(texts, 20)
+    for row in texts:
+        assert torch.equal(expected[row], found[row])
+
+
+@every_method
+@every_shape
+def test_law_5_no_output_depends_on_a_later_token(name, shape):
+    for row, text in make_texts(shape).items():
+        cut = text.prompt // 2
+        a, b = (Cache(name, shape).prefill(row, t)[:, :, :cut] for t in (text, text.change(slice(cut, None))))
+        assert torch.allclose(a, b, atol=1e-6)
+    texts, steps = make_texts(shape), 10
+    later = {row: text.change(slice(text.prompt + steps, None)) for row, text in texts.items()}
+    a, b = (Cache(name, shape).run(t, steps) for t in (texts, later))
+    assert all(torch.equal(a[row], b[row]) for row in texts)
+
+
+@every_method
+@every_shape
+def test_law_6_a_row_that_was_reset_is_as_good_as_new(name, shape):
+    old, new = make_texts(shape, MAX_NEW, seed=900), make_texts(shape)
+    used = Cache(name, shape)
+    used.run(old, MAX_NEW)
+    expected, found = Cache(name, shape).run(new, 20), used.run(new, 20)
+    assert all(torch.equal(expected[row], found[row]) for row in new)
+
+
+@every_method
+@every_shape
+@pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
+def test_law_7_bytes_are_what_the_buffers_take_and_what_the_paper_says(name, shape, budget):
+    cache = Cache(name, shape, budget)
+    cache.run(make_texts(shape), 3)
+    device, host = kv.total_bytes(cache.layers)
+    assert device + host == sum(cache.storages().values())
+    options = kv.parse_options(name, cache.options)
+    paper = METHODS[name].memory(shape, cache.budget, options)
+    assert device + host <= paper + sum(sum(layer.overhead().values()) for layer in cache.layers)
+    assert kv.planned_bytes(name, shape, cache.budget, cache.options) == (device, host)
+    for length in (1, 40, shape.planned):
+        assert 0 < sum(cache.layers[0].step_bytes(length)) <= device + host
+
+
+@every_method
+def test_law_8_a_step_keeps_nothing_and_moves_nothing(name):
+    shape = make_shape("gqa", 3)
+    cache, texts = Cache(name, shape), make_texts(shape)
+    cache.run(texts, 1)
+    held, places = cache.storages(), [b.data_ptr() for layer in cache.layers for b in layer.buffers()]
+    cache.decode(texts, 19, first=1)
+    assert cache.storages() == held
+    assert [b.data_ptr() for layer in cache.layers for b in layer.buffers()] == places
+
+
+@every_method
+@every_shape
+def test_law_9_the_recent_tokens_are_attended_to(name, shape):
+    recent, steps = Cache(name, shape).layers[0].recent, 6
+    for age in {0, 1, steps - 1, steps, recent - 1} & set(range(recent)):
+        texts = {row: t for row, t in make_texts(shape).items() if t.prompt + steps > age}
+        changed = {row: t.change(t.prompt + steps - 1 - age) for row, t in texts.items()}
+        a, b = (Cache(name, shape).run(t, steps) for t in (texts, changed))
+        for row in texts:
+            assert (a[row][:, :, -1] - b[row][:, :, -1]).abs().amax((1, 2)).min() > 1e-5  # in every layer
+
+
+@every_method
+@every_shape
+def test_law_9_generation_stays_within_the_allocation(name, shape):
+    cache = Cache(name, shape)
+    steps = 3 * shape.planned if cache.layers[0].endless else MAX_NEW
+    texts = make_texts(shape, steps)
+    found = cache.run(texts, steps)
+    assert all(found[row].isfinite().all() for row in texts)
+    assert sum(kv.total_bytes(cache.layers)) == sum(cache.storages().values())
+
+
+@every_method
+@every_shape
+def test_law_10_an_inactive_row_does_not_change(name, shape):
+    texts = make_texts(shape)
+    cache = Cache(name, shape)
+    expected = Cache(name, shape).run(texts, 20)
+    first = cache.run(texts, 8)
+    before = cache.state()
+    cache.decode({}, 3)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.state(), strict=True))
+    rest = cache.decode({0: texts[0]}, 12, first=8)
+    rest |= cache.decode({row: text for row, text in texts.items() if row}, 12, first=8)
+    for row in texts:
+        assert torch.allclose(torch.cat((first[row], rest[row]), dim=2), expected[row], atol=1e-6)
