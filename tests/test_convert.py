@@ -1,0 +1,727 @@
+"""Converting Hugging Face checkpoints: the weights that come out, what is refused, and what a failure leaves behind."""
+
+import errno
+import fnmatch
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import checkpoint
+import cli
+from checkpoint import load_checkpoint, open_weights, write_checkpoint
+from convert_hf_checkpoint import convert, main
+from model import ModelConfig, Transformer
+
+ROOT = Path(__file__).parent.parent
+SIZES = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES |= dict(intermediate_size=48, max_position_embeddings=64, head_dim=8, tie_word_embeddings=False)
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-mha-tied": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3-wide-heads": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16)),
+}
+
+
+def hf_model(name="llama", dtype=torch.float32):
+    kind, config, options = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config(**{**SIZES, **options}))
+    for parameter in model.parameters():  # biases and norms too, which start as constants
+        parameter.data.normal_()
+    return model.to(dtype)
+
+
+def save(model, folder, shards=False):
+    model.save_pretrained(folder, max_shard_size="16KB" if shards else "1GB")
+    assert (folder / "model.safetensors.index.json").exists() == shards
+    (folder / "tokenizer.json").write_text('{"any": "bytes \\u00e9"}')
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)))
+    return folder
+
+
+def save_bin(model, folder, shards=False):
+    """The older format: torch.save of the state dict, duplicates and RoPE's frequencies included."""
+    save(model, folder)
+    (folder / "model.safetensors").unlink()
+    state = dict(model.state_dict()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    if not shards:
+        torch.save(state, folder / "pytorch_model.bin")
+        return folder
+    files = {name: f"pytorch_model-{1 + i % 3:05}-of-00003.bin" for i, name in enumerate(state)}
+    for file in set(files.values()):
+        torch.save({name: t for name, t in state.items() if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+def expected(model):
+    """Our names and stacking, written out from the state dict of the Hugging Face model."""
+    hf, ours = model.state_dict(), {}
+    ours["tok_embeddings.weight"] = hf["model.embed_tokens.weight"]
+    ours["norm.weight"] = hf["model.norm.weight"]
+    if not model.config.tie_word_embeddings:
+        ours["output.weight"] = hf["lm_head.weight"]
+    one = {"self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm"}
+    one |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+    one |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+    one |= {"post_attention_layernorm": "ffn_norm"}
+    for i in range(2):
+        for theirs, our in one.items():
+            for kind in ("weight", "bias"):
+                if f"model.layers.{i}.{theirs}.{kind}" in hf:
+                    ours[f"layers.{i}.{our}.{kind}"] = hf[f"model.layers.{i}.{theirs}.{kind}"]
+        for kind in ("weight", "bias"):
+            if f"model.layers.{i}.self_attn.q_proj.{kind}" in hf:
+                qkv = [hf[f"model.layers.{i}.self_attn.{x}_proj.{kind}"] for x in "qkv"]
+                ours[f"layers.{i}.attention.wqkv.{kind}"] = torch.cat(qkv)
+    return ours
+
+
+def written(folder):
+    """All tensors of a folder, read by the safetensors library."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def everything(folder):
+    return {str(path): path.is_file() and path.read_bytes() for path in sorted(Path(folder).rglob("*"))}
+
+
+def refused(capsys, args, *words, watch):
+    """Runs the command line, which must fail in one line that has all the words and change nothing under `watch`."""
+    before = everything(watch)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        cli.run(lambda: main([str(arg) for arg in args]))
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
+    for word in words:
+        assert str(word) in message, (word, message)
+    assert everything(watch) == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_keeps_its_weights(name, tmp_path):
+    model = hf_model(name)
+    convert(save(model, tmp_path / "hf"), tmp_path / "out")
+    assert_same(written(tmp_path / "out"), expected(model))
+    config = checkpoint.read_config(tmp_path / "out")
+    with torch.device("meta"):
+        ours = Transformer(ModelConfig.from_dict(config))
+    assert_same(load_checkpoint(tmp_path / "out", ours).state_dict(), expected(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mha-tied"])
+@pytest.mark.parametrize("shards", [False, True], ids=["single", "sharded"])
+@pytest.mark.parametrize("form", [save, save_bin], ids=["safetensors", "bin"])
+def test_every_source_form_gives_the_same_weights(name, form, shards, tmp_path):
+    model = hf_model(name, torch.bfloat16)
+    convert(form(model, tmp_path / "hf", shards), tmp_path / "out")
+    assert_same(written(tmp_path / "out"), expected(model))
+
+
+def test_config_gains_one_key_and_companion_files_are_copied(tmp_path):
+    src, out = save(hf_model(dtype=torch.bfloat16), tmp_path / "hf"), tmp_path / "new" / "parents" / "out"
+    convert(src, out)
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("kv_fast") == {"format": 1, "dtype": "bfloat16", "quantization": None}
+    assert config == json.loads((src / "config.json").read_text())
+    copied = ["generation_config.json", "tokenizer.json", "tokenizer.model"]
+    assert sorted(p.name for p in out.iterdir()) == sorted(["config.json", "model.safetensors", *copied])
+    assert all((out / name).read_bytes() == (src / name).read_bytes() for name in copied)
+    assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype_casts_every_tensor(dtype, tmp_path):
+    model = hf_model()
+    convert(save(model, tmp_path / "hf"), tmp_path / "out", dtype=dtype)
+    assert_same(written(tmp_path / "out"), expected(model.to(getattr(torch, dtype))))
+    assert checkpoint.read_config(tmp_path / "out")["kv_fast"]["dtype"] == dtype
+
+
+def test_float16_refuses_what_it_cannot_hold(tmp_path, capsys):
+    model = hf_model(dtype=torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = 1e5
+    src = save(model, tmp_path / "hf")
+    args = [src, "--out", tmp_path / "out", "--dtype", "float16"]
+    refused(capsys, args, "layers.1.feed_forward.w3.weight", "--dtype bfloat16", watch=tmp_path)
+
+
+def test_tied_embeddings_follow_the_config_even_if_the_head_differs(tmp_path):
+    model = hf_model("llama-mha-tied")
+    src = save(model, tmp_path / "hf")
+    state = load_file(src / "model.safetensors") | {"lm_head.weight": torch.zeros(96, 32)}
+    save_file(state, src / "model.safetensors")
+    convert(src, tmp_path / "out")
+    assert_same(written(tmp_path / "out"), expected(model))
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(file, change):
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+
+
+def shard(src, number):
+    return sorted(src.glob("model-*.safetensors"))[number]
+
+
+def first_at(file, position):
+    """The tensor whose bytes include `position`."""
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    for name, entry in json.loads(raw[8 : 8 + length]).items():
+        if name != "__metadata__" and entry["data_offsets"][0] <= position - 8 - length < entry["data_offsets"][1]:
+            return name
+
+
+def missing_shard(src):
+    shard(src, 1).unlink()
+    return ["model-00002-of-", "missing"]
+
+
+def truncated_shard(src):
+    file = shard(src, 1)
+    size = file.stat().st_size - 9000  # two tensors before the end
+    name = first_at(file, size)
+    os.truncate(file, size)
+    return [file, name, f"{size:,}", "truncated"]
+
+
+def truncated_header(src):
+    os.truncate(shard(src, 0), 100)
+    return [shard(src, 0), "truncated"]
+
+
+def trailing_bytes(src):
+    with open(shard(src, 0), "ab") as file:
+        file.write(b"more")
+    return [shard(src, 0), "4 bytes follow"]
+
+
+def lfs_pointer(src):
+    shard(src, 0).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    return [shard(src, 0), "git lfs"]
+
+
+def overlapping_tensors(src):
+    raw = shard(src, 1).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    names = [name for name in header if name != "__metadata__"]
+    header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
+    text = json.dumps(header).encode()
+    shard(src, 1).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    return [shard(src, 1), "corrupt header"]
+
+
+def index_names_a_tensor_the_shard_lacks(src):
+    index = src / "model.safetensors.index.json"
+    edit_json(index, weight_map=json.loads(index.read_text())["weight_map"] | {"lm_head.weight": shard(src, 0).name})
+    edit_weights(shard(src, 0), lambda state: state.pop("lm_head.weight", None))
+    return [index, "lm_head.weight", shard(src, 0).name]
+
+
+def index_places_a_tensor_in_another_shard(src):
+    index = src / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    places["model.norm.weight"] = next(shard for shard in places.values() if shard != places["model.norm.weight"])
+    edit_json(index, weight_map=places)
+    return [index, "model.norm.weight", places["model.norm.weight"]]
+
+
+def tensor_in_two_shards(src):
+    edit_weights(shard(src, 0), lambda state: state.update({"model.norm.weight": torch.ones(32)}))
+    edit_weights(shard(src, 1), lambda state: state.update({"model.norm.weight": torch.ones(32)}))
+    return ["model.norm.weight", "two files"]
+
+
+def index_without_map(src):
+    (src / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    return ["model.safetensors.index.json", "weight_map"]
+
+
+def missing_tensor(src):
+    for file in src.glob("model-*.safetensors"):
+        edit_weights(file, lambda state: state.pop("model.layers.1.self_attn.k_proj.weight", None))
+    index = src / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    del places["model.layers.1.self_attn.k_proj.weight"]
+    edit_json(index, weight_map=places)
+    return ["missing: model.layers.1.self_attn.k_proj.weight", src]
+
+
+def unknown_tensors(src):
+    extra = {f"model.layers.{i}.adapter.weight": torch.ones(1) for i in range(6)}
+    edit_weights(shard(src, 0), lambda state: state.update(extra))
+    return ["unknown: model.layers.0.adapter.weight, ", "and 2 more"]
+
+
+def wrong_shape(src):
+    name = "model.layers.0.self_attn.v_proj.weight"
+    for file in src.glob("model-*.safetensors"):
+        if name in load_file(file):
+            edit_weights(file, lambda state: state.update({name: torch.ones(24, 32)}))
+            return [name, "[24, 32]", "[16, 32]", file]
+
+
+def integer_weights(src):
+    name = "model.layers.0.self_attn.v_proj.weight"
+    for file in src.glob("model-*.safetensors"):
+        if name in load_file(file):
+            edit_weights(file, lambda state: state.update({name: torch.ones(16, 32, dtype=torch.int8)}))
+            return [name, "int8", "quantised", file]
+
+
+def quantized(src):
+    edit_json(src / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    return ["awq", "quantised"]
+
+
+def other_architecture(src):
+    edit_json(src / "config.json", architectures=["MambaForCausalLM"])
+    return ["MambaForCausalLM", "LlamaForCausalLM"]
+
+
+def other_rope(src):
+    edit_json(src / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    return ["longrope"]
+
+
+def converted_already(src):
+    edit_json(src / "config.json", kv_fast={"format": 1})
+    return [src, "converted already"]
+
+
+def broken_config(src):
+    (src / "config.json").write_text('{"architectures": ')
+    return [src / "config.json", "JSON"]
+
+
+def no_config(src):
+    (src / "config.json").unlink()
+    return [src, "config.json"]
+
+
+def no_weights(src):
+    for file in src.glob("model*"):
+        file.unlink()
+    return [src, "holds no weights"]
+
+
+DAMAGE = [
+    missing_shard, truncated_shard, truncated_header, trailing_bytes, lfs_pointer, overlapping_tensors,
+    index_names_a_tensor_the_shard_lacks, index_places_a_tensor_in_another_shard, tensor_in_two_shards,
+    index_without_map, missing_tensor, unknown_tensors, wrong_shape, integer_weights, quantized, other_architecture,
+    other_rope, converted_already, broken_config, no_config, no_weights,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_a_source_that_cannot_be_converted_is_refused_before_anything_is_written(damage, tmp_path, capsys, monkeypatch):
+    src = save(hf_model(), tmp_path / "hf", shards=True)
+    words = damage(src)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("something was written"))
+    refused(capsys, [src, "--out", tmp_path / "out"], *words, watch=tmp_path)
+
+
+def test_a_missing_folder_and_a_revision_of_a_folder_are_refused(tmp_path, capsys):
+    args = [tmp_path / "absent", "--out", tmp_path / "out"]
+    refused(capsys, args, "absent is neither a folder here nor a repository", watch=tmp_path)
+    src = save(hf_model(), tmp_path / "hf")
+    refused(capsys, [src, "--out", tmp_path / "out", "--revision", "main"], "--revision", watch=tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["EVIL"],)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "plain pickle"])
+def test_a_pickle_with_code_is_refused_and_does_not_run(zipped, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
+    src = save_bin(hf_model(), tmp_path / "hf")
+    state = dict(hf_model().state_dict()) | {"model.norm.weight": Evil()}
+    if zipped:
+        torch.save(state, src / "pytorch_model.bin")
+    else:
+        (src / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Evil()}))
+    refused(capsys, [src, "--out", tmp_path / "out"], src / "pytorch_model.bin", watch=tmp_path)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_damaged_bin_is_refused(tmp_path, capsys):
+    src = save_bin(hf_model(), tmp_path / "hf", shards=True)
+    file = src / "pytorch_model-00002-of-00003.bin"
+    os.truncate(file, file.stat().st_size // 2)
+    refused(capsys, [src, "--out", tmp_path / "out"], file, "truncated", watch=tmp_path)
+    torch.save({"model.norm.weight": 3}, file)
+    refused(capsys, [src, "--out", tmp_path / "out"], file, "state dict", watch=tmp_path)
+
+
+def test_an_existing_folder_is_replaced_only_with_force(tmp_path, capsys):
+    src, out = save(hf_model(), tmp_path / "hf"), tmp_path / "out"
+    convert(src, out)
+    refused(capsys, [src, "--out", out], out, "--force", watch=tmp_path)
+    other = hf_model("llama-biases")
+    convert(save(other, tmp_path / "other"), out, force=True)
+    assert_same(written(out), expected(other))
+    assert sorted(os.listdir(tmp_path)) == ["hf", "other", "out"]
+
+
+def test_force_keeps_the_old_checkpoint_when_the_new_one_fails(tmp_path, capsys):
+    src, out = save(hf_model(), tmp_path / "hf"), tmp_path / "out"
+    convert(src, out)
+    truncated_header(save(hf_model(), tmp_path / "bad", shards=True))
+    refused(capsys, [tmp_path / "bad", "--out", out, "--force"], "truncated", watch=tmp_path)
+    large = hf_model(dtype=torch.bfloat16)
+    large.model.norm.weight.data[0] = 1e5  # known only when the tensor is read
+    save(large, tmp_path / "large")
+    args = [tmp_path / "large", "--out", out, "--force", "--dtype", "float16"]
+    refused(capsys, args, "norm.weight", watch=tmp_path)
+
+
+def test_force_replaces_nothing_but_a_checkpoint(tmp_path, capsys):
+    src = save(hf_model(), tmp_path / "hf")
+    refused(capsys, [src, "--out", src, "--force"], "is the source", watch=tmp_path)
+    other = save(hf_model(), tmp_path / "other")
+    refused(capsys, [src, "--out", other, "--force"], "not a checkpoint of kv-fast", watch=tmp_path)
+    convert(src, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    refused(capsys, [src, "--out", tmp_path / "out", "--force"], "notes.txt", watch=tmp_path)
+    (tmp_path / "file").write_text("mine")
+    refused(capsys, [src, "--out", tmp_path / "file", "--force"], tmp_path / "file", watch=tmp_path)
+
+
+def test_too_small_a_disk_is_known_before_writing(tmp_path, capsys, monkeypatch):
+    src = save(hf_model(), tmp_path / "hf")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    refused(capsys, [src, "--out", tmp_path / "out"], "0.0 MB", "0.1 MB", watch=tmp_path)
+
+
+@pytest.mark.parametrize("full", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_disk_that_fills_up_leaves_nothing(full, tmp_path, capsys, monkeypatch):
+    src, failed = save(hf_model(), tmp_path / "hf"), []
+
+    def fail(event, args):
+        if event == "open" and ".partial-" in str(args[0]) and str(args[0]).endswith(full) and full not in failed:
+            failed.append(full)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_full(path, mode):  # a device whose every write says that it is full
+        return open("/dev/full" if "w" in mode else path, mode)
+
+    if full == "model.safetensors":
+        monkeypatch.setattr(checkpoint, "open", open_full, raising=False)
+    else:
+        sys.addaudithook(fail)
+    refused(capsys, [src, "--out", tmp_path / "out"], "is full", "0.1 MB", watch=tmp_path)
+
+
+# Forks children that convert, the n-th of which signals itself as it opens, renames or deletes its n-th file: tensor by
+# tensor, as each is one open of the source. Prints every child's exit code, the names it left, and what loads from out.
+INTERRUPT = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+import checkpoint, cli, convert_hf_checkpoint
+src, out, old, number = sys.argv[1:]
+src, out, old, number = Path(src), Path(out), old and Path(old), int(number)
+
+def convert(moment):
+    seen = 0
+    def watch(event, args):
+        nonlocal seen
+        if event in ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove") and str(src.parent) in str(args[0]):
+            seen += 1
+            if seen == moment:
+                os.kill(os.getpid(), number)
+    sys.addaudithook(watch)
+    args = [str(src), "--out", str(out)] + ["--force"] * bool(old)
+    cli.run(lambda: convert_hf_checkpoint.main(args))
+
+for moment in range(1, 1000):
+    if old:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(old, out)
+    child = os.fork()
+    if not child:
+        try:
+            convert(moment)
+        except SystemExit as end:
+            os._exit(end.code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = sorted(os.listdir(out.parent))
+    if old:
+        checkpoint.check_output(out, force=True)
+    content = (out / "model.safetensors").read_bytes() if out.exists() else b""
+    state = "new" if content == (src.parent / "new.safetensors").read_bytes() else "old" if content else "none"
+    print(json.dumps([code, left, state]))
+    if code == 0:
+        break
+    if not old and state == "new":
+        shutil.rmtree(out)
+"""
+
+
+def interrupted(tmp_path, number, force):
+    """[exit code, names in the parent folder, which checkpoint is there] for a signal at every moment of a run."""
+    src, parent = save(hf_model(), tmp_path / "hf"), tmp_path / "parent"
+    convert(src, tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "new.safetensors")
+    old = ""
+    if force:
+        old = tmp_path / "old"
+        convert(save(hf_model("llama-biases"), tmp_path / "other"), old)
+    parent.mkdir()
+    args = [src, parent / "out", old, number]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPT, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    *lines, last = lines
+    assert last == [0, ["out"], "new"]  # the run after the last interruption cleans up and succeeds
+    return lines
+
+
+def test_a_killed_run_leaves_nothing_that_loads_and_the_next_run_succeeds(tmp_path):
+    lines = interrupted(tmp_path, 9, force=False)
+    assert len(lines) > 30 and any(left for _, left, _ in lines)
+    for code, left, state in lines:
+        assert code == -9 and (state == "none" or left == ["out"])
+        assert state == "none" or state == "new"
+        assert all(name == "out" or name.startswith(".out.partial-") for name in left) and len(left) <= 1
+
+
+def test_a_killed_run_with_force_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    states = [(code, state) for code, _, state in interrupted(tmp_path, 9, force=True)]
+    assert {code for code, _ in states} == {-9}
+    assert [state for _, state in states] == sorted((state for _, state in states), reverse=True)  # old, then new
+    assert {state for _, state in states} == {"old", "new"}
+
+
+def test_ctrl_c_exits_with_130_and_leaves_nothing(tmp_path):
+    lines = interrupted(tmp_path, 2, force=False)
+    assert len(lines) > 30
+    for code, left, state in lines:
+        assert code == 130 and (left, state) in (([], "none"), (["out"], "new"))
+
+
+def test_ctrl_c_with_force_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    lines = interrupted(tmp_path, 2, force=True)
+    assert {state for _, _, state in lines} == {"old", "new"}
+    assert all(code == 130 and (left == ["out"] or state == "new") for code, left, state in lines)
+
+
+def test_the_command_line_fails_in_one_line(tmp_path):
+    command = [sys.executable, ROOT / "convert_hf_checkpoint.py", tmp_path, "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path} has no config.json, so it is not a checkpoint\n"
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import convert_hf_checkpoint
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what the imports left
+before = status("VmRSS")
+convert_hf_checkpoint.convert(sys.argv[1], sys.argv[2])
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_memory_stays_far_below_one_shard(form, tmp_path):
+    config = LlamaConfig(**SIZES | dict(vocab_size=8000, hidden_size=1024, intermediate_size=4096, head_dim=256))
+    config.num_hidden_layers, config.architectures = 6, ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "hf")
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in LlamaForCausalLM(config).state_dict().items()}
+    names, files = list(shapes), {}
+    for i in range(3):
+        file = f"model-0000{i + 1}-of-00003.safetensors" if form == "safetensors" else f"pytorch_model-{i}.bin"
+        part = {name: torch.full(shapes[name], 0.5, dtype=torch.bfloat16) for name in names[i::3]}
+        (save_file if form == "safetensors" else torch.save)(part, tmp_path / "hf" / file)
+        files.update(dict.fromkeys(part, file))
+    index = "model.safetensors.index.json" if form == "safetensors" else "pytorch_model.bin.index.json"
+    (tmp_path / "hf" / index).write_text(json.dumps({"weight_map": files}))
+    largest = max((tmp_path / "hf" / file).stat().st_size for file in files.values())
+    command = [sys.executable, "-c", MEMORY, tmp_path / "hf", tmp_path / "out"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert largest > 60e6 and int(done.stdout) < 0.8 * largest, (done.stdout, largest)
+
+
+def error(kind, status):
+    response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+    return kind("a long\n\nmessage", response=response)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A repository of files, downloaded by pattern as huggingface_hub would; returns its folder and the cache."""
+    repo, cache = save(hf_model(), tmp_path / "repo", shards=True), tmp_path / "cache"
+
+    def snapshot_download(repo_id, *, revision=None, allow_patterns=None):
+        assert (repo_id, revision) == ("some/model", "v2")
+        for file in repo.rglob("*"):
+            name = str(file.relative_to(repo))
+            if file.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (cache / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return repo, cache
+
+
+def test_a_repository_is_downloaded_without_files_that_are_not_needed(hub, tmp_path):
+    repo, cache = hub
+    needed = {file.name for file in repo.iterdir()}
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "README.md", "original/model.safetensors"):
+        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).write_text("not needed")
+    convert("some/model", tmp_path / "out", revision="v2")
+    assert {str(file.relative_to(cache)) for file in cache.rglob("*")} == needed
+    assert_same(written(tmp_path / "out"), expected(hf_model()))
+
+
+def test_a_repository_without_safetensors_gives_its_bins(hub, tmp_path):
+    repo, cache = hub
+    shutil.rmtree(repo)
+    save_bin(hf_model(), repo, shards=True)
+    convert("some/model", tmp_path / "out", revision="v2")
+    assert_same(written(tmp_path / "out"), expected(hf_model()))
+
+
+def test_an_unsupported_repository_is_refused_before_its_weights_come(hub, tmp_path, capsys):
+    repo, cache = hub
+    quantized(repo)
+    with pytest.raises(ValueError, match="awq"):
+        convert("some/model", tmp_path / "out", revision="v2")
+    assert (cache / "config.json").exists() and not list(cache.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "failure, word",
+    [
+        (error(GatedRepoError, 403), "accept its terms at https://huggingface.co/some/model"),
+        (error(RepositoryNotFoundError, 401), "neither a folder here nor a repository"),
+        (error(RevisionNotFoundError, 404), "no revision v2"),
+        (httpx.ConnectError("no route"), "no route"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_failed_download_is_one_line_that_says_what_to_do(failure, word, tmp_path, capsys, monkeypatch):
+    def snapshot_download(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    args = ["some/model", "--out", tmp_path / "out", "--revision", "v2"]
+    refused(capsys, args, word, watch=tmp_path)
+
+
+def meta_model(folder):
+    with torch.device("meta"):
+        return Transformer(ModelConfig.from_json(folder / "config.json"))
+
+
+def test_shards_and_integer_tensors_survive_writing_and_loading(tmp_path):
+    state = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.uint8), "c": torch.randn(5, 4).t()}
+    state |= {"d": torch.ones(()), "e": torch.randint(-128, 127, (2, 3, 4), dtype=torch.int8)}
+    about = {"mode": "int8", "groupsize": 128}
+    write_checkpoint(tmp_path / "out", {"x": 1}, state, state.__getitem__, quantization=about, shard_bytes=70)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"x": 1, "kv_fast": {"format": 1, "dtype": "float32", "quantization": about}}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 3 and index["weight_map"].keys() == state.keys()
+    assert_same(written(tmp_path / "out"), state)
+    assert_same({name: stored.read() for name, stored in open_weights(tmp_path / "out").items()}, state)
+
+
+def test_load_checkpoint_casts_to_the_dtype_asked_for(tmp_path):
+    model = hf_model("llama-mha-tied")
+    convert(save(model, tmp_path / "hf"), tmp_path / "out")
+    loaded = load_checkpoint(tmp_path / "out", meta_model(tmp_path / "out"), "cpu", torch.bfloat16)
+    assert_same(loaded.state_dict(), expected(model.to(torch.bfloat16)))
+
+
+def test_load_checkpoint_says_what_to_do_with_a_folder_it_cannot_load(tmp_path):
+    src, out = save(hf_model(), tmp_path / "hf"), tmp_path / "out"
+    model = meta_model(src)
+    command = f"python convert_hf_checkpoint.py {src} --out {src}-kv-fast"
+    with pytest.raises(ValueError, match=f"convert it first: {command}"):
+        load_checkpoint(src, model)
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
+        load_checkpoint(out, model)
+    convert(src, out)
+    stored = open_weights(out)["norm.weight"]
+    os.truncate(out / "model.safetensors", 60_000)
+    with pytest.raises(ValueError, match="truncated: tensor norm.weight"):
+        stored.read()
+    with pytest.raises(ValueError, match=f"{out}/model.safetensors is truncated.*first tensor cut off is"):
+        load_checkpoint(out, model)
+    (out / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        load_checkpoint(out, model)
+    edit_json(out / "config.json", kv_fast={"format": 2})
+    with pytest.raises(ValueError, match="format 2"):
+        load_checkpoint(out, model)
+    (out / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        load_checkpoint(out, model)
+
+
+def test_load_checkpoint_refuses_weights_that_disagree_with_the_config(tmp_path):
+    out = tmp_path / "out"
+    convert(save(hf_model(), tmp_path / "hf"), out)
+    edit_json(out / "config.json", num_key_value_heads=4)
+    with pytest.raises(ValueError, match=r"layers.0.attention.wqkv.weight has shape \[64, 32\].* needs \[96, 32\]"):
+        load_checkpoint(out, meta_model(out))
+    edit_json(out / "config.json", num_key_value_heads=2, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="unknown: layers.1"):
+        load_checkpoint(out, meta_model(out))
+    edit_json(out / "config.json", num_hidden_layers=3)
+    with pytest.raises(ValueError, match="missing: layers.2"):
+        load_checkpoint(out, meta_model(out))
