@@ -147,7 +147,7 @@ class Files:
         special = set(added)  # this oldest of the files does not say which are; none of them is a word
         try:
             listed = [{**token, "id": int(i)} for i, token in config.get("added_tokens_decoder", {}).items()]
-            for token in [*data.get("added_tokens", []), *listed]:
+            for token in [*(data.get("added_tokens") or []), *listed]:
                 added[token["content"]] = token["id"]
                 (special.add if token["special"] else special.discard)(token["content"])
             special |= CONTROL_TOKENS & added.keys()
@@ -213,7 +213,7 @@ class Tokenizer:
         self.bos_id = vocab.get(files.token("bos_token") or files.first)
         self.eos_id = vocab.get(files.token("eos_token"))
         self.eos_ids = {self.special[token] for token in END_TOKENS if token in self.special} | {self.eos_id} - {None}
-        # As in transformers: a tokenizer.json overrules add_bos_token, which without either is true.
+        # A tokenizer.json overrules add_bos_token, as in transformers. With neither, Llama's default counts.
         add_bos = files.first if files.json else files.config.get("add_bos_token", True)
         self.add_bos = bool(add_bos) and self.bos_id is not None
         self.chat_format, self.format = _chat_format(files.template, self.special)
@@ -376,7 +376,7 @@ class ByteLevelTokenizer(Tokenizer):
     """Byte-level BPE, done by tiktoken.
 
     tiktoken knows no merges: it joins whichever neighbours make the token of lowest rank. Ranks are therefore the order
-    of the merges; `ids` takes a rank to the id that the checkpoint gave the token.
+    of the merges, and `order` takes a rank to the id that the checkpoint gave the token.
     """
 
     def __init__(
@@ -385,7 +385,6 @@ class ByteLevelTokenizer(Tokenizer):
         path: Path,
         vocab: dict[str, int],
         pieces: dict[int, bytes],
-        special: set[str],
         order: list[int],
         splits: list[str],
         form: str | None = None,
@@ -401,7 +400,7 @@ class ByteLevelTokenizer(Tokenizer):
         # tiktoken drops what its pattern does not match; the second half keeps it, as one piece.
         pattern = f"{last}|(?:(?!{last})[\\s\\S])+"
         self.bpe = tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        super().__init__(files, vocab, pieces, special)
+        super().__init__(files, vocab, pieces, special=set())
 
     def _bpe(self, text: str, first: bool) -> list[int]:
         parts = [unicodedata.normalize(self.form, text) if self.form else text]
@@ -427,12 +426,12 @@ def _from_ranks(files: Files, path: Path, data: bytes) -> Tokenizer:
             raise ValueError("the ranks are not 0, 1, 2, ...")
     except ValueError as error:
         raise ValueError(f"{path} is damaged: line {len(pieces) + 1} ({error})") from None
-    n, vocab = len(pieces), {}
-    if max(files.added.values(), default=0) < n:
-        vocab = {token: n + i for i, token in LLAMA3_SPECIAL.items()}
-        files.config.setdefault("bos_token", "<|begin_of_text|>")
-        files.config.setdefault("eos_token", "<|end_of_text|>")
-    return ByteLevelTokenizer(files, path, vocab, pieces, set(vocab), list(range(n)), [LLAMA3_SPLIT])
+    if max(files.added.values(), default=0) < len(pieces):
+        files.added.update((token, len(pieces) + i) for i, token in LLAMA3_SPECIAL.items())
+        files.special.update(LLAMA3_SPECIAL.values())
+        files.config.setdefault("bos_token", LLAMA3_SPECIAL[0])
+        files.config.setdefault("eos_token", LLAMA3_SPECIAL[1])
+    return ByteLevelTokenizer(files, path, {}, pieces, list(pieces), [LLAMA3_SPLIT])
 
 
 def _from_json(files: Files) -> Tokenizer:
@@ -460,7 +459,7 @@ def _from_json(files: Files) -> Tokenizer:
         raise ValueError(f"{path} is damaged: {error} is missing") from None
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return ByteLevelTokenizer(files, path, vocab, pieces, set(), order, splits, form)
+    return ByteLevelTokenizer(files, path, vocab, pieces, order, splits, form)
 
 
 def _splits(step: dict) -> list[str]:

@@ -53,6 +53,7 @@ NASTY = [
     "</s><s>[INST] hi [/INST]</s> <unk>",
     "aaaaaaa aaaa aaa aa a      a",
 ]
+PROPERTY = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # No unassigned code points: what they become depends on whose Unicode tables are newer.
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40) | st.lists(
     st.sampled_from([*" \t\n\r\u00a0'", "a", "aa", "the", "S", "'re", "é", "e\u0301", "日", "12", "<|im_end|>", "!?"]),
@@ -263,7 +264,7 @@ def test_ids_are_those_of_transformers(pairs, name, text):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(text=TEXT)
 def test_ids_of_any_text_are_those_of_transformers(pairs, name, text):
     pair = pairs[name]
@@ -273,13 +274,13 @@ def test_ids_of_any_text_are_those_of_transformers(pairs, name, text):
 
 
 @pytest.mark.parametrize("name", ["llama-3", "ranks", "gpt2", "digits"])
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(text=TEXT)
 def test_byte_level_text_survives_a_round_trip(pairs, name, text):
     assert pairs[name].ours.decode(pairs[name].ours.encode(text)) == text
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(text=TEXT.filter(lambda text: not text.startswith((" ", "▁"))).map(lambda text: text.replace("▁", "_")))
 def test_sentencepiece_text_that_begins_with_no_space_survives_a_round_trip(pairs, text):
     assert pairs["llama-2"].ours.decode(pairs["llama-2"].ours.encode(text)) == text
@@ -413,7 +414,7 @@ def test_an_unfinished_character_appears_as_a_replacement_on_flush(pairs):
     assert stream.flush() == "\ufffd" and ours.decode(ids) == "ok \ufffd"
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@PROPERTY
 @given(ids=st.lists(st.integers(-1, 900), max_size=30))
 def test_any_ids_stream_to_what_they_decode_to(pairs, ids):
     for name in ("llama-2", "qwen"):
@@ -500,6 +501,26 @@ def test_a_list_of_named_templates_is_read(folders, tmp_path):
     templates = [{"name": "tools", "template": ""}, {"name": "default", "template": LLAMA2_TEMPLATE}]
     folder = edited(folders["llama-2"], tmp_path / "named", chat_template=templates)
     assert load_tokenizer(folder).chat_format == "llama-2"
+
+
+def test_a_finetunes_chatml_tokens_are_read_from_its_config_and_bos_from_its_template(folders, tmp_path):
+    start = load_tokenizer(folders["mistral"]).vocab_size
+    names = ["<|im_end|>", "<|im_start|>"]
+    tokens = {str(start + i): {"content": name, "special": True} for i, name in enumerate(names)}
+    template = "{{ bos_token }}" + CHATML_TEMPLATE
+    folder = edited(folders["mistral"], tmp_path / "finetune", chat_template=template, added_tokens_decoder=tokens)
+    ours, theirs = load_tokenizer(folder), LlamaTokenizer.from_pretrained(folder)
+    assert ours.chat("hello", system="be brief") == rendered(theirs, "hello", system="be brief")
+    assert (ours.vocab_size, ours.eos_ids) == (start + 2, {2, start})
+
+
+def test_later_mistrals_write_no_space_after_their_control_tokens(folders, tmp_path):
+    start = load_tokenizer(folders["llama-3"]).vocab_size
+    tokens = {str(start + i): {"content": name, "special": True} for i, name in enumerate(["[INST]", "[/INST]"])}
+    template = MISTRAL3_TEMPLATE.replace("[INST] ", "[INST]")
+    folder = edited(folders["llama-3"], tmp_path / "later", chat_template=template, added_tokens_decoder=tokens)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert load_tokenizer(folder).chat("hello", system="be brief") == rendered(theirs, "hello", system="be brief")
 
 
 @pytest.mark.parametrize("name, template", [("llama-2", None), ("qwen", "{{ '<|user|>' }}"), ("gpt2", None)])

@@ -1,0 +1,27 @@
+# `make demo` and `make test` install all they need into .venv.
+PYTHON ?= python3
+
+.PHONY: demo test lint clean
+
+demo: .venv/requirements
+	.venv/bin/python generate.py
+
+test: .venv/requirements-test
+	.venv/bin/python -m pytest
+
+lint: .venv/requirements-test
+	.venv/bin/ruff check .
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/requirements: requirements.txt | .venv/bin/python
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/requirements-test: requirements-test.txt .venv/requirements
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	touch $@

@@ -1,0 +1,507 @@
+"""The model against transformers: the same random weights and the same config.json must give the same logits."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+import model as model_py
+from checkpoint import write_checkpoint
+from convert_hf_checkpoint import convert
+from engine import Engine
+from kv import Shape
+from kv.full import Full
+from model import FeedForward, ModelConfig, Transformer, rope_frequencies
+
+transformers.logging.set_verbosity_error()  # it remarks on RoPE scaling at sizes this small
+
+STEPS = 32  # decode steps after the prefill
+TOLERANCE = 1e-4  # on logits whose standard deviation is about 1, in fp32
+
+# config.json as the families publish it, but for the sizes.
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "vocab_size": 160,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = LLAMA | {"rope_theta": 500000.0}
+LLAMA31 = LLAMA3 | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 32}}
+MISTRAL = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+MISTRAL_V1 = MISTRAL | {"sliding_window": 32}
+QWEN2 = LLAMA | {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 0,
+}  # fmt: skip
+QWEN3 = QWEN2 | {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 48, "attention_bias": False,
+    "rope_scaling": None,
+}  # fmt: skip
+PLAIN = {"rope_scaling": None}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def yarn(**more) -> dict:
+    return QWEN2 | {"max_position_embeddings": 64, "rope_scaling": YARN | more}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config.json, and changes to it that take away what the case is about: they must move the logits."""
+
+    config: dict
+    without: dict = field(default_factory=dict)
+    prompt: int = 80
+
+
+CASES = {
+    "llama-2": Case(LLAMA | {"num_key_value_heads": 4}),
+    "llama-3": Case(LLAMA3, {"rope_theta": 10000.0}),
+    "llama-3.1": Case(LLAMA31, PLAIN),
+    "llama-3.2": Case(LLAMA31 | {"tie_word_embeddings": True}, PLAIN),
+    "codellama": Case(LLAMA | {"num_key_value_heads": 4, "rope_theta": 1000000}, {"rope_theta": 10000.0}),
+    "longchat": Case(
+        LLAMA | {"max_position_embeddings": 32, "rope_scaling": {"type": "linear", "factor": 8.0}}, PLAIN
+    ),
+    "mistral-v0.1, prompt inside the window": Case(MISTRAL_V1, {"sliding_window": None}, prompt=20),
+    "mistral-v0.1, prompt as long as the window": Case(MISTRAL_V1, {"sliding_window": None}, prompt=32),
+    "mistral-v0.1, prompt one longer": Case(MISTRAL_V1, {"sliding_window": None}, prompt=33),
+    "mistral-v0.1, prompt beyond the window": Case(MISTRAL_V1, {"sliding_window": None}),
+    "mistral-v0.2": Case(MISTRAL | {"rope_theta": 1000000.0}, {"sliding_window": 32}),
+    "mistral-v0.3": Case(MISTRAL | {"rope_theta": 1000000.0, "vocab_size": 200}, {"sliding_window": 32}),
+    "mistral with narrow heads": Case(MISTRAL | {"head_dim": 24}),
+    "yi": Case(LLAMA | {"rope_theta": 5000000.0}, {"rope_theta": 10000.0}),
+    "yi-34b": Case(LLAMA | {"hidden_size": 224, "num_attention_heads": 14, "rope_theta": 5000000.0}),
+    "mqa": Case(LLAMA | {"num_key_value_heads": 1}),
+    "llama with biases": Case(LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": Case(QWEN2, {"use_sliding_window": True}),
+    "qwen2, tied": Case(QWEN2 | {"tie_word_embeddings": True}),
+    "qwen3": Case(QWEN3, {"use_sliding_window": True}),
+    "qwen3 with biases": Case(QWEN3 | {"attention_bias": True}),
+    "qwen2.5, yarn": Case(yarn(), PLAIN),
+    "yarn, attention_factor": Case(yarn(attention_factor=1.4), {"rope_scaling": YARN}),
+    "yarn, betas": Case(yarn(beta_fast=2, beta_slow=0.25), {"rope_scaling": YARN}),
+    "yarn, not truncated": Case(yarn(truncate=False), {"rope_scaling": YARN}),
+    "yarn, mscale": Case(yarn(mscale=2.0, mscale_all_dim=0.5), {"rope_scaling": YARN}),
+    "yarn, no original length": Case(
+        QWEN2 | {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN
+    ),
+    "yarn, extended length": Case(yarn() | {"max_position_embeddings": 256}, PLAIN),
+}
+
+
+def hf_model(config: dict, like=None):
+    """transformers' model in fp32, its weights random (norms and biases too) or those of the model `like`."""
+    config = {key: value for key, value in config.items() if key != "model_type"} | {"attn_implementation": "eager"}
+    kind = next(t for t in ("llama", "mistral", "qwen2", "qwen3") if config["architectures"][0].lower().startswith(t))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **json.loads(json.dumps(config)))).eval()
+    if like is not None:
+        model.load_state_dict(like.state_dict())
+        return model
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            parameter.data = 1 + 0.3 * noise
+        elif name.endswith("bias"):
+            parameter.data = 0.5 * noise
+        else:  # scores, attention outputs and logits all of order 1
+            parameter.data = noise / math.sqrt(parameter.shape[-1])
+    return model
+
+
+def hf_logits(model, prompt: list[int], continuation: list[int]) -> Tensor:
+    """What Engine.logits promises, from one forward over everything."""
+    ids = torch.tensor([prompt + continuation[:-1]])
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+
+
+def converted(model, config: dict, folder: Path, **options) -> Path:
+    """A checkpoint of ours from transformers' model, by way of a folder whose config.json is spelled as `config`."""
+    model.save_pretrained(folder / "hf", **options)
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    convert(folder / "hf", folder / "ours")
+    return folder / "ours"
+
+
+def text(length: int, vocab: int, seed: int = 0) -> tuple[list[int], list[int]]:
+    """A random prompt, and a continuation whose logits take the prefill and STEPS decode steps."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab, (length + STEPS + 1,), generator=generator).tolist()
+    return ids[:length], ids[length:]
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+# Logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_and_decode_give_the_logits_of_transformers(name, tmp_path, record_property):
+    case = CASES[name]
+    theirs = hf_model(case.config)
+    prompt, continuation = text(case.prompt, case.config["vocab_size"])
+    expected = hf_logits(theirs, prompt, continuation)
+    assert expected.std() > 0.3
+    if case.without:
+        assert gap(expected, hf_logits(hf_model(case.config | case.without, like=theirs), prompt, continuation)) > 0.05
+    engine = Engine.load(converted(theirs, case.config, tmp_path), compile=False)
+    found = engine.logits(prompt, continuation)
+    assert found.shape == (STEPS + 1, case.config["vocab_size"]) and found.dtype == torch.float32
+    record_property("gap", gap(found, expected))
+    assert gap(found[0], expected[0]) <= TOLERANCE
+    assert gap(found[1:], expected[1:]) <= TOLERANCE
+
+
+def test_what_config_json_leaves_out_is_transformers_default(tmp_path):
+    for i, kind in enumerate((LLAMA, MISTRAL, QWEN2)):
+        needed = ["num_key_value_heads"] if kind is QWEN2 else []
+        needed += ["model_type", "architectures", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
+        config = {key: kind[key] for key in needed} | {"num_attention_heads": 16, "hidden_size": 256}
+        theirs = hf_model(config)
+        prompt, continuation = text(40, config["vocab_size"])
+        engine = Engine.load(converted(theirs, config, tmp_path / str(i)), compile=False)
+        assert gap(engine.logits(prompt, continuation), hf_logits(theirs, prompt, continuation)) <= TOLERANCE
+
+
+DYNAMIC = LLAMA | {"max_position_embeddings": 32, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+
+
+def fixed_base(length: int) -> dict:
+    """DYNAMIC with the base that a prompt of `length` tokens gives it, for every position."""
+    dim = DYNAMIC["hidden_size"] // DYNAMIC["num_attention_heads"]
+    growth = max(1.0, 4.0 * length / 32 - (4.0 - 1))
+    return DYNAMIC | {"rope_scaling": None, "rope_theta": 10000.0 * growth ** (dim / (dim - 2))}
+
+
+@pytest.mark.parametrize("length", [20, 32, 80])
+def test_dynamic_ntk_takes_its_base_from_the_prompt_and_keeps_it_while_decoding(length, tmp_path):
+    theirs = hf_model(DYNAMIC)
+    prompt, continuation = text(length, DYNAMIC["vocab_size"])
+    engine = Engine.load(converted(theirs, DYNAMIC, tmp_path), compile=False)
+    found = engine.logits(prompt, continuation)
+    expected = hf_logits(hf_model(fixed_base(length), like=theirs), prompt, continuation)
+    assert gap(found, expected) <= TOLERANCE
+    assert gap(found[0], hf_logits(theirs, prompt, continuation[:1])[0]) <= TOLERANCE
+    assert gap(found, hf_logits(hf_model(DYNAMIC, like=theirs), prompt, continuation)) > 0.05  # its base follows the end
+    if length > 32:
+        assert gap(found, hf_logits(hf_model(DYNAMIC | PLAIN, like=theirs), prompt, continuation)) > 0.05
+
+
+def test_each_row_decodes_at_its_own_position_and_with_its_own_base(tmp_path):
+    theirs = hf_model(DYNAMIC)
+    engine = Engine.load(converted(theirs, DYNAMIC, tmp_path), batch=2, max_prompt=80, compile=False)
+    texts = [text(80, 160, seed=1), text(20, 160, seed=2)]
+    found = [[engine.model.prefill(torch.tensor(prompt), row)] for row, (prompt, _) in enumerate(texts)]
+    for i in range(STEPS):
+        tokens = torch.tensor([[continuation[i]] for _, continuation in texts])
+        pos = torch.tensor([len(prompt) + i for prompt, _ in texts])
+        logits = engine.model(tokens, pos, torch.ones(2, dtype=torch.bool))
+        for row in range(2):
+            found[row].append(logits[row])
+    for row, (prompt, continuation) in enumerate(texts):
+        expected = hf_logits(hf_model(fixed_base(len(prompt)), like=theirs), prompt, continuation)
+        assert gap(torch.stack(found[row]), expected) <= TOLERANCE
+
+
+def test_bfloat16_stays_close_to_fp32(tmp_path):
+    folder = converted(hf_model(LLAMA31), LLAMA31, tmp_path)
+    prompt, continuation = text(80, 160)
+    exact = Engine.load(folder, compile=False).logits(prompt, continuation)
+    engine = Engine.load(folder, dtype="bfloat16", compile=False)
+    assert engine.model.layers[0].attention.wqkv.weight.dtype == torch.bfloat16
+    rounded = engine.logits(prompt, continuation)
+    assert rounded.dtype == torch.float32 and engine.layers[0].k.dtype == torch.bfloat16
+    assert F.cosine_similarity(rounded, exact, dim=-1).min() > 0.99
+    assert gap(rounded, exact) > TOLERANCE
+
+
+def test_sharded_and_single_file_checkpoints_give_identical_logits(tmp_path):
+    theirs = hf_model(LLAMA)
+    single = converted(theirs, LLAMA, tmp_path / "single")
+    from_shards = converted(theirs, LLAMA, tmp_path / "shards", max_shard_size="200KB")
+    assert (tmp_path / "shards" / "hf" / "model.safetensors.index.json").exists()
+    prompt, continuation = text(40, LLAMA["vocab_size"])
+    engine = Engine.load(single, compile=False)
+    expected = engine.logits(prompt, continuation)
+    weights = engine.model.state_dict()
+    write_checkpoint(tmp_path / "ours", LLAMA, weights, weights.__getitem__, shard_bytes=200_000)
+    assert (single / "model.safetensors").exists() and len([*(tmp_path / "ours").glob("model-*.safetensors")]) > 2
+    for folder in (from_shards, tmp_path / "ours"):
+        assert torch.equal(Engine.load(folder, compile=False).logits(prompt, continuation), expected)
+
+
+# Long prompts
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returns, weights apart."""
+
+    def __init__(self, model: Transformer):
+        super().__init__()
+        self.weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in self.weights:
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("config", [LLAMA, MISTRAL | {"sliding_window": 128}], ids=["full", "window"])
+def test_no_tensor_of_a_prefill_is_larger_than_its_queries(config, tmp_path, monkeypatch):
+    """Not T x T, not T x vocab, not T x ffn_dim: vocab and ffn_dim are 160, and the queries of a token 128."""
+    monkeypatch.setattr(model_py, "SLICE", 64)
+    length = 1000
+    engine = Engine.load(converted(hf_model(config), config, tmp_path), max_prompt=length, compile=False)
+    prompt, _ = text(length, config["vocab_size"])
+    with Largest(engine.model) as largest:
+        engine.model.prefill(torch.tensor(prompt), 0)
+    assert largest.numel == length * config["hidden_size"]
+
+
+def test_a_prompt_is_projected_in_slices_and_its_last_position_alone_gives_logits(tmp_path, monkeypatch):
+    engine = Engine.load(converted(hf_model(LLAMA), LLAMA, tmp_path), compile=False)
+    prompt, continuation = text(83, LLAMA["vocab_size"])
+    whole = engine.logits(prompt, continuation)
+    seen = {"logits": [], "mlp": []}
+    logits, mlp = Transformer.logits, FeedForward.forward
+    monkeypatch.setattr(Transformer, "logits", lambda self, x: seen["logits"].append(x.shape[1]) or logits(self, x))
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: seen["mlp"].append(x.shape[1]) or mlp(self, x))
+    monkeypatch.setattr(model_py, "SLICE", 16)
+    sliced = engine.logits(prompt, continuation)
+    assert seen["logits"] == [1] * (STEPS + 1)
+    assert seen["mlp"] == [16, 16, 16, 16, 16, 3] * 3 + [1] * (3 * STEPS)
+    assert gap(sliced, whole) <= 1e-5
+
+
+def test_prompts_up_to_the_scaled_context_are_accepted_and_no_longer_ones(tmp_path):
+    config = CASES["longchat"].config
+    engine = Engine.load(converted(hf_model(config), config, tmp_path), compile=False)
+    assert engine.logits([1] * 256, [1]).isfinite().all()
+    with pytest.raises(ValueError, match="257 tokens and the model's context is 256"):
+        engine.logits([1] * 257, [1])
+
+
+# What KV modules are told
+
+
+class Recorder(Full):
+    """Full attention that notes every call; layers from 1 on may look ahead."""
+
+    def __init__(self, shape: Shape, layer: int, looks: bool, calls: list[tuple]):
+        super().__init__(shape)
+        self.layer, self.wants_lookahead, self.calls = layer, looks, calls
+
+    def prefill(self, row, q, k, v):
+        self.calls.append(("prefill", self.layer, row))
+        return super().prefill(row, q, k, v)
+
+    def finish(self, row):
+        self.calls.append(("finish", self.layer, row))
+
+    def decode(self, q, k, v, pos, active):
+        self.calls.append(("decode", self.layer, q.clone()))
+        return super().decode(q, k, v, pos, active)
+
+    def lookahead(self, q):
+        self.calls.append(("lookahead", self.layer, q.clone()))
+
+
+def recorded(config: dict, folder: Path, looks: list[bool]) -> tuple[object, Transformer, list[tuple]]:
+    """transformers' model, ours with a Recorder in each layer and two rows, and the list of calls."""
+    theirs, calls = hf_model(config), []
+    engine = Engine.load(converted(theirs, config, folder), batch=2, max_prompt=80, compile=False)
+    engine.model.set_kv([Recorder(engine.shape, i, look, calls) for i, look in enumerate(looks)], 2)
+    return theirs, engine.model, calls
+
+
+def hf_predicted_query(model, ids: list[int], layer: int) -> Tensor:
+    """[Hq,1,D]: the query that layer `layer` would make of the last token's normed input to the layer below."""
+    normed = []
+    hook = model.model.layers[layer - 1].input_layernorm.register_forward_hook(lambda m, x, y: normed.append(y))
+    with torch.no_grad():
+        model(torch.tensor([ids]), use_cache=False)
+        hook.remove()
+        attention, x = model.model.layers[layer].self_attn, normed[0][:, -1:]
+        q = attention.q_proj(x).view(1, 1, -1, attention.head_dim)
+        q = (attention.q_norm(q) if hasattr(attention, "q_norm") else q).transpose(1, 2)
+        cos, sin = model.model.rotary_emb(x, torch.tensor([[len(ids) - 1]]))
+        return apply_rotary_pos_emb(q, q, cos, sin)[0][0]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "qwen2.5, yarn", "qwen3 with biases"])
+def test_a_module_that_looks_ahead_is_offered_its_query_as_the_layer_below_predicts_it(name, tmp_path):
+    theirs, ours, calls = recorded(CASES[name].config, tmp_path, looks=[True, True, True])
+    prompts = [text(80, 160, seed=1)[0], text(33, 160, seed=2)[0]]
+    for row, prompt in enumerate(prompts):
+        ours.prefill(torch.tensor(prompt[:-1]), row)
+    calls.clear()
+    ours(
+        torch.tensor([[prompt[-1]] for prompt in prompts]),
+        torch.tensor([len(prompt) - 1 for prompt in prompts]),
+        torch.ones(2, dtype=torch.bool),
+    )
+    kinds = [call[:2] for call in calls]
+    assert kinds == [("lookahead", 1), ("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
+    offered = {layer: q for kind, layer, q in calls if kind == "lookahead"}
+    actual = {layer: q for kind, layer, q in calls if kind == "decode"}
+    for layer, q in offered.items():
+        expected = torch.stack([hf_predicted_query(theirs, prompt, layer) for prompt in prompts])
+        assert gap(q, expected) <= TOLERANCE
+        assert gap(q, actual[layer]) > 0.1  # a prediction, not the query itself
+
+
+def test_modules_that_do_not_look_ahead_are_offered_nothing(tmp_path):
+    _, ours, calls = recorded(LLAMA, tmp_path, looks=[False, False, True])
+    ours.prefill(torch.tensor([1, 2, 3]), 0)
+    calls.clear()
+    ours(torch.tensor([[4], [5]]), torch.tensor([3, 0]), torch.ones(2, dtype=torch.bool))
+    assert [call[:2] for call in calls] == [("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
+
+
+def test_every_layer_is_told_once_that_the_prefill_of_a_row_is_over(tmp_path):
+    _, ours, calls = recorded(LLAMA, tmp_path, looks=[True, True, True])
+    for row in (1, 0):
+        calls.clear()
+        ours.prefill(torch.tensor([1, 2, 3]), row)
+        assert calls == [(kind, layer, row) for kind in ("prefill", "finish") for layer in range(3)]
+
+
+# config.json
+
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {key: value for key, value in LLAMA31["rope_scaling"].items() if key != "rope_type"},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_every_spelling_of_rope_gives_the_same_config(kind, tmp_path):
+    rest = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    scaling, theta = SCALINGS[kind], {"rope_theta": 20000.0}
+    spellings = [
+        rest | theta | {"rope_scaling": {"type": kind} | scaling},
+        rest | theta | {"rope_scaling": {"rope_type": kind} | scaling},
+        rest | theta | {"rope_scaling": {"rope_type": kind, "type": kind} | scaling},
+        rest | {"rope_parameters": {"rope_type": kind} | theta | scaling},
+        rest | theta | {"rope_parameters": {"rope_type": kind} | scaling},
+    ]
+    if kind == "default":
+        spellings += [rest | theta, rest | theta | {"rope_scaling": None}, rest | {"rope_parameters": theta}]
+    hf_model(spellings[0]).config.save_pretrained(tmp_path)  # the spelling that transformers writes today
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["rope_parameters"]["rope_type"] == kind and "rope_scaling" not in saved
+    configs = [ModelConfig.from_dict(c) for c in [*spellings, saved | {"head_dim": 32}]]
+    assert configs[0].rope["rope_type"] == kind and configs[0].rope["rope_theta"] == 20000.0
+    assert all(config == configs[0] for config in configs)
+
+
+PUBLISHED = {  # max_position_embeddings, rope_theta, rope_scaling, and the longest prompt
+    "Llama-2-7b": (4096, 10000.0, None, 4096),
+    "Llama-3.1-8B": (131072, 500000.0, LLAMA3_ROPE | {"original_max_position_embeddings": 8192}, 131072),
+    "longchat-7b-v1.5-32k": (4096, 10000.0, {"type": "linear", "factor": 8.0}, 32768),
+    "dynamic NTK": (4096, 10000.0, {"type": "dynamic", "factor": 2.0}, 8192),
+    "Qwen2.5-7B-Instruct": (
+        32768, 1000000.0, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072,
+    ),
+    "yarn, no original length": (32768, 1000000.0, {"rope_type": "yarn", "factor": 4.0}, 131072),
+    "Yarn-Llama-2-7b-128k": (
+        131072, 10000.0, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, 131072,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_give_their_context_and_the_rope_speeds_of_transformers(name):
+    limit, theta, scaling, longest = PUBLISHED[name]
+    raw = LLAMA | {"max_position_embeddings": limit, "rope_theta": theta, "rope_scaling": scaling, "head_dim": 128}
+    config = ModelConfig.from_dict(raw)
+    assert config.max_length == longest
+    theirs = LlamaRotaryEmbedding(hf_model(raw).config)
+    speed, factor = rope_frequencies(config.rope, 128, limit)
+    assert torch.allclose(speed, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_otherwise():
+    unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert ModelConfig.from_dict(unsaid).window == 4096
+    assert ModelConfig.from_dict(MISTRAL).window is None
+    assert ModelConfig.from_dict(MISTRAL_V1).window == 32
+    assert ModelConfig.from_dict(QWEN2).window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel'.*LlamaForCausalLM"),
+        ({"architectures": []}, "architecture 'none'"),
+        ({"architectures": None}, "architecture 'none'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "RoPE type 'longrope'.*yarn"),
+        ({"rope_scaling": {"type": "su"}}, "RoPE type 'su'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "RoPE type 'proportional'"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs a positive factor, not None"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "'dynamic' needs a positive factor, not 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'yarn' needs a positive factor, not '4'"),
+        ({"rope_scaling": LLAMA3_ROPE}, "'llama3' needs a positive original_max_position_embeddings, not None"),
+        ({"rope_theta": -1.0}, "positive rope_theta, not -1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be .* not -1"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 KV heads"),
+        ({"hidden_size": 130}, "hidden_size 130 does not divide into 4 heads"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        *[
+            ({key: value}, f"{key} must be a positive integer, not {value!r}")
+            for key, value in [
+                ("hidden_size", None), ("hidden_size", -128), ("num_hidden_layers", None), ("num_hidden_layers", 0),
+                ("num_attention_heads", None), ("num_attention_heads", 4.0), ("num_key_value_heads", 0),
+                ("intermediate_size", None), ("intermediate_size", "160"), ("vocab_size", None), ("vocab_size", True),
+                ("max_position_embeddings", -1), ("head_dim", -2),
+            ]
+        ],
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_the_model_does_not_know_is_refused_by_name(changes, message):
+    ModelConfig.from_dict(LLAMA)
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(LLAMA | changes)
+
+
+def test_a_config_that_is_not_json_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_json(tmp_path / "config.json")
