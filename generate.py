@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-opt", action="append", default=[], metavar="K=V", help="an option of the method; repeatable")
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
-    p.add_argument("--max-new-tokens", type=int, default=256, help="tokens an answer may have (default: 256)")
+    p.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)")
     p.add_argument("--batch", type=int, help="rows decoded together (default: the prompts, at most 8)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     p.add_argument("--top-k", type=int)
@@ -102,10 +102,11 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out) 
         options[name] = value
     talk = args.chat and sys.stdin.isatty() and len(prompts) == 1 and args.prompt_file != "-"
     demo = args.checkpoint is None
+    limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     engine = Engine.load(
         checkpoint, args.kv, args.budget, options, device=args.device, dtype=args.dtype, seed=args.seed,
         batch=args.batch if args.batch is not None else min(len(prompts), 8),
-        max_new_tokens=args.max_new_tokens * (2 * CHAT_TURNS if talk else 1),
+        max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
         compile=args.compile if args.compile is not None else not demo,  # the demo is over before a compile would pay
     )  # fmt: skip
     if engine.tokenizer is None:
@@ -123,7 +124,7 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out) 
 
         completions = engine.generate(
             [engine.tokenizer.chat(p) for p in prompts] if args.chat else prompts,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+            max_new_tokens=limit, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
             follow_ups=[questions(engine)] if talk else None, on_token=show,
         )  # fmt: skip
     if single:

@@ -338,8 +338,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, files: Files, path: Path, data: bytes):
         try:
-            if not data:
-                raise RuntimeError("the file is empty")
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=data)
             # Serialized messages merge when joined: these bytes are normalizer_spec.add_dummy_prefix = false.
             self.bare = sentencepiece.SentencePieceProcessor(model_proto=data + b"\x1a\x02\x18\x00")

@@ -25,11 +25,10 @@ class Full(KV):
         super().__init__()
         self.shape, self.sinks = shape, sinks
         self.size = min(size or shape.planned, shape.planned)
-        allocated = ops.round_up(self.size, ops.LANE) + 1  # see ops.span
-        buffer = (shape.batch, shape.n_kv_head, allocated, shape.head_dim)
+        self.capacity = ops.round_up(self.size, ops.LANE)
+        buffer = (shape.batch, shape.n_kv_head, self.capacity + 1, shape.head_dim)  # one more: see ops.span
         self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
         self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
-        self.register_buffer("slots", torch.arange(allocated, device=shape.device), persistent=False)
         self.recent = self.size - sinks
         self.fit(self.size, 0)
 
@@ -50,25 +49,22 @@ class Full(KV):
         slot = self.slot(pos)
         ops.store(self.k, k, slot, active)
         ops.store(self.v, v, slot, active)
-        n = self.read.shape[0]
+        n = self.span.shape[0]
         length = (pos + 1).clamp(max=self.size)  # slots fill in order, so the first `length` hold tokens
-        return ops.attend_prefix(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), self.read, length)
+        return ops.attend_prefix(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), length)
 
     def reset(self, row: int) -> None:
         pass  # a row's length says which slots hold tokens
 
     def fit(self, length: int, new: int) -> None:
-        self.read = ops.span(self.slots, min(length, self.size))
+        self.span = ops.span(min(length, self.size), self.capacity, self.shape.device)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return self.shape.n_kv_head * min(length, self.size) * self.shape.unit_bytes, 0
 
     def overhead(self) -> dict[str, int]:
         unused = self.k.shape[2] - self.size
-        return {
-            "unused slots": self.shape.batch * self.shape.n_kv_head * unused * self.shape.unit_bytes,
-            "slot numbers": self.slots.nbytes,
-        }
+        return {"unused slots": self.shape.batch * self.shape.n_kv_head * unused * self.shape.unit_bytes}
 
 
 def memory(shape: Shape, budget: None, options: Options) -> int:

@@ -48,20 +48,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     if not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask[:, None, None]).view(q.shape)
-    # A product and a sum that Inductor fuses into one pass over K: on CPUs several times faster than a matmul with so
-    # few rows. The softmax is spelled out to sum by LANEs: a longer sum is compiled once for short and once for long.
+    # Products and sums that Inductor fuses into one pass over K and one over V: on CPUs faster than matmuls with so
+    # few rows. Maxima and sums go by LANEs: over all slots at once, short and long texts would compile differently.
     scores = torch.stack([(row[:, :, None].float() * k.float()).sum(-1) for row in rows.unbind(2)], dim=2)
     scores = (scores / math.sqrt(q.shape[-1])).masked_fill(~mask[:, None, None], -math.inf)  # [B,Hk,G,S]
-    p = (scores - scores.amax(-1, keepdim=True)).exp()
-    total = p.unflatten(-1, (-1, LANE)).sum(-1).sum(-1, keepdim=True)
-    return (torch.matmul(p.to(v.dtype), v).float() / total).to(q.dtype).view(q.shape)
+    scores, v = scores.unflatten(-1, (-1, LANE)), v.unflatten(2, (-1, LANE))
+    p = (scores - scores.amax(-1, keepdim=True).amax(-2, keepdim=True)).exp()  # [B,Hk,G,S/LANE,LANE]
+    y = torch.stack([(row[..., None] * v.float()).sum(-2) for row in p.unbind(2)], dim=2)  # [B,Hk,G,S/LANE,D]
+    return (y.sum(-2) / p.sum(-1).sum(-1, keepdim=True)).to(q.dtype).view(q.shape)
 
 
-def attend_prefix(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, length: Tensor) -> Tensor:
-    """`attend` to each row's first `length` [B] of the slots 0 ... S-1 listed in `slots` [S]."""
+def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+    """`attend` to each row's first `length` [B] slots."""
     if torch.compiler.is_compiling() and q.device.type == "cuda":
         return flex_prefix(q, k, v, length)
-    return attend(q, k, v, slots < length[:, None])
+    return attend(q, k, v, torch.arange(k.shape[2], device=q.device) < length[:, None])
 
 
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
@@ -88,14 +89,16 @@ def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     buffer[rows, :, slot] = torch.where(active[:, None, None], new[:, :, 0], buffer[rows, :, slot])
 
 
-def span(slots: Tensor, length: int) -> Tensor:
-    """The first slots of a row, enough for `length` tokens: what the next step reads.
+def span(length: int, capacity: int, device: torch.device) -> Tensor:
+    """How many of a row's first slots the next step reads, as the first size of an empty tensor.
 
-    slots [S + 1]: the last is never used, because a step compiled for any span below S + 1 serves them all. On CUDA
-    always S: the block mask of `attend_prefix` follows each row's length there, and one graph serves all lengths.
+    A size that a compiled step sees as a variable: one compile serves all lengths, where a Python int would compile
+    each anew. Buffers need one slot more than `capacity`, a multiple of LANE, for a span that is a whole buffer is a
+    special case to the compiler. On CUDA always `capacity`: the block mask of `flex_prefix` follows the lengths
+    there, and one graph serves them all.
     """
-    most = slots.shape[0] - 1
-    n = most if slots.device.type == "cuda" else min(round_up(length, 4 * LANE), most)
-    view = slots[:n]
-    torch._dynamo.maybe_mark_dynamic(view, 0)
-    return view
+    if device.type == "cuda":
+        return torch.empty(capacity, 0, device=device)
+    size = torch.empty(min(round_up(length, 4 * LANE), capacity), 0, device=device)
+    torch._dynamo.maybe_mark_dynamic(size, 0)
+    return size

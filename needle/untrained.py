@@ -21,7 +21,6 @@ CONFIG = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }

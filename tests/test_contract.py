@@ -127,7 +127,8 @@ class Cache:
             return [t for item in x for t in tensors(item)] if isinstance(x, list | tuple) else []
 
         held = [t for layer in self.layers for module in layer.modules() for t in tensors(vars(module))]
-        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+        return {storage: size for storage, size in found.items() if size}
 
     def state(self) -> list[Tensor]:
         return [buffer.clone() for layer in self.layers for buffer in layer.buffers()]

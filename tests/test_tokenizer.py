@@ -179,23 +179,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
             split_by(QWEN_SPLIT),
             ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
             {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False, "chat_template": QWEN_TEMPLATE},
-            plain=["<think>", "</think>"],
+            plain=["<think", "<think>", "</think>"],
             form=normalizers.NFC(),
         ),
         "gpt2": byte_level_folder(
             root / "gpt2", pre_tokenizers.ByteLevel(add_prefix_space=False), ["<|endoftext|>"], {}
-        ),
-        "digits": byte_level_folder(
-            root / "digits",
-            pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Split(Regex(r"[\r\n]"), "isolated"),
-                    pre_tokenizers.Digits(individual_digits=True),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                ]
-            ),
-            ["<|endoftext|>"],
-            {},
         ),
     }
     made["llama-2-legacy"] = edited(made["llama-2"], root / "llama-2-legacy", legacy=True)
@@ -203,17 +191,28 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     made["llama-3.1"] = edited(made["llama-3"], root / "llama-3.1", chat_template=LLAMA31_TEMPLATE)
     made["chatml"] = edited(made["qwen"], root / "chatml", chat_template=CHATML_TEMPLATE)
     made["shuffled"] = edited(made["qwen"], root / "shuffled")
-    shuffle_ids(made["shuffled"] / "tokenizer.json")
+    shuffle_ids(made["shuffled"])
+    made["steps"] = edited(made["gpt2"], root / "steps")
+    vowels = {"type": "Split", "pattern": {"Regex": "[aeiou]"}, "behavior": "Isolated", "invert": False}
+    digits = {"type": "Digits", "individual_digits": True}
+    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    change_json(made["steps"], pre_tokenizer={"type": "Sequence", "pretokenizers": [vowels, digits, bare]})
     made["ranks"] = rank_folder(made["llama-3"], root / "ranks")
     return made
 
 
-def shuffle_ids(path: Path) -> None:
-    data = json.loads(path.read_text())
-    vocab = data["model"]["vocab"]
-    ids = random.Random(1).sample(list(vocab.values()), len(vocab))
-    data["model"]["vocab"] = dict(zip(vocab, ids, strict=True))
-    path.write_text(json.dumps(data))
+def read(folder: Path) -> dict:
+    return json.loads((folder / "tokenizer.json").read_text())
+
+
+def change_json(folder: Path, **parts) -> None:
+    write(folder, tokenizer={**read(folder), **parts})
+
+
+def shuffle_ids(folder: Path) -> None:
+    model = read(folder)["model"]
+    ids = random.Random(1).sample(list(model["vocab"].values()), len(model["vocab"]))
+    change_json(folder, model={**model, "vocab": dict(zip(model["vocab"], ids, strict=True))})
 
 
 def rank_folder(source: Path, folder: Path) -> Path:
@@ -251,7 +250,7 @@ def ids_of(theirs, text: str, bos: bool = True) -> list[int]:
     return theirs(text, add_special_tokens=bos, split_special_tokens=True).input_ids
 
 
-NAMES = ["llama-2", "llama-2-legacy", "mistral-v0.3", "llama-3", "ranks", "qwen", "shuffled", "gpt2", "digits"]
+NAMES = ["llama-2", "llama-2-legacy", "mistral-v0.3", "llama-3", "ranks", "qwen", "shuffled", "gpt2", "steps"]
 BYTE_LEVEL = NAMES[3:]
 
 
@@ -273,7 +272,7 @@ def test_ids_of_any_text_are_those_of_transformers(pairs, name, text):
     assert pair.ours.decode(ids) == pair.theirs.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", ["llama-3", "ranks", "gpt2", "digits"])
+@pytest.mark.parametrize("name", ["llama-3", "ranks", "gpt2", "steps"])
 @PROPERTY
 @given(text=TEXT)
 def test_byte_level_text_survives_a_round_trip(pairs, name, text):
@@ -306,7 +305,7 @@ def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_pat
 
 def test_added_tokens_that_are_not_special_are_met_in_text_and_printed(pairs):
     ours, theirs = pairs["qwen"].ours, pairs["qwen"].theirs
-    text = "<think>\nhello</think> world <think><think>"
+    text = "<think>\nhello</think> world <think><think><think"
     assert ours.encode(text) == ids_of(theirs, text)
     assert ours.encode(text).count(ours.added["<think>"]) == 3
     assert ours.decode(ours.encode(text)) == text
@@ -352,8 +351,7 @@ def test_bos_is_added_as_the_config_says_and_by_default_with_sentencepiece(folde
 def test_the_post_processor_of_a_json_overrules_add_bos_token(folders, tmp_path, config, post_processor):
     folder = edited(folders["llama-3"], tmp_path / "bos", add_bos_token=config)
     if not post_processor:
-        data = json.loads((folder / "tokenizer.json").read_text())
-        write(folder, tokenizer={**data, "post_processor": None})
+        change_json(folder, post_processor=None)
     ours = load_tokenizer(folder)
     assert ours.encode("hi") == ids_of(PreTrainedTokenizerFast.from_pretrained(folder), "hi")
     assert (ours.encode("hi")[0] == ours.bos_id) is post_processor
@@ -366,11 +364,17 @@ def test_tokens_stored_as_objects_are_read(folders, tmp_path):
     assert ours.eos_id == ours.special["<|eot_id|>"]
 
 
+def test_whatever_the_config_calls_eos_ends_an_answer(folders, tmp_path):
+    token = "<|reserved_special_token_99|>"
+    ours = load_tokenizer(edited(folders["llama-3"], tmp_path / "eos", eos_token=token))
+    assert ours.special[token] == ours.eos_id and {ours.eos_id, ours.special["<|eot_id|>"]} <= ours.eos_ids
+
+
 def test_the_json_is_read_before_a_rank_file_and_a_sentencepiece_model_before_the_json(folders, tmp_path):
     both = edited(folders["llama-3"], tmp_path / "both")
     (both / "original").mkdir()
     shutil.copy(folders["ranks"] / "tokenizer.model", both / "original")
-    shuffle_ids(both / "tokenizer.json")
+    shuffle_ids(both)
     assert load_tokenizer(both).encode("hello") == ids_of(PreTrainedTokenizerFast.from_pretrained(both), "hello")
     (both / "tokenizer.json").unlink()
     assert load_tokenizer(both).encode("hello") == load_tokenizer(folders["ranks"]).encode("hello")
@@ -378,6 +382,29 @@ def test_the_json_is_read_before_a_rank_file_and_a_sentencepiece_model_before_th
     both = edited(folders["llama-2"], tmp_path / "sentencepiece")
     LlamaTokenizer.from_pretrained(both).backend_tokenizer.save(str(both / "tokenizer.json"))
     assert load_tokenizer(both).encode("hello") == load_tokenizer(folders["llama-2"]).encode("hello")
+
+
+@pytest.mark.parametrize("text", ["hello", " hello", "", " "])
+def test_add_prefix_space_false_means_no_leading_space(folders, tmp_path, text):
+    folder = edited(folders["llama-2"], tmp_path / "bare", add_prefix_space=False)
+    ours, theirs = load_tokenizer(folder), LlamaTokenizer.from_pretrained(folder)
+    assert ours.encode(text) == ids_of(theirs, text)
+    assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize("ignore_merges", [True, False])
+def test_a_token_that_no_merge_makes_is_met_only_as_a_whole_word_and_with_ignore_merges(
+    folders, tmp_path, ignore_merges
+):
+    folder = edited(folders["llama-3"], tmp_path / "whole")
+    model = read(folder)["model"]
+    vocab = {**model["vocab"], "ĠZyzzyva": 900}
+    change_json(folder, model={**model, "vocab": vocab, "ignore_merges": ignore_merges})
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("a Zyzzyva", "a Zyzzyvas", "Zyzzyva"):
+        assert ours.encode(text) == ids_of(theirs, text)
+    assert (900 in ours.encode("a Zyzzyva")) is ignore_merges
+    assert ours.decode([900]) == " Zyzzyva"
 
 
 def test_a_model_trained_without_the_leading_space_gets_none(tmp_path):
@@ -425,7 +452,9 @@ def test_any_ids_stream_to_what_they_decode_to(pairs, ids):
         assert "".join(map(stream.push, ids)) + stream.flush() == pairs[name].ours.decode(ids) == text
 
 
-def test_special_tokens_print_nothing(pairs):
+def test_special_tokens_and_ids_outside_the_vocabulary_print_nothing(pairs):
+    ours = pairs["qwen"].ours
+    assert ours.pieces[-1] and ours.decode([-1, ours.vocab_size]) == ""
     ours = pairs["llama-3"].ours
     assert ours.decode([*ours.encode("hello"), ours.special["<|eot_id|>"], *ours.encode(" you")]) == "hello you"
 
@@ -503,15 +532,17 @@ def test_a_list_of_named_templates_is_read(folders, tmp_path):
     assert load_tokenizer(folder).chat_format == "llama-2"
 
 
-def test_a_finetunes_chatml_tokens_are_read_from_its_config_and_bos_from_its_template(folders, tmp_path):
+@pytest.mark.parametrize("special", [True, False])
+def test_a_finetunes_chatml_tokens_are_read_from_its_config_and_bos_from_its_template(folders, tmp_path, special):
     start = load_tokenizer(folders["mistral"]).vocab_size
     names = ["<|im_end|>", "<|im_start|>"]
-    tokens = {str(start + i): {"content": name, "special": True} for i, name in enumerate(names)}
+    tokens = {str(start + i): {"content": name, "special": special} for i, name in enumerate(names)}
     template = "{{ bos_token }}" + CHATML_TEMPLATE
     folder = edited(folders["mistral"], tmp_path / "finetune", chat_template=template, added_tokens_decoder=tokens)
     ours, theirs = load_tokenizer(folder), LlamaTokenizer.from_pretrained(folder)
     assert ours.chat("hello", system="be brief") == rendered(theirs, "hello", system="be brief")
     assert (ours.vocab_size, ours.eos_ids) == (start + 2, {2, start})
+    assert ours.decode([start, start + 1]) == "" and start not in ours.encode("<|im_end|>")
 
 
 def test_later_mistrals_write_no_space_after_their_control_tokens(folders, tmp_path):
@@ -568,7 +599,7 @@ def test_a_truncated_sentencepiece_model_is_refused(folders, tmp_path, keep):
 
 @pytest.mark.parametrize(
     "old, new",
-    [(b" 300\n", b"\n"), (b" 300\n", b" 301\n"), (b"\n", b"\n!!!! "), (b" 300\n", b" x\n"), (b"IA==", b"ISEh")],
+    [(b" 300\n", b"\n"), (b" 300\n", b" 301\n"), (b"\n", b"\n!!!! "), (b" 300\n", b" x\n"), (b"IA==", b"ISEh"), (b"IA==", b"I!A==")],
 )
 def test_a_damaged_rank_file_is_refused(folders, tmp_path, old, new):
     data = (folders["ranks"] / "tokenizer.model").read_bytes()
@@ -599,7 +630,7 @@ def test_invalid_json_is_refused_by_name(folders, tmp_path, name, text):
 )
 def test_a_json_with_parts_that_are_missing_or_not_supported_is_refused(folders, tmp_path, change, word):
     folder = edited(folders["qwen"], tmp_path / "changed")
-    data = json.loads((folder / "tokenizer.json").read_text())
+    data = read(folder)
     change(data)
     write(folder, tokenizer=data)
     refused(folder, "tokenizer.json", word)
