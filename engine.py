@@ -10,44 +10,26 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import kv as methods
 from checkpoint import load_checkpoint, read_config, read_json
-from decoder import CONTINUE, SLEEP, Decoder, Sampling, sample
+from decoder import SLEEP, Decoder, Sampling, sample
 from kv import Shape
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer, load_tokenizer
+from rows import Answer, Completion, Row
+from tokenizer import Stream, Tokenizer, load_tokenizer
 
 Prompt = str | list[int]
-
-
-@dataclass
-class Answer:
-    tokens: list[int] = field(default_factory=list)  # without the EOS
-    text: str = ""
-    finish_reason: str = ""  # stop or length; empty while it runs
-
-
-@dataclass
-class Completion:
-    prompt_tokens: int
-    answers: list[Answer] = field(default_factory=list)  # to the prompt, then to each follow-up
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
-
-    def to_dict(self) -> dict:
-        """text, tokens and finish_reason are the first answer's."""
-        answers = [dataclasses.asdict(answer) for answer in self.answers]
-        return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
 
 
 @dataclass
@@ -62,71 +44,6 @@ class Stats:
     new_tokens: int = 0  # sampled in decode steps; an answer's first token is the prefill's
 
 
-class Row:
-    """The host's view of one batch row: what it was asked, and what the device still owes it."""
-
-    def __init__(self, index: int, prompt: list[int], follow_ups: Iterable[Prompt]):
-        self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
-        self.completion = Completion(len(prompt))
-        self.length = len(prompt)  # tokens in the cache once every launched step has run
-        self.feed: deque[int] = deque()  # tokens to force, one a step
-        self.limit = 0  # tokens that the current answer may have
-        self.wanted = 0  # samples still to be asked of the device for it
-        self.unfed: list[int] = []  # its last token, where that has not entered the cache
-
-    @property
-    def answer(self) -> Answer:
-        return self.completion.answers[-1]
-
-    @property
-    def new(self) -> int:
-        return self.length - len(self.prompt)
-
-    def open(self, limit: int, stream) -> None:
-        """A new answer of at most `limit` tokens begins; `stream` turns its tokens into text (or is None)."""
-        self.completion.answers.append(Answer())
-        self.limit = self.wanted = limit
-        self.stream, self.shown = stream, 0
-
-    def command(self) -> tuple[int, bool]:
-        """What the row does in the next step, and whether what it samples then belongs to its answer."""
-        if self.feed:
-            command, counts = self.feed.popleft(), not self.feed
-        else:
-            command, counts = (CONTINUE, True) if self.wanted else (SLEEP, False)
-        self.length += command != SLEEP
-        self.wanted -= counts
-        return command, counts
-
-    def take(self, token: int, ended: bool, ahead: int, stop: list[str]) -> str:
-        """Adds a sampled token to the answer; the text that may be shown for it.
-
-        ended: it is an EOS. ahead: steps launched since that continue the row (0 or 1): the device has fed them this
-        token, unless it ended.
-        """
-        answer = self.answer
-        if not ended:
-            answer.tokens.append(token)
-        if self.stream is not None:
-            answer.text += "" if ended else self.stream.push(token)
-        full = len(answer.tokens) == self.limit
-        if self.stream is not None and (ended or full):
-            answer.text += self.stream.flush()
-        cut = min((at for text in stop if (at := answer.text.find(text)) >= 0), default=None)
-        if cut is not None:
-            answer.text = answer.text[:cut]
-        if ended or full or cut is not None:
-            answer.finish_reason = "length" if full and cut is None else "stop"
-            self.wanted, self.unfed = 0, [] if ended or ahead else [token]
-            self.length -= ahead if ended else 0
-        # A stop text may have begun at the end: that much is held back until it is certain.
-        begun = (n for text in stop for n in range(len(text)) if answer.text.endswith(text[:n]))
-        held = 0 if answer.finish_reason else max(begun, default=0)
-        visible = answer.text[self.shown : len(answer.text) - held]
-        self.shown += len(visible)
-        return visible
-
-
 class Engine:
     """One model with one KV method. Make it with `Engine.load`."""
 
@@ -138,11 +55,12 @@ class Engine:
         """A loaded model and the arguments of `load`."""
         if min(batch, max_new_tokens, 1 if max_prompt is None else max_prompt) < 1:
             raise ValueError("batch, max_prompt and max_new_tokens must be at least 1")
-        self.model, self.config, self.tokenizer, self.eos = model, model.config, tokenizer, eos
+        self.model, self.config, self.tokenizer = model, model.config, tokenizer
+        self.eos = eos  # ids that end an answer
         self.method, self.arguments = method, (budget, options, profile)
         self.batch, self.max_prompt, self.max_new_tokens, self.compile = batch, max_prompt, max_new_tokens, compile
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
-        self.seed = torch.seed() % 2**32 if seed is None else seed
+        self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
         self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
         self.requests = itertools.count()
         self.stats = Stats()
@@ -187,7 +105,8 @@ class Engine:
         tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
         if tokenizer is not None:
             eos |= tokenizer.eos_ids
-            if tokenizer.vocab_size > model.config.vocab_size:
+            used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may lie beyond
+            if used >= model.config.vocab_size:
                 raise ValueError(
                     f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and the model "
                     f"{model.config.vocab_size}: it belongs to another checkpoint"
@@ -244,7 +163,8 @@ class Engine:
         self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
         waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
         completions = [row.completion for row in waiting]
-        self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
+        with _memory_errors():
+            self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
         return completions
 
     def logits(self, prompt_ids: list[int], continuation_ids: list[int]) -> Tensor:
@@ -328,8 +248,16 @@ class Engine:
             self.sampling, self.knobs = sampling, sampling.tensors(self.device)
         if self.compile and sampling.variant not in self.warm:
             begin = time.perf_counter()
-            for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
-                self._step([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
+            try:
+                for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
+                    self._step([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
+            except BackendCompilerFailed as error:
+                if not isinstance(error.inner_exception, (InvalidCxxCompiler, CppCompileError)):
+                    raise
+                raise ValueError(
+                    "the decode step cannot be compiled here: install g++ and Python's headers (Debian: g++ "
+                    "python3-dev), or pass --no-compile"
+                ) from None
             self.stats.compile_s += time.perf_counter() - begin
             self.warm.add(sampling.variant)
 
@@ -400,7 +328,7 @@ class Engine:
                     if debt and not debt[1].finish_reason:
                         ahead = sum(any(later and later[0] is debt[0] for later in step) for step, _ in flight)
                         read(debt[0], token, ahead)
-                        self.stats.new_tokens += not debt[1].finish_reason or token not in self.eos
+                        self.stats.new_tokens += token not in self.eos
         self.stats.decode_s = time.perf_counter() - begin - self.stats.prefill_s
 
     def _start(self, b: int, row: Row, limit: int) -> int:
@@ -429,7 +357,7 @@ class Engine:
         row.open(min(limit, room), self._stream())
         return True
 
-    def _stream(self):
+    def _stream(self) -> Stream | None:
         return self.tokenizer.stream() if self.tokenizer else None
 
 
@@ -440,6 +368,20 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + cached
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turns torch's out-of-memory errors, which say what was needed, into a line that says what helps."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ValueError(
+            f"out of memory ({str(error).splitlines()[0]}): shorten the prompt, lower --max-new-tokens, --batch or "
+            "--budget, or choose a --kv that keeps less"
+        ) from None
 
 
 def _device(name: str | torch.device | None) -> torch.device:

@@ -1,7 +1,7 @@
 """Text to token ids and back: sentencepiece, tiktoken rank files and byte-level tokenizer.json; and chat formats.
 
-Ids are those of transformers, but nothing in a user's text ever becomes a special token: "<|eot_id|>" or "</s>" typed
-by a user is encoded letter by letter, and only `Tokenizer.chat` and `Tokenizer.chat_next` put control tokens in.
+Ids are those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or
+"</s>" is plain text, and only `Tokenizer.chat` and `Tokenizer.chat_next` put control tokens in.
 """
 
 import base64

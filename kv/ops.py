@@ -67,6 +67,7 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     """`attend_prefix` as flash-decoding: a block mask built from `length`, so blocks past a row's end are not read."""
+    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     blocks = -(-k.shape[2] // BLOCK)
     whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: heads and the one block of queries
     cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
@@ -78,8 +79,8 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
         order.contiguous(),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda b, h, i, slot: slot < length[b],
+        seq_lengths=(rows.shape[2], k.shape[2]),
     )
-    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
 
 

@@ -599,7 +599,14 @@ def test_a_truncated_sentencepiece_model_is_refused(folders, tmp_path, keep):
 
 @pytest.mark.parametrize(
     "old, new",
-    [(b" 300\n", b"\n"), (b" 300\n", b" 301\n"), (b"\n", b"\n!!!! "), (b" 300\n", b" x\n"), (b"IA==", b"ISEh"), (b"IA==", b"I!A==")],
+    [
+        (b" 300\n", b"\n"),
+        (b" 300\n", b" 301\n"),
+        (b" 300\n", b" x\n"),
+        (b"\n", b"\n!!!! "),
+        (b"IA==", b"I!A=="),
+        (b"IA==", b"ISEh"),
+    ],
 )
 def test_a_damaged_rank_file_is_refused(folders, tmp_path, old, new):
     data = (folders["ranks"] / "tokenizer.model").read_bytes()

@@ -1,0 +1,96 @@
+"""The host's view of a batch row: a prompt, its answers, and what the device still owes it."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from decoder import CONTINUE, SLEEP
+from tokenizer import Stream
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)  # without the EOS
+    text: str = ""
+    finish_reason: str = ""  # stop or length; empty while it runs
+
+
+@dataclass
+class Completion:
+    prompt_tokens: int
+    answers: list[Answer] = field(default_factory=list)  # to the prompt, then to each follow-up
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def to_dict(self) -> dict:
+        """text, tokens and finish_reason are the first answer's."""
+        answers = [dataclasses.asdict(answer) for answer in self.answers]
+        return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
+
+
+class Row:
+    """One prompt on its way through a batch row."""
+
+    def __init__(self, index: int, prompt: list[int], follow_ups: Iterable):
+        self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
+        self.completion = Completion(len(prompt))
+        self.length = len(prompt)  # tokens in the cache once every launched step has run
+        self.feed: deque[int] = deque()  # tokens to force, one a step
+        self.limit = 0  # tokens that the current answer may have
+        self.wanted = 0  # samples still to be asked of the device for it
+        self.unfed: list[int] = []  # its last token, where that has not entered the cache
+
+    @property
+    def answer(self) -> Answer:
+        return self.completion.answers[-1]
+
+    @property
+    def new(self) -> int:
+        return self.length - len(self.prompt)
+
+    def open(self, limit: int, stream: Stream | None) -> None:
+        """A new answer of at most `limit` tokens begins; `stream` turns its tokens into text."""
+        self.completion.answers.append(Answer())
+        self.limit = self.wanted = limit
+        self.stream, self.shown = stream, 0
+
+    def command(self) -> tuple[int, bool]:
+        """What the row does in the next step, and whether what it samples then belongs to its answer."""
+        if self.feed:
+            command, counts = self.feed.popleft(), not self.feed
+        else:
+            command, counts = (CONTINUE, True) if self.wanted else (SLEEP, False)
+        self.length += command != SLEEP
+        self.wanted -= counts
+        return command, counts
+
+    def take(self, token: int, ended: bool, ahead: int, stop: list[str]) -> str:
+        """Adds a sampled token to the answer; the text that may be shown for it.
+
+        ended: it is an EOS. ahead: steps launched since that continue the row (0 or 1): the device has fed them this
+        token, unless it ended.
+        """
+        answer = self.answer
+        if not ended:
+            answer.tokens.append(token)
+        if self.stream is not None:
+            answer.text += "" if ended else self.stream.push(token)
+        full = len(answer.tokens) == self.limit
+        if self.stream is not None and (ended or full):
+            answer.text += self.stream.flush()
+        cut = min((at for text in stop if (at := answer.text.find(text)) >= 0), default=None)
+        if cut is not None:
+            answer.text = answer.text[:cut]
+        if ended or full or cut is not None:
+            answer.finish_reason = "length" if full and cut is None else "stop"
+            self.wanted, self.unfed = 0, [] if ended or ahead else [token]
+            self.length -= ahead if ended else 0
+        # A stop text may have begun at the end: that much is held back until it is certain.
+        begun = (n for text in stop for n in range(len(text)) if answer.text.endswith(text[:n]))
+        held = 0 if answer.finish_reason else max(begun, default=0)
+        visible = answer.text[self.shown : len(answer.text) - held]
+        self.shown += len(visible)
+        return visible

@@ -1,0 +1,65 @@
+"""Sampling, and the commands that steer the step."""
+
+import pytest
+import torch
+
+from decoder import Sampling, sample
+
+VOCAB = 50
+
+
+def draw(logits, n=4000, seed=0, request=0, **how):
+    """n tokens of one request at positions 0 ... n-1."""
+    how = Sampling(seed=seed, **how)
+    position = torch.arange(n)
+    requests = torch.full((n,), request)
+    return sample(logits.expand(n, -1), how.variant, *how.tensors(torch.device("cpu")), requests, position)
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def test_temperature_zero_takes_the_best(logits):
+    assert draw(logits, temperature=0.0).unique().tolist() == [logits.argmax()]
+
+
+@pytest.mark.parametrize("temperature", (0.5, 1.0, 2.0))
+def test_samples_follow_the_softmax(logits, temperature):
+    share = draw(logits, 20000, temperature=temperature).bincount(minlength=VOCAB) / 20000
+    assert (share - (logits / temperature).softmax(-1)).abs().max() < 0.015
+
+
+def test_top_k_keeps_the_k_best_in_proportion(logits):
+    share = draw(logits, 20000, temperature=1.0, top_k=3).bincount(minlength=VOCAB) / 20000
+    best = logits.topk(3).indices
+    expected = torch.zeros(VOCAB).index_copy(0, best, logits[best].softmax(-1))
+    assert (share - expected).abs().max() < 0.015
+    assert set(draw(logits, temperature=1.0, top_k=1).tolist()) == {int(logits.argmax())}
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_the_mass(logits):
+    p, order = logits.softmax(-1).sort(descending=True)
+    count = int((p.cumsum(-1) < 0.6).sum()) + 1
+    assert set(draw(logits, 20000, temperature=1.0, top_p=0.6).tolist()) == set(order[:count].tolist())
+    assert set(draw(logits, temperature=1.0, top_p=1e-9).tolist()) == {int(logits.argmax())}
+
+
+def test_noise_is_a_function_of_seed_request_and_position(logits):
+    one = draw(logits, temperature=1.0)
+    assert torch.equal(one, draw(logits, temperature=1.0))
+    assert not torch.equal(one, draw(logits, temperature=1.0, seed=1))
+    assert not torch.equal(one, draw(logits, temperature=1.0, request=1))
+    how = Sampling(temperature=1.0)
+    alone = [
+        int(sample(logits[None], "plain", *how.tensors(torch.device("cpu")), torch.tensor([0]), torch.tensor([i])))
+        for i in (0, 17, 99)
+    ]
+    assert alone == one[[0, 17, 99]].tolist()
+
+
+@pytest.mark.parametrize("bad", ({"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}))
+def test_settings_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError):
+        Sampling(**{"temperature": 1.0} | bad)

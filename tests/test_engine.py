@@ -1,0 +1,233 @@
+"""Batches, follow-ups, stops and lengths: every row must give what it gives alone."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import write_random
+
+from engine import Engine
+
+METHODS = {"full": {}, "streaming": {"budget": 16}}
+PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
+FOLLOW_UPS = [[[1, 2, 3]], [], [[4], [5, 6]], [], [[77] * 9]]
+
+
+def load(checkpoint, method="full", **plan):
+    plan = {"batch": 1, "max_new_tokens": 80, "compile": False, "seed": 0} | METHODS[method] | plan
+    return Engine.load(checkpoint, kv=method, **plan)
+
+
+def outcome(completions):
+    return [[(a.tokens, a.finish_reason) for a in c.answers] for c in completions]
+
+
+def end_early(engine, prompts, after):
+    """Makes tokens that the greedy answers contain end-of-sequence ids, so that rows stop at different steps."""
+    answers = engine.generate(prompts, max_new_tokens=12)
+    engine.eos = {c.answers[0].tokens[i] for c, i in zip(answers, after, strict=True) if i is not None}
+    engine._allocate(engine.shape)
+    return engine.eos
+
+
+@pytest.fixture(scope="module")
+def eos(checkpoint):
+    return end_early(load(checkpoint, batch=5), PROMPTS, [5, None, 9, 2, None])
+
+
+def with_eos(engine, eos):
+    engine.eos = eos
+    return engine
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}))
+def test_a_row_gives_in_a_ragged_batch_what_it_gives_alone(checkpoint, eos, method, lag, sampling):
+    together = with_eos(load(checkpoint, method, batch=5), eos)
+    together.lag = lag
+    found = outcome(together.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS, **sampling))
+    reasons = {reason for answers in found for _, reason in answers}
+    assert sampling or reasons == {"stop", "length"}
+    for i, (prompt, follow_up) in enumerate(zip(PROMPTS, FOLLOW_UPS, strict=True)):
+        alone = with_eos(load(checkpoint, method, batch=5, max_prompt=97), eos)
+        alone.requests = itertools.count(i)
+        assert outcome(alone.generate([prompt], max_new_tokens=12, follow_ups=[follow_up], **sampling)) == [found[i]]
+
+
+def test_logits_do_not_depend_on_the_other_rows(checkpoint):
+    empty, busy = load(checkpoint, batch=3, max_prompt=97), load(checkpoint, batch=3, max_prompt=97)
+    busy.generate(PROMPTS, max_new_tokens=12)
+    tokens = list(range(20, 40))
+    assert torch.equal(empty.logits(PROMPTS[0], tokens), busy.logits(PROMPTS[0], tokens))
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("batch", (1, 2))
+def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag):
+    expected = with_eos(load(checkpoint, batch=5), eos).generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS)
+    engine = with_eos(load(checkpoint, batch=batch), eos)
+    engine.lag = lag
+    assert outcome(engine.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS)) == outcome(expected)
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("stops", (True, False))
+def test_a_follow_up_sees_exactly_the_conversation_so_far(checkpoint, eos, stops, lag):
+    """An answer enters the cache whole, its EOS and anything after it do not: as if all had been one prompt."""
+    engine = with_eos(load(checkpoint, batch=2), eos if stops else set())
+    engine.lag = lag
+    question = [1, 2, 3]
+    for prompt in PROMPTS:
+        first, second = engine.generate([prompt, PROMPTS[1]], max_new_tokens=12, follow_ups=[[question], []])[0].answers
+        whole = with_eos(load(checkpoint), engine.eos)
+        assert outcome(whole.generate([prompt + first.tokens + question], max_new_tokens=12)) == [
+            [(second.tokens, second.finish_reason)]
+        ]
+
+
+def test_follow_ups_are_asked_for_when_the_answer_before_is_there(checkpoint):
+    engine, seen = load(checkpoint), []
+
+    def ask():
+        yield [len(seen), 3]
+        yield [len(seen), 4]
+
+    (completion,) = engine.generate(
+        [PROMPTS[0]], max_new_tokens=5, follow_ups=[ask()], on_token=lambda i, token, text: seen.append(token)
+    )
+    assert [len(a.tokens) for a in completion.answers] == [5, 5, 5]
+    assert seen == [t for a in completion.answers for t in a.tokens]
+    fixed = load(checkpoint).generate([PROMPTS[0]], max_new_tokens=5, follow_ups=[[[5, 3], [10, 4]]])
+    assert outcome([completion]) == outcome(fixed)
+
+
+def test_generated_tokens_are_the_argmax_of_the_forced_logits(checkpoint):
+    for method in METHODS:
+        engine = load(checkpoint, method)
+        (completion,) = engine.generate([PROMPTS[2]], max_new_tokens=20)
+        tokens = completion.answers[0].tokens
+        logits = engine.logits(PROMPTS[2], tokens)
+        assert logits.shape == (20, 128) and logits.dtype == torch.float32
+        assert logits.argmax(-1).tolist() == tokens
+
+
+def test_logits_of_decode_steps_are_those_of_one_long_prompt(checkpoint):
+    engine, tokens = load(checkpoint), list(range(50, 70))
+    logits = engine.logits(PROMPTS[0], tokens)
+    for i in (0, 1, 7, 19):
+        assert (engine.logits(PROMPTS[0] + tokens[:i], [0])[0] - logits[i]).abs().max() < 1e-4
+
+
+def test_one_compiled_step_serves_every_length(checkpoint):
+    """Two prompts of 40 and 6000 tokens, and all lengths between: compiled once, and equal to eager."""
+    write = {"max_position_embeddings": 8192}
+    folder = write_random(checkpoint.parent / "long", **write)
+    long = torch.randint(128, (6000,), generator=torch.Generator().manual_seed(0)).tolist()
+    engines = [Engine.load(folder, compile=c, max_prompt=6000, max_new_tokens=40) for c in (True, False)]
+    for prompt in (PROMPTS[0], long, long[:700], long[:5000]):
+        compiled, eager = (engine.logits(prompt, PROMPTS[0][:20]) for engine in engines)
+        assert (compiled - eager).abs().max() < 1e-3
+    assert engines[0].stats.compiles == 1 and engines[0].stats.compile_s > 0
+
+
+def test_greedy_sampled_and_cut_are_three_compiled_steps_and_no_more(checkpoint):
+    engine = load(checkpoint, batch=2, compile=True)
+    for temperature, top_k, seed in ((0, None, 0), (1.0, None, 0), (0.7, None, 3), (0.5, 5, 0), (0.9, 3, 0)):
+        engine.seed = seed
+        engine.generate(PROMPTS[:3], max_new_tokens=6, temperature=temperature, top_k=top_k)
+    assert engine.stats.compiles == 3
+
+
+def test_a_seed_fixes_what_is_sampled(checkpoint):
+    a, b, c = (
+        outcome(load(checkpoint, seed=seed).generate(PROMPTS[:2], max_new_tokens=20, temperature=2.0)) for seed in (1, 1, 2)
+    )
+    assert a == b != c
+    engine = load(checkpoint, seed=1)
+    once, again = (outcome(engine.generate(PROMPTS[:1], max_new_tokens=20, temperature=2.0)) for _ in range(2))
+    assert once == a[:1] and again != once  # requests are numbered, so asking again draws anew
+
+
+def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsys):
+    engine = load(checkpoint)
+    engine.generate([PROMPTS[1]], max_new_tokens=3)
+    assert engine.shape.max_prompt == 3 and not capsys.readouterr().err
+    grown = outcome(engine.generate([PROMPTS[2]], max_new_tokens=3))
+    assert engine.shape.max_prompt == 97 and "97 tokens" in capsys.readouterr().err
+    assert grown == outcome(load(checkpoint).generate([PROMPTS[2]], max_new_tokens=3))
+    fixed = load(checkpoint, max_prompt=50)
+    fixed.generate([PROMPTS[0]], max_new_tokens=3)
+    with pytest.raises(ValueError, match="97 tokens and max_prompt is 50"):
+        fixed.generate([PROMPTS[2]], max_new_tokens=3)
+
+
+def test_the_cache_holds_what_was_planned_and_reports_it(checkpoint):
+    engine = load(checkpoint, max_prompt=100, max_new_tokens=28, batch=3)
+    planned = 3 * 2 * 2 * 128 * 2 * 16 * 4  # rows, layers, KV heads, tokens, K and V, head dim, fp32
+    device, host, full = engine.kv_bytes()
+    assert full == planned and planned <= device <= 1.02 * planned and host == 0
+    small = load(checkpoint, "streaming", max_prompt=3000, max_new_tokens=28)
+    assert small.kv_bytes()[0] < small.kv_bytes()[2] / 20
+
+
+def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
+    engine = load(checkpoint, "streaming", max_prompt=97, max_new_tokens=10)
+    (completion,) = engine.generate([PROMPTS[2]], max_new_tokens=300)
+    assert len(completion.answers[0].tokens) == 300 and not capsys.readouterr().err
+
+
+def test_a_conversation_beyond_its_caches_is_refused(checkpoint):
+    engine = load(checkpoint, max_prompt=40, max_new_tokens=20)
+    questions = ([5] * 4 for _ in range(9))
+    with pytest.raises(ValueError, match="no room for another question: the caches hold 20"):
+        engine.generate([PROMPTS[0]], max_new_tokens=8, follow_ups=[questions])
+
+
+def test_bad_requests_are_refused_before_anything_runs(checkpoint):
+    engine = load(checkpoint)
+    for call, message in (
+        (lambda: engine.generate([[]]), "prompt is empty"),
+        (lambda: engine.generate([""]), "prompt is empty"),
+        (lambda: engine.generate(["text"]), "no tokenizer"),
+        (lambda: engine.generate([[128]]), "token ids must be integers from 0 to 127"),
+        (lambda: engine.generate([[1]], max_new_tokens=0), "at least 1"),
+        (lambda: engine.generate([[1]], temperature=-1), "temperature"),
+        (lambda: engine.generate([[1]], follow_ups=[[[]]]), "empty"),
+        (lambda: engine.generate([[1]], follow_ups=[[], []]), "2 lists of follow-ups for 1 prompts"),
+        (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
+        (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
+        (lambda: engine.logits([1], []), "empty"),
+        (lambda: Engine.load(checkpoint, batch=0), "at least 1"),
+        (lambda: Engine.load(checkpoint, kv="streaming"), "needs --budget"),
+        (lambda: Engine.load(checkpoint, kv="streaming", budget=2), "at least 5"),
+        (lambda: Engine.load(checkpoint, dtype="int8"), "'int8' is not supported"),
+        (lambda: Engine.load(checkpoint, device="tpu"), "'tpu' is not here"),
+        (lambda: Engine.load(checkpoint, max_prompt=10**4), "context is 4096"),
+        (lambda: Engine.load(checkpoint, max_new_tokens=10**9, max_prompt=10), "GB are free"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert engine.shape is None and engine.generate([]) == []
+
+
+def test_running_out_of_memory_says_what_helps(checkpoint, monkeypatch):
+    def prefill(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    engine = load(checkpoint)
+    monkeypatch.setattr(engine.model, "prefill", prefill)
+    with pytest.raises(ValueError, match=r"2.00 GiB.*--max-new-tokens"):
+        engine.generate([[1, 2]])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_gpu_the_step_is_one_graph_and_gives_what_eager_gives(checkpoint, method, caplog):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    graph = load(checkpoint, method, batch=5, compile=True, max_prompt=97)
+    found = outcome(graph.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS))
+    assert found == outcome(load(checkpoint, method, batch=5).generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS))
+    assert not counters["inductor"]["cudagraph_skips"] and graph.stats.compiles == 1

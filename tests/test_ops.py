@@ -1,0 +1,87 @@
+"""The tensor primitives against loops."""
+
+import math
+
+import pytest
+import torch
+
+from kv import ops
+
+
+def naive(q, k, v, seen):
+    """Attention of every query, [B,Hq,N,D], to the slots that `seen(row, n)` lists, in loops."""
+    y, groups = torch.zeros_like(q), q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            for n in range(q.shape[2]):
+                slots = seen(b, n)
+                keys, values = k[b, head // groups, slots], v[b, head // groups, slots]
+                y[b, head, n] = torch.softmax(keys @ q[b, head, n] / math.sqrt(q.shape[-1]), 0) @ values
+    return y
+
+
+def qkv(batch, heads, kv_heads, queries, slots, dim=8, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    shapes = ((batch, heads, queries, dim), (batch, kv_heads, slots, dim), (batch, kv_heads, slots, dim))
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("kv_heads", (1, 2, 6))
+@pytest.mark.parametrize("window", (None, 1, 5, 40, 100))
+def test_causal_attention_sees_the_past_within_the_window(kv_heads, window):
+    q, k, v = qkv(1, 6, kv_heads, 41, 41)
+    expected = naive(q, k, v, lambda b, n: list(range(max(0, n + 1 - (window or 41)), n + 1)))
+    assert torch.allclose(ops.causal_attention(q, k, v, window), expected, atol=1e-5)
+
+
+def test_a_window_crosses_the_blocks_that_banded_attention_works_in():
+    q, k, v = qkv(1, 1, 1, 2500, 2500)
+    found = ops.causal_attention(q, k, v, window=1100)
+    for n in (0, 1023, 1024, 1099, 1100, 2047, 2048, 2499):
+        seen = list(range(max(0, n - 1099), n + 1))
+        expected = naive(q[:, :, n, None], k, v, lambda b, _, seen=seen: seen)
+        assert torch.allclose(found[:, :, n, None], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", ((4, 4), (6, 2), (4, 1)))
+def test_attend_reads_what_the_mask_allows(heads):
+    q, k, v = qkv(2, *heads, 1, 2 * ops.LANE)
+    mask = torch.rand(2, 2 * ops.LANE, generator=torch.Generator().manual_seed(1)) < 0.3
+    expected = naive(q, k, v, lambda b, n: mask[b].nonzero()[:, 0].tolist())
+    assert torch.allclose(ops.attend(q, k, v, mask), expected, atol=1e-5)
+    assert torch.allclose(torch.compile(ops.attend, fullgraph=True)(q, k, v, mask), expected, atol=1e-5)
+
+
+def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
+    q, k, v = qkv(3, 6, 2, 1, 320, dim=16)
+    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    for lengths in ((1, 127, 128), (129, 256, 320), (2, 300, 255)):
+        length = torch.tensor(lengths)
+        expected = ops.attend(q, k, v, torch.arange(320) < length[:, None])
+        assert torch.allclose(flex(q, k, v, length), expected, atol=1e-5)
+
+
+def test_store_writes_active_rows_only():
+    buffer, new = torch.zeros(3, 2, 5, 4), torch.ones(3, 2, 1, 4)
+    ops.store(buffer, new, torch.tensor([4, 0, 2]), torch.tensor([True, False, True]))
+    expected = torch.zeros(3, 2, 5, 4)
+    expected[0, :, 4] = expected[2, :, 2] = 1
+    assert torch.equal(buffer, expected)
+
+
+def test_a_span_covers_the_length_and_follows_it():
+    for length in (1, 255, 256, 257, 5000):
+        n = ops.span(length, 8192, torch.device("cpu")).shape[0]
+        assert length <= n < length + 4 * ops.LANE
+    assert ops.span(8190, 8192, torch.device("cpu")).shape[0] == 8192
+    assert ops.span(70, 128, torch.device("cpu")).shape[0] == 128
+
+
+@pytest.mark.cuda
+def test_flash_decoding_on_a_gpu_equals_attend():
+    q, k, v = (x.cuda() for x in qkv(3, 28, 4, 1, 5000, dim=128, dtype=torch.bfloat16))
+    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    for lengths in ((1, 127, 4999), (129, 4096, 5000)):
+        length = torch.tensor(lengths, device="cuda")
+        expected = ops.attend(q, k, v, torch.arange(5000, device="cuda") < length[:, None])
+        assert torch.allclose(flex(q, k, v, length).float(), expected.float(), atol=2e-2)

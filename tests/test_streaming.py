@@ -1,0 +1,78 @@
+"""StreamingLLM against its definition: the first tokens and the newest, each token where it always was."""
+
+import math
+
+import pytest
+import torch
+from test_contract import LAYERS, Cache, Text, make_shape
+
+import kv
+
+
+def streaming(text: Text, at: int, sinks: int, budget: int) -> torch.Tensor:
+    """Attention of the query at one position to the sinks and the newest budget - sinks tokens: [L,Hq,D]."""
+    kept = sorted(set(range(min(sinks, at + 1))) | set(range(max(0, at + 1 - (budget - sinks)), at + 1)))
+    y, groups = torch.zeros(LAYERS, text.q.shape[1], text.q.shape[-1]), text.q.shape[1] // text.k.shape[1]
+    for layer in range(LAYERS):
+        for head in range(text.q.shape[1]):
+            keys, values = (x[layer, head // groups, kept] for x in (text.k, text.v))
+            y[layer, head] = torch.softmax(keys @ text.q[layer, head, at] / math.sqrt(keys.shape[-1]), 0) @ values
+    return y
+
+
+@pytest.mark.parametrize("heads", ("mha", "gqa", "mqa"))
+@pytest.mark.parametrize("sinks, budget", ((4, 24), (4, 5), (0, 16), (1, 70)))
+@pytest.mark.parametrize("prompt", (3, 24, 50, 96))
+def test_streaming_attends_to_sinks_and_recent_tokens(heads, sinks, budget, prompt):
+    shape, steps = make_shape(heads, batch=1), 3 * budget
+    cache = Cache("streaming", shape)
+    cache.layers = kv.build("streaming", shape, budget, {"sinks": sinks})
+    cache.step.layers = torch.nn.ModuleList(cache.layers)
+    text = Text.random(shape, prompt, steps, seed=prompt)
+    found = cache.run({0: text}, steps)[0]
+    for i in range(steps):
+        assert (found[:, :, i] - streaming(text, prompt + i, sinks, budget)).abs().max() <= 1e-5
+
+
+def test_streaming_takes_the_memory_of_its_budget_however_long_the_prompt():
+    sizes = set()
+    for max_prompt in (1000, 4000):
+        shape = make_shape("gqa", 1).__class__(**{**vars(make_shape("gqa", 1)), "max_prompt": max_prompt})
+        sizes.add(kv.planned_bytes("streaming", shape, 128, {}))
+    assert len(sizes) == 1
+
+
+def test_a_budget_is_a_number_of_tokens_or_a_share_of_the_prompt():
+    shape = make_shape()
+    layers = [kv.build("streaming", shape, budget, {})[0] for budget in (24, 0.25, 1.0)]
+    assert [layer.size for layer in layers] == [24, 24, shape.planned]
+    for budget, message in ((4, "at least 5"), (0.01, "at least 5"), (1.5, "share between 0 and 1"), (None, "needs")):
+        with pytest.raises(ValueError, match=message):
+            kv.build("streaming", shape, budget, {})
+    with pytest.raises(ValueError, match="takes no budget"):
+        kv.build("full", shape, 256, {})
+
+
+def test_options_are_checked_by_name_type_and_range():
+    shape = make_shape()
+    assert kv.build("streaming", shape, 24, {"sinks": "2"})[0].sinks == 2
+    cases = {"sink": ("4", "no option 'sink'; it has: sinks"), "sinks": ("x", "type int")}
+    for name, (value, message) in (*cases.items(), ("sinks", ("-1", "at least 0"))):
+        with pytest.raises(ValueError, match=message):
+            kv.build("streaming", shape, 24, {name: value})
+    with pytest.raises(ValueError, match="there are: full, streaming"):
+        kv.build("nosuch", shape, 24, {})
+
+
+def test_options_that_are_left_out_come_from_the_checkpoints_profile():
+    shape, profile = make_shape(), {"format": 1, "sinks": 7, "filter_layers": [2]}
+    assert kv.build("streaming", shape, 24, {}, profile)[0].sinks == 7
+    assert kv.build("streaming", shape, 24, {"sinks": 3}, profile)[0].sinks == 3
+
+
+def test_prompts_beyond_a_sliding_window_are_refused_by_name():
+    within, beyond = make_shape(window=96), make_shape(window=95)
+    kv.build("streaming", within, 24, {})
+    with pytest.raises(ValueError, match="streaming does not honour this model's sliding window"):
+        kv.build("streaming", beyond, 24, {})
+    assert kv.build("full", beyond, None, {})[0].size == 95
