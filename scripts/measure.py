@@ -149,8 +149,8 @@ def memory(length: int = 32768) -> None:
     begin = time.perf_counter()
     engine.generate(torch.randint(32000, (length,)).tolist(), max_new_tokens=8)
     kv = engine.kv_bytes()[2]
-    peak, mb = peak_resident() - before, 1e6
-    print(f"{length} tokens in {time.perf_counter() - begin:.0f} s: weights {weights / mb:.0f} MB, full KV {kv / mb:.0f} MB")
+    peak, mb, seconds = peak_resident() - before, 1e6, time.perf_counter() - begin
+    print(f"{length} tokens in {seconds:.0f} s: weights {weights / mb:.0f} MB, full KV {kv / mb:.0f} MB")
     print(f"peak above the interpreter {peak / mb:.0f} MB: {(peak - weights - kv) / mb:.0f} MB more than these")
 
 

@@ -51,3 +51,13 @@ def write_random(folder: Path, seed: int = 0, **changes) -> Path:
 def checkpoint(tmp_path_factory) -> Path:
     """A random two-layer GQA Llama in fp32."""
     return write_random(tmp_path_factory.mktemp("checkpoint") / "llama")
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint(tmp_path_factory) -> Path:
+    """A random checkpoint with a tokenizer."""
+    from needle.untrained import write_untrained
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "text"
+    write_untrained(folder)
+    return folder

@@ -140,12 +140,11 @@ def test_greedy_sampled_and_cut_are_three_compiled_steps_and_no_more(checkpoint)
 
 
 def test_a_seed_fixes_what_is_sampled(checkpoint):
-    a, b, c = (
-        outcome(load(checkpoint, seed=seed).generate(PROMPTS[:2], max_new_tokens=20, temperature=2.0)) for seed in (1, 1, 2)
-    )
+    how = {"max_new_tokens": 20, "temperature": 2.0}
+    a, b, c = (outcome(load(checkpoint, seed=seed).generate(PROMPTS[:2], **how)) for seed in (1, 1, 2))
     assert a == b != c
     engine = load(checkpoint, seed=1)
-    once, again = (outcome(engine.generate(PROMPTS[:1], max_new_tokens=20, temperature=2.0)) for _ in range(2))
+    once, again = (outcome(engine.generate(PROMPTS[:1], **how)) for _ in range(2))
     assert once == a[:1] and again != once  # requests are numbered, so asking again draws anew
 
 
@@ -227,7 +226,7 @@ def test_on_a_gpu_the_step_is_one_graph_and_gives_what_eager_gives(checkpoint, m
     from torch._dynamo.utils import counters
 
     counters.clear()
-    graph = load(checkpoint, method, batch=5, compile=True, max_prompt=97)
-    found = outcome(graph.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS))
-    assert found == outcome(load(checkpoint, method, batch=5).generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS))
+    graph, eager = (load(checkpoint, method, batch=5, compile=c, max_prompt=97) for c in (True, False))
+    found, expected = (e.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS) for e in (graph, eager))
+    assert outcome(found) == outcome(expected)
     assert not counters["inductor"]["cudagraph_skips"] and graph.stats.compiles == 1
