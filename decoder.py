@@ -101,7 +101,8 @@ class Decoder(nn.Module):
         ended = (self.token[:, None] == self.eos).any(-1)
         live = fed | (self.live & (command == CONTINUE) & ~ended)
         token = torch.where(fed, command, self.token)
-        logits = self.model(token[:, None], self.pos, live)
+        at = torch.where(live, self.pos, (self.pos - 1).clamp(min=0))  # asleep: a position that its cache holds
+        logits = self.model(token[:, None], at, live)
         self.pos.add_(live)
         self.live.copy_(live)
         self.token.copy_(torch.where(live, sample(logits, variant, cut, seed, self.request, self.pos), token))

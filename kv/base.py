@@ -94,7 +94,8 @@ class KV(nn.Module, ABC):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """Stores one token a row and attends: q [B,Hq,1,D], k and v [B,Hk,1,D], pos [B] int64 -> [B,Hq,1,D].
 
-        Where `active` [B] is False nothing is stored and what is returned is ignored.
+        Where `active` [B] is False nothing is stored and what is returned is ignored; `pos` is then that of the row's
+        newest token, or 0.
         """
 
     @abstractmethod

@@ -78,6 +78,7 @@ class Cache:
         self.layers = kv.build(name, shape, budget, self.options)
         self.step = Step(self.layers)
         self.compiled = torch.compile(self.step, fullgraph=True) if compiled else self.step
+        self.newest = [0] * shape.batch  # position of each row's newest token
 
     def prefill(self, row: int, text: Text) -> Tensor:
         """-> [L,Hq,T,D]"""
@@ -87,6 +88,7 @@ class Cache:
         y = [layer.prefill(row, *qkv) for layer, qkv in zip(self.layers, inputs, strict=True)]
         for layer in self.layers:
             layer.finish(row)
+        self.newest[row] = text.prompt - 1
         return torch.cat(y)
 
     def decode(self, texts: dict[int, Text], steps: int, first: int = 0) -> dict[int, Tensor]:
@@ -99,14 +101,14 @@ class Cache:
             noise = Text.random(self.shape, 0, batch, 1000 + i)
             q, k, v = (x.transpose(1, 2).transpose(0, 1)[:, :, :, None] for x in (noise.q, noise.k, noise.v))
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # [L,B,H,1,D]
-            pos, active = torch.full((batch,), 3), torch.zeros(batch, dtype=torch.bool)
+            active = torch.zeros(batch, dtype=torch.bool)
             for row, text in texts.items():
-                pos[row], active[row] = text.prompt + i, True
+                self.newest[row], active[row] = text.prompt + i, True
                 for x, source in ((q, text.q), (k, text.k), (v, text.v)):
                     x[:, row, :, 0] = source[:, :, text.prompt + i]
             for layer in self.layers:
                 layer.fit(max((text.prompt for text in texts.values()), default=3) + i + 1, i + 1)
-            y = self.compiled(q, k, v, pos, active)
+            y = self.compiled(q, k, v, torch.tensor(self.newest), active)
             for row in texts:
                 found[row].append(y[:, row].clone())
         return {row: torch.cat(ys, dim=2) for row, ys in found.items()}
