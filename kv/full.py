@@ -25,8 +25,7 @@ class Full(KV):
         super().__init__()
         self.shape, self.sinks = shape, sinks
         self.size = min(size or shape.planned, shape.planned)
-        self.capacity = ops.round_up(self.size, ops.LANE)
-        buffer = (shape.batch, shape.n_kv_head, self.capacity + 1, shape.head_dim)  # one more: see ops.span
+        buffer = (shape.batch, shape.n_kv_head, self.size + 1, shape.head_dim)  # one more: see ops.span
         self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
         self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
         self.recent = self.size - sinks
@@ -57,14 +56,13 @@ class Full(KV):
         pass  # a row's length says which slots hold tokens
 
     def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(min(length, self.size), self.capacity, self.shape.device)
+        self.span = ops.span(min(length, self.size), self.size, self.shape.device)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return self.shape.n_kv_head * min(length, self.size) * self.shape.unit_bytes, 0
 
     def overhead(self) -> dict[str, int]:
-        unused = self.k.shape[2] - self.size
-        return {"unused slots": self.shape.batch * self.shape.n_kv_head * unused * self.shape.unit_bytes}
+        return {"slot past the end": self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes}
 
 
 def memory(shape: Shape, budget: None, options: Options) -> int:

@@ -1,18 +1,12 @@
 """Tensor primitives that two or more methods share. Shapes as in kv/base.py."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-LANE = 64  # slots: what a step reads is a multiple of this
+SPAN = 256  # slots: what a step reads is a multiple of this
 BLOCK = 128  # slots of one block of flex_attention's block mask
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -41,21 +35,12 @@ def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query a row against S slots, a multiple of LANE: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] -> [B,Hq,1,D].
+    """One query a row against S slots: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] -> [B,Hq,1,D].
 
     The G queries of a group are the rows of one small matrix, so K and V are read once and never repeated.
     """
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
-    if not torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask[:, None, None]).view(q.shape)
-    # Products and sums that Inductor fuses into one pass over K and one over V: on CPUs faster than matmuls with so
-    # few rows. Maxima and sums go by LANEs: over all slots at once, short and long texts would compile differently.
-    scores = torch.stack([(row[:, :, None].float() * k.float()).sum(-1) for row in rows.unbind(2)], dim=2)
-    scores = (scores / math.sqrt(q.shape[-1])).masked_fill(~mask[:, None, None], -math.inf)  # [B,Hk,G,S]
-    scores, v = scores.unflatten(-1, (-1, LANE)), v.unflatten(2, (-1, LANE))
-    p = (scores - scores.amax(-1, keepdim=True).amax(-2, keepdim=True)).exp()  # [B,Hk,G,S/LANE,LANE]
-    y = torch.stack([(row[..., None] * v.float()).sum(-2) for row in p.unbind(2)], dim=2)  # [B,Hk,G,S/LANE,D]
-    return (y.sum(-2) / p.sum(-1).sum(-1, keepdim=True)).to(q.dtype).view(q.shape)
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask[:, None, None]).view(q.shape)
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
@@ -94,12 +79,12 @@ def span(length: int, capacity: int, device: torch.device) -> Tensor:
     """How many of a row's first slots the next step reads, as the first size of an empty tensor.
 
     A size that a compiled step sees as a variable: one compile serves all lengths, where a Python int would compile
-    each anew. Buffers need one slot more than `capacity`, a multiple of LANE, for a span that is a whole buffer is a
-    special case to the compiler. On CUDA always `capacity`: the block mask of `flex_prefix` follows the lengths
-    there, and one graph serves them all.
+    each anew. Buffers need one slot more than `capacity`, for a span that is a whole buffer is a special case to the
+    compiler. On CUDA always `capacity`: the block mask of `flex_prefix` follows the lengths there, and one graph
+    serves them all.
     """
-    if device.type == "cuda":
-        return torch.empty(capacity, 0, device=device)
-    size = torch.empty(min(round_up(length, 4 * LANE), capacity), 0, device=device)
-    torch._dynamo.maybe_mark_dynamic(size, 0)
+    read = capacity if device.type == "cuda" else min(-(-length // SPAN) * SPAN, capacity)
+    size = torch.empty(read, 0, device=device)
+    if device.type != "cuda":
+        torch._dynamo.maybe_mark_dynamic(size, 0)
     return size

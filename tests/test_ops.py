@@ -45,11 +45,10 @@ def test_a_window_crosses_the_blocks_that_banded_attention_works_in():
 
 @pytest.mark.parametrize("heads", ((4, 4), (6, 2), (4, 1)))
 def test_attend_reads_what_the_mask_allows(heads):
-    q, k, v = qkv(2, *heads, 1, 2 * ops.LANE)
-    mask = torch.rand(2, 2 * ops.LANE, generator=torch.Generator().manual_seed(1)) < 0.3
+    q, k, v = qkv(2, *heads, 1, 100)
+    mask = torch.rand(2, 100, generator=torch.Generator().manual_seed(1)) < 0.3
     expected = naive(q, k, v, lambda b, n: mask[b].nonzero()[:, 0].tolist())
     assert torch.allclose(ops.attend(q, k, v, mask), expected, atol=1e-5)
-    assert torch.allclose(torch.compile(ops.attend, fullgraph=True)(q, k, v, mask), expected, atol=1e-5)
 
 
 def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
@@ -72,7 +71,7 @@ def test_store_writes_active_rows_only():
 def test_a_span_covers_the_length_and_follows_it():
     for length in (1, 255, 256, 257, 5000):
         n = ops.span(length, 8192, torch.device("cpu")).shape[0]
-        assert length <= n < length + 4 * ops.LANE
+        assert length <= n < length + ops.SPAN
     assert ops.span(8190, 8192, torch.device("cpu")).shape[0] == 8192
     assert ops.span(70, 128, torch.device("cpu")).shape[0] == 128
 
