@@ -18,12 +18,21 @@ from torch import Tensor, nn
 
 SLICE = 4096  # prompt tokens that norms, projections and MLPs see at a time: bounds prefill's transients
 
-# What an architecture fixes in code rather than in config.json.
+# What an architecture takes for granted where config.json is silent, and what it has whatever config.json says.
 ARCHITECTURES = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "Qwen2ForCausalLM": {"qkv_bias": True},
-    "Qwen3ForCausalLM": {"qk_norm": True},
+    "LlamaForCausalLM": ({}, {}),
+    "MistralForCausalLM": (
+        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        {"attention_bias": False, "mlp_bias": False, "windowed": True},
+    ),
+    "Qwen2ForCausalLM": (
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        {"attention_bias": False, "mlp_bias": False, "qkv_bias": True},
+    ),
+    "Qwen3ForCausalLM": (
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        {"mlp_bias": False, "qk_norm": True},
+    ),
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -60,9 +69,11 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict) -> "ModelConfig":
         names = config.get("architectures") or ["none"]
-        if names[0] not in ARCHITECTURES:
-            raise ValueError(f"architecture {names[0]!r} is not supported; known: {', '.join(ARCHITECTURES)}")
-        get = {**ARCHITECTURES[names[0]], **config}.get
+        name = str(names[0] if isinstance(names, list) else names)
+        if name not in ARCHITECTURES:
+            raise ValueError(f"architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+        defaults, fixed = ARCHITECTURES[name]
+        get = {**defaults, **config, **fixed}.get
 
         def size(key: str, default=None) -> int:
             value = get(key) if get(key) is not None else default
@@ -81,8 +92,8 @@ class ModelConfig:
         if get("head_dim") is None and dim % n_head:
             raise ValueError(f"config.json: hidden_size {dim} does not divide into {n_head} heads")
         head_dim = size("head_dim", dim // n_head)
-        if head_dim % 2:
-            raise ValueError(f"config.json: head_dim {head_dim} is odd, which RoPE cannot rotate")
+        if head_dim % 2 or head_dim < 4:
+            raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
         rope = _rope_parameters(config, size("max_position_embeddings", 2048))
         bias = bool(get("attention_bias"))
         return cls(
@@ -93,10 +104,10 @@ class ModelConfig:
             head_dim=head_dim,
             ffn_dim=size("intermediate_size"),
             vocab_size=size("vocab_size"),
-            norm_eps=float(get("rms_norm_eps", 1e-6)),
+            norm_eps=_positive("rms_norm_eps", get("rms_norm_eps", 1e-6)),
             max_length=_max_length(rope),
             rope=rope,
-            window=size("sliding_window") if names[0] == "MistralForCausalLM" and get("sliding_window") else None,
+            window=size("sliding_window") if get("windowed") and get("sliding_window") is not None else None,
             tied=bool(get("tie_word_embeddings")),
             qkv_bias=bool(get("qkv_bias")) or bias,
             o_bias=bias,
@@ -105,22 +116,38 @@ class ModelConfig:
         )
 
 
+def _positive(key: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} must be a positive number, not {value!r}")
+    return float(value)
+
+
 def _rope_parameters(config: dict, max_position: int) -> dict:
     """One dict from either spelling: rope_theta + rope_scaling, or the newer rope_parameters."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = scaling.pop("type", None)
-    kind = scaling.get("rope_type") or kind or "default"
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json: RoPE scaling must be an object, not {given!r}")
+    rope = {key: value for key, value in given.items() if value is not None}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(f"config.json: RoPE type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+    rope.pop("type", None)
+    if any((where.get("partial_rotary_factor") or 1.0) != 1.0 for where in (config, rope)):
         raise ValueError("config.json: partial_rotary_factor is not supported; every channel must rotate")
-    rope = {"rope_theta": float(config.get("rope_theta") or 10000.0), **scaling, "rope_type": kind}
-    needs = {"linear": ["factor"], "dynamic": ["factor"], "yarn": ["factor"], "default": []}
-    needs["llama3"] = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    for key in ["rope_theta", *needs[kind]]:
-        if not isinstance(rope.get(key), (int, float)) or not rope[key] > 0:
-            raise ValueError(f"config.json: RoPE type {kind!r} needs a positive {key}, not {rope.get(key)!r}")
-    return {**rope, "max_position_embeddings": max_position}
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0, **rope, "max_position_embeddings": max_position}
+    needs = ["rope_theta"] if kind == "default" else ["rope_theta", "factor"]
+    original = rope.pop("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if kind == "llama3" or (kind == "yarn" and original is not None):  # linear and dynamic go by the other one
+        rope["original_max_position_embeddings"] = original
+        needs.append("original_max_position_embeddings")
+    needs += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
+    if kind == "yarn":
+        optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+        needs += [key for key in optional if key in rope]
+    rope |= {key: _positive(f"RoPE type {kind!r}: {key}", rope.get(key)) for key in needs}
+    if rope["rope_theta"] <= 1 or (kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]):
+        raise ValueError("config.json: rope_theta must exceed 1, and high_freq_factor low_freq_factor")
+    return {**rope, "rope_type": kind}
 
 
 def _max_length(rope: dict) -> int:
@@ -160,7 +187,7 @@ def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor,
     def channel(turns: float) -> float:  # the (fractional) channel that turns this often within the context
         return head_dim * math.log(limit / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
-    first, last = channel(rope.get("beta_fast") or 32), channel(rope.get("beta_slow") or 1)
+    first, last = channel(rope.get("beta_fast", 32)), channel(rope.get("beta_slow", 1))
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
@@ -170,10 +197,10 @@ def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor,
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention = rope.get("attention_factor")
-    if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+    attention = magnitude(1.0)
+    if "mscale" in rope and "mscale_all_dim" in rope:
         attention = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
-    return speed * (1 - interpolate + interpolate / factor), float(attention or magnitude(1.0))
+    return speed * (1 - interpolate + interpolate / factor), rope.get("attention_factor", attention)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -292,6 +319,8 @@ class Transformer(nn.Module):
         """Gives every layer its KV module, and every row its RoPE speeds (dynamic NTK: they follow the prompt)."""
         for layer, kv in zip(self.layers, modules, strict=True):
             layer.attention.kv = kv
+        for function in (torch.cos, torch.sin, torch.exp):  # MKL's first call, made by many threads, may be coarse
+            function(torch.ones(1))
         speed, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
         speed = speed.to(self.tok_embeddings.weight.device)
         self.register_buffer("rope_speed", speed.repeat(batch, 1), persistent=False)  # [B, D/2]

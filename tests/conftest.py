@@ -13,6 +13,9 @@ import torch
 from checkpoint import write_checkpoint
 from model import ModelConfig, Transformer
 
+for function in (torch.cos, torch.sin, torch.exp):  # MKL may round its first call, if from many threads, coarsely
+    function(torch.ones(1))
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,

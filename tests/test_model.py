@@ -466,6 +466,45 @@ def test_published_configs_give_their_context_and_the_rope_speeds_of_transformer
     assert factor == pytest.approx(theirs.attention_scaling)
 
 
+ODD = {  # spellings that are rare, or that contradict themselves
+    "yarn, original length outside": {
+        "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+    },
+    "yarn, one mscale": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0}},
+    "yarn, both": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    "both keys": {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    },
+    "null factor of rotation": {"partial_rotary_factor": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_configs_are_read_as_transformers_reads_them(name):
+    raw = LLAMA | ODD[name] | {"head_dim": 128}
+    theirs = LlamaRotaryEmbedding(hf_model(raw).config)
+    speed, factor = rope_frequencies(ModelConfig.from_dict(raw).rope, 128, 256)
+    assert torch.allclose(speed, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_dynamic_ntk_goes_by_max_position_embeddings_alone():
+    plain = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    odd = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}
+    assert ModelConfig.from_dict(plain) == ModelConfig.from_dict(odd)
+
+
+def test_what_an_architecture_fixes_config_json_cannot_change():
+    biased = {"attention_bias": True, "mlp_bias": True}
+    mistral, qwen2, qwen3, llama = (ModelConfig.from_dict(c | biased) for c in (MISTRAL, QWEN2, QWEN3, LLAMA))
+    assert not (mistral.qkv_bias or mistral.o_bias or mistral.mlp_bias)
+    assert qwen2.qkv_bias and not (qwen2.o_bias or qwen2.mlp_bias)
+    assert qwen3.qkv_bias and qwen3.o_bias and not qwen3.mlp_bias
+    assert llama.qkv_bias and llama.o_bias and llama.mlp_bias
+
+
 def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_otherwise():
     unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
     assert ModelConfig.from_dict(unsaid).window == 4096
@@ -483,19 +522,32 @@ def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_oth
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "RoPE type 'longrope'.*yarn"),
         ({"rope_scaling": {"type": "su"}}, "RoPE type 'su'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "RoPE type 'proportional'"),
-        ({"rope_scaling": {"type": "linear"}}, "'linear' needs a positive factor, not None"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "'dynamic' needs a positive factor, not 0"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'yarn' needs a positive factor, not '4'"),
-        ({"rope_scaling": LLAMA3_ROPE}, "'llama3' needs a positive original_max_position_embeddings, not None"),
-        ({"rope_theta": -1.0}, "positive rope_theta, not -1.0"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear': factor must be a positive number, not None"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "'dynamic': factor must be a positive number, not 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'yarn': factor must be a positive number, not '4'"),
+        ({"rope_scaling": LLAMA3_ROPE}, "'llama3': original_max_position_embeddings must be .* not None"),
+        ({"rope_theta": -1.0}, "rope_theta must be a positive number, not -1.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"rope_scaling": {**LLAMA31["rope_scaling"], "high_freq_factor": 0.5}}, "high_freq_factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.0}}, "attention_factor must be"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "64"}}, "not '64'"),
+        ({"rope_scaling": [1]}, "must be an object, not \\[1\\]"),
+        ({"rope_scaling": "linear"}, "must be an object, not 'linear'"),
+        ({"rope_theta": 1.0}, "rope_theta must exceed 1"),
+        ({"architectures": "LlamaForCausalML"}, "architecture 'LlamaForCausalML'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number, not None"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be .* not -1"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 KV heads"),
         ({"hidden_size": 130}, "hidden_size 130 does not divide into 4 heads"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"head_dim": 15}, "head_dim must be even and at least 4, not 15"),
         *[
             ({key: value}, f"{key} must be a positive integer, not {value!r}")
             for key, value in [
