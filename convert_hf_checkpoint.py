@@ -53,7 +53,7 @@ def read_source(folder: Path) -> tuple[dict, ModelConfig]:
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"{folder} is quantised ({method}); convert the unquantised model, then use quantize.py")
+        raise ValueError(f"{folder} is quantised ({method}); convert the unquantised model")
     return config, ModelConfig.from_dict(config)
 
 

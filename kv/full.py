@@ -29,7 +29,7 @@ class Full(KV):
         self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
         self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
         self.recent = self.size - sinks
-        self.fit(self.size, 0)
+        self.span = None
 
     def slot(self, pos: Tensor) -> Tensor:
         """Where the token at `pos` lives: the ring turns behind the sinks."""
@@ -56,7 +56,7 @@ class Full(KV):
         pass  # a row's length says which slots hold tokens
 
     def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(min(length, self.size), self.size, self.shape.device)
+        self.span = ops.span(self.span, min(length, self.size), self.size, self.shape.device)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return self.shape.n_kv_head * min(length, self.size) * self.shape.unit_bytes, 0

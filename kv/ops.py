@@ -75,16 +75,18 @@ def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     buffer[rows, :, slot] = torch.where(active[:, None, None], new[:, :, 0], buffer[rows, :, slot])
 
 
-def span(length: int, capacity: int, device: torch.device) -> Tensor:
-    """How many of a row's first slots the next step reads, as the first size of an empty tensor.
+def span(old: Tensor | None, length: int, capacity: int, device: torch.device) -> Tensor:
+    """How many of a row's first slots the next step reads, as the first size of an empty tensor; `old` if unchanged.
 
     A size that a compiled step sees as a variable: one compile serves all lengths, where a Python int would compile
     each anew. Buffers need one slot more than `capacity`, for a span that is a whole buffer is a special case to the
     compiler. On CUDA always `capacity`: the block mask of `flex_prefix` follows the lengths there, and one graph
     serves them all.
     """
-    read = capacity if device.type == "cuda" else min(-(-length // SPAN) * SPAN, capacity)
-    size = torch.empty(read, 0, device=device)
+    size = capacity if device.type == "cuda" else min(-(-length // SPAN) * SPAN, capacity)
+    if old is not None and old.shape[0] == size:
+        return old
+    new = torch.empty(size, 0, device=device)
     if device.type != "cuda":
-        torch._dynamo.maybe_mark_dynamic(size, 0)
-    return size
+        torch._dynamo.maybe_mark_dynamic(new, 0)
+    return new
