@@ -29,7 +29,7 @@ class Full(KV):
         self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
         self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
         self.recent = self.size - sinks
-        self.span = None
+        self.span = ops.span(None, self.size, self.size, shape.device)
 
     def slot(self, pos: Tensor) -> Tensor:
         """Where the token at `pos` lives: the ring turns behind the sinks."""
