@@ -229,7 +229,7 @@ class Linear(nn.Linear):
         if not (alone and torch.compiler.is_compiling()):
             return super().forward(x)
         # as_strided makes Inductor store x first: else it computes x (a norm, say) anew for every row of the weight.
-        row = x.as_strided((1, x.shape[-1]), (x.shape[-1], 1))
+        row = x.contiguous().as_strided((1, x.shape[-1]), (x.shape[-1], 1))
         y = (row.float() * self.weight.float()).sum(-1)
         y = y if self.bias is None else y + self.bias.float()
         return y.to(x.dtype).view(*x.shape[:-1], -1)

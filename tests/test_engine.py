@@ -131,6 +131,18 @@ def test_one_compiled_step_serves_every_length(checkpoint):
     assert engines[0].stats.compiles == 1 and engines[0].stats.compile_s > 0
 
 
+@pytest.mark.parametrize("family", ("LlamaForCausalLM", "Qwen2ForCausalLM"))  # without and with biases
+def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path, family):
+    folder = write_random(tmp_path / "model", architectures=[family])
+    exact, eager, compiled = (
+        Engine.load(folder, dtype=dtype, compile=c, max_new_tokens=20).logits(PROMPTS[0], PROMPTS[2][:10])
+        for dtype, c in (("float32", False), ("bfloat16", False), ("bfloat16", True))
+    )
+    assert (eager - exact).abs().mean() > 0  # the dtype is what was asked for
+    assert (compiled - exact).abs().mean() < 1.5 * (eager - exact).abs().mean()
+    assert (compiled - exact).abs().max() < 2 * (eager - exact).abs().max()
+
+
 def test_greedy_sampled_and_cut_are_three_compiled_steps_and_no_more(checkpoint):
     engine = load(checkpoint, batch=2, compile=True)
     for temperature, top_k, seed in ((0, None, 0), (1.0, None, 0), (0.7, None, 3), (0.5, 5, 0), (0.9, 3, 0)):
