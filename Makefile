@@ -16,7 +16,7 @@ clean:
 	rm -rf .venv
 
 .venv/bin/python:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; echo "no venv module: on Debian, apt install python3-venv"; exit 1; }
 
 .venv/requirements: requirements.txt | .venv/bin/python
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt

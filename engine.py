@@ -10,8 +10,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 import kv as methods
 from checkpoint import load_checkpoint, read_config, read_json
 from decoder import SLEEP, Decoder, Sampling, sample
+from device import free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
 from model import ModelConfig, Transformer
 from rows import Answer, Completion, Row
@@ -98,7 +98,7 @@ class Engine:
         if kv not in methods.METHODS:
             raise ValueError(f"unknown KV method {kv!r}; there are: {', '.join(methods.METHODS)}")
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
-        device, folder = _device(device), Path(checkpoint)
+        device, folder = pick_device(device), Path(checkpoint)
         config = read_config(folder)
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(config))
@@ -112,7 +112,7 @@ class Engine:
                     f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and the model "
                     f"{model.config.vocab_size}: it belongs to another checkpoint"
                 )
-        dtype = _dtype(dtype or config["kv_fast"].get("dtype"))
+        dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
         needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_bytes(device)
         if needed > free:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
@@ -140,8 +140,8 @@ class Engine:
 
         max_new_tokens: per answer; default, what `load` was given. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
-        for its next item when the answer before is complete. on_token(prompt index, token, text): each sampled
-        token, with the text that it completes. Raises ValueError for what does not fit the model or the plan.
+        for its next item when the answer before is complete. on_token(prompt index, token, text): each token of an
+        answer, with the text that it completes. Raises ValueError for what does not fit the model or the plan.
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         ids = [self.encode(prompt) for prompt in ([prompts] if single else prompts)]
@@ -164,7 +164,7 @@ class Engine:
         self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
         waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
         completions = [row.completion for row in waiting]
-        with _memory_errors():
+        with memory_errors():
             self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
         return completions
 
@@ -305,7 +305,8 @@ class Engine:
 
         def read(row: Row, token: int, ahead: int) -> None:
             text = row.take(token, token in self.eos, ahead, stop)
-            on_token(row.index, token, text)
+            if text or token not in self.eos:
+                on_token(row.index, token, text)
 
         rows: list[Row | None] = [None] * self.batch
         flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
@@ -362,49 +363,6 @@ class Engine:
 
     def _stream(self) -> Stream | None:
         return self.tokenizer.stream() if self.tokenizer else None
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of the device that could still be allocated."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    """Turns torch's out-of-memory errors, which say what was needed, into a line that says what helps."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise ValueError(
-            f"out of memory ({str(error).splitlines()[0]}): shorten the prompt, lower --max-new-tokens, --batch or "
-            "--budget, or choose a --kv that keeps less"
-        ) from None
-
-
-def _device(name: str | torch.device | None) -> torch.device:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name or default)
-    except RuntimeError:
-        device = torch.device("meta")
-    here = {"cpu": 1, "cuda": torch.cuda.device_count()}
-    if (device.index or 0) >= here.get(device.type, 0):
-        raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * torch.cuda.is_available())
-    return device
-
-
-def _dtype(name: str | torch.dtype) -> torch.dtype:
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    dtype = known.get(name, name)
-    if dtype not in known.values():
-        raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(known)}")
-    return dtype
 
 
 def _eos_ids(config: dict, folder: Path) -> set[int]:

@@ -11,10 +11,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import write_random
 
 import cli
 import generate
+from checkpoint import open_weights, write_checkpoint
 from engine import Engine
 
 ROOT = Path(__file__).parent.parent
@@ -163,6 +165,14 @@ def break_checkpoint(folder: Path, how: str) -> None:
         weights.unlink()
     elif how == "truncated weights":
         weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "missing shard":
+        stored = open_weights(folder)
+        layout = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored.items()}
+        config_was = json.loads(config.read_text())
+        tensors = {name: t.read() for name, t in stored.items()}
+        shutil.rmtree(folder)
+        write_checkpoint(folder, config_was, layout, tensors.__getitem__, shard_bytes=1_000_000)
+        next(folder.glob("model-00002-of-*")).unlink()
     elif how == "not JSON":
         config.write_text(config.read_text()[:40])
     elif how == "foreign tokenizer":
@@ -190,6 +200,7 @@ BROKEN = {
     "no folder": ["no checkpoint folder"],
     "no config": ["config.json"],
     "no weights": ["model.safetensors"],
+    "missing shard": ["model-00002-of-", "is missing"],
     "truncated weights": ["truncated", "model.safetensors", "tensor"],
     "not JSON": ["JSON"],
     "foreign tokenizer": ["1024 tokens", "another checkpoint"],

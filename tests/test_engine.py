@@ -102,6 +102,30 @@ def test_follow_ups_are_asked_for_when_the_answer_before_is_there(checkpoint):
     assert outcome([completion]) == outcome(fixed)
 
 
+@pytest.mark.parametrize("lag", (0, 1))
+def test_a_stop_text_ends_an_answer_and_is_cut_off(text_checkpoint, lag):
+    """What is streamed is what is returned; the next question follows all tokens of the answer, as they were."""
+    engine = Engine.load(text_checkpoint, compile=False, dtype="float32", max_new_tokens=80, batch=2)
+    engine.lag = lag
+    prompts, question = ["The keeper rowed", "At low tide"], [[7, 8, 9]]
+    free = [c.answers[0].text for c in engine.generate(prompts, max_new_tokens=12)]
+    at = len(free[0]) // 2
+    stop, shown = [free[0][at : at + 3], "never said"], ["", ""]
+
+    def show(index, token, text):
+        shown[index] += text
+
+    found = engine.generate(prompts, max_new_tokens=12, stop=stop, follow_ups=[question, question], on_token=show)
+    for prompt, text, completion, seen in zip(prompts, free, found, shown, strict=True):
+        first, second = completion.answers
+        assert first.text == min((text.split(s)[0] for s in stop), key=len) and seen == first.text + second.text
+        assert first.finish_reason == ("stop" if any(s in text for s in stop) else "length")
+        whole = engine.encode(prompt) + first.tokens + question[0]
+        (expected,) = engine.generate([whole], max_new_tokens=12, stop=stop)
+        assert expected.answers[0].tokens == second.tokens
+    assert found[0].answers[0].finish_reason == "stop"
+
+
 def test_generated_tokens_are_the_argmax_of_the_forced_logits(checkpoint):
     for method in METHODS:
         engine = load(checkpoint, method)
