@@ -65,6 +65,7 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda b, h, i, slot: slot < length[b],
         seq_lengths=(rows.shape[2], k.shape[2]),
+        compute_q_blocks=False,  # only a backward pass reads them
     )
     return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
 
