@@ -35,13 +35,13 @@ class Sampling:
     @property
     def variant(self) -> str:
         """Which of the three compiled steps this needs: only `cut` pays for a sort of the vocabulary."""
-        if self.temperature == 0:
+        if self.temperature < 1e-6:  # logits over less would overflow
             return "greedy"
         return "plain" if self.top_k is None and self.top_p is None else "cut"
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What varies without a recompile: (temperature, top_k, top_p) as float64, and the seed."""
-        cut = (self.temperature, self.top_k or 2**31, self.top_p or 1.0)
+        cut = (self.temperature, min(self.top_k or 2**31, 2**31), self.top_p or 1.0)
         return torch.tensor(cut, dtype=torch.float64, device=device), torch.tensor(self.seed % 2**32, device=device)
 
 
@@ -54,7 +54,7 @@ def sample(logits: Tensor, variant: str, cut: Tensor, seed: Tensor, request: Ten
         ordered = logits.sort(-1, descending=True).values
         rank = torch.arange(logits.shape[-1], device=logits.device)
         p = ordered.masked_fill(rank >= cut[1], -torch.inf).softmax(-1)
-        kept = (p.cumsum(-1) - p < cut[2]) & (rank < cut[1])  # the best is always kept
+        kept = (p.cumsum(-1) - p < cut[2]) & (rank < cut[1]) | (rank == 0)
         least = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < least, -torch.inf)
     return (logits + _gumbel(seed, request, pos, logits.shape[-1])).argmax(-1)
@@ -85,6 +85,10 @@ class Decoder(nn.Module):
             self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("live", torch.zeros(batch, dtype=torch.bool, device=device), persistent=False)
         self.register_buffer("eos", torch.tensor(eos or [-1], device=device), persistent=False)
+
+    def reset(self, row: int) -> None:
+        """Row `row` holds nothing and sleeps."""
+        self.pos[row], self.live[row] = 0, False
 
     def start(self, row: int, token: int, pos: int, request: int) -> None:
         """Row `row` holds `pos` tokens and has just sampled `token`."""

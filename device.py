@@ -45,7 +45,7 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 def pick_dtype(name: str | torch.dtype) -> torch.dtype:
     """The dtype of that name. Raises ValueError for one that weights and caches do not come in."""
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    dtype = known.get(name, name)
-    if dtype not in known.values():
+    dtype = known.get(name) if isinstance(name, str) else name
+    if dtype not in list(known.values()):
         raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(known)}")
     return dtype

@@ -2,7 +2,7 @@
 
 Prompts of different lengths share a batch: each row has its own length, and a row that finishes is refilled. The
 decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and, one step late,
-reads tokens.
+reads tokens: on CUDA one step late, so that the device never waits for it.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -53,8 +54,9 @@ class Engine:
         seed: int | None,
     ):  # fmt: skip
         """A loaded model and the arguments of `load`."""
-        if min(batch, max_new_tokens, 1 if max_prompt is None else max_prompt) < 1:
-            raise ValueError("batch, max_prompt and max_new_tokens must be at least 1")
+        for name, value in (("batch", batch), ("max_new_tokens", max_new_tokens), ("max_prompt", max_prompt)):
+            if value is not None or name != "max_prompt":
+                _check_count(name, value)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.eos = eos  # ids that end an answer
         self.method, self.arguments = method, (budget, options, profile)
@@ -67,10 +69,12 @@ class Engine:
         self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
         self.commands, self.command = None, None  # to every row in the last step, and that as a tensor
         self.shape: Shape | None = None
+        self.layers: list[methods.KV] = []
+        self.waited_s = 0.0  # for the next follow-up
         if max_prompt is not None:
             self._reserve(max_prompt, max_new_tokens)
         else:  # say now, before the first prompt, what is wrong with the method's budget or options
-            likely = min(self.config.window or 4096, self.config.max_length)
+            likely = min(self.config.window or self.config.max_length, self.config.max_length)
             methods.planned_bytes(method, self._plan(likely, max_new_tokens), *self.arguments)
 
     @classmethod
@@ -100,9 +104,11 @@ class Engine:
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
         config = read_config(folder)
+        if config["kv_fast"].get("quantization"):
+            raise ValueError(f"{folder} holds quantised weights, which are not supported")
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(config))
-        eos = _eos_ids(config, folder)
+        eos = _eos_ids(config, folder, model.config.vocab_size)
         tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
         if tokenizer is not None:
             eos |= tokenizer.eos_ids
@@ -125,6 +131,7 @@ class Engine:
 
     # --- what a caller asks
 
+    @memory_errors()
     def generate(
         self,
         prompts: Prompt | list[Prompt],
@@ -138,6 +145,8 @@ class Engine:
     ) -> list[Completion]:
         """Answers every prompt (text or ids), in order; more prompts than rows wait for a row.
 
+        Caches that are too small are allocated, and the step compiled, anew; `load(max_prompt=...)` avoids that.
+
         max_new_tokens: per answer; default, what `load` was given. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
         for its next item when the answer before is complete. on_token(prompt index, token, text): each token of an
@@ -149,13 +158,16 @@ class Engine:
             return []
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         sampling = Sampling(temperature, top_k, top_p, self.seed)
-        if limit < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {limit}")
+        _check_count("max_new_tokens", limit)
         if stop and self.tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer, so stop texts cannot be found")
+        if isinstance(stop, str) or not all(stop or []):
+            raise ValueError("stop must be a list of texts, none of them empty")
         # Lists of follow-ups are encoded now, so that a mistake in them is known before anything runs.
         asked = [[]] * len(ids) if follow_ups is None else list(follow_ups)
-        asked = [[self.encode(q, bos=False) for q in f] if isinstance(f, list) else f for f in asked]
+        if any(isinstance(f, str) for f in asked):
+            raise ValueError("follow_ups must hold a list of texts or ids for each prompt, not a text")
+        asked = [[self.encode(q, bos=False) for q in f] if isinstance(f, list | tuple) else f for f in asked]
         if len(asked) != len(ids):
             raise ValueError(f"{len(asked)} lists of follow-ups for {len(ids)} prompts")
         decoded = [limit * (1 + len(f)) + sum(map(len, f)) if isinstance(f, list) else limit for f in asked]
@@ -164,10 +176,10 @@ class Engine:
         self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
         waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
         completions = [row.completion for row in waiting]
-        with memory_errors():
-            self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
+        self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
         return completions
 
+    @memory_errors()
     def logits(self, prompt_ids: list[int], continuation_ids: list[int]) -> Tensor:
         """[n, vocab] fp32 for n continuation tokens: row i is what token i is drawn from.
 
@@ -176,11 +188,12 @@ class Engine:
         prompt, forced = self.encode(prompt_ids), self.encode(continuation_ids, bos=False)
         self._reserve(len(prompt), len(forced))
         self._warm_up(Sampling(), len(prompt))
-        found = [self._prefill(0, prompt)]
-        for i, token in enumerate(forced[:-1]):
+        found = torch.empty(len(forced), self.config.vocab_size, device=self.device)
+        found[0] = self._prefill(0, prompt)
+        for i, token in enumerate(forced[:-1], 1):
             command = [token] + [SLEEP] * (self.batch - 1)
-            found.append(self._step(command, len(prompt) + i + 1, i + 1)[1][0].clone())
-        return torch.stack(found)
+            found[i] = self._step(command, len(prompt) + i, i)[1][0]
+        return found
 
     def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
         """Ids of a text, or the ids given, checked. Raises ValueError for what the model cannot be fed."""
@@ -198,12 +211,17 @@ class Engine:
 
     def kv_bytes(self) -> tuple[int, int, int]:
         """Bytes of the cache on the device and on the host, and what the full cache would take for the same plan."""
+        if self.shape is None:
+            raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
         return (*methods.total_bytes(self.layers), self.shape.full_bytes())
 
     # Caches
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         c = self.config
+        if self.batch * (max_prompt + max_new_tokens) > 2**40:
+            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens are more GB than there are; lower "
+                             "--max-new-tokens or --batch")  # fmt: skip
         return Shape(
             n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
             rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=self.dtype, device=self.device,
@@ -238,9 +256,16 @@ class Engine:
         self.model.set_kv(self.layers, self.batch)
         self.step = self.decoder = Decoder(self.model, self.batch, sorted(self.eos), self.device)
         if self.compile:
+            decoder = self.decoder
+
+            def step(*inputs):
+                return decoder(*inputs)
+
             cuda = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
             options = cuda if self.device.type == "cuda" else None
-            self.step = torch.compile(self.decoder, fullgraph=True, options=options)
+            # A code object of its own: torch.compile counts recompiles by it and gives up at the ninth.
+            own = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+            self.step = torch.compile(own, fullgraph=True, options=options)
         self.shape, self.warm = shape, set()
 
     def _warm_up(self, sampling: Sampling, prompt: int) -> None:
@@ -268,8 +293,10 @@ class Engine:
         """Resets row `row` and fills it: logits [vocab] after the prompt."""
         for layer in self.layers:
             layer.reset(row)
+        self.decoder.reset(row)
+        logits = self.model.prefill(torch.tensor(prompt, device=self.device), row)
         self.decoder.start(row, 0, len(prompt), 0)
-        return self.model.prefill(torch.tensor(prompt, device=self.device), row)
+        return logits
 
     def _step(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
@@ -310,7 +337,7 @@ class Engine:
 
         rows: list[Row | None] = [None] * self.batch
         flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
-        begin = time.perf_counter()
+        begin, self.waited_s = time.perf_counter(), 0.0
         while waiting or flight or any(rows):
             for b in range(self.batch):
                 if rows[b] and rows[b].answer.finish_reason and not self._ask(rows[b], limit):
@@ -333,7 +360,7 @@ class Engine:
                         ahead = sum(any(later and later[0] is debt[0] for later in step) for step, _ in flight)
                         read(debt[0], token, ahead)
                         self.stats.new_tokens += token not in self.eos
-        self.stats.decode_s = time.perf_counter() - begin - self.stats.prefill_s
+        self.stats.decode_s = time.perf_counter() - begin - self.stats.prefill_s - self.waited_s
 
     def _start(self, b: int, row: Row, limit: int) -> int:
         """Prefills a prompt into batch row b: the first token of its answer."""
@@ -343,20 +370,23 @@ class Engine:
         counter = torch.tensor([[request], [len(row.prompt)]], device=self.device)
         token = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
         self.decoder.start(b, token, len(row.prompt), request)
-        row.open(limit, self._stream())
-        row.wanted -= 1
+        row.open(limit, self._stream(), sampled=1)
         self.stats.prefill_s += time.perf_counter() - begin
         return token
 
     def _ask(self, row: Row, limit: int) -> bool:
         """Feeds the row's next follow-up, if it has one."""
-        question = next(row.follow_ups, None)
+        begin = time.perf_counter()
+        question = next(row.follow_ups, None)  # somebody may be typing it
+        self.waited_s += time.perf_counter() - begin
         if question is None:
             return False
         ids = row.unfed + self.encode(question, bos=False)
         room = limit if self.layers[0].endless else self.shape.max_new_tokens - row.new - len(ids) + 1
         if room < 1:
-            raise ValueError(f"no room for another question: the caches hold {self.shape.max_new_tokens} new tokens")
+            new = self.shape.max_new_tokens
+            print(f"no room for another question: the caches hold {new} tokens after the prompt", file=sys.stderr)
+            return False
         row.feed.extend(ids)
         row.open(min(limit, room), self._stream())
         return True
@@ -365,9 +395,21 @@ class Engine:
         return self.tokenizer.stream() if self.tokenizer else None
 
 
-def _eos_ids(config: dict, folder: Path) -> set[int]:
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _eos_ids(config: dict, folder: Path, vocab: int) -> set[int]:
     """Every id that config.json or generation_config.json calls an end of sequence."""
-    found, generation = [config.get("eos_token_id")], folder / "generation_config.json"
+    files, generation = {"config.json": config}, folder / "generation_config.json"
     if generation.exists():
-        found.append(read_json(generation).get("eos_token_id"))
-    return {i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+        files[generation.name] = read_json(generation)
+    found = set()
+    for name, content in files.items():
+        ids = content.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(i, int) and 0 <= i < vocab for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id must be ids below {vocab}, not {ids}")
+        found |= set(ids)
+    return found

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
@@ -60,16 +61,20 @@ def parser() -> argparse.ArgumentParser:
 
 def read_text(name: str) -> str:
     """A text file's content, or stdin's for `-`. Raises ValueError if it is not UTF-8."""
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        where = "stdin" if name == "-" else name
+        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the prompt file {name!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.batch_file is not None:
-        prompts = [line for line in read_text(args.batch_file).splitlines() if line.strip()]
+        lines = (line.removesuffix("\r") for line in read_text(args.batch_file).split("\n"))
+        prompts = [line for line in lines if line.strip()]
         if not prompts:
             raise ValueError(f"{args.batch_file} holds no prompt")
         return prompts
@@ -82,17 +87,18 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return [(NEEDLE / "demo.txt").read_text()]
 
 
-def questions(engine: Engine) -> Iterator[list[int]]:
+def questions(engine: Engine, out: TextIO) -> Iterator[list[int]]:
     """A chat's next user turns, as long as someone at a terminal types them."""
     while True:
-        print("\n> ", end="", file=sys.stderr, flush=True)
+        print(file=out, flush=True)
+        print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line.strip():
             return
         yield engine.tokenizer.chat_next(line.strip())
 
 
-def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out) -> None:
+def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: TextIO) -> None:
     """Loads the engine, generates, and prints what was measured; text streams to `out`."""
     options = {}
     for option in args.kv_opt:
@@ -125,7 +131,7 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out) 
         completions = engine.generate(
             [engine.tokenizer.chat(p) for p in prompts] if args.chat else prompts,
             max_new_tokens=limit, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-            follow_ups=[questions(engine)] if talk else None, on_token=show,
+            follow_ups=[questions(engine, out)] if talk else None, on_token=show,
         )  # fmt: skip
     if single:
         print(file=out)
@@ -199,10 +205,14 @@ def main(argv: list[str] | None = None) -> None:
         for name, method in kv.METHODS.items():
             print(f"{name:14} {method.help}")
         return
-    if args.kv_help:
+    if args.kv_help is not None:
         print(kv.describe(args.kv_help))
         return
     prompts = read_prompts(args)
+    if not all(prompts):
+        raise ValueError("the prompt is empty")
+    if args.json not in (None, "-") and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise ValueError(f"--json {args.json}: not a file in an existing folder")
     with ExitStack() as stack:
         checkpoint = args.checkpoint
         if checkpoint is None and not (NEEDLE / "config.json").exists():

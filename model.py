@@ -79,6 +79,8 @@ class ModelConfig:
             value = get(key) if get(key) is not None else default
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+            if value > (most := 1000 if key == "num_hidden_layers" else 2**31):
+                raise ValueError(f"config.json: {key} must be at most {most}, not {value}")
             return value
 
         if get("hidden_act", "silu") != "silu":

@@ -26,7 +26,7 @@ class Completion:
         return sum(len(answer.tokens) for answer in self.answers)
 
     def to_dict(self) -> dict:
-        """text, tokens and finish_reason are the first answer's."""
+        """text, tokens and finish_reason are the first answer's, new_tokens those of all answers."""
         answers = [dataclasses.asdict(answer) for answer in self.answers]
         return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
 
@@ -42,6 +42,8 @@ class Row:
         self.limit = 0  # tokens that the current answer may have
         self.wanted = 0  # samples still to be asked of the device for it
         self.unfed: list[int] = []  # its last token, where that has not entered the cache
+        self.stream: Stream | None = None  # turns its tokens into text
+        self.shown = 0  # characters of it that on_token has seen
 
     @property
     def answer(self) -> Answer:
@@ -51,10 +53,10 @@ class Row:
     def new(self) -> int:
         return self.length - len(self.prompt)
 
-    def open(self, limit: int, stream: Stream | None) -> None:
-        """A new answer of at most `limit` tokens begins; `stream` turns its tokens into text."""
+    def open(self, limit: int, stream: Stream | None, sampled: int = 0) -> None:
+        """A new answer of at most `limit` tokens begins, `sampled` of them asked of the device already."""
         self.completion.answers.append(Answer())
-        self.limit = self.wanted = limit
+        self.limit, self.wanted = limit, limit - sampled
         self.stream, self.shown = stream, 0
 
     def command(self) -> tuple[int, bool]:
@@ -73,7 +75,7 @@ class Row:
         ended: it is an EOS. ahead: steps launched since that continue the row (0 or 1): the device has fed them this
         token, unless it ended.
         """
-        answer = self.answer
+        answer, before = self.answer, len(self.answer.text)
         if not ended:
             answer.tokens.append(token)
         if self.stream is not None:
@@ -81,7 +83,8 @@ class Row:
         full = len(answer.tokens) == self.limit
         if self.stream is not None and (ended or full):
             answer.text += self.stream.flush()
-        cut = min((at for text in stop if (at := answer.text.find(text)) >= 0), default=None)
+        begin = max(0, before - max(map(len, stop), default=0))  # what lies before was searched already
+        cut = min((at for text in stop if (at := answer.text.find(text, begin)) >= 0), default=None)
         if cut is not None:
             answer.text = answer.text[:cut]
         if ended or full or cut is not None:

@@ -108,7 +108,7 @@ def _convert(value: object, hint: object, help: str = "", min: float | None = No
         return str(value).lower() in ("true", "1")
     try:
         number = hint(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"must be of type {hint.__name__}") from None
     if not (min is None or number >= min) or not (max is None or number <= max):
         raise ValueError(f"must be at least {min}" if max is None else f"must lie between {min} and {max}")

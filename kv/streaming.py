@@ -17,7 +17,9 @@ class Options:
 
 
 class Streaming(Full):
-    endless = True
+    def __init__(self, shape: Shape, budget: int, sinks: int):
+        super().__init__(shape, budget, sinks)
+        self.endless = budget <= shape.planned  # else the plan bounds the ring, and a longer text needs a larger one
 
 
 def minimum(shape: Shape, options: Options) -> int:

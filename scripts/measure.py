@@ -46,13 +46,14 @@ def fill(engine: Engine, length: int) -> None:
     """Every row holds `length` random tokens, without the cost of a prefill."""
     c, attention = engine.config, ops.causal_attention
     ops.causal_attention = lambda q, k, v, window=None: q
-    for layer in engine.layers:
+    shapes = [(1, heads, length, c.head_dim) for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]
+    try:
         for row in range(engine.batch):
-            shapes = [(1, heads, length, c.head_dim) for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]
-            layer.prefill(row, *(torch.randn(s, device=engine.device, dtype=engine.dtype) for s in shapes))
-    for row in range(engine.batch):
-        engine.decoder.start(row, 1, length, row)
-    ops.causal_attention = attention
+            for layer in engine.layers:
+                layer.prefill(row, *(torch.randn(s, device=engine.device, dtype=engine.dtype) for s in shapes))
+            engine.decoder.start(row, 1, length, row)
+    finally:
+        ops.causal_attention = attention
 
 
 def median_ms(step, n: int = 15) -> float:

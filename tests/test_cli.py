@@ -136,6 +136,10 @@ MISTAKES = {
     "negative temperature": (["--prompt", "x", "--temperature", "-1"], ["temperature"]),
     "no chat format": (["--prompt", "x", "--chat"], ["chat format"]),
     "unknown flag": (["--prompt", "x", "--nosuch"], ["--nosuch"]),
+    "json nowhere": (["--prompt", "x", "--json", "/nowhere/x.json"], ["--json", "/nowhere/x.json"]),
+    "empty chat": (["--prompt", "", "--chat"], ["empty"]),
+    "a folder": (["--prompt-file", "/tmp"], ["prompt file", "/tmp", "directory"]),
+    "far too large": (["--prompt", "x", "--max-new-tokens", "1" + "0" * 30], ["GB", "--max-new-tokens"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }
 
@@ -183,6 +187,14 @@ def break_checkpoint(folder: Path, how: str) -> None:
         edit(config, architectures=["GemmaForCausalLM"])
     elif how == "unknown RoPE":
         edit(config, rope_scaling={"rope_type": "longrope"})
+    elif how == "endless layers":
+        edit(config, num_hidden_layers=10**9)
+    elif how == "odd EOS":
+        edit(config, eos_token_id={"a": 1})
+    elif how == "quantised":
+        edit(config, kv_fast={"format": 1, "dtype": "bfloat16", "quantization": {"mode": "int8"}})
+    elif how == "odd dtype":
+        edit(config, kv_fast={"format": 1, "dtype": ["x"], "quantization": None})
     elif how == "not converted":
         edit(config, kv_fast=None)
     elif how == "damaged tokenizer":
@@ -207,6 +219,10 @@ BROKEN = {
     "wrong shapes": ["shape", "[768, 256]", "[512, 256]", "feed_forward"],
     "unknown architecture": ["GemmaForCausalLM"],
     "unknown RoPE": ["longrope"],
+    "endless layers": ["num_hidden_layers", "at most 1000"],
+    "odd EOS": ["config.json", "eos_token_id"],
+    "quantised": ["quantised"],
+    "odd dtype": ["dtype", "bfloat16"],
     "not converted": ["convert_hf_checkpoint.py"],
     "damaged tokenizer": ["tokenizer.model"],
     "no tokenizer": ["tokenizer"],

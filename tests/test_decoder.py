@@ -59,6 +59,13 @@ def test_noise_is_a_function_of_seed_request_and_position(logits):
     assert alone == one[[0, 17, 99]].tolist()
 
 
+def test_extreme_settings_are_greedy(logits):
+    best = {int(logits.argmax())}
+    for how in ({"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-300}, {"temperature": 1.0, "top_k": 1}):
+        assert set(draw(logits, 50, **how).tolist()) == best
+    assert len(set(draw(logits, 50, temperature=1.0, top_k=10**400).tolist())) > 5
+
+
 @pytest.mark.parametrize("bad", ({"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}))
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError):

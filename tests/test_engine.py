@@ -212,11 +212,59 @@ def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
     assert len(completion.answers[0].tokens) == 300 and not capsys.readouterr().err
 
 
-def test_a_conversation_beyond_its_caches_is_refused(checkpoint):
+def test_a_conversation_ends_when_its_caches_are_full_and_says_so(checkpoint, capsys):
     engine = load(checkpoint, max_prompt=40, max_new_tokens=20)
     questions = ([5] * 4 for _ in range(9))
-    with pytest.raises(ValueError, match="no room for another question: the caches hold 20"):
-        engine.generate([PROMPTS[0]], max_new_tokens=8, follow_ups=[questions])
+    (completion,) = engine.generate([PROMPTS[0]], max_new_tokens=8, follow_ups=[questions])
+    assert [len(a.tokens) for a in completion.answers] == [8, 8]
+    assert "no room for another question: the caches hold 20" in capsys.readouterr().err
+
+
+def test_caches_may_be_compiled_anew_any_number_of_times(checkpoint, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **_: real(step, fullgraph=True, backend="eager"))
+    engine = load(checkpoint, compile=True, max_new_tokens=3)
+    for length in range(10, 40, 2):
+        prompt = list(range(length))
+        expected = load(checkpoint, max_new_tokens=3).generate([prompt])
+        assert outcome(engine.generate([prompt])) == outcome(expected)
+
+
+def test_streaming_with_a_budget_for_everything_is_full_beyond_the_plan_too(checkpoint):
+    plan = {"budget": 1000, "max_prompt": 97, "max_new_tokens": 10}
+    tokens = torch.randint(128, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    streaming, full = load(checkpoint, "streaming", **plan), load(checkpoint)
+    assert outcome(streaming.generate([PROMPTS[2]], max_new_tokens=60)) == outcome(
+        full.generate([PROMPTS[2]], max_new_tokens=60)
+    )
+    streaming = load(checkpoint, "streaming", **plan)
+    assert (streaming.logits(PROMPTS[2], tokens) - full.logits(PROMPTS[2], tokens)).abs().max() < 1e-4
+
+
+def test_more_sinks_than_tokens_are_all_the_tokens(checkpoint):
+    for sinks in (4, 5, 50):
+        engine = load(checkpoint, "streaming", budget=100, options={"sinks": sinks}, max_new_tokens=2)
+        expected = load(checkpoint, max_new_tokens=2).generate([PROMPTS[1]])
+        assert outcome(engine.generate([PROMPTS[1]])) == outcome(expected)
+
+
+def test_a_share_of_a_long_prompt_is_enough_where_one_of_a_short_prompt_is_not(checkpoint):
+    folder = write_random(checkpoint.parent / "share", max_position_embeddings=8192)
+    engine = Engine.load(folder, kv="streaming", budget=0.001, compile=False, max_new_tokens=2)
+    assert engine.generate([[5] * 6000])[0].new_tokens == 2
+    with pytest.raises(ValueError, match="at least 5 tokens, not 1"):
+        Engine.load(folder, kv="streaming", budget=0.001, compile=False).generate([[5] * 1000])
+
+
+def test_a_row_whose_prefill_failed_leaves_the_others_be(checkpoint, monkeypatch):
+    engine = load(checkpoint, batch=2, max_prompt=97)
+    expected = outcome(engine.generate([PROMPTS[0]], max_new_tokens=9))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "prefill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([PROMPTS[2]])
+    assert int(engine.decoder.pos[0]) == 0
+    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=9)) == expected
 
 
 def test_bad_requests_are_refused_before_anything_runs(checkpoint):
@@ -231,6 +279,12 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
         (lambda: engine.generate([[1]], follow_ups=[[[]]]), "empty"),
         (lambda: engine.generate([[1]], follow_ups=[[], []]), "2 lists of follow-ups for 1 prompts"),
         (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
+        (lambda: engine.generate([[1]], max_new_tokens=2.5), "whole number"),
+        (lambda: engine.generate([[1]], follow_ups=["And then?"]), "not a text"),
+        (lambda: engine.generate([[1]], follow_ups=[([1], [])]), "empty"),
+        (lambda: engine.kv_bytes(), "no cache"),
+        (lambda: Engine.load(checkpoint, batch=10**20), "GB"),
+        (lambda: Engine.load(checkpoint, max_new_tokens=10**30), "GB"),
         (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
         (lambda: engine.logits([1], []), "empty"),
         (lambda: Engine.load(checkpoint, batch=0), "at least 1"),
