@@ -207,6 +207,24 @@ def read_config(folder: str | Path, converted: bool = True) -> dict:
     return config
 
 
+def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
+    """Every id that config.json or generation_config.json calls an end of sequence.
+
+    Raises ValueError for anything that is no id of the vocabulary.
+    """
+    files, generation = {"config.json": config}, folder / "generation_config.json"
+    if generation.exists():
+        files[generation.name] = read_json(generation)
+    found = set()
+    for name, content in files.items():
+        ids = content.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(i, int) and 0 <= i < vocab for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id must be ids below {vocab}, not {ids}")
+        found |= set(ids)
+    return found
+
+
 def load_checkpoint(
     folder: str | Path, model: nn.Module, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> nn.Module:

@@ -8,6 +8,7 @@ order stays Hugging Face's. Everything that headers and config.json can tell is 
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -150,7 +151,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of the repository")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the source's")
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
-    convert(**vars(parser.parse_args(argv)))
+    args = parser.parse_args(argv)
+    convert(**vars(args))
+    print(f"wrote {args.out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import kv as methods
-from checkpoint import load_checkpoint, read_config, read_json
+from checkpoint import load_checkpoint, read_config, read_eos_ids, read_json
 from decoder import SLEEP, Decoder, Sampling, sample
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
@@ -108,7 +108,7 @@ class Engine:
             raise ValueError(f"{folder} holds quantised weights, which are not supported")
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(config))
-        eos = _eos_ids(config, folder, model.config.vocab_size)
+        eos = read_eos_ids(folder, config, model.config.vocab_size)
         tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
         if tokenizer is not None:
             eos |= tokenizer.eos_ids
@@ -398,18 +398,3 @@ class Engine:
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def _eos_ids(config: dict, folder: Path, vocab: int) -> set[int]:
-    """Every id that config.json or generation_config.json calls an end of sequence."""
-    files, generation = {"config.json": config}, folder / "generation_config.json"
-    if generation.exists():
-        files[generation.name] = read_json(generation)
-    found = set()
-    for name, content in files.items():
-        ids = content.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(isinstance(i, int) and 0 <= i < vocab for i in ids):
-            raise ValueError(f"{folder / name}: eos_token_id must be ids below {vocab}, not {ids}")
-        found |= set(ids)
-    return found
