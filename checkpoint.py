@@ -177,7 +177,7 @@ def read_json(path: Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
 
 

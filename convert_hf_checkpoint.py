@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from checkpoint import COMPANIONS, Stored, check_output, check_weights, open_weights, read_config, write_checkpoint
 from cli import run
+from device import DTYPES
 from model import ModelConfig, Transformer
 
 NAMES = {  # model.py's module -> Hugging Face's, stacked in this order
@@ -36,7 +37,6 @@ NAMES = {  # model.py's module -> Hugging Face's, stacked in this order
     "feed_forward.w2": ["mlp.down_proj"],
     "ffn_norm": ["post_attention_layernorm"],
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SMALL_FILES = ["config.json", *COMPANIONS]
 SAFETENSORS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
 BINS = ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"]

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of weights and caches
+
 
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that could still be allocated."""
@@ -44,8 +46,7 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 
 def pick_dtype(name: str | torch.dtype) -> torch.dtype:
     """The dtype of that name. Raises ValueError for one that weights and caches do not come in."""
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    dtype = known.get(name) if isinstance(name, str) else name
-    if dtype not in list(known.values()):
-        raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(known)}")
+    dtype = DTYPES.get(name) if isinstance(name, str) else name
+    if dtype not in list(DTYPES.values()):
+        raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
     return dtype

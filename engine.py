@@ -1,8 +1,8 @@
 """The engine: loads a checkpoint, prefills prompts row by row, decodes them together.
 
 Prompts of different lengths share a batch: each row has its own length, and a row that finishes is refilled. The
-decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and, one step late,
-reads tokens: on CUDA one step late, so that the device never waits for it.
+decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and reads tokens, on
+CUDA one step late, so that the device never waits for it.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ class Engine:
         seed: int | None,
     ):  # fmt: skip
         """A loaded model and the arguments of `load`."""
-        for name, value in (("batch", batch), ("max_new_tokens", max_new_tokens), ("max_prompt", max_prompt)):
-            if value is not None or name != "max_prompt":
-                _check_count(name, value)
+        counts = {"batch": batch, "max_new_tokens": max_new_tokens}
+        for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
+            _check_count(name, value)
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.eos = eos  # ids that end an answer
         self.method, self.arguments = method, (budget, options, profile)
@@ -99,8 +99,6 @@ class Engine:
         max_new_tokens: tokens a row may decode after its prompt, those fed by follow-ups included.
         dtype: default, the checkpoint's. Raises ValueError or FileNotFoundError with one line that says what to do.
         """
-        if kv not in methods.METHODS:
-            raise ValueError(f"unknown KV method {kv!r}; there are: {', '.join(methods.METHODS)}")
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
         config = read_config(folder)
@@ -129,7 +127,7 @@ class Engine:
             max_prompt=max_prompt, max_new_tokens=max_new_tokens, compile=compile, seed=seed,
         )  # fmt: skip
 
-    # --- what a caller asks
+    # What a caller asks
 
     @memory_errors()
     def generate(
@@ -190,6 +188,7 @@ class Engine:
         self._warm_up(Sampling(), len(prompt))
         found = torch.empty(len(forced), self.config.vocab_size, device=self.device)
         found[0] = self._prefill(0, prompt)
+        self.decoder.start(0, 0, len(prompt), 0)
         for i, token in enumerate(forced[:-1], 1):
             command = [token] + [SLEEP] * (self.batch - 1)
             found[i] = self._step(command, len(prompt) + i, i)[1][0]
@@ -294,9 +293,7 @@ class Engine:
         for layer in self.layers:
             layer.reset(row)
         self.decoder.reset(row)
-        logits = self.model.prefill(torch.tensor(prompt, device=self.device), row)
-        self.decoder.start(row, 0, len(prompt), 0)
-        return logits
+        return self.model.prefill(torch.tensor(prompt, device=self.device), row)
 
     def _step(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.

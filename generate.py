@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import kv
 from cli import run
+from device import DTYPES
 from engine import Engine
 
 __all__ = ["Engine"]
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-p", type=float)
     p.add_argument("--seed", type=int, help="of sampling (default: a new one each time)")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+    p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (default: yes)")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     return p

@@ -16,6 +16,8 @@ import regex
 import sentencepiece
 import tiktoken
 
+from checkpoint import read_json
+
 # A split pattern keeps a run of one of these together, and tiktoken's regex engine gives up on a run of some 500,000
 # spaces: a run of fewer characters than MAX_RUN is never cut, one of twice as many always.
 MAX_RUN = 25_000
@@ -179,15 +181,7 @@ class Files:
 
 
 def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(data).__name__}")
-    return data
+    return read_json(path) if path.is_file() else {}
 
 
 class Tokenizer:

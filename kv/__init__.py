@@ -15,7 +15,7 @@ import torch
 from kv import full, streaming
 from kv.base import KV, Shape, total_bytes
 
-__all__ = ["KV", "METHODS", "Method", "Shape", "build", "describe", "parse_options", "total_bytes"]
+__all__ = ["KV", "METHODS", "Method", "Shape", "build", "describe", "parse_options", "planned_bytes", "total_bytes"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ METHODS: dict[str, Method] = {
 }
 
 
+def _method(name: str) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
 def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
     """One KV module a layer.
 
@@ -44,9 +50,7 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     then from the method. Raises ValueError for an unknown name or option, a budget that does not fit the method, and
     prompts beyond a sliding window that the method does not honour.
     """
-    if name not in METHODS:
-        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
-    method = METHODS[name]
+    method = _method(name)
     known = {f.name for f in dataclasses.fields(method.options)}
     given = {key: value for key, value in (profile or {}).items() if key in known} | options
     parsed = parse_options(name, given)
@@ -76,7 +80,7 @@ def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
 
 def parse_options(name: str, given: dict) -> object:
     """The method's options dataclass from typed values or from strings; lists are joined with + or commas."""
-    cls = METHODS[name].options
+    cls = _method(name).options
     hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for key, value in given.items():
@@ -117,9 +121,7 @@ def _convert(value: object, hint: object, help: str = "", min: float | None = No
 
 def describe(name: str) -> str:
     """A method's help: its file's docstring, and each option with type, default and meaning."""
-    if name not in METHODS:
-        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
-    method = METHODS[name]
+    method = _method(name)
     takes = "none" if method.minimum is None else "--budget, in tokens a KV head or as a share of the prompt"
     lines = [sys.modules[method.build.__module__].__doc__.strip(), "", f"budget: {takes}"]
     for option in dataclasses.fields(method.options):

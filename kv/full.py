@@ -41,8 +41,8 @@ class Full(KV):
         kept = torch.arange(length, device=k.device)
         if length > self.size:
             kept = torch.cat((kept[: self.sinks], kept[length - self.size + self.sinks :]))
-        self.k[row, :, self.slot(kept)] = k[0, :, kept]
-        self.v[row, :, self.slot(kept)] = v[0, :, kept]
+        slot = self.slot(kept)
+        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept], v[0, :, kept]
         return ops.causal_attention(q, k, v, self.shape.window)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
