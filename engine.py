@@ -49,33 +49,38 @@ class Engine:
     """One model with one KV method. Make it with `Engine.load`."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], method: str, budget: int | float | None,
-        options: dict, profile: dict, batch: int, max_prompt: int | None, max_new_tokens: int, compile: bool,
+        self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], profile: dict, compile: bool,
         seed: int | None,
     ):  # fmt: skip
-        """A loaded model and the arguments of `load`."""
-        counts = {"batch": batch, "max_new_tokens": max_new_tokens}
-        for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
-            _check_count(name, value)
+        """A loaded model and the arguments of `load`; `use` gives it its caches."""
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.eos = eos  # ids that end an answer
-        self.method, self.arguments = method, (budget, options, profile)
-        self.batch, self.max_prompt, self.max_new_tokens, self.compile = batch, max_prompt, max_new_tokens, compile
+        self.profile, self.compile = profile, compile
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
         self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
         self.requests = itertools.count()
         self.stats = Stats()
         self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
-        self.commands, self.command = None, None  # to every row in the last step, and that as a tensor
-        self.shape: Shape | None = None
-        self.layers: list[methods.KV] = []
         self.waited_s = 0.0  # for the next follow-up
+
+    def use(
+        self, kv: str, budget: int | float | None = None, options: dict | None = None, batch: int = 1,
+        max_prompt: int | None = None, max_new_tokens: int = 256,
+    ) -> "Engine":  # fmt: skip
+        """Caches of another method or another size on the same weights; arguments and errors as in `load`."""
+        counts = {"batch": batch, "max_new_tokens": max_new_tokens}
+        for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
+            _check_count(name, value)
+        self.method, self.arguments = kv, (budget, options or {}, self.profile)
+        self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
+        self._release()
         if max_prompt is not None:
             self._reserve(max_prompt, max_new_tokens)
         else:  # say now, before the first prompt, what is wrong with the method's budget or options
             likely = min(self.config.window or self.config.max_length, self.config.max_length)
-            methods.planned_bytes(method, self._plan(likely, max_new_tokens), *self.arguments)
+            methods.planned_bytes(kv, self._plan(likely, max_new_tokens), *self.arguments)
+        return self
 
     @classmethod
     def load(
@@ -122,10 +127,8 @@ class Engine:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
         load_checkpoint(folder, model, device, dtype).requires_grad_(False)
         profile = read_json(folder / "kv_profile.json") if (folder / "kv_profile.json").exists() else {}
-        return cls(
-            model, tokenizer, eos, method=kv, budget=budget, options=options or {}, profile=profile, batch=batch,
-            max_prompt=max_prompt, max_new_tokens=max_new_tokens, compile=compile, seed=seed,
-        )  # fmt: skip
+        engine = cls(model, tokenizer, eos, profile, compile, seed)
+        return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
 
     # What a caller asks
 
@@ -139,6 +142,7 @@ class Engine:
         top_p: float | None = None,
         stop: list[str] | None = None,
         follow_ups: list[Iterable[Prompt]] | None = None,
+        answer_prompts: bool = True,
         on_token: Callable[[int, int, str], None] | None = None,
     ) -> list[Completion]:
         """Answers every prompt (text or ids), in order; more prompts than rows wait for a row.
@@ -147,7 +151,8 @@ class Engine:
 
         max_new_tokens: per answer; default, what `load` was given. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
-        for its next item when the answer before is complete. on_token(prompt index, token, text): each token of an
+        for its next item when the answer before is complete. answer_prompts: if False, prompts are only prefilled,
+        and all answers are to follow-ups. on_token(prompt index, token, text): each token of an
         answer, with the text that it completes. Raises ValueError for what does not fit the model or the plan.
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
@@ -168,13 +173,15 @@ class Engine:
         asked = [[self.encode(q, bos=False) for q in f] if isinstance(f, list | tuple) else f for f in asked]
         if len(asked) != len(ids):
             raise ValueError(f"{len(asked)} lists of follow-ups for {len(ids)} prompts")
-        decoded = [limit * (1 + len(f)) + sum(map(len, f)) if isinstance(f, list) else limit for f in asked]
+        answers = [answer_prompts + len(f) if isinstance(f, list) else 1 for f in asked]
+        fed = [sum(map(len, f)) if isinstance(f, list) else 0 for f in asked]
+        decoded = [limit * a + f for a, f in zip(answers, fed, strict=True)]
         self._reserve(max(map(len, ids)), max(decoded))
         self._warm_up(sampling, max(map(len, ids)))
         self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
         waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
         completions = [row.completion for row in waiting]
-        self._run(waiting, limit, stop or [], on_token or (lambda *_: None))
+        self._run(waiting, answer_prompts, limit, stop or [], on_token or (lambda *_: None))
         return completions
 
     @memory_errors()
@@ -240,10 +247,16 @@ class Engine:
             print(f"allocating the caches anew, for prompts of {prompt} tokens and {new} more", file=sys.stderr)
             self._allocate(self._plan(prompt, new))
 
-    def _allocate(self, shape: Shape) -> None:
-        self.shape, self.layers, self.decoder, self.step = None, [], None, None  # the old caches go first
+    def _release(self) -> None:
+        self.shape: Shape | None = None
+        self.layers: list[methods.KV] = []
+        self.decoder = self.step = None
+        self.commands, self.command = None, None  # to every row in the last step, and that as a tensor
         for layer in self.model.layers:
             layer.attention.kv = None
+
+    def _allocate(self, shape: Shape) -> None:
+        self._release()  # the old caches go first
         needed, free = methods.planned_bytes(self.method, shape, *self.arguments)[0], free_bytes(self.device)
         if needed > free:
             raise ValueError(
@@ -324,7 +337,10 @@ class Engine:
 
     # The host's loop
 
-    def _run(self, waiting: deque[Row], limit: int, stop: list[str], on_token: Callable[[int, int, str], None]) -> None:
+    def _run(
+        self, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
+        on_token: Callable[[int, int, str], None],
+    ) -> None:  # fmt: skip
         """Until every row is done: fill free rows, command, launch, and read the step `lag` steps before."""
 
         def read(row: Row, token: int, ahead: int) -> None:
@@ -337,11 +353,14 @@ class Engine:
         begin, self.waited_s = time.perf_counter(), 0.0
         while waiting or flight or any(rows):
             for b in range(self.batch):
-                if rows[b] and rows[b].answer.finish_reason and not self._ask(rows[b], limit):
+                if rows[b] and rows[b].idle and not self._ask(rows[b], limit):
                     rows[b] = None
                 if waiting and rows[b] is None:
                     rows[b] = waiting.popleft()
-                    read(rows[b], self._start(b, rows[b], limit), 0)
+                    token = self._start(b, rows[b])
+                    if answer_prompts:
+                        rows[b].open(limit, self._stream(), sampled=1)
+                        read(rows[b], token, 0)
             commands = [row.command() if row else (SLEEP, False) for row in rows]
             launch = any(command != SLEEP for command, _ in commands)
             if launch:
@@ -359,15 +378,14 @@ class Engine:
                         self.stats.new_tokens += token not in self.eos
         self.stats.decode_s = time.perf_counter() - begin - self.stats.prefill_s - self.waited_s
 
-    def _start(self, b: int, row: Row, limit: int) -> int:
-        """Prefills a prompt into batch row b: the first token of its answer."""
+    def _start(self, b: int, row: Row) -> int:
+        """Prefills a prompt into batch row b: the token that would begin its answer."""
         begin = time.perf_counter()
         request = next(self.requests)
         logits = self._prefill(b, row.prompt)
         counter = torch.tensor([[request], [len(row.prompt)]], device=self.device)
         token = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
         self.decoder.start(b, token, len(row.prompt), request)
-        row.open(limit, self._stream(), sampled=1)
         self.stats.prefill_s += time.perf_counter() - begin
         return token
 

@@ -50,6 +50,11 @@ class Row:
         return self.completion.answers[-1]
 
     @property
+    def idle(self) -> bool:
+        """Its answer, if it has begun one, is complete."""
+        return not self.completion.answers or bool(self.answer.finish_reason)
+
+    @property
     def new(self) -> int:
         return self.length - len(self.prompt)
 

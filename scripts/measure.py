@@ -32,14 +32,15 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def random_engine(config: dict, device: torch.device, dtype: torch.dtype = torch.bfloat16, **plan) -> Engine:
+def random_engine(
+    config: dict, device: torch.device, dtype: torch.dtype = torch.bfloat16, compile: bool = True, **plan
+) -> Engine:
     with torch.device("meta"):
         model = Transformer(ModelConfig.from_dict(config)).to(dtype)
     model = model.to_empty(device=device).requires_grad_(False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    defaults = dict(method="full", budget=None, options={}, profile={}, batch=1, compile=True, seed=0)
-    return Engine(model, None, set(), **defaults | plan)
+    return Engine(model, None, set(), {}, compile, seed=0).use("full", **plan)
 
 
 def fill(engine: Engine, length: int) -> None:

@@ -267,6 +267,32 @@ def test_a_row_whose_prefill_failed_leaves_the_others_be(checkpoint, monkeypatch
     assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=9)) == expected
 
 
+def test_prompts_can_be_prefilled_only_and_asked_about_afterwards(checkpoint):
+    """The text alone is in the cache when the first question comes, and more texts than rows take turns."""
+    texts, questions = PROMPTS[:3], [[[5, 6], [7]], [[8]], []]
+    engine = load(checkpoint, batch=2)
+    found = engine.generate(texts, max_new_tokens=6, follow_ups=questions, answer_prompts=False)
+    assert [len(c.answers) for c in found] == [2, 1, 0]
+    for text, asked, completion in zip(texts, questions, found, strict=True):
+        history = list(text)
+        for question, answer in zip(asked, completion.answers, strict=True):
+            history += question
+            logits = engine.logits(text, [*history[len(text) :], *answer.tokens])
+            assert logits.argmax(-1).tolist()[len(history) - len(text) :] == answer.tokens
+            history += answer.tokens
+
+
+def test_one_engine_takes_another_method_and_comes_back(checkpoint):
+    engine = load(checkpoint)
+    full = outcome(engine.generate(PROMPTS[:2], max_new_tokens=8))
+    engine.use("streaming", 6, batch=2, max_new_tokens=8)
+    alone = load(checkpoint, "streaming", budget=6, batch=2)
+    assert outcome(engine.generate(PROMPTS[:2], max_new_tokens=8)) == outcome(
+        alone.generate(PROMPTS[:2], max_new_tokens=8)
+    )
+    assert outcome(engine.use("full", max_new_tokens=8).generate(PROMPTS[:2], max_new_tokens=8)) == full
+
+
 def test_bad_requests_are_refused_before_anything_runs(checkpoint):
     engine = load(checkpoint)
     for call, message in (

@@ -1,0 +1,409 @@
+"""Measures answers: python eval.py --checkpoint DIR --tasks niah_multikey_1,vt --length 4096 --kv full,streaming
+--budget 256,1024 --samples 50 --json out.json --plot out.png
+
+Every method answers the same samples. A table says how well, in how many bytes; --json has every answer. A run that
+was stopped goes on where it was, if it has --json FILE or --progress FILE.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+import kv as methods
+from cli import run
+from device import DTYPES
+from engine import Engine
+from generate import number, read_text
+from tasks import Sample, Setting, Task, shipped_haystack, texts
+from tasks.registry import GROUPS, TASKS
+
+ROUND = 128  # caches are planned for a multiple of it
+
+
+@dataclass(frozen=True)
+class Method:
+    """A KV method as the command line names it, with one of its budgets."""
+
+    kv: str
+    budget: int | float | None
+    options: dict
+
+    @property
+    def label(self) -> str:
+        options = "".join(f":{key}={value}" for key, value in self.options.items())
+        return self.kv + options + (f" {self.budget}" if self.budget is not None else "")
+
+
+@dataclass
+class Job:
+    """A task at a length: its samples, and the caches that they need."""
+
+    task: str
+    length: int
+    graded: Task | None  # None: measured on a forced text
+    items: list  # Samples, or (prompt, continuation)
+    new: int  # tokens that a row decodes at most
+
+    @property
+    def prompt(self) -> int:
+        """Tokens that the caches are planned for: budgets given as a share are a share of them."""
+        return self.length - (self.graded.max_new_tokens if self.graded else texts.FORCED)
+
+
+@dataclass
+class Progress:
+    """What is already known: lines of JSON, one a sample, in a file if there is one."""
+
+    path: Path | None
+    known: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+                self.known[entry["key"]] = entry["found"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue  # the line that was being written when the run was stopped
+
+    def add(self, key: str, found: dict) -> None:
+        self.known[key] = found
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"key": key, "found": found}) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a folder in this engine's format")
+    groups = ", ".join(f"{name} ({len(tasks)})" for name, tasks in GROUPS.items())
+    p.add_argument("--tasks", default="ruler", help=f"names with commas between; groups: {groups}; see --list-tasks")
+    p.add_argument("--list-tasks", action="store_true", help="list the tasks and exit")
+    p.add_argument("--length", default="4096", help="tokens of prompt and answer; several with commas (default: 4096)")
+    p.add_argument("--samples", type=int, default=50, help="of every task and length (default: 50)")
+    p.add_argument("--questions", type=int, default=1, help="asked about a text, where the task has so many (default: 1)")
+    p.add_argument("--blind", action="store_true", help="prefill the text alone: every question is fed afterwards")
+    p.add_argument("--kv", default="full", help="methods with commas between; with options: name:option=value:...")
+    p.add_argument("--budget", default="", help="tokens a KV head, or shares of the prompt; several with commas")
+    p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
+    p.add_argument("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
+    p.add_argument("--data", type=Path, metavar="DIR", help="folder of published datasets' files")
+    p.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
+    p.add_argument("--batch", type=int, default=1, help="rows decoded together (default: 1)")
+    p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
+    p.add_argument("--progress", metavar="FILE", help="continue from here, and add to it (default: beside --json FILE)")
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
+    p.add_argument("--plot", metavar="FILE", help="draw accuracy over budget and bytes read; needle: length and depth")
+    return p
+
+
+# What is to be run
+
+
+def numbers(text: str, flag: str, kind: type) -> list:
+    try:
+        found = [kind(part) for part in text.split(",") if part]
+    except ValueError:
+        raise ValueError(f"{flag} {text}: numbers with commas between are expected") from None
+    if any(value <= 0 for value in found):
+        raise ValueError(f"{flag} {text}: must be positive")
+    return found
+
+
+def chosen_tasks(text: str) -> list[str]:
+    names = [name for part in text.split(",") if part for name in GROUPS.get(part, [part])]
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"unknown task {name!r}; there are: {', '.join([*GROUPS, *TASKS])}")
+    if not names:
+        raise ValueError("--tasks names no task")
+    return list(dict.fromkeys(names))
+
+
+def chosen_methods(text: str, budgets: list) -> list[Method]:
+    found = []
+    for part in text.split(","):
+        name, *given = part.split(":")
+        options = {}
+        for option in given:
+            key, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"--kv {part}: write options as name:option=value")
+            options[key] = value
+        methods.parse_options(name, options)  # refuses what is unknown
+        takes = methods.METHODS[name].minimum is not None
+        if takes and not budgets:
+            raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
+        found += [Method(name, budget, options) for budget in (budgets if takes else [None])]
+    return found
+
+
+def prepare(args: argparse.Namespace, engine: Engine, tasks: list[str], lengths: list[int]) -> list[Job]:
+    """Every task's samples at every length. Raises ValueError or FileNotFoundError for what cannot be made."""
+    haystack = read_text(args.haystack) if args.haystack else None
+    jobs = []
+    for task, length in tqdm([(t, n) for n in lengths for t in tasks], unit="task", desc="samples", leave=False):
+        if length > engine.config.max_length:
+            raise ValueError(f"--length {length}: the model's context is {engine.config.max_length}")
+        if TASKS[task] is None:
+            text = read_text(args.text) if args.text else haystack or shipped_haystack()
+            ids = engine.encode(text)
+            bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
+            items = texts.excerpts(ids[len(bos) :], length, args.samples, bos)
+            jobs.append(Job(task, length, None, items, texts.FORCED))
+            continue
+        graded = TASKS[task]
+        setting = Setting(
+            length, engine.encode, engine.tokenizer.decode, args.seed, args.questions, haystack, args.data
+        )
+        count = args.samples if graded.size is None else min(args.samples, graded.size(setting))
+        try:
+            items = [graded.sample(setting, i) for i in range(count)]
+        except ValueError as error:
+            raise ValueError(f"{task}: {error}") from None
+        later = 0 if args.blind else 1  # the first question that is fed
+        fed = max(sum(len(engine.encode(q.text, bos=False)) for q in s.questions[later:]) for s in items)
+        new = fed + graded.max_new_tokens * max(len(s.questions) for s in items)
+        jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND))
+    return jobs
+
+
+# Running
+
+
+def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list[dict]:
+    """What the engine answers to samples, and the scores."""
+    completions = engine.generate(
+        [s.text if blind else s.prompt for s in samples],
+        max_new_tokens=job.graded.max_new_tokens,
+        stop=list(job.graded.stop) or None,
+        follow_ups=[[q.text for q in s.questions[0 if blind else 1 :]] for s in samples],
+        answer_prompts=not blind,
+    )
+    found = []
+    for sample, completion in zip(samples, completions, strict=True):
+        graded = [
+            {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q.answers)}
+            for q, a in zip(sample.questions, completion.answers, strict=True)
+        ]
+        scores = [g["score"] for g in graded]
+        found.append(
+            {"prompt_tokens": completion.prompt_tokens, **graded[0], "score": sum(scores) / len(scores)}
+            | {"first": scores[0], "later": graded[1:]}
+            | ({} if sample.depth is None else {"depth": sample.depth})
+        )
+    return found
+
+
+class Reference:
+    """The full cache's logits for forced texts, computed once: samples x 128 x vocab fp32 on the host."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.logits = engine, {}
+
+    def prepare(self, job: Job, indices: list[int]) -> None:
+        wanted = [i for i in indices if (job.length, i) not in self.logits]
+        if wanted:
+            self.engine.use("full", max_prompt=job.prompt, max_new_tokens=job.new)
+            for i in wanted:
+                self.logits[job.length, i] = self.engine.logits(*job.items[i]).cpu()
+
+
+def force(engine: Engine, job: Job, index: int, reference: Reference) -> dict:
+    prompt, continuation = job.items[index]
+    logits = engine.logits(prompt, continuation).cpu()
+    found = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
+    if job.task == "perplexity":
+        nll = texts.negative_log_likelihood(logits, continuation)
+        return found | {"score": math.exp(nll), "nll": nll}
+    kl, same = texts.divergence(logits, reference.logits[job.length, index])
+    return found | {"score": 100 * same, "kl": kl}
+
+
+def key_of(args: argparse.Namespace, method: Method, job: Job, index: int) -> str:
+    """What a result depends on."""
+    text = "".join(f"{name}={read_text(file)}" for name in ("haystack", "text") if (file := getattr(args, name)))
+    return json.dumps(
+        {"kv": method.kv, "options": method.options, "budget": method.budget, "task": job.task, "length": job.length,
+         "seed": args.seed, "index": index, "questions": args.questions, "blind": args.blind,
+         "checkpoint": str(args.checkpoint.resolve()), "dtype": args.dtype, "data": str(args.data),
+         "text": hashlib.sha256(text.encode()).hexdigest()[:12] if text else None},
+        sort_keys=True,
+    )  # fmt: skip
+
+
+def evaluate(
+    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Method], progress: Progress
+) -> tuple[list[dict], list[dict]]:
+    """(rows, samples) of the JSON object."""
+    rows, samples, reference = [], [], Reference(engine)
+    total = len(chosen) * sum(len(job.items) for job in jobs)
+    with tqdm(total=total, unit="sample") as bar:
+        for method in chosen:
+            for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # like caches in turn
+                bar.set_description(f"{method.label} {job.task} {job.length}")
+                about = {"kv": method.kv, "budget": method.budget, "options": method.options}
+                about |= {"task": job.task, "length": job.length}
+                keys = [key_of(args, method, job, i) for i in range(len(job.items))]
+                missing = [i for i, key in enumerate(keys) if key not in progress.known]
+                if job.task == "fidelity":
+                    reference.prepare(job, missing)
+                try:
+                    bytes_ = use(engine, method, job, args.batch)
+                except ValueError as error:
+                    if not is_too_small(method, error):
+                        raise
+                    rows.append(about | {"n": 0, "score": None, "first": None, "later": None, "why": str(error)})
+                    bar.update(len(job.items))
+                    continue
+                bar.update(len(job.items) - len(missing))
+                size = args.batch if job.graded else 1
+                for at in range(0, len(missing), size):
+                    part = missing[at : at + size]
+                    if job.graded:
+                        found = answer(engine, job, [job.items[i] for i in part], args.blind)
+                    else:
+                        found = [force(engine, job, part[0], reference)]
+                    for i, result in zip(part, found, strict=True):
+                        progress.add(keys[i], result)
+                    bar.update(len(part))
+                results = [progress.known[key] for key in keys]
+                rows.append(about | summary(job, results) | bytes_)
+                short = {"kv": method.kv, "budget": method.budget, "task": job.task, "length": job.length}
+                samples += [short | {"index": i} | result for i, result in enumerate(results)]
+    return rows, samples
+
+
+def is_too_small(method: Method, error: ValueError) -> bool:
+    """Whether a method was refused for its budget: a cell stays empty, the rest goes on."""
+    return method.budget is not None and f"{method.kv} needs a budget of at least" in str(error)
+
+
+def use(engine: Engine, method: Method, job: Job, batch: int) -> dict:
+    """Gives the engine the caches for a job, unless it has them; their bytes a row, and those that a step reads."""
+    plan = (method, job.prompt, job.new, batch)
+    if getattr(engine, "plan", None) != plan or engine.method != method.kv:
+        engine.use(method.kv, method.budget, method.options, batch, job.prompt, job.new)
+        engine.plan = plan
+    device, host, full = engine.kv_bytes()
+    read = [layer.step_bytes(job.prompt + 1) for layer in engine.layers]
+    return {
+        "kv_device_bytes": device // batch,
+        "kv_host_bytes": host // batch,
+        "share_of_full": (device + host) / full,
+        "step_device_bytes": sum(device for device, _ in read),
+        "step_host_bytes": sum(host for _, host in read),
+    }
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def summary(job: Job, results: list[dict]) -> dict:
+    """The means over a job's samples; `later` over all later questions."""
+    if job.task == "perplexity":
+        return {"n": len(results), "score": math.exp(mean([r["nll"] for r in results])), "first": None, "later": None}
+    found = {"n": len(results), "score": mean([r["score"] for r in results])}
+    if job.task == "fidelity":
+        return found | {"first": None, "later": None, "kl": mean([r["kl"] for r in results])}
+    later = [question["score"] for r in results for question in r["later"]]
+    return found | {"first": mean([r["first"] for r in results]), "later": mean(later)}
+
+
+# Showing
+
+
+def table(rows: list[dict], jobs: list[Job], chosen: list[Method]) -> str:
+    """Methods down, tasks across; first and later questions apart, where there are later ones."""
+    lengths = {job.length for job in jobs}
+    names = {(j.task, j.length): j.task + (f"@{j.length}" if len(lengths) > 1 else "") for j in jobs}
+    graded = [(j.task, j.length) for j in jobs if j.graded]
+    lines = [["method", *names.values(), *["average"] * (len(graded) > 1), "KV bytes", "of full"]]
+
+    def cell(row: dict) -> str:
+        if row["score"] is None:
+            return f"min {row['why'].split('at least ')[1].split()[0]}"
+        if row["task"] == "fidelity":
+            return f"{row['score']:.1f}% kl {row['kl']:.4f}"
+        later = "" if row["later"] is None else f" / {row['later']:.1f}"
+        return f"{row['score'] if row['first'] is None else row['first']:.1f}{later}"
+
+    for method in chosen:
+        own = {
+            (r["task"], r["length"]): r
+            for r in rows
+            if (r["kv"], r["budget"], r["options"]) == (method.kv, method.budget, method.options)
+        }
+        scores = [own[key]["score"] for key in graded]
+        sized = [r for r in own.values() if r["score"] is not None]
+        average = "-" if None in scores or not scores else f"{mean(scores):.1f}"
+        most = max(sized, key=lambda r: r["kv_device_bytes"] + r["kv_host_bytes"], default=None)
+        size = "-" if most is None else f"{(most['kv_device_bytes'] + most['kv_host_bytes']) / 1e6:.2f} MB"
+        share = "-" if most is None else f"{100 * most['share_of_full']:.1f}%"
+        lines.append([method.label, *(cell(own[key]) for key in names), *[average] * (len(graded) > 1), size, share])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+
+
+def check_output(name: str | None, flag: str) -> None:
+    if name not in (None, "-") and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
+        raise ValueError(f"{flag} {name}: not a file in an existing folder")
+
+
+def list_tasks() -> Iterator[str]:
+    for group, names in GROUPS.items():
+        yield f"{group}: {', '.join(names)}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    if "--list-tasks" in (sys.argv[1:] if argv is None else argv):
+        return print("\n".join(list_tasks()))
+    args = parser().parse_args(argv)
+    for flag in ("json", "plot", "progress"):
+        check_output(getattr(args, flag), f"--{flag}")
+    for flag in ("samples", "questions", "batch"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} must be at least 1")
+    tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
+    chosen = chosen_methods(args.kv, numbers(args.budget, "--budget", number))
+    if args.plot:
+        from tasks.plot import draw  # says now if matplotlib is not there
+    engine = Engine.load(
+        args.checkpoint, device=args.device, dtype=args.dtype, compile=bool(args.compile), max_new_tokens=1, seed=0
+    )
+    engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
+    if engine.tokenizer is None:
+        raise ValueError(f"{args.checkpoint} has no tokenizer files, and the tasks are text")
+    jobs = prepare(args, engine, tasks, lengths)
+    beside = f"{args.json}.progress.jsonl" if args.json not in (None, "-") else None
+    progress = Progress(Path(path) if (path := args.progress or beside) else None)
+    rows, samples = evaluate(args, engine, jobs, chosen, progress)
+    out = sys.stderr if args.json == "-" else sys.stdout
+    print(table(rows, jobs, chosen), file=out)
+    arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    result = {"args": arguments, "rows": rows, "samples": samples}
+    if args.json == "-":
+        print(json.dumps(result))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(result) + "\n")
+    if args.plot:
+        draw(rows, samples, args.plot)
+
+
+if __name__ == "__main__":
+    run(partial(main))

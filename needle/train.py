@@ -1,0 +1,450 @@
+"""Makes the checkpoint of this folder from nothing: tokenizer, data and weights. python -m needle.train --minutes 90
+
+A small Llama that answers questions about long texts. It is trained on the tasks of `tasks/` (RULER's retrieval and
+variable tracking, the look-up of 2StageRetr) in their own wordings and others, hidden in plain text that a Debian
+machine has (manuals, licences) and in each other, from short to long:
+
+1. random tokens, a stretch of varying length repeated: attention learns to copy what followed the last time.
+2. questions, at the shortest length, then at twice the length whenever most are answered.
+
+Every token counts a little and every token of an answer in full. Resumable: run the same command again. With
+--ship DIR the weights reached are written as a checkpoint.
+"""
+
+import argparse
+import gzip
+import io
+import json
+import random
+import re
+import time
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint import write_checkpoint
+from model import ModelConfig, Transformer, rope_frequencies
+from tasks import Sample, Setting, fit, two_stage
+from tasks.ruler import MANY, NIAH, ONE, Drawer, Niah, Wording, all_words, join, tracking
+from tokenizer import Tokenizer, load_tokenizer
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "vocab_size": 2048,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BOS, EOS = 1, 2
+LEARNING_RATE = 2e-3
+TEXT_WEIGHT = 0.05  # of a token outside answers, in the loss
+LENGTHS = (256, 512, 1024, 2048, 4096)  # of the sequences, in turn
+ENOUGH = 0.9  # share of answers right, all tokens of them, before the sequences get longer
+
+# Plain text
+
+SOURCES = (
+    "common-licenses/*", "man/man[1-8]/*.gz", "doc/**/*.txt*", "doc/**/README*", "doc/**/copyright", "perl/5*/**/*.pod",
+)  # fmt: skip
+
+
+def unroff(text: str) -> str:
+    """A manual page without most of its markup."""
+    lines = []
+    for line in text.split("\n"):
+        macro = re.match(r"[.'](\w*)\s*(.*)", line)
+        lines.append(line if not macro else macro[2] if set(macro[1]) <= set("BIR") else "")
+    text = re.sub(r"\\f.|\\&|\\\|", "", "\n".join(lines))
+    return text.replace("\\-", "-").replace("\\(aq", "'")
+
+
+def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
+    """The prose in a Debian machine's manuals and licences, each paragraph once."""
+    found: dict[str, None] = {}
+    for pattern in SOURCES:
+        for path in sorted(root.glob(pattern)):
+            try:
+                data = path.read_bytes()
+                text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+            except (OSError, EOFError, UnicodeDecodeError, zlib.error):
+                continue
+            for paragraph in re.split(r"\n\s*\n", unroff(text) if "/man/" in str(path) else text):
+                words = " ".join(paragraph.split())
+                plain = sum(c.isalpha() or c == " " for c in words)
+                if 150 < len(words) < 2000 and words.isascii() and words[0].isupper() and plain > 0.92 * len(words):
+                    found[words] = None
+    return list(found)
+
+
+# Questions
+
+
+def keep(drawn: str) -> bool:
+    """Whether training may see a word or a number; a fifth of either is held out."""
+    return zlib.crc32(drawn.encode()) % 5 > 0
+
+
+# The first ones ask with the words that stand before the value: the easiest to learn.
+WORDINGS = [
+    Wording("{key} is {value}.", "\n{query}", " is"),
+    Wording("The {type} of {key}: {value}.", "\nThe {type} of {query}", ":"),
+    Wording("Remember that {key} has the code {value}.", "\nRemember that {query}", " has the code"),
+    Wording(
+        "The password for {key} was set to {value}.",
+        "\nQuestion: What is the password for {query}?",
+        " Answer: The password for {query} was set to",
+    ),
+    Wording(
+        "In the register, {key} stands beside {value}.",
+        "\nWhich of the {type} stands beside {query} in the register?",
+        " In the register, {query} stands beside",
+        "A register of {type} is spread over this text.\n",
+    ),
+    Wording(
+        "{key} lives at number {value}.",
+        "\n\nQuestion: At what number does {query} live?\nAnswer:",
+        " {query} lives at",
+    ),
+    Wording(
+        "Note: the {type} that belong to {key} are {value}.",
+        "\nWhich {type} belong to {query}?",
+        " The {type} that belong to {query} in this text are",
+    ),
+    Wording(
+        "One of the magic {type} of {key} is: {value}.",
+        "\nWhat is the magic {type} of {query} in the text above?",
+        " The magic {type} of {query} in the text above is",
+        "Some magic {type} are hidden below. Memorize them.\n",
+    ),
+]
+
+
+@dataclass
+class Episode:
+    """A text, the questions about it, and the answers as a model is to write them."""
+
+    kind: str
+    sample: Sample
+    answers: list[str]
+
+
+class Data:
+    """Endless training sequences, drawn from `seed`."""
+
+    def __init__(self, tokenizer: Tokenizer, text: list[str], seed: int):
+        self.tokenizer, self.text, self.rng = tokenizer, text, random.Random(seed)
+
+    def setting(self, length: int, questions: int) -> Setting:
+        start = self.rng.randrange(len(self.text) - length)
+        haystack = " ".join(self.text[start : start + length])
+        encode = partial(self.tokenizer.encode, bos=True)
+        return Setting(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
+
+    def niah(self, kind: str, length: int, niah: Niah, questions: int) -> Episode:
+        setting = self.setting(length, questions)
+        reserve = (40 if niah.value == "uuids" else 24) * niah.values * niah.queries + 60 * (questions - 1)
+
+        def make(n: int) -> Sample:
+            return niah.sample(setting, Drawer(random.Random(setting.seed), keep), n)
+
+        sample = fit(make, setting, reserve, least=max(niah.keys, niah.queries) * niah.values)
+        text, answers = sample.text, []
+        for question in sample.questions:
+            values = sorted(question.answers, key=text.index)
+            if niah.queries > 1:  # each value after its key
+                befores = [text[: text.index(value)] for value in question.answers]
+                keys = [before[before.rindex(" for ") + 5 : before.rindex(" is:")] for before in befores]
+                values = [f"{key}: {value}" for key, value in zip(keys, question.answers, strict=True)]
+            answers.append(join(values) + ".")
+        return Episode(kind, sample, answers)
+
+    def tracking(self, length: int) -> Episode:
+        setting, hops, size = self.setting(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
+        sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
+        return Episode("vt", sample, [" ".join(sample.questions[0].answers)])
+
+    def lookup(self, length: int, questions: int) -> Episode:
+        setting = self.setting(length, questions)
+        sample = two_stage.two_stage(True, setting, 0, "train", 60 * questions)
+        answers = []
+        for question in sample.questions:
+            a, b = map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())
+            answers.append(f'Since {a} + {b} = {a + b}, the corresponding color is "{question.answers[0]}".')
+        return Episode("lookup", sample, answers)
+
+    def episode(self, length: int) -> Episode:
+        rng, long = self.rng, length >= 512
+        questions = rng.randint(1, max(1, min(8, length // 200)))
+        wording = None if rng.random() < 0.6 else rng.choice(WORDINGS)
+        value = "uuids" if long and rng.random() < 0.15 else "numbers"
+        kind = rng.choices(
+            ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
+            [2, 1, 4, 3, long, 1, 1, 1.5, 2],
+        )[0]
+        match kind:
+            case "echo":
+                few = Niah(rng.choice(["essay", "needle"]), keys=questions, wording=rng.choice(WORDINGS[:3]))
+                return self.niah(kind, length, few, questions)
+            case "noise":
+                return self.niah(kind, length, Niah("noise", value=value, wording=wording), 1)
+            case "essay":
+                keys = max(questions, rng.randint(1, 4))
+                return self.niah(kind, length, Niah("essay", value=value, keys=keys, wording=wording), questions)
+            case "multikey_2":
+                return self.niah(kind, length, Niah("needle", wording=wording), questions)
+            case "multikey_3":
+                return self.niah(kind, length, NIAH["niah_multikey_3"], min(questions, length // 256))
+            case "multivalue":
+                return self.niah(kind, length, Niah("essay", values=rng.randint(2, 4)), 1)
+            case "multiquery":
+                return self.niah(kind, length, Niah("essay", queries=rng.randint(2, 4 if long else 2)), 1)
+            case "vt":
+                return self.tracking(length)
+            case "lookup":
+                return self.lookup(length, questions)
+
+    def sequence(self, length: int) -> "Sequence":
+        """Episodes until `length` tokens are full, the rest plain text."""
+        s = Sequence()
+        while (room := length - len(s.ids)) >= 128:
+            try:
+                episode = self.episode(room)
+            except ValueError:  # what was drawn does not fit into the rest
+                break
+            text = episode.sample.text
+            for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
+                prompt = self.tokenizer.encode(text + question.text, bos=bool(text))
+                tokens = self.tokenizer.encode(answer if question.text.endswith(" ") else " " + answer, bos=False)
+                if len(s.ids) + len(prompt) + len(tokens) > length:
+                    break
+                s.add(prompt, TEXT_WEIGHT)
+                s.add(tokens, 1.0, episode.kind)
+                text = ""
+        if len(s.ids) < length:
+            start = self.rng.randrange(len(self.text) - length)
+            rest = self.tokenizer.encode(" ".join(self.text[start : start + length]), bos=True)
+            s.add(rest[: length - len(s.ids)], TEXT_WEIGHT)
+        return s
+
+    def repeats(self, length: int) -> "Sequence":
+        """Stretches of random tokens, each followed by itself."""
+        s = Sequence()
+        s.add([BOS], 0.0)
+        while (room := length - len(s.ids)) >= 16:
+            stretch = [self.rng.randrange(3, CONFIG["vocab_size"]) for _ in range(self.rng.randint(8, room // 2))]
+            s.add(stretch, 0.0)
+            s.add(stretch[:1], 0.0)
+            s.add(stretch[1:], 1.0, "repeats", eos=False)
+        s.add([BOS] * (length - len(s.ids)), 0.0)
+        return s
+
+
+class Sequence:
+    """Tokens, the token that is to follow each, the weight of that in the loss, and where the answers are."""
+
+    def __init__(self):
+        self.ids, self.follow, self.weights, self.spans = [], [], [], []
+        self.ended = True
+
+    def add(self, tokens: list[int], weight: float, kind: str | None = None, eos: bool = True) -> None:
+        """kind: they are an answer, which ends with EOS. What is asked next follows without it, as in the engine."""
+        if not tokens:
+            return
+        begin = len(self.ids) - 1
+        if not self.ended:
+            self.follow[-1], self.weights[-1] = tokens[0], weight
+        self.ids += tokens
+        self.follow += [*tokens[1:], EOS]
+        self.ended = bool(kind) and eos
+        self.weights += [weight] * (len(tokens) - 1) + [weight if self.ended else 0.0]
+        if kind:
+            self.spans.append((kind, begin, len(self.ids) - (not eos)))
+
+
+# The model
+
+
+def forward(model: Transformer, tokens: Tensor, cos: Tensor, sin: Tensor, follow: Tensor, weights: Tensor):
+    """tokens, follow, weights [B,T] -> the weighted mean loss, and whether each token was foreseen [B,T]."""
+    x = model.tok_embeddings(tokens)
+    for block in model.layers:
+        q, k, v = block.attention.project(block.attention_norm(x), cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + block.attention.output(y)
+        x = x + block.feed_forward(block.ffn_norm(x))
+    logits = F.linear(model.norm(x), model.tok_embeddings.weight).float().flatten(0, 1)
+    losses = F.cross_entropy(logits, follow.flatten(), reduction="none") * weights.flatten()
+    return losses.sum() / weights.sum(), (logits.argmax(-1) == follow.flatten()).view_as(follow)
+
+
+def initialise(model: Transformer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.02, generator=generator)
+            if name.endswith(("wo.weight", "w2.weight")):  # what is added to the residual stream
+                p.data /= (2 * len(model.layers)) ** 0.5
+
+
+class Trainer:
+    def __init__(self, folder: Path, device: str, minutes: float, tokens_per_step: int):
+        self.folder, self.device, self.minutes, self.tokens_per_step = folder, device, minutes, tokens_per_step
+        torch.manual_seed(0)
+        self.model = Transformer(ModelConfig.from_dict(CONFIG))
+        initialise(self.model, 0)
+        self.model.to(device)
+        self.forward = torch.compile(partial(forward, self.model), dynamic=False)
+        decay = [p for p in self.model.parameters() if p.dim() > 1]
+        rest = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
+        self.stage, self.step, self.tokens, self.seconds = -1, 0, 0, 0.0  # stage -1: random repeats
+        self.right: dict[str, float] = {}  # running share of answers foreseen whole
+        speed, _ = rope_frequencies(self.model.config.rope, CONFIG["head_dim"], 1)
+        angle = torch.arange(max(LENGTHS))[:, None].float() * speed
+        self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
+
+    def save(self) -> None:
+        state = {name: getattr(self, name) for name in ("stage", "step", "tokens", "seconds", "right")}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(state, self.folder / "state.partial")
+        (self.folder / "state.partial").replace(self.folder / "state.pt")
+
+    def resume(self) -> None:
+        if (self.folder / "state.pt").exists():
+            state = torch.load(self.folder / "state.pt", weights_only=True)
+            self.model.load_state_dict(state.pop("model"))
+            self.optimizer.load_state_dict(state.pop("optimizer"))
+            self.__dict__.update(state)
+
+    def rate(self) -> float:
+        """Warm-up, a plateau, and a linear fall to zero over the last 30% of the time."""
+        left = 1 - self.seconds / 60 / self.minutes
+        return LEARNING_RATE * min(1.0, (self.step + 1) / 100, max(left / 0.3, 0.0))
+
+    def batch(self, data: Data, length: int) -> list[Sequence]:
+        count = max(1, self.tokens_per_step // length)
+        if self.stage < 0:
+            return [data.repeats(length) for _ in range(count // 2)]
+        return [data.repeats(length) if data.rng.random() < 0.05 else data.sequence(length) for _ in range(count)]
+
+    def train_step(self, batch: list[Sequence]) -> float:
+        """One update; returns the loss, and keeps count of what was foreseen."""
+        tokens, follow = (torch.tensor([getattr(s, n) for s in batch], device=self.device) for n in ("ids", "follow"))
+        weights = torch.tensor([s.weights for s in batch], device=self.device)
+        length = tokens.shape[1]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16):
+            loss, foreseen = self.forward(tokens, self.cos[:length], self.sin[:length], follow, weights)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for s, row in zip(batch, foreseen.tolist(), strict=True):
+            for kind, begin, end in s.spans:
+                span = row[begin:end]
+                right = sum(span) / len(span) if kind == "repeats" else all(span)
+                self.right[kind] = 0.98 * self.right.get(kind, 0.0) + 0.02 * right
+        self.step, self.tokens = self.step + 1, self.tokens + tokens.numel()
+        return loss.item()
+
+    def promote(self) -> None:
+        """The next stage, once most answers of this one are right."""
+        easy = ["repeats"] if self.stage < 0 else ["echo", "noise", "essay", "multikey_2"]
+        if self.stage + 1 < len(LENGTHS) and min(self.right.get(kind, 0.0) for kind in easy) > ENOUGH:
+            self.stage += 1
+            self.right = {kind: 0.5 * right for kind, right in self.right.items()}
+
+    def run(self, data: Data) -> None:
+        log = open(self.folder / "log.jsonl", "a")
+        began, saved, losses = time.perf_counter() - self.seconds, time.perf_counter(), []
+        while self.seconds < 60 * self.minutes:
+            length = LENGTHS[max(self.stage, 0)]
+            if self.stage > 0 and data.rng.random() < 0.3:  # shorter ones stay in the mix
+                length = LENGTHS[data.rng.randrange(self.stage)]
+            losses.append(self.train_step(self.batch(data, length)))
+            self.seconds = time.perf_counter() - began
+            if self.step % 50 == 0:
+                entry = {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens,
+                         "length": LENGTHS[max(self.stage, 0)], "stage": self.stage, "loss": sum(losses) / len(losses),
+                         "right": {kind: round(100 * r) for kind, r in sorted(self.right.items())}}  # fmt: skip
+                losses = []
+                print(json.dumps(entry), file=log, flush=True)
+                print(json.dumps(entry), flush=True)
+                self.promote()
+            if time.perf_counter() - saved > 120:
+                self.save()
+                saved = time.perf_counter()
+        self.save()
+
+
+# Tokenizer, and what is shipped
+
+
+def train_tokenizer(folder: Path, text: list[str]) -> None:
+    """BPE of plain text, the tasks' words and wordings: digits apart, byte fallback, no space put before a text."""
+    rng, model = random.Random(0), io.BytesIO()
+    lines = rng.sample(text, min(len(text), 20000))
+    drawer = Drawer(rng, keep)
+    wordings = [ONE, MANY, *WORDINGS]
+    for _ in range(15000):
+        wording = rng.choice(wordings)
+        key, value = drawer.words(), rng.choice([drawer.numbers, drawer.uuids])()
+        lines.append(wording.needle.format(type="numbers", key=key, value=value))
+        lines.append(wording.ask("numbers", key).strip())
+    lines += [two_stage.INTRO + two_stage.ask(3, 4, True) + " ".join(two_stage.COLOURS)] * 500
+    lines += [q.text for i in range(500) for q in tracking(random.Random(i), 5).questions]
+    lines += [word for word in all_words() if keep(word)] * 3
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=CONFIG["vocab_size"], model_type="bpe",
+        byte_fallback=True, split_digits=True, add_dummy_prefix=False, remove_extra_whitespaces=False,
+        normalization_rule_name="identity", character_coverage=1.0, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    settings = {"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def ship(trainer: Trainer, out: Path) -> None:
+    weights = {name: p.to(torch.bfloat16) for name, p in trainer.model.state_dict().items()}
+    write_checkpoint(out, CONFIG, weights, weights.__getitem__, copy_from=trainer.folder, force=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("needle-run"), help="folder of the run (default: needle-run)")
+    parser.add_argument("--minutes", type=float, default=90, help="of training in all, earlier runs included")
+    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ship", type=Path, metavar="DIR", help="write the weights reached as a checkpoint, and stop")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(args.out, args.device, args.minutes, args.tokens_per_step)
+    trainer.resume()
+    if args.ship:
+        return ship(trainer, args.ship)
+    text = paragraphs()
+    if not (args.out / "tokenizer.model").exists():
+        train_tokenizer(args.out, text)
+    words = " ".join(random.Random(1).sample(text, len(text))).split()
+    trainer.run(Data(load_tokenizer(args.out), words, seed=trainer.step + 1))
+
+
+if __name__ == "__main__":
+    main()

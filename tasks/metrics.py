@@ -1,0 +1,288 @@
+"""The scores of LongBench and InfiniteBench, each 0 to 100, by their published definitions (github.com/THUDM/LongBench
+metrics.py and eval.py; github.com/OpenBMB/InfiniteBench src/compute_scores.py), in our own words.
+
+A score takes an answer's text and the references, of which the best one counts. Chinese words are jieba's, which is
+imported when it is needed (pip install jieba).
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+from functools import wraps
+from itertools import chain
+
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Those both benchmarks strip from Chinese, which leaves a few (《〈〉·) alone.
+NO_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
+    "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"))
+
+
+def best_reference(one: Callable[..., float]) -> Callable[..., float]:
+    """Of a score, 0 to 1, of an answer and one reference: the best over several references, 0 to 100."""
+    @wraps(one)
+    def score(answer: str, references: Sequence[str], *rest: Sequence[str]) -> float:
+        return 100.0 * max((one(answer, reference, *rest) for reference in references), default=0.0)
+    return score
+
+
+def segmenter() -> Callable[[str], list[str]]:
+    """jieba's split of a Chinese text into words. Raises ValueError if jieba is not installed."""
+    try:
+        import jieba
+    except ImportError:
+        raise ValueError("scores of Chinese answers need jieba's word segmentation: pip install jieba") from None
+    jieba.setLogLevel("WARNING")
+    return jieba.lcut
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(NO_PUNCTUATION)).split()
+
+
+def bare_zh(text: str) -> str:
+    """Lower-case text without punctuation and white space."""
+    return "".join(text.lower().translate(NO_PUNCTUATION_ZH).split())
+
+
+def token_f1(said: Sequence[str], wanted: Sequence[str]) -> float:
+    """2PR / (P + R) of two bags of tokens, P and R being the tokens in common by all of one bag: 2C / (S + W)."""
+    return 2 * (Counter(said) & Counter(wanted)).total() / max(1, len(said) + len(wanted))
+
+
+def lcs(wanted: Sequence[str], said: Sequence[str], tie_to_said: bool) -> list[int]:
+    """Where in `wanted` a longest common subsequence with `said` stands, last first.
+
+    Of several, the one met on the way back from both ends, where a tie gives up a word of `wanted` (`tie_to_said`)
+    or of `said`. Which of them it is changes a score when there is more than one sentence.
+    """
+    lengths = [[0] * (len(said) + 1)]  # [i][j]: of wanted[:i] and said[:j]
+    for word in wanted:
+        above, row = lengths[-1], [0]
+        for j, other in enumerate(said):
+            row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
+        lengths.append(row)
+    found, i, j = [], len(wanted), len(said)
+    while i and j:
+        shorter_wanted, shorter_said = lengths[i - 1][j], lengths[i][j - 1]
+        if wanted[i - 1] == said[j - 1]:
+            i, j = i - 1, j - 1
+            found.append(i)
+        elif shorter_wanted > shorter_said or (tie_to_said and shorter_wanted == shorter_said):
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+# LongBench
+
+
+@best_reference
+def qa_f1(answer: str, reference: str) -> float:
+    """F1 of the bags of words (LongBench and InfiniteBench qa_f1_score)."""
+    return token_f1(words(answer), words(reference))
+
+
+@best_reference
+def qa_f1_zh(answer: str, reference: str) -> float:
+    """F1 of the bags of jieba's words (LongBench qa_f1_zh_score)."""
+    cut = segmenter()
+    return token_f1(*([w for w in map(bare_zh, cut(text)) if w] for text in (answer, reference)))
+
+
+def _rouge_l(answer: str, reference: str) -> float:
+    said, wanted = ([part.split() or [""] for part in text.split(".") if part] for text in (answer, reference))
+    if not said or not wanted:
+        return 0.0
+    common = len({w[i] for w in wanted for s in said for i in lcs(w, s, tie_to_said=False)})
+    precision, recall = common / len(set(chain(*said))), common / len(set(chain(*wanted)))
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+@best_reference
+def rouge_l(answer: str, reference: str) -> float:
+    """Rouge-L's F of the `rouge` package, version 1.0.1, that LongBench's rouge_score takes.
+
+    F = 2PR / (P + R + 1e-8), P = |U| / |answer's distinct words|, R = |U| / |reference's distinct words|, where U is
+    the set of words in a longest common subsequence of any sentence of the one and any of the other. Sentences are
+    what stands between full stops; one of nothing but white space is one empty word. Case counts. On a sentence long
+    enough for the package to hit Python's recursion limit, some 500 words, LongBench scores 0, and this the F.
+    """
+    return _rouge_l(answer, reference)
+
+
+@best_reference
+def rouge_l_zh(answer: str, reference: str) -> float:
+    """rouge_l of jieba's words with spaces between them (LongBench rouge_zh_score)."""
+    cut = segmenter()
+    return _rouge_l(" ".join(cut(answer)), " ".join(cut(reference)))
+
+
+@best_reference
+def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
+    """1 / the number of classes that the answer names, if the right one is among them (LongBench classification_score).
+
+    A class whose name is a part of the right one's does not count. (The published loop deletes from the list that it
+    walks through, and so overlooks the second of two such neighbours.)
+    """
+    named = [c for c in classes if c in answer and (c == reference or c not in reference)]
+    return 1 / len(named) if reference in named else 0.0
+
+
+@best_reference
+def code_similarity(answer: str, reference: str) -> float:
+    """Similarity of the answer's first line without `, # and // (LongBench code_sim_score).
+
+    fuzzywuzzy's `ratio`: difflib's 2 * matching characters / all characters, in whole percent. With python-Levenshtein
+    installed fuzzywuzzy computes another ratio; this is the one without.
+    """
+    lines = answer.lstrip("\n").split("\n")
+    line = next((line for line in lines if not re.search("`|#|//", line)), "")
+    return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
+
+
+def _share(answer: str, number: str) -> float:
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(number) / max(1, len(numbers))
+
+
+@best_reference
+def count(answer: str, reference: str) -> float:
+    """The share of the answer's numbers that are the right one (LongBench count_score)."""
+    return _share(answer, reference)
+
+
+@best_reference
+def retrieval(answer: str, reference: str) -> float:
+    """The share of the answer's numbers that are the n of a reference "Paragraph n" (LongBench retrieval_score)."""
+    return _share(answer, re.search(r"Paragraph (\d+)", reference)[1])
+
+
+@best_reference
+def retrieval_zh(answer: str, reference: str) -> float:
+    """The share of the answer's numbers that are the n of a reference "段落n" (LongBench retrieval_zh_score)."""
+    return _share(answer, re.search(r"段落(\d+)", reference)[1])
+
+
+# InfiniteBench; qa_f1 is its longbook_qa_eng
+
+
+@best_reference
+def first_integer(answer: str, reference: str) -> float:
+    """Whether the first run of digits is the reference (passkey, number_string)."""
+    return re.findall("[0-9]+", answer)[:1] == [reference]
+
+
+@best_reference
+def kv_retrieval(answer: str, reference: str) -> float:
+    """Whether the reference is a word of the answer, words ending at white space and any of :"'.,?!{}."""
+    return reference in re.split(r"[\s:\"'.,?!{}]+", answer)
+
+
+@best_reference
+def code_run(answer: str, reference: str) -> float:
+    """Whether the last word, words ending at white space and any of .`'":, is the reference's integer."""
+    last = re.sub("[.`'\":]", " ", answer).split()[-1:]
+    try:
+        return [int(word) for word in last] == [int(reference)]
+    except ValueError:
+        return 0.0
+
+
+@best_reference
+def math_find(answer: str, reference: str) -> float:
+    """Whether the first number, without its sign, is the reference's. A decimal may equal an integer here, where the
+    published score of an integer fails on it."""
+    number = re.search(r"\d+(\.\d+)?", answer)
+    return number is not None and float(number[0]) == float(reference)
+
+
+def math_calc(answer: str, references: Sequence[str]) -> float:
+    """The share of the references, in their order, up to the first that the answer's integers miss."""
+    right = 0
+    for said, wanted in zip(re.findall("[0-9]+", answer), references, strict=False):
+        if int(said) != int(wanted):
+            break
+        right += 1
+    return 100 * right / len(references)
+
+
+@best_reference
+def longdialogue_qa_eng(answer: str, reference: str) -> float:
+    """Whether the answer contains the reference, whatever their case."""
+    return reference.upper() in answer.upper()
+
+
+def _lone_letter(answer: str, letters: str) -> str | None:
+    """The last lone letter of the first line that has one."""
+    found = (re.findall(rf"\b[{letters}]\b", line) for line in answer.split("\n"))
+    return next((letter[-1] for letter in found if letter), None)
+
+
+def _after(answer: str, phrases: Sequence[str]) -> str | None:
+    """What follows, a character later, the first of the phrases, in their order, that the answer contains."""
+    for phrase in phrases:
+        _, found, rest = answer.partition(phrase)
+        if found:
+            return rest[1:]
+    return None
+
+
+def code_debug(answer: str, references: Sequence[str]) -> float:
+    """Whether the answer chooses the right option; references: the function's name and the option's letter.
+
+    It does if the last lone letter A to J of its first line with one is the letter, if it starts with either
+    reference, or if either follows "answer is:", "is:" or "answer:".
+    """
+    answer, right = answer.strip(), tuple(references)
+    if _lone_letter(answer, "A-J") == right[1]:
+        return 100.0
+    answer = re.sub(" +", " ", re.sub(r"[\n`'\"*-]|[Oo]ption", " ", answer))
+    after = _after(answer, ("answer is:", "is:", "answer:"))
+    return 100.0 * (answer.startswith(right) or (after or "").startswith(right))
+
+
+def longbook_choice_eng(answer: str, references: Sequence[str]) -> float:
+    """Whether the answer chooses the right option; references: the option's text and its letter.
+
+    It does if the last lone letter A to D of its first line with one is the letter. Else the first of these decides:
+    its first character, if that is one of ABCD; the whole of it, if that is a reference; what follows "answer is:",
+    "answer:", "answer is" or "option is"; the first word that is one of ABCD.
+    """
+    answer = answer.strip()
+    if _lone_letter(answer, "A-D") in references:
+        return 100.0
+    if answer.startswith(("A", "B", "C", "D")):
+        return 100.0 * (answer[0] in references)
+    if answer in references:
+        return 100.0
+    answer = re.sub(" +", " ", re.sub(r"[\n\"'.,?!{}]", " ", answer))
+    after = _after(answer, ("answer is:", "answer:", "answer is", "option is"))
+    if after is not None:
+        return 100.0 * after.startswith(tuple(references))
+    return 100.0 * (next((word for word in answer.split() if word in "ABCD"), None) in references)
+
+
+@best_reference
+def longbook_qa_chn(answer: str, reference: str) -> float:
+    """F1 of the bags of characters (InfiniteBench qa_f1_score_zh)."""
+    return token_f1(bare_zh(answer), bare_zh(reference))
+
+
+@best_reference
+def rouge_lsum(answer: str, reference: str) -> float:
+    """RougeLsum's F of the `rouge_score` package, without stemming, that InfiniteBench takes for longbook_sum_eng.
+
+    F = 2H / (words of the answer + words of the reference): of each line of the reference, the words in its longest
+    common subsequences with the answer's lines, together H, no word more often than the answer has it. Words are runs
+    of a-z and 0-9 of the text in lower case.
+    """
+    lines = (text.lower().split("\n") for text in (answer, reference))
+    said, wanted = ([re.findall("[a-z0-9]+", line) for line in text] for text in lines)
+    common = Counter(w[i] for w in wanted for i in {i for s in said for i in lcs(w, s, tie_to_said=True)})
+    answered = Counter(chain(*said))
+    return 2 * (common & answered).total() / max(1, answered.total() + sum(map(len, wanted)))

@@ -1,0 +1,28 @@
+"""A needle in a haystack, over length and depth (after Greg Kamradt, github.com/gkamradt/LLMTest_NeedleInAHaystack).
+
+Sample i hides one sentence at depth i mod 11, in tenths of the text, between sentences of the haystack, which may be
+any text. The sentence is drawn for each sample, so that an answer is graded exactly and cannot be guessed.
+"""
+
+from tasks import Question, Sample, Setting, Task, fit, string_match_all
+from tasks.ruler import Drawer, essay
+
+DEPTHS = 11
+FACT = "The access code of the {key} vault is"
+QUESTION = "\n\nQuestion: What is the access code of the {key} vault?\nAnswer: "
+
+
+def needle(setting: Setting, index: int) -> Sample:
+    depth = index % DEPTHS / (DEPTHS - 1)
+
+    def make(n: int) -> Sample:
+        drawer = Drawer(setting.rng("needle", index))
+        key, value, first = drawer.draw("words"), drawer.draw("numbers"), drawer.rng.randrange(10**6)
+        sentences = essay(setting.haystack, n, first)
+        sentences.insert(round(depth * len(sentences)), f"{FACT.format(key=key)} {value}.")
+        return Sample(" ".join(sentences), (Question((QUESTION + FACT).format(key=key), (value,)),), depth)
+
+    return fit(make, setting, 32)
+
+
+TASKS = {"needle": Task("needle", 32, needle, string_match_all)}

@@ -1,0 +1,397 @@
+"""RULER's 13 tasks (Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+arXiv 2404.06654): retrieval, variable tracking, aggregation and question answering in a text of any length.
+
+Wordings, task parameters, answer lengths and scores are the published ones (github.com/NVIDIA/RULER, Apache-2.0); the
+generators are our own. Differences: the haystack is `tasks/haystack.txt` (prose of Python's language reference)
+unless another text is given, where RULER takes Paul Graham's essays; sentences end where .!? precedes a space; keys
+and values are never drawn twice for one sample; later questions, which RULER does not have, ask for other keys.
+qa_1 and qa_2 read `squad.json` (dev-v2.0) and `hotpotqa.json` (dev distractor v1) from the data folder.
+"""
+
+import json
+import math
+import random
+import re
+import string
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from wonderwords import RandomWord
+
+from tasks import Question, Sample, Setting, Task, fit, shipped_haystack, string_match_all, string_match_part
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of an essay where a needle may stand
+
+
+@cache
+def wordlist(kind: str) -> list[str]:
+    """wonderwords' "noun", "adjective" or "verb" list."""
+    return sorted(RandomWord().filter(include_parts_of_speech=[kind]))
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """Draws keys and values, none of them twice. `keep` says which words and numbers may be drawn."""
+
+    rng: random.Random
+    keep: Callable[[str], bool] = lambda _: True
+
+    def __post_init__(self):
+        object.__setattr__(self, "drawn", set())
+
+    def draw(self, kind: str) -> str:
+        while (found := getattr(self, kind)()) in self.drawn:
+            pass
+        self.drawn.add(found)
+        return found
+
+    def words(self) -> str:
+        return f"{self._kept(lambda: self.rng.choice(wordlist('adjective')))}-{self.noun()}"
+
+    def noun(self) -> str:
+        return self._kept(lambda: self.rng.choice(wordlist("noun")))
+
+    def numbers(self) -> str:
+        return self._kept(lambda: str(self.rng.randint(10**6, 10**7 - 1)))
+
+    def uuids(self) -> str:
+        return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
+
+    def _kept(self, draw: Callable[[], str]) -> str:
+        while not self.keep(found := draw()):
+            pass
+        return found
+
+
+def split_sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])\s+", text.strip())
+
+
+@cache
+def haystack_words(text: str | None) -> list[str]:
+    return (shipped_haystack() if text is None else text).split()
+
+
+def essay(text: str | None, n: int, first: int = 0) -> list[str]:
+    """n words of a haystack from word `first` on, which starts over at its end, as sentences."""
+    words = haystack_words(text)
+    return split_sentences(" ".join(words[(first + i) % len(words)] for i in range(n)))
+
+
+def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
+    """The needles, in order, at random depths between sentences."""
+    depths = sorted(rng.sample(DEPTHS, len(needles)))
+    parts, last = [], 0
+    for depth, needle in zip(depths, needles, strict=True):
+        at = len(sentences) * depth // 100
+        parts += [*sentences[last:at], needle]
+        last = at
+    return " ".join(parts + sentences[last:])
+
+
+# Needles in a haystack
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a task hides and asks: {type} is what a value is, {key}, {value} and {query} are put in."""
+
+    needle: str
+    question: str
+    prefix: str  # of the answer
+    intro: str = ""
+
+    def ask(self, type: str, query: str) -> str:
+        return (self.question + self.prefix).format(type=type, query=query)
+
+
+ONE = Wording(
+    intro="A special magic {type} is hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {type} afterwards.\n",
+    needle="One of the special magic {type} for {key} is: {value}.",
+    question="\nWhat is the special magic {type} for {query} mentioned in the provided text?",
+    prefix=" The special magic {type} for {query} mentioned in the provided text is",
+)
+MANY = Wording(
+    intro="Some special magic {type} are hidden within the following text. Make sure to memorize it. I will quiz you "
+    "about the {type} afterwards.\n",
+    needle=ONE.needle,
+    question="\nWhat are all the special magic {type} for {query} mentioned in the provided text?",
+    prefix=" The special magic {type} for {query} mentioned in the provided text are",
+)
+
+
+@dataclass(frozen=True)
+class Niah:
+    """A needle task: what it hides in what, and how many keys it has, values a key has and keys a question asks for."""
+
+    haystack: str  # noise, essay or needle: other needles
+    key: str = "words"  # words or uuids
+    value: str = "numbers"  # numbers or uuids
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    wording: Wording | None = None  # default, RULER's
+
+    def sample(self, setting: Setting, drawer: Drawer, n: int, first: int = 0) -> Sample:
+        """n: words of the essay (from word `first` on), lines of noise, or other needles."""
+        rng, single = drawer.rng, self.queries * self.values == 1
+        wording = self.wording or (ONE if single else MANY)
+        keys = [drawer.draw(self.key) for _ in range(max(self.keys, self.queries))]
+        facts = {key: [drawer.draw(self.value) for _ in range(self.values)] for key in keys}
+        order = rng.sample(keys, len(keys))  # in which they are asked for
+
+        def needle(key: str, value: str) -> str:
+            return wording.needle.format(type=self.value, key=key, value=value)
+
+        needles = [needle(key, value) for key, values in facts.items() for value in values]
+        rng.shuffle(needles)
+        if self.haystack == "essay":
+            context = insert(rng, essay(setting.haystack, n, first), needles)
+        else:
+            lines = [NOISE] * n
+            if self.haystack == "needle":
+                others = {drawer.draw(self.key): [drawer.draw(self.value)] for _ in range(n)}
+                lines = [needle(key, value) for key, [value] in others.items()]
+                order += rng.sample(list(others), min(n, setting.questions))
+                facts |= others
+            for at in sorted(rng.sample(range(n), len(needles)), reverse=True):
+                lines.insert(at, needles.pop())
+            context = "\n".join(lines)
+        asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: setting.questions]
+        kind = self.value[:-1] if single else self.value
+        questions = [
+            Question(wording.ask(kind, join(group)), tuple(value for key in group for value in facts[key]))
+            for group in asked
+        ]
+        return Sample(wording.intro.format(type=kind) + context, tuple(questions))
+
+
+def join(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+
+
+def needles(name: str, niah: Niah, setting: Setting, index: int) -> Sample:
+    def make(n: int) -> Sample:
+        return niah.sample(setting, Drawer(setting.rng(name, index)), n)
+
+    return fit(make, setting, 128, least=max(niah.keys, niah.queries) * niah.values)
+
+
+# Variable tracking
+
+
+def letters(rng: random.Random, n: int, alphabet: str = string.ascii_uppercase) -> str:
+    return "".join(rng.choices(alphabet, k=n))
+
+
+def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample:
+    """One chain of hops + 1 variables, their names of `size` letters, in n lines of noise."""
+    names: list[str] = []
+    while len(names) <= hops:
+        name = letters(rng, size)
+        names += [name] * (name not in names)
+    value = str(rng.randint(10000, 99998))
+    lines, chain = [NOISE] * n, [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
+    for i, at in enumerate(sorted(rng.sample(range(n), len(chain)))):
+        lines.insert(at + i, chain[i])
+    text = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n" + "\n".join(lines)
+    question = (
+        f"\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to "
+        f"the chain(s) of variable assignment in the text above, {hops + 1} variables are assigned the value {value}, "
+        "they are: "
+    )
+    return Sample(text, (Question(question, tuple(names)),))
+
+
+def variable_tracking(setting: Setting, index: int) -> Sample:
+    example = fit(lambda n: tracking(setting.rng("vt example", index), n, size=3), replace(setting, length=500), 0, 5)
+    shown = example.prompt + " " + " ".join(example.questions[0].answers) + "\n\n"
+
+    def make(n: int) -> Sample:
+        sample = tracking(setting.rng("vt", index), n)
+        return replace(sample, text=shown + sample.text)
+
+    return fit(make, setting, 30, least=5)
+
+
+# Aggregation
+
+
+@cache
+def all_words() -> list[str]:
+    return sorted({word for kind in ("noun", "adjective", "verb") for word in wordlist(kind)})
+
+
+def common_words(rng: random.Random, n: int, common: int, uncommon: int) -> Sample:
+    """n words, 10 of them `common` times in the list and the others `uncommon` times."""
+    words = all_words()
+    if n > len(words):  # RULER turns to a larger list here
+        words = [f"{a}-{b}" for a in wordlist("adjective") for b in rng.sample(wordlist("noun"), n // 100)]
+    words = rng.sample(words, n)
+    numbered = words[:10] * common + words[10:] * uncommon
+    rng.shuffle(numbered)
+    text = (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "appear most often.\n" + " ".join(f"{i}. {word}" for i, word in enumerate(numbered, 1))
+    )
+    question = (
+        "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
+        "often in the list are:"
+    )
+    return Sample(text, (Question(question, tuple(words[:10])),))
+
+
+def common_words_extraction(setting: Setting, index: int) -> Sample:
+    small = setting.length < 4096
+    example = common_words(setting.rng("cwe example", index), *((20, 3, 1) if small else (40, 10, 3)))
+    listed = " ".join(f"{i}. {word}" for i, word in enumerate(example.questions[0].answers, 1))
+
+    def make(n: int) -> Sample:
+        sample = common_words(setting.rng("cwe", index), n, *((6, 1) if small else (30, 3)))
+        return replace(sample, text=f"{example.prompt} {listed}\n{sample.text}")
+
+    return fit(make, setting, 120, least=11)
+
+
+def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
+    """Coded words, the k-th of them n k^-2 / zeta(2) times; dots stand for the first."""
+    coded: dict[str, None] = {"...": None}
+    while len(coded) < vocabulary:
+        coded[letters(rng, 6, string.ascii_lowercase)] = None
+    words = list(coded)
+    text = [word for k, word in enumerate(words, 1) for _ in range(int(n * k**-2.0 / (math.pi**2 / 6)))]
+    rng.shuffle(text)
+    intro = (
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+        "appeared coded words. "
+    )
+    question = (
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+        "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+        "appeared words are:"
+    )
+    return Sample(intro + " ".join(text), (Question(question, tuple(words[1:4])),))
+
+
+def frequent_words_extraction(setting: Setting, index: int) -> Sample:
+    vocabulary = max(4, (setting.length - 50) // 50)
+    return fit(lambda n: frequent_words(setting.rng("fwe", index), n, vocabulary), setting, 50, least=64)
+
+
+# Question answering
+
+
+@cache
+def read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: download the dataset, and name its folder with --data") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about documents (their numbers): those that answer it, and those that are close to them."""
+
+    query: str
+    answers: tuple[str, ...]
+    support: list[int]
+    close: list[int]
+
+
+def squad(data: dict) -> tuple[list[Asked], list[str]]:
+    documents = sorted({p["context"] for article in data["data"] for p in article["paragraphs"]})
+    number = {document: i for i, document in enumerate(documents)}
+    asked = []
+    for article in data["data"]:
+        near = [number[p["context"]] for p in article["paragraphs"]]
+        for p in article["paragraphs"]:
+            own = number[p["context"]]
+            asked += [
+                Asked(qa["question"], tuple(a["text"] for a in qa["answers"]), [own], [i for i in near if i != own])
+                for qa in p["qas"]
+                if not qa.get("is_impossible")
+            ]
+    return asked, documents
+
+
+def hotpotqa(data: list) -> tuple[list[Asked], list[str]]:
+    def pages(record: dict) -> Iterator[str]:
+        return (f"{title}\n{''.join(sentences)}" for title, sentences in record["context"])
+
+    documents = sorted({page for record in data for page in pages(record)})
+    number = {document: i for i, document in enumerate(documents)}
+    return [
+        Asked(r["question"], (r["answer"],), [number[page] for page in pages(r)], []) for r in data
+    ], documents
+
+
+@cache
+def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
+    if folder is None:
+        task = {"squad": "qa_1", "hotpotqa": "qa_2"}[dataset]
+        raise ValueError(f"{task} needs {dataset}.json, which does not ship with RULER's generators: give its folder "
+                         "with --data")  # fmt: skip
+    path = folder / f"{dataset}.json"
+    try:
+        return {"squad": squad, "hotpotqa": hotpotqa}[dataset](read_json(path))
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{path} is not the {dataset} file that RULER reads ({error!r})") from None
+
+
+def count_qa(dataset: str, setting: Setting) -> int:
+    return len(read_qa(dataset, setting.data)[0])
+
+
+def answering(dataset: str, setting: Setting, index: int) -> Sample:
+    asked, documents = read_qa(dataset, setting.data)
+    ask = asked[index]
+    order = (
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    )
+
+    def make(n: int) -> Sample:
+        rng = setting.rng(dataset, index)
+        missing = n - len(ask.support)
+        close = rng.sample(ask.close, min(missing, len(ask.close)))
+        taken = set(ask.support) | set(ask.close)
+        others = [i for i in range(len(documents)) if i not in taken] if missing > len(close) else []
+        rest = missing - len(close)
+        far = rng.sample(others, min(rest, len(others))) + [rng.choice(others) for _ in range(rest - len(others))]
+        chosen = ask.support + close + far
+        rng.shuffle(chosen)
+        context = "\n\n".join(f"Document {i}:\n{documents[d]}" for i, d in enumerate(chosen, 1))
+        text = f"{order}\n\nThe following are given documents.\n\n{context}"
+        return Sample(text, (Question(f"\n\n{order}\n\nQuestion: {ask.query} Answer:", ask.answers),))
+
+    return fit(make, setting, 32, least=len(ask.support))
+
+
+NIAH = {
+    "niah_single_1": Niah("noise"),
+    "niah_single_2": Niah("essay"),
+    "niah_single_3": Niah("essay", value="uuids"),
+    "niah_multikey_1": Niah("essay", keys=4),
+    "niah_multikey_2": Niah("needle"),
+    "niah_multikey_3": Niah("needle", key="uuids", value="uuids"),
+    "niah_multivalue": Niah("essay", values=4),
+    "niah_multiquery": Niah("essay", queries=4),
+}
+TASKS = {name: Task(name, 128, partial(needles, name, niah), string_match_all) for name, niah in NIAH.items()}
+TASKS |= {
+    "vt": Task("vt", 30, variable_tracking, string_match_all),
+    "cwe": Task("cwe", 120, common_words_extraction, string_match_all),
+    "fwe": Task("fwe", 50, frequent_words_extraction, string_match_all),
+    "qa_1": Task("qa_1", 32, partial(answering, "squad"), string_match_part, partial(count_qa, "squad")),
+    "qa_2": Task("qa_2", 32, partial(answering, "hotpotqa"), string_match_part, partial(count_qa, "hotpotqa")),
+}

@@ -1,0 +1,59 @@
+"""2StageRetr (OmniKV, OpenReview ulCAPXYXfa, appendix A): add two numbers, then look the sum up in a dict of colours.
+
+The task is said at the end of the prompt, so that nothing can be worked out before; the wording is the paper's. The
+dict has the keys 0, 1, 2, ... and grows with the length asked for, to at most 200 pairs as in the paper. In
+`two_stage_lookup` the sum is given: the second stage alone.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+
+from tasks import Question, Sample, Setting, Task, fit
+
+PAIRS = 200  # at most
+COLOURS = (
+    "lime yellow red black brown maroon teal violet blue green orange purple pink white gray cyan magenta navy olive "
+    "gold silver beige indigo coral"
+).split()
+INTRO = (
+    "Lets play a game. You have a dict and a mathematical addition equation. The keys of a dictionary can be any "
+    "number. You need to find the corresponding key value in the dictionary after performing the addition and output "
+    "the value corresponding to that key. The Dict is "
+)
+
+
+def ask(a: int, b: int, given: bool) -> str:
+    total = f"{a + b}." if given else "?"
+    return f" The equation is {a} + {b} = {total} Answer the corresponding color based on the addition result."
+
+
+def two_stage(given: bool, setting: Setting, index: int, name: str = "two_stage", reserve: int = 64) -> Sample:
+    def make(n: int) -> Sample:
+        rng = setting.rng(name, index)
+        order = rng.sample(range(PAIRS), PAIRS)
+        splits = [rng.random() for _ in range(PAIRS)]
+        colours = [rng.choice(COLOURS) for _ in range(PAIRS)][: min(n, PAIRS)]
+        questions = []
+        for total in [t for t in order if t < len(colours)][: setting.questions]:
+            a = round(splits[total] * total)
+            questions.append(Question(ask(a, total - a, given), (colours[total],)))
+        pairs = ", ".join(f"{i}: {colour}" for i, colour in enumerate(colours))
+        return Sample(INTRO + "{" + pairs + "}", tuple(questions))
+
+    whole = make(PAIRS)  # the length grows no more after this
+    if len(setting.encode(whole.prompt)) + reserve <= setting.length:
+        return whole
+    return fit(make, setting, reserve)
+
+
+def names_colour(answer: str, references: Sequence[str]) -> float:
+    """Whether the answer contains the colour as a word (the paper's exact match), and no other colour before it."""
+    found = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
+    return 100.0 * (found[:1] == [references[0]])
+
+
+TASKS = {
+    "two_stage": Task("two_stage", 64, partial(two_stage, False), names_colour),
+    "two_stage_lookup": Task("two_stage_lookup", 64, partial(two_stage, True), names_colour),
+}
