@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--list-tasks", action="store_true", help="list the tasks and exit")
     p.add_argument("--length", default="4096", help="tokens of prompt and answer; several with commas (default: 4096)")
     p.add_argument("--samples", type=int, default=50, help="of every task and length (default: 50)")
-    p.add_argument("--questions", type=int, default=1, help="asked about a text, where the task has so many (default: 1)")
+    p.add_argument("--questions", type=int, default=1, help="asked about a text, where there are so many (default: 1)")
     p.add_argument("--blind", action="store_true", help="prefill the text alone: every question is fed afterwards")
     p.add_argument("--kv", default="full", help="methods with commas between; with options: name:option=value:...")
     p.add_argument("--budget", default="", help="tokens a KV head, or shares of the prompt; several with commas")
@@ -194,7 +194,7 @@ def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list
     found = []
     for sample, completion in zip(samples, completions, strict=True):
         graded = [
-            {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q.answers)}
+            {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q)}
             for q, a in zip(sample.questions, completion.answers, strict=True)
         ]
         scores = [g["score"] for g in graded]

@@ -17,6 +17,7 @@ import io
 import json
 import random
 import re
+import sys
 import time
 import zlib
 from dataclasses import dataclass
@@ -51,10 +52,13 @@ CONFIG = {
     "eos_token_id": 2,
 }
 BOS, EOS = 1, 2
-LEARNING_RATE = 2e-3
-TEXT_WEIGHT = 0.05  # of a token outside answers, in the loss
-LENGTHS = (256, 512, 1024, 2048, 4096)  # of the sequences, in turn
-ENOUGH = 0.9  # share of answers right, all tokens of them, before the sequences get longer
+LEARNING_RATE = 1.2e-3
+TEXT_WEIGHT = 0.02  # of a token outside answers, in the loss
+STAGES = (
+    ("repeats", 256), ("direct", 256), ("echo", 256), ("drill", 256),
+    *(("all", n) for n in (256, 512, 1024, 2048, 4096)),
+)  # fmt: skip
+ENOUGH = 0.85  # share of answers right, all tokens of them, before the next stage
 
 # Plain text
 
@@ -101,6 +105,7 @@ def keep(drawn: str) -> bool:
 
 # The first ones ask with the words that stand before the value: the easiest to learn.
 WORDINGS = [
+    Wording("{key} {value}.", "\n{query}", ""),
     Wording("{key} is {value}.", "\n{query}", " is"),
     Wording("The {type} of {key}: {value}.", "\nThe {type} of {query}", ":"),
     Wording("Remember that {key} has the code {value}.", "\nRemember that {query}", " has the code"),
@@ -187,19 +192,45 @@ class Data:
             answers.append(f'Since {a} + {b} = {a + b}, the corresponding color is "{question.answers[0]}".')
         return Episode("lookup", sample, answers)
 
-    def episode(self, length: int) -> Episode:
+    def echo(self, kind: str, length: int, questions: int) -> Episode:
+        """Facts that are asked for with their own first words."""
+        wording = self.rng.choice(WORDINGS[: 1 if kind == "direct" else 4])
+        niah = Niah(self.rng.choice(["essay", "needle"]), keys=questions, wording=wording)
+        return self.niah(kind, length, niah, questions)
+
+    def drill(self, length: int, questions: int) -> Episode:
+        """Facts of arbitrary words, fewer or more of them between key and value, and others or the same when asked."""
+
+        def words(most: int) -> str:
+            found = (self.rng.choice(self.text) for _ in range(self.rng.randint(0, most)))
+            return "".join(f" {word}" for word in found if word.isalpha())
+
+        said, between = words(2), words(4)
+        asked, again = (said, between) if self.rng.random() < 0.5 else (words(3), words(5))
+        fact, question = f"{said} {{key}}{between} {{value}}.".strip(), "\n" + f"{asked} {{query}}".strip()
+        wording = Wording(fact, question, again)
+        niah = Niah(self.rng.choice(["essay", "needle"]), keys=questions, wording=wording)
+        return self.niah("drill", length, niah, questions)
+
+    def episode(self, stage: str, length: int) -> Episode:
         rng, long = self.rng, length >= 512
-        questions = rng.randint(1, max(1, min(8, length // 200)))
+        if stage == "drill" and rng.random() < 0.8:
+            length = rng.randint(min(length, 110), length)
+            return self.drill(length, rng.randint(2, max(2, length // 40)))
+        if stage != "all":
+            return self.echo(rng.choice(["direct", "echo"]) if stage != "direct" else stage, length, rng.randint(1, 4))
+        if rng.random() < 0.25:
+            return self.drill(length, rng.randint(2, min(8, length // 60)))
+        questions = rng.randint(1, min(8, length // 120))
         wording = None if rng.random() < 0.6 else rng.choice(WORDINGS)
         value = "uuids" if long and rng.random() < 0.15 else "numbers"
         kind = rng.choices(
             ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
-            [2, 1, 4, 3, long, 1, 1, 1.5, 2],
+            [1.5, 0.5, 4, 3, long, 0.7, 0.7, 1, 1.5],
         )[0]
         match kind:
             case "echo":
-                few = Niah(rng.choice(["essay", "needle"]), keys=questions, wording=rng.choice(WORDINGS[:3]))
-                return self.niah(kind, length, few, questions)
+                return self.echo(kind, length, questions)
             case "noise":
                 return self.niah(kind, length, Niah("noise", value=value, wording=wording), 1)
             case "essay":
@@ -218,12 +249,12 @@ class Data:
             case "lookup":
                 return self.lookup(length, questions)
 
-    def sequence(self, length: int) -> "Sequence":
+    def sequence(self, stage: str, length: int) -> "Sequence":
         """Episodes until `length` tokens are full, the rest plain text."""
         s = Sequence()
         while (room := length - len(s.ids)) >= 128:
             try:
-                episode = self.episode(room)
+                episode = self.episode(stage, room)
             except ValueError:  # what was drawn does not fit into the rest
                 break
             text = episode.sample.text
@@ -242,15 +273,24 @@ class Data:
         return s
 
     def repeats(self, length: int) -> "Sequence":
-        """Stretches of random tokens, each followed by itself."""
-        s = Sequence()
-        s.add([BOS], 0.0)
-        while (room := length - len(s.ids)) >= 16:
-            stretch = [self.rng.randrange(3, CONFIG["vocab_size"]) for _ in range(self.rng.randint(8, room // 2))]
-            s.add(stretch, 0.0)
-            s.add(stretch[:1], 0.0)
+        """A few phrases of random tokens, again and again, in any order: only what they say tells what follows."""
+        s, rng = Sequence(), self.rng
+        if rng.random() < 0.3:  # or one long one, twice
+            stretch = [rng.randrange(3, CONFIG["vocab_size"]) for _ in range(rng.randint(8, (length - 1) // 2))]
+            s.add([BOS, *stretch, stretch[0]], 0.0)
             s.add(stretch[1:], 1.0, "repeats", eos=False)
-        s.add([BOS] * (length - len(s.ids)), 0.0)
+            s.add([BOS] * (length - len(s.ids)), 0.0)
+            return s
+        sizes = [rng.randint(3, rng.choice([8, 16, length // 4])) for _ in range(rng.randint(2, 8))]
+        phrases = [[rng.randrange(3, CONFIG["vocab_size"]) for _ in range(size)] for size in sizes]
+        seen = set()
+        s.add([BOS], 0.0)
+        while len(s.ids) < length:
+            i = rng.randrange(len(phrases))
+            phrase = phrases[i][: length - len(s.ids)]
+            s.add(phrase[:1], 0.0)
+            s.add(phrase[1:], 1.0 * (i in seen), "repeats" if i in seen else None, eos=False)
+            seen.add(i)
         return s
 
 
@@ -279,49 +319,98 @@ class Sequence:
 # The model
 
 
-def forward(model: Transformer, tokens: Tensor, cos: Tensor, sin: Tensor, follow: Tensor, weights: Tensor):
-    """tokens, follow, weights [B,T] -> the weighted mean loss, and whether each token was foreseen [B,T]."""
+def logits(model: Transformer, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """tokens [B,T], cos and sin [T,D/2] -> [B,T,vocab] fp32"""
     x = model.tok_embeddings(tokens)
     for block in model.layers:
         q, k, v = block.attention.project(block.attention_norm(x), cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + block.attention.output(y)
         x = x + block.feed_forward(block.ffn_norm(x))
-    logits = F.linear(model.norm(x), model.tok_embeddings.weight).float().flatten(0, 1)
-    losses = F.cross_entropy(logits, follow.flatten(), reduction="none") * weights.flatten()
-    return losses.sum() / weights.sum(), (logits.argmax(-1) == follow.flatten()).view_as(follow)
+    return F.linear(model.norm(x), model.tok_embeddings.weight).float()
 
 
-def initialise(model: Transformer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def forward(model: Transformer, tokens: Tensor, cos: Tensor, sin: Tensor, follow: Tensor, weights: Tensor):
+    """tokens, follow, weights [B,T] -> the weighted mean loss, and whether each token was foreseen [B,T]."""
+    foreseen = logits(model, tokens, cos, sin)
+    losses = F.cross_entropy(foreseen.flatten(0, 1), follow.flatten(), reduction="none") * weights.flatten()
+    return losses.sum() / weights.sum(), foreseen.argmax(-1) == follow
+
+
+def new_model(seed: int) -> Transformer:
+    """Random weights, but for a start on copying: a few heads begin as an induction circuit (Olsson et al., arXiv
+    2209.11895). Found by training alone it takes most of an hour here; all of it is trained like the rest.
+
+    In layer 0, one head a group looks one token back and writes a code of what it sees beside the token. In the next
+    two, two heads a group look for tokens whose code matches the token they stand on, and copy the tokens found.
+    """
+    c, generator = ModelConfig.from_dict(CONFIG), torch.Generator().manual_seed(seed)
+    model, group, size = Transformer(c), c.n_head // c.n_kv_head, c.head_dim
+
+    def random(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator) * std
+
     for name, p in model.named_parameters():
-        if p.dim() > 1:
-            torch.nn.init.normal_(p, std=0.02, generator=generator)
-            if name.endswith(("wo.weight", "w2.weight")):  # what is added to the residual stream
-                p.data /= (2 * len(model.layers)) ** 0.5
+        if p.dim() > 1:  # what is added to the residual stream begins small
+            p.data = random(*p.shape, std=0.005 if name.endswith(("wo.weight", "w2.weight")) else 0.02)
+    common = F.normalize(random(c.dim), dim=0)  # a direction that all tokens share, to be positional with
+    token = model.tok_embeddings.weight.data
+    token += common * (token.norm(dim=-1).mean() - token @ common)[:, None]
+    speed, _ = rope_frequencies(c.rope, size, 1)
+    half = size // 2
+    fast, slow = torch.arange(16), torch.arange(10, half)  # channels that tell neighbours apart, and that last
+    marks = torch.cat((slow, slow + half))
+    back = torch.zeros(size)  # a key that a query one token on finds at once
+    back[fast] = 8.0
+    ahead = torch.zeros(size)
+    ahead[fast], ahead[fast + half] = 8.0 * speed[fast].cos(), -8.0 * speed[fast].sin()
+    plain = torch.eye(c.dim) - torch.outer(common, common)
+    spaces = torch.linalg.qr(random(c.dim, c.n_kv_head * len(marks)))[0].chunk(c.n_kv_head, dim=1)  # where codes go
+    bare = plain - sum(space @ space.T for space in spaces)
+
+    def parts(layer: int, g: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Views of a group's weights: query [group,size,dim], key and value [size,dim], output [dim,group,size]."""
+        a = model.layers[layer].attention
+        q, k, v = a.wqkv.weight.data.unflatten(0, (-1, size)).split((c.n_head, c.n_kv_head, c.n_kv_head))
+        heads = slice(g * group, (g + 1) * group)
+        return q[heads], k[g], v[g], a.wo.weight.data.unflatten(1, (-1, size))[:, heads]
+
+    for g, space in enumerate(spaces):
+        code = random(len(marks), c.dim, std=0.0625) @ plain
+        q, k, v, o = parts(0, g)
+        q[0] += torch.outer(ahead, common) / 11.3  # of a normalised token, 11.3 lies in the common direction
+        k += torch.outer(back, common) / 11.3
+        v[: len(marks)] = code
+        o[:, 0, : len(marks)] = 0.07 * space
+        for layer in (1, 2):
+            q, k, v, o = parts(layer, g)
+            q[:2, marks] = 1.9 * code
+            k[marks] = 1.9 * space.T
+            v.copy_(random(size, c.dim, std=0.0625) @ bare)
+            o[:, :2] = 0.08 * v.T[:, None]
+    return model
 
 
 class Trainer:
     def __init__(self, folder: Path, device: str, minutes: float, tokens_per_step: int):
         self.folder, self.device, self.minutes, self.tokens_per_step = folder, device, minutes, tokens_per_step
-        torch.manual_seed(0)
-        self.model = Transformer(ModelConfig.from_dict(CONFIG))
-        initialise(self.model, 0)
-        self.model.to(device)
-        self.forward = torch.compile(partial(forward, self.model), dynamic=False)
-        decay = [p for p in self.model.parameters() if p.dim() > 1]
-        rest = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
-        self.stage, self.step, self.tokens, self.seconds = -1, 0, 0, 0.0  # stage -1: random repeats
+        self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
         self.right: dict[str, float] = {}  # running share of answers foreseen whole
-        speed, _ = rope_frequencies(self.model.config.rope, CONFIG["head_dim"], 1)
-        angle = torch.arange(max(LENGTHS))[:, None].float() * speed
+        speed, _ = rope_frequencies({"rope_type": "default", **CONFIG}, CONFIG["head_dim"], 1)
+        angle = torch.arange(max(n for _, n in STAGES))[:, None].float() * speed
         self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
+        self.model = new_model(seed=0).to(device)
+        self.forward = torch.compile(partial(forward, self.model), dynamic=False)
+        matrices = [p for name, p in self.model.named_parameters() if p.dim() > 1 and "layers" in name]
+        rest = [p for name, p in self.model.named_parameters() if p.dim() == 1 or "layers" not in name]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        ]
 
     def save(self) -> None:
         state = {name: getattr(self, name) for name in ("stage", "step", "tokens", "seconds", "right")}
-        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
         torch.save(state, self.folder / "state.partial")
         (self.folder / "state.partial").replace(self.folder / "state.pt")
 
@@ -329,33 +418,43 @@ class Trainer:
         if (self.folder / "state.pt").exists():
             state = torch.load(self.folder / "state.pt", weights_only=True)
             self.model.load_state_dict(state.pop("model"))
-            self.optimizer.load_state_dict(state.pop("optimizer"))
+            for optimizer, found in zip(self.optimizers, state.pop("optimizers"), strict=True):
+                optimizer.load_state_dict(found)
             self.__dict__.update(state)
 
+    def adopt(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state.pop("model"))
+        self.__dict__.update(state)
+
     def rate(self) -> float:
-        """Warm-up, a plateau, and a linear fall to zero over the last 30% of the time."""
+        """A warm-up, a plateau, and a linear fall to zero over the last 30% of the time."""
         left = 1 - self.seconds / 60 / self.minutes
         return LEARNING_RATE * min(1.0, (self.step + 1) / 100, max(left / 0.3, 0.0))
 
-    def batch(self, data: Data, length: int) -> list[Sequence]:
+    def batch(self, data: Data) -> list[Sequence]:
+        stage, length = STAGES[self.stage]
+        if stage == "all" and data.rng.random() < 0.3:  # what was learned before stays in the mix
+            stage, length = data.rng.choice(STAGES[1 : self.stage + 1])
         count = max(1, self.tokens_per_step // length)
-        if self.stage < 0:
-            return [data.repeats(length) for _ in range(count // 2)]
-        return [data.repeats(length) if data.rng.random() < 0.05 else data.sequence(length) for _ in range(count)]
+        copies = [stage == "repeats" or data.rng.random() < 0.05 for _ in range(count)]
+        return [data.repeats(length) if copy else data.sequence(stage, length) for copy in copies]
 
     def train_step(self, batch: list[Sequence]) -> float:
         """One update; returns the loss, and keeps count of what was foreseen."""
         tokens, follow = (torch.tensor([getattr(s, n) for s in batch], device=self.device) for n in ("ids", "follow"))
         weights = torch.tensor([s.weights for s in batch], device=self.device)
         length = tokens.shape[1]
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate()
         with torch.autocast(torch.device(self.device).type, torch.bfloat16):
             loss, foreseen = self.forward(tokens, self.cos[:length], self.sin[:length], follow, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         for s, row in zip(batch, foreseen.tolist(), strict=True):
             for kind, begin, end in s.spans:
                 span = row[begin:end]
@@ -366,31 +465,31 @@ class Trainer:
 
     def promote(self) -> None:
         """The next stage, once most answers of this one are right."""
-        easy = ["repeats"] if self.stage < 0 else ["echo", "noise", "essay", "multikey_2"]
-        if self.stage + 1 < len(LENGTHS) and min(self.right.get(kind, 0.0) for kind in easy) > ENOUGH:
+        stage, _ = STAGES[self.stage]
+        easy = ["echo", "noise", "essay", "multikey_2"] if stage == "all" else [stage]
+        if self.stage + 1 < len(STAGES) and all(self.right.get(kind, 0) > ENOUGH for kind in easy):
             self.stage += 1
             self.right = {kind: 0.5 * right for kind, right in self.right.items()}
 
     def run(self, data: Data) -> None:
-        log = open(self.folder / "log.jsonl", "a")
         began, saved, losses = time.perf_counter() - self.seconds, time.perf_counter(), []
-        while self.seconds < 60 * self.minutes:
-            length = LENGTHS[max(self.stage, 0)]
-            if self.stage > 0 and data.rng.random() < 0.3:  # shorter ones stay in the mix
-                length = LENGTHS[data.rng.randrange(self.stage)]
-            losses.append(self.train_step(self.batch(data, length)))
-            self.seconds = time.perf_counter() - began
-            if self.step % 50 == 0:
-                entry = {"step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens,
-                         "length": LENGTHS[max(self.stage, 0)], "stage": self.stage, "loss": sum(losses) / len(losses),
-                         "right": {kind: round(100 * r) for kind, r in sorted(self.right.items())}}  # fmt: skip
-                losses = []
-                print(json.dumps(entry), file=log, flush=True)
-                print(json.dumps(entry), flush=True)
-                self.promote()
-            if time.perf_counter() - saved > 120:
-                self.save()
-                saved = time.perf_counter()
+        with open(self.folder / "log.jsonl", "a") as log:
+            while self.seconds < 60 * self.minutes:
+                losses.append(self.train_step(self.batch(data)))
+                self.seconds = time.perf_counter() - began
+                if self.step % 50 == 0:
+                    entry = {
+                        "step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens,
+                        "stage": STAGES[self.stage], "loss": round(sum(losses) / len(losses), 3),
+                        "right": {kind: round(100 * right) for kind, right in sorted(self.right.items())},
+                    }  # fmt: skip
+                    for file in (log, sys.stdout):
+                        print(json.dumps(entry), file=file, flush=True)
+                    losses = []
+                    self.promote()
+                if time.perf_counter() - saved > 120:
+                    self.save()
+                    saved = time.perf_counter()
         self.save()
 
 
@@ -398,7 +497,10 @@ class Trainer:
 
 
 def train_tokenizer(folder: Path, text: list[str]) -> None:
-    """BPE of plain text, the tasks' words and wordings: digits apart, byte fallback, no space put before a text."""
+    """BPE of plain text, the tasks' words and wordings, no space put before a text, with byte fallback.
+
+    Digits stand apart; the first takes the space before it, so that a number follows its words directly.
+    """
     rng, model = random.Random(0), io.BytesIO()
     lines = rng.sample(text, min(len(text), 20000))
     drawer = Drawer(rng, keep)
@@ -413,8 +515,9 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
     lines += [word for word in all_words() if keep(word)] * 3
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, vocab_size=CONFIG["vocab_size"], model_type="bpe",
-        byte_fallback=True, split_digits=True, add_dummy_prefix=False, remove_extra_whitespaces=False,
-        normalization_rule_name="identity", character_coverage=1.0, minloglevel=2,
+        byte_fallback=True, split_digits=True, user_defined_symbols=[f"\u2581{digit}" for digit in range(10)],
+        add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        character_coverage=1.0, minloglevel=2,
     )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     settings = {"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>"}
@@ -437,6 +540,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args.out, args.device, args.minutes, args.tokens_per_step)
     trainer.resume()
+    if trainer.step == 0 and (args.out / "warm.pt").exists():
+        trainer.adopt(args.out / "warm.pt")
     if args.ship:
         return ship(trainer, args.ship)
     text = paragraphs()

@@ -6,7 +6,7 @@ Samples depend on nothing but the setting and their index.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 class Question:
     text: str  # ends where the answer begins
     answers: tuple[str, ...]  # what the task's score looks for
+    classes: tuple[str, ...] = ()  # that there are to choose from, where the score counts them
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Task:
     name: str
     max_new_tokens: int  # per answer
     sample: Callable[[Setting, int], Sample]  # the sample of an index
-    score: Callable[[str, Sequence[str]], float]  # an answer's text and Question.answers -> 0 to 100
+    score: Callable[[str, Question], float]  # of an answer's text, 0 to 100
     size: Callable[[Setting], int] | None = None  # samples that there are; None: any number
     stop: tuple[str, ...] = ()  # texts that end an answer
 
@@ -85,11 +86,11 @@ def shipped_haystack() -> str:
     return (Path(__file__).parent / "haystack.txt").read_text()
 
 
-def string_match_all(answer: str, references: Sequence[str]) -> float:
+def string_match_all(answer: str, question: Question) -> float:
     """The share of the references that the answer contains, whatever their case (RULER's string_match_all)."""
-    return 100 * sum(r.lower() in answer.lower() for r in references) / len(references)
+    return 100 * sum(r.lower() in answer.lower() for r in question.answers) / len(question.answers)
 
 
-def string_match_part(answer: str, references: Sequence[str]) -> float:
+def string_match_part(answer: str, question: Question) -> float:
     """Whether the answer contains one of the references, whatever its case (RULER's string_match_part)."""
-    return 100.0 * any(r.lower() in answer.lower() for r in references)
+    return 100.0 * any(r.lower() in answer.lower() for r in question.answers)

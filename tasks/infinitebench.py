@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks import Question, Sample, Setting, Task, metrics
-from tasks.longbench import cut_middle, download, find, line_starts, record, split
+from tasks.jsonl import cut_middle, download, find, line_starts, record, split
 
 REPO = "xinrongzhang2022/InfiniteBench"
 
@@ -106,9 +106,14 @@ def sample(name: str, setting: Setting, index: int) -> Sample:
     return Sample(text, (Question(question, answers(name, found)),))
 
 
+def score(name: str, answer: str, question: Question) -> float:
+    _, metric = MAX_NEW_TOKENS_AND_SCORE[name]
+    return metric(answer, question.answers)
+
+
 def size(name: str, setting: Setting) -> int:
     return len(line_starts(path_of(name, setting)))
 
 
-TASKS = {name: Task(name, max_new_tokens, partial(sample, name), score, partial(size, name))
-         for name, (max_new_tokens, score) in MAX_NEW_TOKENS_AND_SCORE.items()}
+TASKS = {name: Task(name, max_new_tokens, partial(sample, name), partial(score, name), partial(size, name))
+         for name, (max_new_tokens, _) in MAX_NEW_TOKENS_AND_SCORE.items()}

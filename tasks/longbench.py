@@ -8,17 +8,14 @@ runs put those of all but the few-shot and the code tasks into a chat model's te
 from the data folder or, if none is given, from huggingface.co (dataset THUDM/LongBench).
 """
 
-import json
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from zipfile import ZipFile
 
 from tasks import Question, Sample, Setting, Task, metrics
+from tasks.jsonl import cut_middle, download, find, line_starts, record, split
 
 REPO = "THUDM/LongBench"
-PAGE = "https://huggingface.co/datasets/{}"
 
 PASSAGES = ("Answer the question based on the given passages. Only give me the answer and do not output any other "
             "words.\n\n")
@@ -85,19 +82,6 @@ PROMPTS = {
     "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
     "repobench-p": "Please complete the code given below. \n{context}{input}Next line of code:\n",
 }
-
-
-def classification(answer: str, answers: Sequence[str]) -> float:
-    """metrics.classification, where `answers` are the right classes and then all classes."""
-    right = [label for label, times in Counter(answers).items() if times > 1]
-    return metrics.classification(answer, right, sorted(set(answers)))
-
-
-def first_line(score: Callable[[str, Sequence[str]], float]) -> Callable[[str, Sequence[str]], float]:
-    """The score of an answer's first line that is not empty: few-shot answers go on with further examples."""
-    return lambda answer, answers: score(answer.lstrip("\n").partition("\n")[0], answers)
-
-
 MAX_NEW_TOKENS_AND_SCORE = {
     "narrativeqa": (128, metrics.qa_f1),
     "qasper": (128, metrics.qa_f1),
@@ -111,86 +95,17 @@ MAX_NEW_TOKENS_AND_SCORE = {
     "qmsum": (512, metrics.rouge_l),
     "multi_news": (512, metrics.rouge_l),
     "vcsum": (512, metrics.rouge_l_zh),
-    "trec": (64, first_line(classification)),
-    "triviaqa": (32, first_line(metrics.qa_f1)),
-    "samsum": (128, first_line(metrics.rouge_l)),
-    "lsht": (64, first_line(classification)),
+    "trec": (64, metrics.classification),
+    "triviaqa": (32, metrics.qa_f1),
+    "samsum": (128, metrics.rouge_l),
+    "lsht": (64, metrics.classification),
     "passage_count": (32, metrics.count),
     "passage_retrieval_en": (32, metrics.retrieval),
     "passage_retrieval_zh": (32, metrics.retrieval_zh),
     "lcc": (64, metrics.code_similarity),
     "repobench-p": (64, metrics.code_similarity),
 }
-
-
-@cache
-def download(repo: str, name: str) -> Path:
-    """A file of a dataset of huggingface.co, in huggingface_hub's cache."""
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.hf_hub_download(repo, name, repo_type="dataset"))
-    except Exception as error:  # what a lost connection raises depends on the HTTP library behind huggingface_hub
-        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise FileNotFoundError(f"downloading {name} failed ({why}); fetch it from {PAGE.format(repo)} and give its "
-                                "folder as data folder") from None
-
-
-def find(folder: Path, name: str, repo: str) -> Path:
-    """A file in a data folder, or in `data` there. Raises FileNotFoundError."""
-    for path in (folder / name, folder / "data" / name):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"there is no {folder / name}: fetch it from {PAGE.format(repo)}, or give no data folder "
-                            "to have it downloaded")
-
-
-@cache
-def line_starts(path: Path) -> list[int]:
-    """The byte where each line that is not blank starts. Records are parsed one by one: a file may have a gigabyte."""
-    starts, at = [], 0
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                starts.append(at)
-            at += len(line)
-    return starts
-
-
-def record(path: Path, index: int) -> dict:
-    """The object on a line of a jsonl file. Raises IndexError past the last, ValueError for what is not JSON."""
-    with path.open("rb") as file:
-        file.seek(line_starts(path)[index])
-        try:
-            return json.loads(file.readline())
-        except ValueError as error:
-            raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
-
-
-def cut_middle(setting: Setting, text: str, question: str, reserve: int) -> tuple[str, str]:
-    """The text and the question of a prompt that, with `reserve` tokens more, has at most setting.length tokens.
-
-    Of one that is too long the first and the last half of as many tokens as fit are kept, as published; a token fewer
-    at a time if the joined text has more tokens than its halves. Raises ValueError if nothing fits.
-    """
-    ids, room = setting.encode(text + question), setting.length - reserve
-    if len(ids) <= room:
-        return text, question
-    for half in range(room // 2, 0, -1):
-        head, tail = setting.decode(ids[:half]), setting.decode(ids[-half:])
-        if len(setting.encode(head + tail)) <= room:
-            break
-    else:
-        raise ValueError(f"a length of {setting.length} tokens is too short: {reserve} of them are for the answer")
-    if tail.endswith(question):
-        return head + tail.removesuffix(question), question
-    return head, tail  # the cut reaches into the question
-
-
-def split(template: str, context: str, fields: dict[str, str]) -> tuple[str, str]:
-    """A template filled in, up to the end of its context and from there."""
-    before, after = template.split("{context}")
-    return before.format(**fields) + context, after.format(**fields)
+FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
 
 
 def path_of(name: str, setting: Setting) -> Path:
@@ -208,18 +123,26 @@ def path_of(name: str, setting: Setting) -> Path:
 
 
 def sample(name: str, setting: Setting, index: int) -> Sample:
-    max_new_tokens, score = MAX_NEW_TOKENS_AND_SCORE[name]
-    if score in (metrics.qa_f1_zh, metrics.rouge_l_zh):
+    max_new_tokens, metric = MAX_NEW_TOKENS_AND_SCORE[name]
+    if metric in (metrics.qa_f1_zh, metrics.rouge_l_zh):
         metrics.segmenter()  # refuses now what would fail after an answer
     found = record(path_of(name, setting), index)
     text, question = split(PROMPTS[name], found["context"], {"input": found["input"]})
     text, question = cut_middle(setting, text, question, max_new_tokens)
-    return Sample(text, (Question(question, (*found["answers"], *(found["all_classes"] or ()))),))
+    return Sample(text, (Question(question, tuple(found["answers"]), tuple(found["all_classes"] or ())),))
+
+
+def score(name: str, answer: str, question: Question) -> float:
+    _, metric = MAX_NEW_TOKENS_AND_SCORE[name]
+    if name in FEW_SHOT:  # such an answer goes on with further examples
+        answer = answer.lstrip("\n").partition("\n")[0]
+    rest = [question.classes] if metric is metrics.classification else []
+    return metric(answer, question.answers, *rest)
 
 
 def size(name: str, setting: Setting) -> int:
     return len(line_starts(path_of(name, setting)))
 
 
-TASKS = {name: Task(name, max_new_tokens, partial(sample, name), score, partial(size, name))
-         for name, (max_new_tokens, score) in MAX_NEW_TOKENS_AND_SCORE.items()}
+TASKS = {name: Task(name, max_new_tokens, partial(sample, name), partial(score, name), partial(size, name))
+         for name, (max_new_tokens, _) in MAX_NEW_TOKENS_AND_SCORE.items()}

@@ -1,8 +1,11 @@
 """A needle in a haystack, over length and depth (after Greg Kamradt, github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
-Sample i hides one sentence at depth i mod 11, in tenths of the text, between sentences of the haystack, which may be
-any text. The sentence is drawn for each sample, so that an answer is graded exactly and cannot be guessed.
+Sample i hides one sentence at depth i mod 11, in tenths of the text's characters, at the nearest end of a sentence of
+the haystack, which may be any text. What is hidden is drawn for each sample, so that an answer is graded exactly and
+cannot be guessed.
 """
+
+from itertools import accumulate
 
 from tasks import Question, Sample, Setting, Task, fit, string_match_all
 from tasks.ruler import Drawer, essay
@@ -19,7 +22,9 @@ def needle(setting: Setting, index: int) -> Sample:
         drawer = Drawer(setting.rng("needle", index))
         key, value, first = drawer.draw("words"), drawer.draw("numbers"), drawer.rng.randrange(10**6)
         sentences = essay(setting.haystack, n, first)
-        sentences.insert(round(depth * len(sentences)), f"{FACT.format(key=key)} {value}.")
+        ends = [0, *accumulate(len(sentence) + 1 for sentence in sentences)]
+        at = min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1]))
+        sentences.insert(at, f"{FACT.format(key=key)} {value}.")
         return Sample(" ".join(sentences), (Question((QUESTION + FACT).format(key=key), (value,)),), depth)
 
     return fit(make, setting, 32)

@@ -73,7 +73,10 @@ def split_sentences(text: str) -> list[str]:
 
 @cache
 def haystack_words(text: str | None) -> list[str]:
-    return (shipped_haystack() if text is None else text).split()
+    words = (shipped_haystack() if text is None else text).split()
+    if not words:
+        raise ValueError("the haystack has no words")
+    return words
 
 
 def essay(text: str | None, n: int, first: int = 0) -> list[str]:
@@ -157,7 +160,7 @@ class Niah:
             if self.haystack == "needle":
                 others = {drawer.draw(self.key): [drawer.draw(self.value)] for _ in range(n)}
                 lines = [needle(key, value) for key, [value] in others.items()]
-                order += rng.sample(list(others), min(n, setting.questions))
+                order += rng.sample(list(others), n)
                 facts |= others
             for at in sorted(rng.sample(range(n), len(needles)), reverse=True):
                 lines.insert(at, needles.pop())
@@ -367,8 +370,9 @@ def answering(dataset: str, setting: Setting, index: int) -> Sample:
         taken = set(ask.support) | set(ask.close)
         others = [i for i in range(len(documents)) if i not in taken] if missing > len(close) else []
         rest = missing - len(close)
-        far = rng.sample(others, min(rest, len(others))) + [rng.choice(others) for _ in range(rest - len(others))]
-        chosen = ask.support + close + far
+        far = rng.sample(others, min(rest, len(others)))
+        again = rng.choices(others or range(len(documents)), k=max(0, rest - len(others)))
+        chosen = ask.support + close + far + again
         rng.shuffle(chosen)
         context = "\n\n".join(f"Document {i}:\n{documents[d]}" for i, d in enumerate(chosen, 1))
         text = f"{order}\n\nThe following are given documents.\n\n{context}"

@@ -6,7 +6,6 @@ dict has the keys 0, 1, 2, ... and grows with the length asked for, to at most 2
 """
 
 import re
-from collections.abc import Sequence
 from functools import partial
 
 from tasks import Question, Sample, Setting, Task, fit
@@ -47,10 +46,10 @@ def two_stage(given: bool, setting: Setting, index: int, name: str = "two_stage"
     return fit(make, setting, reserve)
 
 
-def names_colour(answer: str, references: Sequence[str]) -> float:
+def names_colour(answer: str, question: Question) -> float:
     """Whether the answer contains the colour as a word (the paper's exact match), and no other colour before it."""
     found = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
-    return 100.0 * (found[:1] == [references[0]])
+    return 100.0 * (found[:1] == [question.answers[0]])
 
 
 TASKS = {

@@ -1,0 +1,64 @@
+"""How sparse attention is, layer by layer: python -m needle.sparsity --checkpoint needle --length 4096
+
+Prints the share of the attention mass of a prompt's last query that falls on the 5% of the keys that get the most,
+mean over heads and over the prompts of a needle task, and for each layer the most and the least sparse head.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cli import run
+from engine import Engine
+from kv.full import Full
+from tasks import Setting
+from tasks.registry import TASKS
+
+
+class Watched(Full):
+    """The full cache, which notes what the last query of a prompt attends to."""
+
+    share = 0.05
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = q[0, :, -1].unflatten(0, (k.shape[1], -1)).float()  # [Hk, G, D]
+        weights = (groups @ k[0].float().mT * q.shape[-1] ** -0.5).softmax(-1)
+        best = weights.topk(round(self.share * k.shape[2]), sorted=False).values
+        self.mass = best.sum(-1).flatten()  # [Hq]
+        return super().prefill(row, q, k, v)
+
+
+def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:
+    """[samples, layers, heads]: the mass on the top 5% of the keys."""
+    setting = Setting(length, engine.encode, engine.tokenizer.decode)
+    shape = engine.use("full", max_prompt=length, max_new_tokens=1).shape
+    layers = [Watched(shape) for _ in range(shape.n_layer)]
+    engine.model.set_kv(layers, batch=1)
+    found = []
+    for i in tqdm(range(samples), unit="prompt", leave=False):
+        prompt = engine.encode(TASKS[task].sample(setting, i).prompt)
+        engine.model.prefill(torch.tensor(prompt, device=engine.device), 0)
+        found.append(torch.stack([layer.mass for layer in layers]))
+    return torch.stack(found)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", type=Path, default=Path(__file__).parent)
+    p.add_argument("--task", default="niah_multikey_1")
+    p.add_argument("--length", type=int, default=4096)
+    p.add_argument("--samples", type=int, default=20)
+    args = p.parse_args()
+    engine = Engine.load(args.checkpoint, compile=False, max_new_tokens=1)
+    mass = sparsity(engine, args.task, args.length, args.samples).mean(0)
+    print(f"attention mass on the top 5% of the keys, {args.task}, {args.length} tokens, {args.samples} prompts")
+    print("layer  mean  least sparse head  most sparse head")
+    for i, heads in enumerate(mass):
+        print(f"{i:5}  {heads.mean():.2f}  {heads.min():17.2f}  {heads.max():16.2f}")
+
+
+if __name__ == "__main__":
+    run(main)

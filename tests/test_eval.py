@@ -1,0 +1,147 @@
+"""eval.py on a random checkpoint: what it runs, continues, refuses and writes; the scores themselves mean nothing."""
+
+import json
+
+import pytest
+import torch
+
+import eval as evaluation
+from engine import Engine
+from tasks import Question, Sample, Task
+from tasks.registry import TASKS
+
+
+@pytest.fixture(scope="module")
+def result(text_checkpoint, tmp_path_factory):
+    """A run over two methods, a budget that is too small, and every kind of task."""
+    out = tmp_path_factory.mktemp("eval") / "out.json"
+    arguments(text_checkpoint, "--json", out, "--samples", 2, "--questions", 3, "--batch", 2, "--plot", f"{out}.png")
+    return out
+
+
+def arguments(checkpoint, *more, tasks="niah_multikey_1,two_stage,needle,fidelity,perplexity", kv="full,streaming"):
+    run = ["--checkpoint", checkpoint, "--tasks", tasks, "--length", 600, "--kv", kv, "--budget", "64,3", *more]
+    evaluation.main([str(a) for a in run])
+
+
+def rows(out):
+    return {(r["kv"], r["budget"], r["task"]): r for r in json.loads(out.read_text())["rows"]}
+
+
+def test_every_method_budget_and_task_is_a_row_with_the_bytes_it_takes(result):
+    found = rows(result)
+    budgets = [("full", None), ("streaming", 64), ("streaming", 3)]
+    tasks = ["niah_multikey_1", "two_stage", "needle", "fidelity", "perplexity"]
+    assert set(found) == {(kv, budget, task) for kv, budget in budgets for task in tasks}
+    full, small = found["full", None, "needle"], found["streaming", 64, "needle"]
+    assert full["n"] == small["n"] == 2 and full["share_of_full"] == pytest.approx(1, abs=0.01)
+    assert small["kv_device_bytes"] < full["kv_device_bytes"] / 5 and small["share_of_full"] < 0.2
+    assert small["step_device_bytes"] == 8 * 2 * 64 * 2 * 64 * 2  # layers, KV heads, slots, K and V, head dim, bf16
+
+
+def test_a_budget_below_the_minimum_is_an_empty_cell(result, capsys):
+    row = rows(result)["streaming", 3, "needle"]
+    assert row["score"] is None and row["n"] == 0 and "at least 5" in row["why"]
+
+
+def test_later_questions_are_told_from_the_first(result):
+    samples = [s for s in json.loads(result.read_text())["samples"] if s["task"] == "niah_multikey_1"]
+    assert all(len(s["later"]) == 2 and s["answer"] != s["later"][0]["answer"] for s in samples)
+    assert rows(result)["full", None, "niah_multikey_1"]["later"] is not None
+    assert rows(result)["full", None, "needle"]["later"] is None
+
+
+def test_fidelity_of_the_full_cache_to_itself_is_perfect_and_of_a_small_one_is_not(result):
+    found = rows(result)
+    assert found["full", None, "fidelity"]["score"] == 100 and found["full", None, "fidelity"]["kl"] == 0
+    assert found["streaming", 64, "fidelity"]["kl"] > 0
+
+
+def test_perplexity_is_that_of_the_text_through_the_decode_path(result, text_checkpoint):
+    samples = [s for s in json.loads(result.read_text())["samples"] if (s["task"], s["kv"]) == ("perplexity", "full")]
+    engine = Engine.load(text_checkpoint, compile=False, max_new_tokens=128)
+    text = evaluation.shipped_haystack()
+    bos, *ids = engine.encode(text)
+    for i, sample in enumerate(samples):
+        own = ids[i * 599 : (i + 1) * 599]
+        logits = engine.logits([bos, *own[:-128]], own[-128:])
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(own[-128:])).item()
+        assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == 472
+
+
+def test_a_rerun_continues_where_the_run_was_stopped(result, text_checkpoint, monkeypatch):
+    """Half the progress, and a line cut short: only what is missing is computed, and the result is the same."""
+    before = json.loads(result.read_text())
+    progress = result.with_name(result.name + ".progress.jsonl")
+    lines = progress.read_text().splitlines(keepends=True)
+    progress.write_text("".join(lines[: len(lines) // 2]) + lines[-1][:40])
+    asked = []
+    generate = Engine.generate
+
+    def spy(self, prompts, **k):
+        asked.extend(prompts)
+        return generate(self, prompts, **k)
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    arguments(text_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
+    after = json.loads(result.read_text())
+    assert after["rows"] == before["rows"] and after["samples"] == before["samples"]
+    assert 0 < len(asked) < 12
+    asked.clear()
+    arguments(text_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
+    assert not asked
+
+
+def test_a_plot_is_drawn(result):
+    assert result.with_name(result.name + ".png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_blind_prefills_the_text_alone_and_feeds_every_question(text_checkpoint, tmp_path, monkeypatch):
+    seen = []
+    generate = Engine.generate
+
+    def spy(self, prompts, **k):
+        seen.append((prompts, k["follow_ups"], k["answer_prompts"]))
+        return generate(self, prompts, **k)
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    arguments(text_checkpoint, "--samples", 1, "--blind", "--json", tmp_path / "o", tasks="niah_single_2", kv="full")
+    [([prompt], [[question]], answered)] = seen
+    assert "What is the special magic number" in question and "What is" not in prompt and not answered
+    assert json.loads((tmp_path / "o").read_text())["samples"][0]["prompt_tokens"] < 600 - 128
+
+
+def test_a_score_is_the_mean_over_the_questions(text_checkpoint, tmp_path, monkeypatch):
+    sample = Sample("one two three", tuple(Question(f" {i}?", (str(i),)) for i in range(4)))
+    task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q.answers[0] in "13"))
+    monkeypatch.setitem(TASKS, "odd", task)
+    arguments(text_checkpoint, "--samples", 2, "--questions", 4, "--json", tmp_path / "o", tasks="odd", kv="full")
+    row = rows(tmp_path / "o")["full", None, "odd"]
+    assert (row["score"], row["first"], row["later"]) == (50, 0, pytest.approx(200 / 3))
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    (
+        (["--tasks", "nothing"], "unknown task 'nothing'; there are: ruler"),
+        (["--kv", "nothing"], "unknown KV method 'nothing'"),
+        (["--kv", "streaming:sinks"], "write options as name:option=value"),
+        (["--kv", "streaming:size=4"], "no option 'size'"),
+        (["--kv", "streaming", "--budget", ""], "needs --budget"),
+        (["--budget", "many"], "numbers with commas"),
+        (["--length", "0"], "must be positive"),
+        (["--length", "99999"], "the model's context is"),
+        (["--length", "150"], "niah_single_1: a length of 150 tokens is too short"),
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--tasks", "qa_1"], "--data"),
+        (["--tasks", "trec", "--data", "/nowhere"], "trec.jsonl"),
+        (["--haystack", "/nowhere"], "/nowhere"),
+        (["--json", "/nowhere/out.json"], "not a file in an existing folder"),
+        (["--checkpoint", "/nowhere"], "/nowhere"),
+    ),
+)
+def test_mistakes_are_one_line_before_anything_runs(text_checkpoint, more, message):
+    base = ["--checkpoint", str(text_checkpoint), "--tasks", "niah_single_1", "--length", "512", "--budget", "64"]
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        evaluation.main([*base, *more])
+    assert message in " ".join(str(error.value).split())

@@ -1,0 +1,664 @@
+"""The generated tasks: what a prompt says, how long it is, and which answers are right. Every expectation is worked
+out from the prompt's text, not from the code that wrote it."""
+
+import json
+import math
+import random
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from tasks import Question, Sample, Setting, fit, needle, ruler, shipped_haystack, texts, two_stage
+
+PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # about what a real tokenizer makes of English
+TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
+QA = ["qa_1", "qa_2"]
+TWO_STAGE = ["two_stage", "two_stage_lookup"]
+GENERATED = [name for name in TASKS if name not in QA]
+FILLED = [name for name in GENERATED if name not in TWO_STAGE]  # those that grow to any length
+NIAH = {  # RULER's table: haystack, keys, values, number of keys, values of a key and keys asked for
+    "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
+    "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
+    "niah_single_3": ("essay", "words", "uuids", 1, 1, 1),
+    "niah_multikey_1": ("essay", "words", "numbers", 4, 1, 1),
+    "niah_multikey_2": ("needle", "words", "numbers", 1, 1, 1),
+    "niah_multikey_3": ("needle", "uuids", "uuids", 1, 1, 1),
+    "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
+    "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
+}
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+KINDS = {
+    "words": r"[^\d,]+-[^\d,]+",
+    "numbers": r"[1-9]\d{6}",
+    "uuids": r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}",
+}
+
+
+def encode(text: str) -> list[int]:
+    return [0, *(1 for _ in PIECES.findall(text))]  # BOS and the pieces
+
+
+def sample(name: str, length: int = 4096, index: int = 0, **changed) -> Sample:
+    return TASKS[name].sample(Setting(length, encode, lambda ids: "", **changed), index)
+
+
+def hidden(text: str) -> list[tuple[str, str]]:
+    """The keys and values of the needles in a text."""
+    return re.findall(r"One of the special magic (?:numbers|uuids) for (.+?) is: (\S+?)\.(?=\s|$)", text)
+
+
+# Lengths
+
+
+def growing(units: list[int]):
+    """make(n): a prompt of the first n units' sum of characters."""
+    return lambda n: Sample("x" * sum(units[:n]), (Question("", ()),))
+
+
+@pytest.mark.parametrize("units", [
+    [1] * 900, [7] * 900, [3, 9] * 450, [30] + [5] * 900, [2] * 60 + [9] * 900, [1, 2, 1, 20] * 300])
+@pytest.mark.parametrize("least", [1, 4])
+def test_fit_takes_the_longest_prompt_that_leaves_room_for_an_answer(units, least):
+    for length in range(100, 400, 7):
+        made = fit(growing(units), Setting(length, list, "".join), reserve=30, least=least)
+        fitting = [n for n in range(length) if sum(units[:n]) <= length - 30]
+        assert len(made.text) == sum(units[:fitting[-1]])
+
+
+def test_fit_makes_few_prompts_on_its_way():
+    made = []
+    fit(lambda n: made.append(n) or growing([5] * n)(n), Setting(100_000, list, "".join), reserve=30)
+    assert len(made) < 10
+
+
+def test_fit_refuses_a_length_below_the_least_and_says_it():
+    make = growing([10, 20, 30])
+    assert fit(make, Setting(75, list, "".join), reserve=45, least=2).text == "x" * 30
+    with pytest.raises(ValueError, match="^a length of 74 tokens is too short: the least is 75$"):
+        fit(make, Setting(74, list, "".join), reserve=45, least=2)
+
+
+@pytest.mark.parametrize("length", [2048, 4096, 16384])
+@pytest.mark.parametrize("name", FILLED)
+def test_prompt_and_answer_fill_the_length_to_two_percent(name, length):
+    spare = 0.02 * length
+    for index in range(3):
+        made = sample(name, length, index)
+        used = len(encode(made.prompt)) + TASKS[name].max_new_tokens
+        if name == "niah_multikey_3":  # two uuids a line
+            spare = max(spare, 1.1 * len(encode(made.text.splitlines()[-1])))
+        assert length - spare <= used <= length
+
+
+@pytest.mark.parametrize("name", TWO_STAGE)
+def test_two_stage_grows_to_200_pairs_and_no_further(name):
+    for length in (400, 500, 800, 1200):
+        used = len(encode(sample(name, length).prompt)) + 64
+        assert length - 10 <= used <= length  # a pair has at most 6 tokens, and the equation up to 4 more or fewer
+    for length in (2048, 4096, 16384):
+        assert sample(name, length).text.count(":") == 200
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_length_that_is_too_short_is_refused_with_the_least(name):
+    with pytest.raises(ValueError, match="a length of 40 tokens is too short: the least is ") as error:
+        sample(name, 40)
+    least = int(re.search(r"\d+$", str(error.value))[0])
+    assert sample(name, least + 40)  # names and values of another length may take some tokens more
+
+
+@pytest.mark.parametrize("name, tokens", {
+    **dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}.items())
+def test_answers_are_as_long_as_ruler_lets_them_be(name, tokens):
+    assert TASKS[name].max_new_tokens == tokens
+
+
+# Randomness
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_sample_depends_on_its_seed_and_index_alone(name):
+    first = sample(name, 2048)
+    others = [sample(name, 2048, index=1), sample(name, 2048, seed=1)]
+    assert sample(name, 2048) == first
+    assert len({first.text, *(other.text for other in others)}) == 3
+
+
+def test_no_word_is_drawn_twice():
+    drawer = ruler.Drawer(random.Random(0))
+    assert len({drawer.draw("noun") for _ in range(3000)}) == 3000
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_answers_differ_between_samples(name):
+    found = [sample(name, 2048, index).questions[0].answers for index in range(4)]
+    assert len(set(found)) == 4
+
+
+# Needles
+
+
+@pytest.mark.parametrize("name", NIAH)
+@pytest.mark.parametrize("index", range(3))
+def test_niah_hides_as_many_needles_as_ruler_and_each_value_once(name, index):
+    haystack, key_kind, value_kind, keys, values, _ = NIAH[name]
+    text = sample(name, 2048, index).text
+    found = hidden(text)
+    assert all(text.count(value) == 1 for _, value in found)
+    assert all(re.fullmatch(KINDS[key_kind], key) and re.fullmatch(KINDS[value_kind], value) for key, value in found)
+    assert set(Counter(key for key, _ in found).values()) == {values}
+    if haystack == "needle":
+        assert len(found) == len(text.splitlines()) - 1 > 15  # all but the first line, which says what is to be done
+    else:
+        assert len(found) == keys * values
+
+
+@pytest.mark.parametrize("name", NIAH)
+@pytest.mark.parametrize("index", range(3))
+def test_niah_asks_for_keys_in_the_text_and_knows_all_their_values(name, index):
+    _, _, _, _, values, queries = NIAH[name]
+    made = sample(name, 2048, index)
+    [question] = made.questions
+    asked = re.search(r" for (.+?) mentioned in the provided text\?", question.text)[1]
+    asked = re.split(", and |, ", asked)
+    assert len(set(asked)) == queries
+    assert all(made.text.count(f" for {key} is: ") == values for key in asked)
+    assert [Counter(question.answers)] == [Counter(value for key, value in hidden(made.text) if key in asked)]
+    assert len(question.answers) == queries * values
+
+
+def test_a_question_for_four_keys_has_their_values_in_its_order():
+    made = sample("niah_multiquery")
+    values = dict(hidden(made.text))
+    asked = re.search(r" for ([^?]+) mentioned", made.questions[0].text)[1]
+    *most, last = asked.split(", ")
+    assert last.startswith("and ")
+    assert made.questions[0].answers == tuple(values[key] for key in [*most, last.removeprefix("and ")])
+
+
+def test_the_noise_around_a_needle_is_rulers():
+    _, *lines = sample("niah_single_1").text.splitlines()
+    assert Counter(line == NOISE for line in lines) == {True: len(lines) - 1, False: 1}
+
+
+@pytest.mark.parametrize("name", [name for name, (haystack, *_) in NIAH.items() if haystack == "essay"])
+def test_the_text_around_needles_is_the_beginning_of_the_haystack(name):
+    text = sample(name, 2048).text.partition("\n")[2]
+    rest = re.sub(r"One of the special magic \w+ for .+? is: \S+\.( |$)", "", text).split()
+    assert len(rest) > 1000 and rest == shipped_haystack().split()[:len(rest)]
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2", "vt"])
+def test_needles_stand_anywhere(name):
+    firsts, lasts = [], []
+    for index in range(30):
+        made = sample(name, 2048, index)
+        text = made.text.rpartition("Memorize and track")[2]  # without an example
+        first, *_, last = made.questions[0].answers * 2
+        firsts.append(text.index(first) / len(text))
+        lasts.append(text.index(last) / len(text))
+    assert min(firsts) < 0.2 and max(lasts) > 0.8
+
+
+LATER = ["niah_multikey_1", "niah_multikey_2", "niah_multikey_3"]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_later_questions_ask_for_other_keys_of_the_same_text(name):
+    for index in range(3):
+        made = sample(name, 2048, index, questions=4)
+        values, asked = dict(hidden(made.text)), []
+        for question in made.questions:
+            asked.append(re.search(r" for (\S.*?) mentioned", question.text)[1])
+            assert question.answers == (values[asked[-1]],)
+        assert len(set(asked)) == 4
+
+
+@pytest.mark.parametrize("name", TWO_STAGE)
+def test_later_questions_ask_for_other_sums(name):
+    made = sample(name, 1024, questions=4)
+    sums = {sum(map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())) for question in made.questions}
+    assert len(sums) == len(made.questions) == 4
+
+
+@pytest.mark.parametrize("name", [*LATER, *TWO_STAGE])
+def test_more_questions_change_neither_the_text_nor_the_first(name):
+    one, four = sample(name, 800), sample(name, 800, questions=4)
+    assert (one.text, one.questions) == (four.text, four.questions[:1])
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED if name not in (*LATER, *TWO_STAGE)])
+def test_a_text_with_one_thing_to_ask_has_one_question(name):
+    assert len(sample(name, 2048, questions=4).questions) == 1
+
+
+@pytest.mark.parametrize("index", range(22))
+def test_the_needle_stands_where_its_depth_says(index):
+    made = sample("needle", 4096, index)
+    [fact] = re.finditer(r"The access code of the (.+?) vault is (\d{7})\.", made.text)
+    [question] = made.questions
+    assert made.depth == index % 11 / 10
+    assert abs(fact.start() / (len(made.text) - len(fact[0])) - made.depth) < 0.02
+    assert made.text.count(fact[2]) == 1 and question.answers == (fact[2],)
+    assert question.text == (f"\n\nQuestion: What is the access code of the {fact[1]} vault?\nAnswer: The access code "
+                             f"of the {fact[1]} vault is")
+
+
+def test_a_needle_stands_between_sentences():
+    for index in range(11):  # the haystack begins and ends within a sentence
+        text = sample("needle", 2048, index, haystack="Here it is, a.b sentence. Is it? " * 99).text
+        before, after = re.split("The access code of the .+? vault is .{7}\\.", text)
+        if index == 0:
+            assert before == ""
+        elif index == 10:
+            assert after == ""
+        else:
+            assert before.endswith((". ", "? ")) and after.startswith((" Here", " Is"))
+
+
+# Variables, words and colours
+
+
+def assignments(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"^VAR ([A-Z]+) = (?:VAR )?(\w+) ?$", text, re.MULTILINE)
+
+
+def resolved(chain: list[tuple[str, str]]) -> dict[str, str]:
+    """The value of each variable, assignments taken one after the other."""
+    values: dict[str, str] = {}
+    for name, given in chain:
+        values[name] = given if given.isdigit() else values[given]
+    return values
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_chain_of_variables_leads_to_the_value_asked_for(index):
+    made = sample("vt", 2048, index)
+    _, example, text = made.text.split("Memorize and track the chain(s)")
+    chain = assignments(text)
+    asked = re.search(r"assigned the value (\d{5}) in", made.questions[0].text)[1]
+    assert resolved(chain) == dict.fromkeys(made.questions[0].answers, asked)
+    assert [name for name, _ in chain] == list(made.questions[0].answers)
+    assert all(re.fullmatch("[A-Z]{5}", name) for name, _ in chain) and len(chain) == 5
+    assert [len(re.findall(rf"\b{name}\b", text)) for name, _ in chain] == [2, 2, 2, 2, 1]
+    assert {line for line in text.splitlines()[2:] if not line.startswith("VAR")} == {NOISE}
+    shown = assignments(example)  # solved before the task
+    solved = re.search(r"5 variables are assigned the value (\d{5}), they are: +((?:[A-Z]{3} ?){5})\n\n$", example)
+    assert resolved(shown) == dict.fromkeys(solved[2].split(), solved[1])
+    assert not set(resolved(shown)) & set(resolved(chain))
+
+
+def listed(text: str) -> list[str]:
+    """The words of a numbered list, whose numbers are 1, 2, 3, ..."""
+    found = re.findall(r"(\d+)\. (.+?)(?= \d+\. |\s*$)", text)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [word for _, word in found]
+
+
+@pytest.mark.parametrize("length, often, seldom, in_example", [
+    (2048, 6, 1, (3, 1, 20)), (4095, 6, 1, (3, 1, 20)), (4096, 30, 3, (10, 3, 40)), (16384, 30, 3, (10, 3, 40))])
+def test_common_words_occur_as_often_as_rulers_and_all_others_less(length, often, seldom, in_example):
+    made = sample("cwe", length)
+    example, text = (part for part in made.text.split("Memorize the ones that appear most often.\n")[1:])
+    counted = Counter(listed(text))
+    answers = set(made.questions[0].answers)
+    assert len(answers) == 10
+    assert {word: times for word, times in counted.items() if word in answers} == dict.fromkeys(answers, often)
+    assert {times for word, times in counted.items() if word not in answers} == {seldom}
+    words, _, solution = example.partition("\nQuestion:")
+    often, seldom, distinct = in_example
+    counted = Counter(listed(words))
+    solved = listed(re.search(r"in the list are: (1\. .+)\nBelow", solution)[1])
+    assert {word: counted[word] for word in solved} == dict.fromkeys(solved, often) and len(solved) == 10
+    assert Counter(counted.values()) == {often: 10, seldom: distinct - 10}
+
+
+@pytest.mark.parametrize("length", [512, 2048, 4096, 16384])
+def test_the_three_most_frequent_coded_words_are_asked_for_in_order(length):
+    made = sample("fwe", length)
+    counted = Counter(made.text.partition("coded words. ")[2].split())
+    (dots, most), *words = counted.most_common()
+    assert dots == "..." and all(re.fullmatch("[a-z]{6}", word) for word, _ in words)
+    assert made.questions[0].answers == tuple(word for word, _ in words[:3])
+    assert most > words[0][1] > words[1][1] > words[2][1] > words[3][1]
+    for k, (_, times) in enumerate(words[:3], 2):  # Zipf's law with exponent 2, cut to integers
+        assert most / k**2 - 1 <= times <= (most + 1) / k**2
+
+
+@pytest.mark.parametrize("name, said", [("two_stage", r"\?"), ("two_stage_lookup", r"(\d+)\.")])
+@pytest.mark.parametrize("length", [600, 4096])
+def test_the_colour_of_the_sum_is_the_answer(name, said, length):
+    for index in range(10):
+        made = sample(name, length, index, questions=3)
+        pairs = re.findall(r"(\d+): (\w+)", made.text)
+        assert [int(key) for key, _ in pairs] == list(range(len(pairs)))
+        colours = {int(key): colour for key, colour in pairs}
+        assert len(set(colours.values())) > 10
+        for question in made.questions:
+            found = re.search(rf"(\d+) \+ (\d+) = {said} ", question.text)
+            a, b, *total = map(int, found.groups())
+            assert total in ([], [a + b])
+            assert question.answers == (colours[a + b],)
+
+
+def test_two_stage_and_its_lookup_differ_in_the_sum_alone():
+    sums, lookups = sample("two_stage", index=3), sample("two_stage_lookup", index=3)
+    assert re.sub(r"= \d+\.", "= ?", lookups.prompt) == sums.prompt and lookups.prompt != sums.prompt
+
+
+# Published wordings
+
+
+def test_a_whole_prompt_with_a_single_needle_is_as_published():
+    made = sample("niah_single_1", 128 + 130)  # one line of noise, and no room for a second
+    key, value = hidden(made.text)[0]
+    assert made.prompt == (
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "the number afterwards.\n"
+        f"One of the special magic numbers for {key} is: {value}.\n"
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+        f"What is the special magic number for {key} mentioned in the provided text? The special magic number for "
+        f"{key} mentioned in the provided text is")
+
+
+@pytest.mark.parametrize("name", NIAH)
+def test_niah_prompts_begin_and_end_in_rulers_words(name):
+    _, _, kind, _, values, queries = NIAH[name]
+    made = sample(name, 2048)
+    asked = re.search(r"for (.+?) mentioned", made.questions[0].text)[1]
+    if values * queries == 1:
+        kind = kind.removesuffix("s")
+        begin = (f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz "
+                 f"you about the {kind} afterwards.\n")
+        end = (f"\nWhat is the special magic {kind} for {asked} mentioned in the provided text? The special magic "
+               f"{kind} for {asked} mentioned in the provided text is")
+    else:
+        begin = (f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will "
+                 f"quiz you about the {kind} afterwards.\n")
+        end = (f"\nWhat are all the special magic {kind} for {asked} mentioned in the provided text? The special "
+               f"magic {kind} for {asked} mentioned in the provided text are")
+    assert made.text.startswith(begin)
+    assert made.questions[0].text == end
+
+
+VALUE = r"\d{5}"
+WORDINGS = {
+    "vt": (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+        "\nQuestion: Find all variables that are assigned the value 12345 in the text above. Answer: According to the "
+        "chain(s) of variable assignment in the text above, 5 variables are assigned the value 12345, they are: "),
+    "cwe": (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
+        "that appear most often.\n1. ",
+        "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
+        "often in the list are:"),
+    "fwe": (
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+        "appeared coded words. ",
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+        "frequently appeared words in the above coded text? Answer: According to the coded text above, the three most "
+        "frequently appeared words are:"),
+    "two_stage": (
+        "Lets play a game. You have a dict and a mathematical addition equation. The keys of a dictionary can be any "
+        "number. You need to find the corresponding key value in the dictionary after performing the addition and "
+        "output the value corresponding to that key. The Dict is {0: ",
+        "} The equation is 12345 + 12345 = ? Answer the corresponding color based on the addition result."),
+}
+
+
+@pytest.mark.parametrize("name", WORDINGS)
+def test_other_prompts_begin_and_end_in_published_words(name):
+    begin, end = WORDINGS[name]
+    made = sample(name, 2048)
+    assert made.text.startswith(begin)
+    ending = made.text[-1:] * (name == "two_stage") + made.questions[0].text
+    numbers = VALUE if name == "vt" else r"\d+(?= \+| =)"
+    assert re.sub(numbers, "12345", ending) == end
+
+
+@pytest.mark.parametrize("name", ["vt", "cwe"])
+def test_a_solved_example_stands_first_in_the_words_of_the_task(name):
+    begin, end = WORDINGS[name]
+    text = re.sub(r"\b\d{5}\b", "12345", sample(name, 2048).text)
+    assert text.count(begin) == 2 and text.count(end) == 1
+    assert text.index(end) < text.rindex(begin)
+
+
+# Grades
+
+
+@pytest.mark.parametrize("name", [*NIAH, "vt", "cwe", "fwe", "needle"])
+def test_right_answers_are_accepted_in_any_wording_and_case(name):
+    [question] = sample(name, 2048).questions
+    said = ", ".join(question.answers)
+    reverse = "\n".join(question.answers[::-1])
+    for answer in (said, f"I think: {said}. That is it.", said.upper(), said.lower(), reverse):
+        assert TASKS[name].score(answer, question) == 100
+    assert TASKS[name].score("", question) == 0
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_3", "niah_multikey_3", "needle"])
+def test_a_value_that_is_almost_right_is_wrong(name):
+    [question] = sample(name, 2048).questions
+    [value] = question.answers
+    swapped = "".join("1" if c == "0" else "0" for c in value[-1:])
+    for answer in (value[:-1] + swapped, value[:-1], value[1:], " ".join(value), value[::-1]):
+        assert TASKS[name].score(answer, question) == 0
+
+
+@pytest.mark.parametrize("name, shares", [
+    ("niah_multivalue", [100, 75, 50, 25, 0]),
+    ("niah_multiquery", [100, 75, 50, 25, 0]),
+    ("vt", [100, 80, 60, 40, 20, 0]),
+    ("fwe", [100, 200 / 3, 100 / 3, 0]),
+])
+def test_of_several_answers_each_counts_its_share(name, shares):
+    [question] = sample(name, 2048).questions
+    found = [TASKS[name].score(" ".join(question.answers[missing:]), question) for missing in range(len(shares))]
+    assert found == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("name", QA)
+def test_one_of_the_answers_to_a_question_about_documents_is_enough(name):
+    question = Question("", ("the Seine", "Seine"))
+    answers = ["It is the SEINE.", "Seine", "Sein", "Loire", ""]
+    assert [TASKS[name].score(answer, question) for answer in answers] == [100, 100, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", TWO_STAGE)
+@pytest.mark.parametrize("answer, right", [
+    ("blue", True),
+    (' Since 8 + 10 = 18, the corresponding color is "Blue".', True),
+    ("BLUE, not red", True),
+    ("red, blue", False),
+    ("Not red but blue", False),
+    ("bluebird", False),
+    ("skyblue", False),
+    ("blu", False),
+    ("Fred said blue", True),  # red is a part of a word
+    ("", False),
+])
+def test_the_first_colour_named_counts(name, answer, right):
+    assert TASKS[name].score(answer, Question("", ("blue",))) == 100 * right
+
+
+# Questions about documents
+
+PAGES = [f"Page {i} tells of the town number {i}. " + "It is long. " * (i % 7) for i in range(60)]
+SQUAD = {"data": [
+    {"title": "A", "paragraphs": [
+        {"context": "Ann lives in Ulm.", "qas": [
+            {"question": "Where does Ann live?", "is_impossible": False,
+             "answers": [{"text": "Ulm", "answer_start": 13}, {"text": "in Ulm", "answer_start": 10}]},
+            {"question": "Where does Bob live?", "is_impossible": True, "answers": []}]},
+        {"context": "Cem lives in Rome.", "qas": [
+            {"question": "Who lives in Rome?", "answers": [{"text": "Cem", "answer_start": 0}]}]},
+    ]},
+    {"title": "B", "paragraphs": [{"context": page, "qas": []} for page in PAGES]},
+]}
+HOTPOTQA = [
+    {"question": "Which town do both share?", "answer": "Ulm", "context": [
+        ["Ann", ["Ann lives in Ulm.", " She sings."]], ["Cem", ["Cem lives in Ulm."]]]},
+    {"question": "Who rules?", "answer": "Eve", "context": [[f"T{i}", [page]] for i, page in enumerate(PAGES)]},
+]
+ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+
+
+def documents(text: str) -> list[str]:
+    """The documents of a prompt, which are numbered from 1."""
+    head, *found = re.split(r"(?:^|\n\n)Document (\d+):\n", text.split("given documents.\n\n")[-1])
+    assert head == "" and [int(number) for number in found[::2]] == list(range(1, len(found) // 2 + 1))
+    return found[1::2]
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(HOTPOTQA))
+    return tmp_path
+
+
+def test_documents_and_question_are_worded_as_published(tmp_path):
+    one = {"data": [{"title": "A", "paragraphs": SQUAD["data"][0]["paragraphs"][:1]}]}
+    (tmp_path / "squad.json").write_text(json.dumps(one))
+    made = sample("qa_1", 120, data=tmp_path)
+    assert made.text == f"{ORDER}\n\nThe following are given documents.\n\nDocument 1:\nAnn lives in Ulm."
+    assert made.questions == (
+        Question(f"\n\n{ORDER}\n\nQuestion: Where does Ann live? Answer:", ("Ulm", "in Ulm")),)
+
+
+def test_questions_that_cannot_be_answered_are_left_out(data):
+    assert TASKS["qa_1"].size(Setting(4096, encode, str, data=data)) == 2
+    asked = [sample("qa_1", 500, index, data=data).questions[0].text for index in range(2)]
+    assert "Ann" in asked[0] and "Who lives in Rome?" in asked[1]
+    with pytest.raises(IndexError):
+        sample("qa_1", 500, 2, data=data)
+
+
+def test_every_record_of_hotpotqa_is_a_question(data):
+    assert TASKS["qa_2"].size(Setting(4096, encode, str, data=data)) == 2
+
+
+@pytest.mark.parametrize("name, answering", [
+    ("qa_1", {"Ann lives in Ulm."}), ("qa_2", {"Ann\nAnn lives in Ulm. She sings.", "Cem\nCem lives in Ulm."})])
+@pytest.mark.parametrize("length", [300, 800])
+def test_documents_that_answer_stand_among_others_that_fill_the_length(name, answering, length, data):
+    orders, places = set(), set()
+    for seed in range(4):
+        made = sample(name, length, data=data, seed=seed)
+        found = documents(made.text)
+        used = len(encode(made.prompt)) + 32
+        longest = max(len(encode(page)) for page in PAGES) + 10
+        assert length - 2 * longest <= used <= length
+        assert answering < set(found) and len(set(found)) == len(found) > 3
+        orders.add(tuple(found))
+        places.add(found.index(max(answering)))
+        assert sample(name, length, data=data, seed=seed) == made
+    assert len(orders) == 4 and len(places) > 1
+
+
+def test_other_paragraphs_of_the_article_come_before_those_of_others(data):
+    for seed in range(4):
+        assert "Cem lives in Rome." in documents(sample("qa_1", 200, data=data, seed=seed).text)
+
+
+@pytest.mark.parametrize("name", QA)
+def test_documents_repeat_when_there_are_too_few(name, data):
+    found = Counter(documents(sample(name, 4096, data=data).text))
+    assert len(found) == 62 < found.total()
+
+
+@pytest.mark.parametrize("name", QA)
+def test_a_dataset_of_one_article_fills_any_length(name, tmp_path):
+    (tmp_path / "squad.json").write_text(json.dumps({"data": SQUAD["data"][:1]}))
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(HOTPOTQA[:1]))
+    made = sample(name, 2048, data=tmp_path)
+    assert len(encode(made.prompt)) > 1900
+    assert len(set(documents(made.text))) == 2
+
+
+@pytest.mark.parametrize("name, file", [("qa_1", "squad.json"), ("qa_2", "hotpotqa.json")])
+def test_without_a_dataset_one_line_says_what_to_give(name, file, tmp_path):
+    def refused(kind: type, folder) -> str:
+        setting = Setting(4096, encode, str, data=folder)
+        for use in (lambda: TASKS[name].size(setting), lambda: TASKS[name].sample(setting, 0)):
+            with pytest.raises(kind) as error:
+                use()
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    said = refused(ValueError, None)
+    assert name in said and file in said and "--data" in said
+    said = refused(FileNotFoundError, tmp_path)
+    assert str(tmp_path / file) in said and "--data" in said
+    (tmp_path / file).write_text('{"data": ')
+    assert f"{tmp_path / file} is not valid JSON" in refused(ValueError, tmp_path)
+    ruler.read_json.cache_clear()
+    (tmp_path / file).write_text('[["other"]]')
+    assert str(tmp_path / file) in refused(ValueError, tmp_path)
+    ruler.read_json.cache_clear()
+
+
+# Haystacks
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, *_) in NIAH.items() if kind == "essay"] + ["needle"])
+def test_needles_are_hidden_in_the_text_that_the_user_gives(name):
+    haystack = "Bees hum.  Do wasps hum?\n\nFlies buzz!\n"
+    text = sample(name, 2048, haystack=haystack).text
+    words = Counter(re.findall(r"\w+", re.sub(r"(One of|The access|Some special|A special).+?\.( |$)", "", text)))
+    assert {"Bees", "hum", "Do", "wasps", "Flies", "buzz"} <= {word for word, times in words.items() if times > 50}
+    assert "Bees hum. Do wasps hum? Flies buzz! Bees hum." in text  # from its beginning again, on one line
+    assert shipped_haystack().split()[0] not in words
+
+
+def test_an_empty_haystack_is_refused():
+    with pytest.raises(ValueError, match="no words"):
+        sample("niah_single_2", haystack=" \n")
+
+
+# Forced texts
+
+
+def test_excerpts_lie_side_by_side_and_end_in_128_forced_tokens():
+    found = texts.excerpts(list(range(1000)), length=202, samples=3, bos=[-1, -2])
+    assert found == [([-1, -2, *range(at, at + 72)], list(range(at + 72, at + 200))) for at in (0, 200, 400)]
+
+
+def test_a_text_gives_as_many_excerpts_as_it_has():
+    assert len(texts.excerpts(list(range(599)), 200, 10, [])) == 2
+    assert len(texts.excerpts(list(range(600)), 200, 10, [])) == 3
+
+
+def test_excerpts_that_cannot_be_made_are_refused():
+    with pytest.raises(ValueError, match="a length of 129 tokens is too short"):
+        texts.excerpts(list(range(1000)), 129, 1, [-1])
+    assert texts.excerpts(list(range(1000)), 130, 1, [-1]) == [([-1, 0], list(range(1, 129)))]
+    with pytest.raises(ValueError, match="the text has 198 tokens, fewer than a sample of 199"):
+        texts.excerpts(list(range(198)), 200, 1, [-1])
+
+
+THREE_TO_ONE, EVEN = [math.log(3), 0.0], [0.0, 0.0]  # logits of 3/4 and 1/4, and of 1/2 and 1/2
+
+
+def test_the_likelihood_of_tokens_is_their_mean_over_rows():
+    logits = torch.tensor([THREE_TO_ONE, THREE_TO_ONE, EVEN])
+    expected = (math.log(4 / 3) + math.log(4) + math.log(2)) / 3
+    assert texts.negative_log_likelihood(logits, [0, 1, 0]) == pytest.approx(expected)
+
+
+def test_divergence_is_that_of_the_method_from_the_full_cache():
+    full, method = torch.tensor([THREE_TO_ONE, EVEN]), torch.tensor([EVEN, EVEN]) + 5
+    kl, _ = texts.divergence(method, full)  # 3/4 ln(3/4 : 1/2) + 1/4 ln(1/4 : 1/2), and 0
+    assert kl == pytest.approx((0.75 * math.log(1.5) + 0.25 * math.log(0.5)) / 2)
+    kl, _ = texts.divergence(full, method)
+    assert kl == pytest.approx((0.5 * math.log(2 / 3) + 0.5 * math.log(2)) / 2)
+
+
+def test_agreement_is_the_share_of_rows_with_the_same_likeliest_token():
+    full = torch.tensor([[0.0, 1, 2], [3, 1, 2], [0, 5, 1], [1, 0, 0]])
+    method = torch.tensor([[0.0, 1, 9], [0, 1, 2], [4, 5, 1], [7, 0, 0]])
+    assert texts.divergence(method, full)[1] == 0.75
+    assert texts.divergence(full, full) == (0, 1)

@@ -1,0 +1,131 @@
+"""needle/train.py: what its sequences teach, that a run can be stopped, and that what it ships is what it trained."""
+
+import random
+
+import pytest
+import torch
+
+from engine import Engine
+from model import rope_frequencies
+from needle import train
+from tokenizer import load_tokenizer
+
+TEXT = [f"The {noun} is said to be {i} feet long, and nobody has measured it again." for i, noun in enumerate(
+    "rope wall river road table garden bridge tower field harbour".split() * 40)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run")
+    train.train_tokenizer(out, TEXT)
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+def data(tokenizer, seed=0):
+    return train.Data(tokenizer, " ".join(TEXT * 2).split(), seed)
+
+
+def test_the_first_digit_of_a_number_takes_the_space_before_it_and_the_others_stand_apart(tokenizer):
+    ids = tokenizer.encode("is 4071.", bos=False)
+    assert [tokenizer.decode([i]) for i in ids] == ["is", " 4", "0", "7", "1", "."]
+
+
+@pytest.mark.parametrize("stage, length", [("direct", 256), ("echo", 256), ("all", 256), ("all", 1024), ("all", 2048)])
+def test_every_token_is_followed_by_the_next_but_an_answer_by_its_end(tokenizer, stage, length):
+    source = data(tokenizer)
+    kinds = set()
+    for _ in range(40):
+        s = source.sequence(stage, length)
+        assert len(s.ids) == len(s.follow) == len(s.weights) == length
+        ends = {end - 1 for _, _, end in s.spans}
+        for i in range(length - 1):
+            assert s.follow[i] == (train.EOS if i in ends else s.ids[i + 1])
+        weight_one = {i for _, begin, end in s.spans for i in range(begin, end)}
+        assert {i for i, w in enumerate(s.weights) if w == 1} == weight_one
+        kinds |= {kind for kind, _, _ in s.spans}
+    assert kinds >= {"direct": {"direct"}, "echo": {"echo"}}.get(stage, {"essay", "vt", "lookup", "multikey_2"})
+
+
+def test_answers_are_in_the_text_before_them(tokenizer):
+    source = data(tokenizer, seed=3)
+    for _ in range(60):
+        episode = source.episode("all", 1024)
+        for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
+            for value in question.answers:
+                assert value in answer and value in episode.sample.text
+
+
+def test_held_out_words_and_numbers_are_never_drawn():
+    drawer = train.Drawer(random.Random(0), train.keep)
+    words = [part for _ in range(500) for part in drawer.draw("words").split("-", 1)]
+    numbers = [drawer.draw("numbers") for _ in range(500)]
+    assert all(map(train.keep, words + numbers))
+    assert 0.7 < sum(train.keep(str(n)) for n in range(10**6, 10**6 + 5000)) / 5000 < 0.9
+
+
+def test_a_new_model_copies_before_any_training():
+    """In a random stretch that repeats, the circuit it starts with makes the right token likelier than any other."""
+    model = train.new_model(0)
+    rng = random.Random(0)
+    stretch = [rng.randrange(3, train.CONFIG["vocab_size"]) for _ in range(12)]
+    tokens = torch.tensor([[train.BOS, *stretch, *stretch]])
+    speed, _ = rope_frequencies(model.config.rope, model.config.head_dim, 1)
+    angle = torch.arange(tokens.shape[1])[:, None].float() * speed
+    follow = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
+
+    def loss(span: slice) -> float:
+        weights = torch.zeros(tokens.shape)
+        weights[:, span] = 1
+        return train.forward(model, tokens, angle.cos(), angle.sin(), follow, weights)[0].item()
+
+    assert loss(slice(14, 24)) < loss(slice(1, 12)) - 0.25
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Three narrow layers, nothing compiled."""
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 64}
+    monkeypatch.setattr(train, "CONFIG", train.CONFIG | sizes)
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+
+
+def test_a_run_goes_on_from_where_it_was_saved(small, tokenizer, folder):
+    run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
+    source = data(tokenizer)
+    run.train_step(run.batch(source))
+    run.save()
+    again = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
+    again.resume()
+    batch = [source.sequence("all", 256)]
+    assert (again.step, again.tokens, again.right) == (run.step, run.tokens, run.right)
+    assert again.train_step(batch) == pytest.approx(run.train_step(batch), rel=1e-5)
+    assert again.train_step(batch) == pytest.approx(run.train_step(batch), rel=1e-3)  # the optimizer came along
+
+
+def test_stages_follow_one_another_when_most_answers_are_right(small, folder):
+    run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
+    run.right = {"repeats": train.ENOUGH - 0.01}
+    run.promote()
+    assert train.STAGES[run.stage][0] == "repeats"
+    run.right = {"repeats": train.ENOUGH + 0.01}
+    run.promote()
+    assert train.STAGES[run.stage][0] == "direct"
+
+
+def test_what_is_shipped_is_what_was_trained(small, tokenizer, folder, tmp_path):
+    run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
+    for _ in range(3):
+        run.train_step([data(tokenizer).sequence("direct", 256)])
+    train.ship(run, tmp_path / "shipped")
+    engine = Engine.load(tmp_path / "shipped", compile=False, dtype="float32", max_new_tokens=8)
+    ids = engine.encode("One of the magic numbers is 1234567. What is it?")
+    state = {name: p.to(torch.bfloat16).float() for name, p in run.model.state_dict().items()}
+    run.model.load_state_dict(state)
+    cos, sin = run.cos[: len(ids)], run.sin[: len(ids)]
+    expected = train.logits(run.model, torch.tensor([ids]), cos, sin)[0]
+    assert torch.allclose(engine.logits(ids[:5], ids[5:]), expected[4:-1], atol=1e-4)
