@@ -68,12 +68,16 @@ class Progress:
     def __post_init__(self):
         if self.path is None or not self.path.exists():
             return
-        for line in self.path.read_text().splitlines():
+        text = self.path.read_text()
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 self.known[entry["key"]] = entry["found"]
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue  # the line that was being written when the run was stopped
+        if text and not text.endswith("\n"):
+            with open(self.path, "a") as file:
+                file.write("\n")
 
     def add(self, key: str, found: dict) -> None:
         self.known[key] = found
@@ -168,6 +172,8 @@ def prepare(args: argparse.Namespace, engine: Engine, tasks: list[str], lengths:
             length, engine.encode, engine.tokenizer.decode, args.seed, args.questions, haystack, args.data
         )
         count = args.samples if graded.size is None else min(args.samples, graded.size(setting))
+        if not count:
+            raise ValueError(f"{task}: its file holds no sample")
         try:
             items = [graded.sample(setting, i) for i in range(count)]
         except ValueError as error:

@@ -4,8 +4,7 @@ from tasks import Task, infinitebench, longbench, needle, ruler, two_stage
 
 GROUPS = {
     "ruler": list(ruler.TASKS),
-    "needle": list(needle.TASKS),
-    "two_stage": list(two_stage.TASKS),
+    "retrieval": [*needle.TASKS, *two_stage.TASKS],
     "longbench": list(longbench.TASKS),
     "infinitebench": list(infinitebench.TASKS),
     "texts": ["perplexity", "fidelity"],

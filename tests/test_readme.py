@@ -55,7 +55,8 @@ def test_the_example_method_keeps_the_tokens_it_says(keynorm):
 
 
 def test_the_files_and_flags_that_the_readme_names_exist():
-    root, usage = Path(__file__).parent.parent, (Path(__file__).parent.parent / "generate.py").read_text()
+    root = Path(__file__).parent.parent
+    usage = (root / "generate.py").read_text() + (root / "eval.py").read_text()
     for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|md))`", README):
         assert (root / name).exists() or name == "kv/keynorm.py", name
     for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--no-compile"}:

@@ -8,6 +8,7 @@ import torch
 from engine import Engine
 from model import rope_frequencies
 from needle import train
+from tasks.ruler import wordlist
 from tokenizer import load_tokenizer
 
 TEXT = [f"The {noun} is said to be {i} feet long, and nobody has measured it again." for i, noun in enumerate(
@@ -35,7 +36,7 @@ def test_the_first_digit_of_a_number_takes_the_space_before_it_and_the_others_st
     assert [tokenizer.decode([i]) for i in ids] == ["is", " 4", "0", "7", "1", "."]
 
 
-@pytest.mark.parametrize("stage, length", [("direct", 256), ("echo", 256), ("all", 256), ("all", 1024), ("all", 2048)])
+@pytest.mark.parametrize("stage, length", [("direct", 256), ("echo", 256), ("ruler", 512), ("all", 256), ("all", 2048)])
 def test_every_token_is_followed_by_the_next_but_an_answer_by_its_end(tokenizer, stage, length):
     source = data(tokenizer)
     kinds = set()
@@ -48,7 +49,8 @@ def test_every_token_is_followed_by_the_next_but_an_answer_by_its_end(tokenizer,
         weight_one = {i for _, begin, end in s.spans for i in range(begin, end)}
         assert {i for i, w in enumerate(s.weights) if w == 1} == weight_one
         kinds |= {kind for kind, _, _ in s.spans}
-    assert kinds >= {"direct": {"direct"}, "echo": {"echo"}}.get(stage, {"essay", "vt", "lookup", "multikey_2"})
+    everything = {"essay", "lookup", "multikey_2", *["vt"] * (length > 256)}
+    assert kinds >= {"direct": {"direct"}, "echo": {"echo"}, "ruler": {"ruler"}}.get(stage, everything)
 
 
 def test_answers_are_in_the_text_before_them(tokenizer):
@@ -62,9 +64,12 @@ def test_answers_are_in_the_text_before_them(tokenizer):
 
 def test_held_out_words_and_numbers_are_never_drawn():
     drawer = train.Drawer(random.Random(0), train.keep)
-    words = [part for _ in range(500) for part in drawer.draw("words").split("-", 1)]
-    numbers = [drawer.draw("numbers") for _ in range(500)]
-    assert all(map(train.keep, words + numbers))
+    seen = [{word for word in wordlist(kind) if train.keep(word)} for kind in ("adjective", "noun")]
+    for _ in range(500):
+        key, number = drawer.draw("words"), drawer.draw("numbers")
+        cuts = [i for i, letter in enumerate(key) if letter == "-"]
+        assert any(key[:i] in seen[0] and key[i + 1 :] in seen[1] for i in cuts)
+        assert train.keep(number)
     assert 0.7 < sum(train.keep(str(n)) for n in range(10**6, 10**6 + 5000)) / 5000 < 0.9
 
 
