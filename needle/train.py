@@ -4,8 +4,10 @@ A small Llama that answers questions about long texts. It is trained on the task
 variable tracking, the look-up of 2StageRetr) in their own wordings and others, hidden in plain text that a Debian
 machine has (manuals, licences) and in each other, from short to long:
 
-1. random tokens, a stretch of varying length repeated: attention learns to copy what followed the last time.
-2. questions, at the shortest length, then at twice the length whenever most are answered.
+1. random phrases that come again and again: attention copies what followed the last time.
+2. facts that are asked for with the words before their value: first nothing between key and value, then a few words.
+3. RULER's wording, which asks in other words than the facts are told in, several questions about a text.
+4. all tasks, then at twice the length whenever most questions are answered.
 
 Every token counts a little and every token of an answer in full. Resumable: run the same command again. With
 --ship DIR the weights reached are written as a checkpoint.
@@ -422,11 +424,6 @@ class Trainer:
                 optimizer.load_state_dict(found)
             self.__dict__.update(state)
 
-    def adopt(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state.pop("model"))
-        self.__dict__.update(state)
-
     def rate(self) -> float:
         """A warm-up, a plateau, and a linear fall to zero over the last 30% of the time."""
         left = 1 - self.seconds / 60 / self.minutes
@@ -540,8 +537,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args.out, args.device, args.minutes, args.tokens_per_step)
     trainer.resume()
-    if trainer.step == 0 and (args.out / "warm.pt").exists():
-        trainer.adopt(args.out / "warm.pt")
     if args.ship:
         return ship(trainer, args.ship)
     text = paragraphs()

@@ -37,23 +37,28 @@ def draw(rows: list[dict], samples: list[dict], path: str | Path) -> None:
 
 
 def over(axis, rows: list[dict], what: str, label: str) -> None:
-    """A line a method: its mean score over all tasks, at each budget."""
+    """A line a method, its mean score over all tasks at each budget; level where there is no budget."""
     lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         options = "".join(f":{key}={value}" for key, value in row["options"].items())
         lines[row["kv"] + options][row["budget"]].append(row)
-    for method, budgets in lines.items():
+    ticks = set()
+    for i, (method, budgets) in enumerate(lines.items()):
         points = []
         for budget, own in budgets.items():
             read = sum(r["step_device_bytes"] + r["step_host_bytes"] for r in own) / len(own) / 1e6
             points.append((budget if what == "budget" else read, sum(r["score"] for r in own) / len(own)))
-        if points[0][0] is None:  # no budget: the same score everywhere
-            axis.axhline(points[0][1], linestyle="--", color="gray", label=method)
+        if points[0][0] is None:
+            axis.axhline(points[0][1], linestyle="--", color=f"C{i}", label=method)
         else:
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=method)
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", color=f"C{i}", label=method)
+            ticks |= {x for x, _ in points}
     axis.set(xlabel=label, ylabel="accuracy, mean of the tasks", ylim=(-3, 103))
-    if axis.lines and any(len(line.get_xdata()) and line.get_marker() == "o" for line in axis.lines):
+    if ticks:
         axis.set_xscale("log")
+        axis.minorticks_off()
+        apart = [x for i, x in enumerate(sorted(ticks)) if not i or x / sorted(ticks)[i - 1] > 1.15]
+        axis.set_xticks(apart, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in apart])
     axis.grid(alpha=0.3)
     axis.legend()
 
