@@ -1,7 +1,8 @@
-"""What every command line of this repo does with an exception that is not a bug."""
+"""What every command line of this repo does with mistakes: exceptions that are not bugs, unwritable outputs."""
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -16,3 +17,9 @@ def run(main: Callable[[], object]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def check_output(name: str | None, flag: str) -> None:
+    """Raises ValueError if a file of that name (- is stdout) could not be written once the work is done."""
+    if name not in (None, "-") and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
+        raise ValueError(f"{flag} {name}: not a file in an existing folder")

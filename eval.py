@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import kv as methods
-from cli import run
+from cli import check_output, run
 from device import DTYPES
 from engine import Engine
 from generate import number, read_text
@@ -298,10 +298,10 @@ def is_too_small(method: Method, error: ValueError) -> bool:
 
 def use(engine: Engine, method: Method, job: Job, batch: int) -> dict:
     """Gives the engine the caches for a job, unless it has them; their bytes a row, and those that a step reads."""
-    plan = (method, job.prompt, job.new, batch)
-    if getattr(engine, "plan", None) != plan or engine.method != method.kv:
+    wanted = (method.kv, (method.budget, method.options, engine.profile), batch, job.prompt, job.new)
+    has = (engine.method, engine.arguments, engine.batch, engine.max_prompt, engine.max_new_tokens)
+    if wanted != has or engine.shape is None:  # no shape: what was asked for last was refused
         engine.use(method.kv, method.budget, method.options, batch, job.prompt, job.new)
-        engine.plan = plan
     device, host, full = engine.kv_bytes()
     read = [layer.step_bytes(job.prompt + 1) for layer in engine.layers]
     return {
@@ -364,11 +364,6 @@ def table(rows: list[dict], jobs: list[Job], chosen: list[Method]) -> str:
         "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     )
-
-
-def check_output(name: str | None, flag: str) -> None:
-    if name not in (None, "-") and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
-        raise ValueError(f"{flag} {name}: not a file in an existing folder")
 
 
 def list_tasks() -> Iterator[str]:

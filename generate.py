@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 import kv
-from cli import run
+from cli import check_output, run
 from device import DTYPES
 from engine import Engine
 
@@ -212,8 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(args)
     if not all(prompts):
         raise ValueError("the prompt is empty")
-    if args.json not in (None, "-") and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise ValueError(f"--json {args.json}: not a file in an existing folder")
+    check_output(args.json, "--json")
     with ExitStack() as stack:
         checkpoint = args.checkpoint
         if checkpoint is None and not (NEEDLE / "config.json").exists():
