@@ -45,10 +45,10 @@ CONFIG = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "intermediate_size": 768,
-    "vocab_size": 2048,
+    "vocab_size": 4096,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
+    "rope_theta": 1e7,
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -56,11 +56,11 @@ CONFIG = {
 BOS, EOS = 1, 2
 LEARNING_RATE = 8e-4
 TEXT_WEIGHT = 0.02  # of a token outside answers, in the loss
-STAGES = (
-    ("repeats", 256), ("direct", 256), ("echo", 256), ("ruler", 512),
-    *(("all", n) for n in (512, 1024, 2048, 4096)),
+STAGES = (  # what, at which length, and at which share of the whole time the next one comes at the latest
+    ("repeats", 256, 0.05), ("direct", 256, 0.1), ("echo", 256, 0.15), ("ruler", 512, 0.3),
+    ("all", 512, 0.45), ("all", 1024, 0.6), ("all", 2048, 0.8), ("all", 4096, 1.0),
 )  # fmt: skip
-ENOUGH = 0.8  # share of answers right, all tokens of them, before the next stage
+ENOUGH = 0.8  # share of answers right, all tokens of them, at which it comes earlier
 
 # Plain text
 
@@ -103,6 +103,23 @@ def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
 def keep(drawn: str) -> bool:
     """Whether training may see a word or a number; a fifth of either is held out."""
     return zlib.crc32(drawn.encode()) % 5 > 0
+
+
+class Alike(Drawer):
+    """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
+
+    def words(self) -> str:
+        words = super().words().split("-", 1)
+        others = [key.split("-", 1) for key in sorted(self.drawn) if key.count("-") == 1]
+        if others and self.rng.random() < 0.6:
+            i = self.rng.randrange(2)
+            words[i] = self.rng.choice(others)[i]
+        return "-".join(words)
+
+    def numbers(self) -> str:
+        if not hasattr(self, "digits"):
+            object.__setattr__(self, "digits", self.rng.sample("123456789", 3))
+        return self._kept(lambda: "".join(self.rng.choices(self.digits, k=7)))
 
 
 # The first ones ask with the words that stand before the value: the easiest to learn.
@@ -166,8 +183,10 @@ class Data:
         setting = self.setting(length, questions)
         reserve = (40 if niah.value == "uuids" else 24) * niah.values * niah.queries + 60 * (questions - 1)
 
+        drawer = Alike if self.rng.random() < (0.3 if kind in ("direct", "echo") else 0.6) else Drawer
+
         def make(n: int) -> Sample:
-            return niah.sample(setting, Drawer(random.Random(setting.seed), keep), n)
+            return niah.sample(setting, drawer(random.Random(setting.seed), keep), n)
 
         sample = fit(make, setting, reserve, least=max(niah.keys, niah.queries) * niah.values)
         text, answers = sample.text, []
@@ -343,8 +362,9 @@ def new_model(seed: int) -> Transformer:
     """Random weights, but for a start on copying: a few heads begin as an induction circuit (Olsson et al., arXiv
     2209.11895). Found by training alone it takes most of an hour here; all of it is trained like the rest.
 
-    In layer 0, one head a group looks one token back and writes a code of what it sees beside the token. In the next
-    two, two heads a group look for tokens whose code matches the token they stand on, and copy the tokens found.
+    In layer 0, one head looks one token back and another over the last twenty or so; both write a code of what they
+    see beside the token. In the next two layers heads look for a token that follows one like the token they stand on,
+    and whose surroundings are like theirs, and copy it.
     """
     c, generator = ModelConfig.from_dict(CONFIG), torch.Generator().manual_seed(seed)
     model, group, size = Transformer(c), c.n_head // c.n_kv_head, c.head_dim
@@ -360,15 +380,17 @@ def new_model(seed: int) -> Transformer:
     token += common * (token.norm(dim=-1).mean() - token @ common)[:, None]
     speed, _ = rope_frequencies(c.rope, size, 1)
     half = size // 2
-    fast, slow = torch.arange(16), torch.arange(10, half)  # channels that tell neighbours apart, and that last
+    fast, slow = torch.arange(16), torch.arange(16, half)  # channels that tell positions apart, and that do not
     marks = torch.cat((slow, slow + half))
-    back = torch.zeros(size)  # a key that a query one token on finds at once
+    back = torch.zeros(size)  # the key of every token
     back[fast] = 8.0
-    ahead = torch.zeros(size)
+    ahead, around = torch.zeros(size), torch.zeros(size)  # queries that find one token back, and the last few
     ahead[fast], ahead[fast + half] = 8.0 * speed[fast].cos(), -8.0 * speed[fast].sin()
+    around[6:13] = torch.tensor([1.0, 2.0, 4.0, 6.0, 6.0, 6.0, 6.0])
     plain = torch.eye(c.dim) - torch.outer(common, common)
-    spaces = torch.linalg.qr(random(c.dim, c.n_kv_head * len(marks)))[0].chunk(c.n_kv_head, dim=1)  # where codes go
-    bare = plain - sum(space @ space.T for space in spaces)
+    before, near = torch.linalg.qr(random(c.dim, 2 * len(marks)))[0].chunk(2, dim=1)  # where codes go
+    bare = plain - before @ before.T - near @ near.T
+    code = random(len(marks), c.dim, std=0.0625) @ plain
 
     def parts(layer: int, g: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of a group's weights: query [group,size,dim], key and value [size,dim], output [dim,group,size]."""
@@ -377,17 +399,19 @@ def new_model(seed: int) -> Transformer:
         heads = slice(g * group, (g + 1) * group)
         return q[heads], k[g], v[g], a.wo.weight.data.unflatten(1, (-1, size))[:, heads]
 
-    for g, space in enumerate(spaces):
-        code = random(len(marks), c.dim, std=0.0625) @ plain
-        q, k, v, o = parts(0, g)
-        q[0] += torch.outer(ahead, common) / 11.3  # of a normalised token, 11.3 lies in the common direction
-        k += torch.outer(back, common) / 11.3
-        v[: len(marks)] = code
-        o[:, 0, : len(marks)] = 0.07 * space
-        for layer in (1, 2):
+    q, k, v, o = parts(0, 0)
+    k += torch.outer(back, common) / 11.3  # of a normalised token, 11.3 lies in the common direction
+    q[0] += torch.outer(ahead, common) / 11.3
+    q[1] += torch.outer(around, common) / 11.3
+    v[: len(marks)] = code
+    o[:, 0, : len(marks)] = 0.07 * before
+    o[:, 1, : len(marks)] = 0.14 * near
+    for layer in (1, 2):
+        for g in range(c.n_kv_head):
             q, k, v, o = parts(layer, g)
-            q[:2, marks] = 1.9 * code
-            k[marks] = 1.9 * space.T
+            q[0, marks] = 1.9 * (code + near.T)
+            q[1, marks] = 1.9 * near.T
+            k[marks] = 1.9 * (before + near).T
             v.copy_(random(size, c.dim, std=0.0625) @ bare)
             o[:, :2] = 0.08 * v.T[:, None]
     return model
@@ -399,7 +423,7 @@ class Trainer:
         self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
         self.right: dict[str, float] = {}  # running share of answers foreseen whole
         speed, _ = rope_frequencies({"rope_type": "default", **CONFIG}, CONFIG["head_dim"], 1)
-        angle = torch.arange(max(n for _, n in STAGES))[:, None].float() * speed
+        angle = torch.arange(max(n for _, n, _ in STAGES))[:, None].float() * speed
         self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
         self.model = new_model(seed=0).to(device)
         self.forward = torch.compile(partial(forward, self.model), dynamic=False)
@@ -425,14 +449,14 @@ class Trainer:
             self.__dict__.update(state)
 
     def rate(self) -> float:
-        """A warm-up, a plateau, and a linear fall to zero over the last 30% of the time."""
+        """A warm-up, a plateau, and a linear fall to zero over the last 40% of the time."""
         left = 1 - self.seconds / 60 / self.minutes
-        return LEARNING_RATE * min(1.0, (self.step + 1) / 100, max(left / 0.3, 0.0))
+        return LEARNING_RATE * min(1.0, (self.step + 1) / 100, max(left / 0.4, 0.0))
 
     def batch(self, data: Data) -> list[Sequence]:
-        stage, length = STAGES[self.stage]
-        if stage == "all" and data.rng.random() < 0.3:  # what was learned before stays in the mix
-            stage, length = data.rng.choice(STAGES[1 : self.stage + 1])
+        stage, length, _ = STAGES[self.stage]
+        if stage == "all" and data.rng.random() < 0.2:  # what was learned before stays in the mix
+            stage, length, _ = data.rng.choice(STAGES[2 : self.stage + 1])
         count = max(1, self.tokens_per_step // length)
         copies = [stage == "repeats" or data.rng.random() < 0.05 for _ in range(count)]
         return [data.repeats(length) if copy else data.sequence(stage, length) for copy in copies]
@@ -461,10 +485,11 @@ class Trainer:
         return loss.item()
 
     def promote(self) -> None:
-        """The next stage, once most answers of this one are right."""
-        stage, _ = STAGES[self.stage]
-        easy = ["noise", "essay", "multikey_2"] if stage == "all" else [stage]
-        if self.stage + 1 < len(STAGES) and all(self.right.get(kind, 0) > ENOUGH for kind in easy):
+        """The next stage, once most answers of this one are right or its time is over."""
+        stage, _, until = STAGES[self.stage]
+        asked = ["noise", "essay", "multikey_2"] if stage == "all" else [stage]
+        enough = all(self.right.get(kind, 0) > ENOUGH for kind in asked)
+        if self.stage + 1 < len(STAGES) and (enough or self.seconds > 60 * self.minutes * until):
             self.stage += 1
             self.right = {kind: 0.5 * right for kind, right in self.right.items()}
 

@@ -62,8 +62,9 @@ def test_answers_are_in_the_text_before_them(tokenizer):
                 assert value in answer and value in episode.sample.text
 
 
-def test_held_out_words_and_numbers_are_never_drawn():
-    drawer = train.Drawer(random.Random(0), train.keep)
+@pytest.mark.parametrize("kind", [train.Drawer, train.Alike])
+def test_held_out_words_and_numbers_are_never_drawn(kind):
+    drawer = kind(random.Random(0), train.keep)
     seen = [{word for word in wordlist(kind) if train.keep(word)} for kind in ("adjective", "noun")]
     for _ in range(500):
         key, number = drawer.draw("words"), drawer.draw("numbers")
@@ -91,6 +92,15 @@ def test_a_new_model_copies_before_any_training():
     assert loss(slice(14, 24)) < loss(slice(1, 12)) - 0.25
 
 
+def test_alike_keys_share_words_and_alike_numbers_digits():
+    drawer = train.Alike(random.Random(0))
+    keys, numbers = [drawer.draw("words") for _ in range(40)], [drawer.draw("numbers") for _ in range(40)]
+    assert len(set(keys)) == len(set(numbers)) == 40
+    words = [word for key in keys for word in key.split("-", 1)]
+    assert len(set(words)) < 0.8 * len(words)
+    assert len(set("".join(numbers))) == 3 and all(len(number) == 7 for number in numbers)
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Three narrow layers, nothing compiled."""
@@ -112,7 +122,7 @@ def test_a_run_goes_on_from_where_it_was_saved(small, tokenizer, folder):
     assert again.train_step(batch) == pytest.approx(run.train_step(batch), rel=1e-3)  # the optimizer came along
 
 
-def test_stages_follow_one_another_when_most_answers_are_right(small, folder):
+def test_stages_follow_one_another_when_most_answers_are_right_or_their_time_is_over(small, folder):
     run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
     run.right = {"repeats": train.ENOUGH - 0.01}
     run.promote()
@@ -120,6 +130,12 @@ def test_stages_follow_one_another_when_most_answers_are_right(small, folder):
     run.right = {"repeats": train.ENOUGH + 0.01}
     run.promote()
     assert train.STAGES[run.stage][0] == "direct"
+    run.seconds = 600 * train.STAGES[1][2] - 1
+    run.promote()
+    assert train.STAGES[run.stage][0] == "direct"
+    run.seconds += 2
+    run.promote()
+    assert train.STAGES[run.stage][0] == "echo"
 
 
 def test_what_is_shipped_is_what_was_trained(small, tokenizer, folder, tmp_path):
