@@ -210,7 +210,7 @@ class Data:
         answers = []
         for question in sample.questions:
             a, b = map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())
-            answers.append(f'Since {a} + {b} = {a + b}, the corresponding color is "{question.answers[0]}".')
+            answers.append(f"{a} + {b} = {a + b}: {question.answers[0]}.")
         return Episode("lookup", sample, answers)
 
     def echo(self, kind: str, length: int, questions: int) -> Episode:
@@ -247,7 +247,7 @@ class Data:
         value = "uuids" if long and rng.random() < 0.15 else "numbers"
         kind = rng.choices(
             ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
-            [1.5, 0.5, 4, 3, long, 0.7, 0.7, 1, 1.5],
+            [1, 0.5, 3, 2.5, long, 1.5, 1.2, 1.8, 1.5],
         )[0]
         match kind:
             case "echo":
