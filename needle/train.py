@@ -247,7 +247,7 @@ class Data:
         value = "uuids" if long and rng.random() < 0.15 else "numbers"
         kind = rng.choices(
             ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
-            [1, 0.5, 3, 2.5, long, 1.5, 1.2, 1.8, 1.5],
+            [1, 0.5, 3, 2.5, long, 1.5, 1.2, 2 if length > 512 else 5, 1],
         )[0]
         match kind:
             case "echo":
@@ -274,6 +274,8 @@ class Data:
         """Episodes until `length` tokens are full, the rest plain text."""
         s = Sequence()
         while (room := length - len(s.ids)) >= 128:
+            if self.rng.random() < 0.4:  # short ones teach more a token
+                room = min(room, self.rng.choice([256, 512]))
             try:
                 episode = self.episode(stage, room)
             except ValueError:  # what was drawn does not fit into the rest
