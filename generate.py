@@ -7,9 +7,7 @@ import argparse
 import json
 import resource
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
@@ -213,17 +211,9 @@ def main(argv: list[str] | None = None) -> None:
     if not all(prompts):
         raise ValueError("the prompt is empty")
     check_output(args.json, "--json")
-    with ExitStack() as stack:
-        checkpoint = args.checkpoint
-        if checkpoint is None and not (NEEDLE / "config.json").exists():
-            from needle.untrained import write_untrained
-
-            checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "untrained"
-            write_untrained(checkpoint)
-            print("needle/ has no trained checkpoint: these weights are random, and so is the answer", file=sys.stderr)
-        elif checkpoint is None:
-            checkpoint = NEEDLE
-        answer(args, prompts, checkpoint, sys.stderr if args.json == "-" else sys.stdout)
+    if args.checkpoint is None and args.prompt is args.prompt_file is args.batch_file is None:
+        print("...", prompts[0].splitlines()[-1], file=sys.stderr)
+    answer(args, prompts, args.checkpoint or NEEDLE, sys.stderr if args.json == "-" else sys.stdout)
 
 
 if __name__ == "__main__":

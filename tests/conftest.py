@@ -1,5 +1,6 @@
 """Small checkpoints that the tests make for themselves, and one compile cache for the whole run."""
 
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -8,10 +9,12 @@ from pathlib import Path
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "kv-fast-test-inductor"))
 
 import pytest
+import sentencepiece
 import torch
 
 from checkpoint import write_checkpoint
 from model import ModelConfig, Transformer
+from tasks import shipped_haystack
 
 for function in (torch.cos, torch.sin, torch.exp):  # MKL may round its first call, if from many threads, coarsely
     function(torch.ones(1))
@@ -37,7 +40,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def write_random(folder: Path, seed: int = 0, **changes) -> Path:
+def write_random(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
     """A converted checkpoint with random weights and no tokenizer, whose logits are far from uniform."""
     config = LLAMA | changes
     model = Transformer(ModelConfig.from_dict(config))
@@ -46,6 +49,7 @@ def write_random(folder: Path, seed: int = 0, **changes) -> Path:
         scale = 0.2 if parameter.dim() > 1 and "embeddings" not in name else 1.0
         parameter.data = torch.randn(parameter.shape, generator=generator) * scale
         parameter.data += parameter.dim() == 1  # norms around 1
+    model.to(dtype)
     write_checkpoint(folder, config, model.state_dict(), model.state_dict().__getitem__)
     return folder
 
@@ -59,8 +63,14 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def text_checkpoint(tmp_path_factory) -> Path:
     """A random checkpoint with a tokenizer."""
-    from needle.untrained import write_untrained
-
-    folder = tmp_path_factory.mktemp("checkpoint") / "text"
-    write_untrained(folder)
+    folder, tokenizer = tmp_path_factory.mktemp("checkpoint") / "text", io.BytesIO()
+    sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 1024}
+    ends = {"max_position_embeddings": 32768, "bos_token_id": 1, "eos_token_id": 2}
+    write_random(folder, dtype=torch.bfloat16, intermediate_size=768, **sizes, **ends)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(shipped_haystack().splitlines()), model_writer=tokenizer, vocab_size=1024,
+        model_type="bpe", byte_fallback=True, split_digits=True, minloglevel=2, remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(tokenizer.getvalue())
     return folder

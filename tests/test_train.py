@@ -1,5 +1,6 @@
 """needle/train.py: what its sequences teach, that a run can be stopped, and that what it ships is what it trained."""
 
+import gzip
 import random
 
 import pytest
@@ -60,6 +61,17 @@ def test_answers_are_in_the_text_before_them(tokenizer):
         for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
             for value in question.answers:
                 assert value in answer and value in episode.sample.text
+
+
+def test_paragraphs_are_prose_without_markup_each_once(tmp_path):
+    prose = "The quick brown fox jumps over the lazy dog and then it sleeps in the warm sun until the evening comes. " * 2
+    manual = f".TH FOX 1\n.SH NAME\n.PP\n\\fB{prose.strip()}\\fR\n\n.B fox\n\n"
+    (tmp_path / "man/man1").mkdir(parents=True)
+    (tmp_path / "man/man1/fox.1.gz").write_bytes(gzip.compress(manual.encode()))
+    (tmp_path / "man/man1/broken.1.gz").write_bytes(b"not gzip")
+    (tmp_path / "common-licenses").mkdir()
+    (tmp_path / "common-licenses/FOX").write_text(f"{prose}\n\nToo short.\n\n{'7 * 8 = 56; ' * 30}\n\n{prose}\n")
+    assert train.paragraphs(tmp_path) == [prose.strip()]
 
 
 @pytest.mark.parametrize("kind", [train.Drawer, train.Alike])

@@ -1,0 +1,51 @@
+"""The checkpoint in needle/: small, what its model card says, and able to tell a good cache from a bad one."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint import open_weights
+from engine import Engine
+from needle import train
+from needle.sparsity import sparsity
+from tasks import Setting
+from tasks.registry import TASKS
+
+NEEDLE = Path(train.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load(NEEDLE, compile=False, max_new_tokens=32, seed=0)
+
+
+def accuracy(engine, task, length, samples, kv="full", budget=None, seed=1):
+    engine.use(kv, budget, batch=4, max_new_tokens=32)
+    setting = Setting(length, engine.encode, engine.tokenizer.decode, seed)
+    asked = [TASKS[task].sample(setting, i) for i in range(samples)]
+    answers = engine.generate([sample.prompt for sample in asked])
+    scores = [
+        TASKS[task].score(answer.answers[0].text, sample.questions[0])
+        for answer, sample in zip(answers, asked, strict=True)
+    ]
+    return sum(scores) / len(scores)
+
+
+def test_it_is_small():
+    assert sum(file.stat().st_size for file in NEEDLE.glob("model*.safetensors")) <= 20e6
+    assert sum(tensor.dtype.itemsize for tensor in open_weights(NEEDLE).values()) == 2 * len(open_weights(NEEDLE))
+
+
+def test_its_config_is_that_of_the_training():
+    assert Engine.load(NEEDLE, compile=False).config.n_layer == train.CONFIG["num_hidden_layers"]
+
+
+def test_it_finds_needles_with_the_full_cache_and_not_outside_a_window(engine):
+    for task in ("niah_single_2", "niah_multikey_1"):
+        assert accuracy(engine, task, 1024, 12) >= 80
+    assert accuracy(engine, "niah_single_2", 1024, 12, "streaming", 100) <= 40
+
+
+def test_sparsity_is_a_share_of_the_mass_for_each_layer_and_head(engine):
+    mass = sparsity(engine, "niah_single_2", 512, 2)
+    assert mass.shape == (2, 8, 8) and mass.min() >= 0.05 and mass.max() <= 1.0001
