@@ -316,7 +316,8 @@ class Engine:
         for layer in self.layers:
             layer.fit(length, new)
         compiled = counters["stats"]["unique_graphs"]
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.compile and self.device.type == "cuda":  # it imports torch's compiler, which takes a second
+            torch.compiler.cudagraph_mark_step_begin()
         if commands != self.commands:  # from pinned memory: a copy from any other would wait for the last step
             pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")
             self.commands, self.command = commands, pinned.to(self.device, non_blocking=True)

@@ -7,7 +7,9 @@ machine has (manuals, licences) and in each other, from short to long:
 1. random phrases that come again and again: attention copies what followed the last time.
 2. facts that are asked for with the words before their value: first nothing between key and value, then a few words.
 3. RULER's wording, which asks in other words than the facts are told in, several questions about a text.
-4. all tasks, then at twice the length whenever most questions are answered.
+4. all tasks, then at twice the length.
+
+The next stage comes when most questions are answered, or at a share of the whole time.
 
 Every token counts a little and every token of an answer in full. Resumable: run the same command again. With
 --ship DIR the weights reached are written as a checkpoint.
@@ -109,9 +111,9 @@ class Alike(Drawer):
     """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
 
     def words(self) -> str:
-        words = super().words().split("-", 1)
-        others = [key.split("-", 1) for key in sorted(self.drawn) if key.count("-") == 1]
-        if others and self.rng.random() < 0.6:
+        words = super().words().split("-")
+        others = [key.split("-") for key in sorted(self.drawn) if key.count("-") == 1]
+        if others and len(words) == 2 and self.rng.random() < 0.6:
             i = self.rng.randrange(2)
             words[i] = self.rng.choice(others)[i]
         return "-".join(words)
@@ -550,7 +552,8 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
 
 def ship(trainer: Trainer, out: Path) -> None:
     weights = {name: p.to(torch.bfloat16) for name, p in trainer.model.state_dict().items()}
-    write_checkpoint(out, CONFIG, weights, weights.__getitem__, copy_from=trainer.folder, force=True)
+    config = CONFIG | {"max_position_embeddings": STAGES[trainer.stage][1]}  # longer texts it cannot read
+    write_checkpoint(out, config, weights, weights.__getitem__, copy_from=trainer.folder, force=True)
 
 
 def main() -> None:

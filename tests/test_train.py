@@ -64,7 +64,7 @@ def test_answers_are_in_the_text_before_them(tokenizer):
 
 
 def test_paragraphs_are_prose_without_markup_each_once(tmp_path):
-    prose = "The quick brown fox jumps over the lazy dog and then it sleeps in the warm sun until the evening comes. " * 2
+    prose = "The quick brown fox jumps over the lazy dog and then it sleeps in the sun until the evening comes. " * 2
     manual = f".TH FOX 1\n.SH NAME\n.PP\n\\fB{prose.strip()}\\fR\n\n.B fox\n\n"
     (tmp_path / "man/man1").mkdir(parents=True)
     (tmp_path / "man/man1/fox.1.gz").write_bytes(gzip.compress(manual.encode()))
@@ -87,21 +87,20 @@ def test_held_out_words_and_numbers_are_never_drawn(kind):
 
 
 def test_a_new_model_copies_before_any_training():
-    """In a random stretch that repeats, the circuit it starts with makes the right token likelier than any other."""
-    model = train.new_model(0)
-    rng = random.Random(0)
-    stretch = [rng.randrange(3, train.CONFIG["vocab_size"]) for _ in range(12)]
-    tokens = torch.tensor([[train.BOS, *stretch, *stretch]])
+    """Where a random stretch comes again, the circuit it starts with makes the right token likelier than before."""
+    model, gain = train.new_model(0), 0.0
     speed, _ = rope_frequencies(model.config.rope, model.config.head_dim, 1)
-    angle = torch.arange(tokens.shape[1])[:, None].float() * speed
-    follow = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
-
-    def loss(span: slice) -> float:
-        weights = torch.zeros(tokens.shape)
-        weights[:, span] = 1
-        return train.forward(model, tokens, angle.cos(), angle.sin(), follow, weights)[0].item()
-
-    assert loss(slice(14, 24)) < loss(slice(1, 12)) - 0.25
+    for seed in range(4):
+        rng = random.Random(seed)
+        stretch = [rng.randrange(3, train.CONFIG["vocab_size"]) for _ in range(40)]
+        tokens = torch.tensor([[train.BOS, *stretch, *stretch]])
+        angle = torch.arange(tokens.shape[1])[:, None].float() * speed
+        follow = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
+        for span, sign in ((slice(1, 40), 1), (slice(42, 80), -1)):
+            weights = torch.zeros(tokens.shape)
+            weights[:, span] = 1
+            gain += sign * train.forward(model, tokens, angle.cos(), angle.sin(), follow, weights)[0].item() / 4
+    assert gain > 0.05
 
 
 def test_alike_keys_share_words_and_alike_numbers_digits():
@@ -162,3 +161,4 @@ def test_what_is_shipped_is_what_was_trained(small, tokenizer, folder, tmp_path)
     cos, sin = run.cos[: len(ids)], run.sin[: len(ids)]
     expected = train.logits(run.model, torch.tensor([ids]), cos, sin)[0]
     assert torch.allclose(engine.logits(ids[:5], ids[5:]), expected[4:-1], atol=1e-4)
+    assert engine.config.max_length == train.STAGES[run.stage][1]
