@@ -246,10 +246,10 @@ class Data:
             return self.drill(length, rng.randint(2, min(8, length // 60)))
         questions = rng.randint(1, min(8, length // 100))
         wording = None if rng.random() < 0.7 else rng.choice(WORDINGS)
-        value = "uuids" if long and rng.random() < 0.15 else "numbers"
+        value = "uuids" if long and rng.random() < 0.25 else "numbers"
         kind = rng.choices(
             ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
-            [1, 0.5, 3, 2.5, long, 1.5, 1.2, 2 if length > 512 else 5, 1],
+            [1, 0.5, 2.5, 2, 1.5 * long, 2.5, 1, 2 if length > 512 else 6, 0.7],
         )[0]
         match kind:
             case "echo":
@@ -459,7 +459,7 @@ class Trainer:
 
     def batch(self, data: Data) -> list[Sequence]:
         stage, length, _ = STAGES[self.stage]
-        if stage == "all" and data.rng.random() < 0.2:  # what was learned before stays in the mix
+        if stage == "all" and data.rng.random() < 0.5:  # what was learned before stays in the mix
             stage, length, _ = data.rng.choice(STAGES[2 : self.stage + 1])
         count = max(1, self.tokens_per_step // length)
         copies = [stage == "repeats" or data.rng.random() < 0.05 for _ in range(count)]
