@@ -36,7 +36,7 @@ from torch import Tensor
 from checkpoint import write_checkpoint
 from model import ModelConfig, Transformer, rope_frequencies
 from tasks import Sample, Setting, fit, two_stage
-from tasks.ruler import MANY, NIAH, ONE, Drawer, Niah, Wording, all_words, join, tracking
+from tasks.ruler import MANY, NIAH, ONE, Drawer, Niah, Wording, all_words, join, tracking, variable_tracking
 from tokenizer import Tokenizer, load_tokenizer
 
 CONFIG = {
@@ -203,7 +203,10 @@ class Data:
 
     def tracking(self, length: int) -> Episode:
         setting, hops, size = self.setting(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
-        sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
+        if length >= 1024 and self.rng.random() < 0.6:  # as RULER has it, an example of another chain before
+            sample = variable_tracking(setting, 0)
+        else:
+            sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
         return Episode("vt", sample, [" ".join(sample.questions[0].answers)])
 
     def lookup(self, length: int, questions: int) -> Episode:
