@@ -110,6 +110,10 @@ def keep(drawn: str) -> bool:
 class Alike(Drawer):
     """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "digits", self.rng.sample("123456789", 3))
+
     def words(self) -> str:
         words = super().words().split("-")
         others = [key.split("-") for key in sorted(self.drawn) if key.count("-") == 1]
@@ -119,8 +123,6 @@ class Alike(Drawer):
         return "-".join(words)
 
     def numbers(self) -> str:
-        if not hasattr(self, "digits"):
-            object.__setattr__(self, "digits", self.rng.sample("123456789", 3))
         return self._kept(lambda: "".join(self.rng.choices(self.digits, k=7)))
 
 
@@ -184,7 +186,6 @@ class Data:
     def niah(self, kind: str, length: int, niah: Niah, questions: int) -> Episode:
         setting = self.setting(length, questions)
         reserve = (40 if niah.value == "uuids" else 24) * niah.values * niah.queries + 60 * (questions - 1)
-
         drawer = Alike if self.rng.random() < (0.3 if kind in ("direct", "echo") else 0.6) else Drawer
 
         def make(n: int) -> Sample:

@@ -36,8 +36,8 @@ def test_it_is_small():
     assert sum(tensor.dtype.itemsize for tensor in open_weights(NEEDLE).values()) == 2 * len(open_weights(NEEDLE))
 
 
-def test_its_config_is_that_of_the_training():
-    assert Engine.load(NEEDLE, compile=False).config.n_layer == train.CONFIG["num_hidden_layers"]
+def test_its_config_is_that_of_the_training(engine):
+    assert engine.config.n_layer == train.CONFIG["num_hidden_layers"]
 
 
 def test_it_finds_needles_with_the_full_cache_and_not_outside_a_window(engine):
