@@ -1,9 +1,12 @@
-"""What every command line of this repo does with mistakes: exceptions that are not bugs, unwritable outputs."""
+"""What the command lines share: mistakes that are not bugs, lists of methods and budgets, tables."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+import kv as methods
 
 
 def run(main: Callable[[], object]) -> NoReturn:
@@ -23,3 +26,64 @@ def check_output(name: str | None, flag: str) -> None:
     """Raises ValueError if a file of that name (- is stdout) could not be written once the work is done."""
     if name not in (None, "-") and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
         raise ValueError(f"{flag} {name}: not a file in an existing folder")
+
+
+def number(text: str) -> int | float:
+    """A budget: tokens, or a share of the prompt."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def numbers(text: str, flag: str, kind: Callable[[str], int | float]) -> list:
+    """Positive numbers with commas between. Raises ValueError for anything else."""
+    try:
+        found = [kind(part) for part in text.split(",") if part]
+    except ValueError:
+        raise ValueError(f"{flag} {text}: numbers with commas between are expected") from None
+    if any(value <= 0 for value in found):
+        raise ValueError(f"{flag} {text}: must be positive")
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A KV method as the command line names it, with one of its budgets."""
+
+    kv: str
+    budget: int | float | None
+    options: dict
+
+    @property
+    def label(self) -> str:
+        options = "".join(f":{key}={value}" for key, value in self.options.items())
+        return self.kv + options + (f" {self.budget}" if self.budget is not None else "")
+
+
+def choices(text: str, budgets: list) -> list[Choice]:
+    """What `full,streaming:sinks=8` means, every method that takes a budget once with each."""
+    found = []
+    for part in text.split(","):
+        name, *given = part.split(":")
+        options = {}
+        for option in given:
+            key, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"--kv {part}: write options as name:option=value")
+            options[key] = value
+        methods.parse_options(name, options)  # refuses what is unknown
+        takes = methods.METHODS[name].minimum is not None
+        if takes and not budgets:
+            raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
+        found += [Choice(name, budget, options) for budget in (budgets if takes else [None])]
+    return found
+
+
+def columns(lines: list[list[str]]) -> str:
+    """A table as text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )

@@ -17,29 +17,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import kv as methods
-from cli import check_output, run
+from cli import Choice, check_output, choices, columns, number, numbers, run
 from device import DTYPES
 from engine import Engine
-from generate import number, read_text
+from generate import read_text
 from tasks import Sample, Setting, Task, shipped_haystack, texts
 from tasks.registry import GROUPS, TASKS
 
 ROUND = 128  # caches are planned for a multiple of it
-
-
-@dataclass(frozen=True)
-class Method:
-    """A KV method as the command line names it, with one of its budgets."""
-
-    kv: str
-    budget: int | float | None
-    options: dict
-
-    @property
-    def label(self) -> str:
-        options = "".join(f":{key}={value}" for key, value in self.options.items())
-        return self.kv + options + (f" {self.budget}" if self.budget is not None else "")
 
 
 @dataclass
@@ -115,16 +100,6 @@ def parser() -> argparse.ArgumentParser:
 # What is to be run
 
 
-def numbers(text: str, flag: str, kind: type) -> list:
-    try:
-        found = [kind(part) for part in text.split(",") if part]
-    except ValueError:
-        raise ValueError(f"{flag} {text}: numbers with commas between are expected") from None
-    if any(value <= 0 for value in found):
-        raise ValueError(f"{flag} {text}: must be positive")
-    return found
-
-
 def chosen_tasks(text: str) -> list[str]:
     names = [name for part in text.split(",") if part for name in GROUPS.get(part, [part])]
     for name in names:
@@ -133,24 +108,6 @@ def chosen_tasks(text: str) -> list[str]:
     if not names:
         raise ValueError("--tasks names no task")
     return list(dict.fromkeys(names))
-
-
-def chosen_methods(text: str, budgets: list) -> list[Method]:
-    found = []
-    for part in text.split(","):
-        name, *given = part.split(":")
-        options = {}
-        for option in given:
-            key, equals, value = option.partition("=")
-            if not equals:
-                raise ValueError(f"--kv {part}: write options as name:option=value")
-            options[key] = value
-        methods.parse_options(name, options)  # refuses what is unknown
-        takes = methods.METHODS[name].minimum is not None
-        if takes and not budgets:
-            raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
-        found += [Method(name, budget, options) for budget in (budgets if takes else [None])]
-    return found
 
 
 def prepare(args: argparse.Namespace, engine: Engine, tasks: list[str], lengths: list[int]) -> list[Job]:
@@ -237,7 +194,7 @@ def force(engine: Engine, job: Job, index: int, reference: Reference) -> dict:
     return found | {"score": 100 * same, "kl": kl}
 
 
-def key_of(args: argparse.Namespace, method: Method, job: Job, index: int) -> str:
+def key_of(args: argparse.Namespace, method: Choice, job: Job, index: int) -> str:
     """What a result depends on."""
     text = "".join(f"{name}={read_text(file)}" for name in ("haystack", "text") if (file := getattr(args, name)))
     return json.dumps(
@@ -250,7 +207,7 @@ def key_of(args: argparse.Namespace, method: Method, job: Job, index: int) -> st
 
 
 def evaluate(
-    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Method], progress: Progress
+    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress
 ) -> tuple[list[dict], list[dict]]:
     """(rows, samples) of the JSON object."""
     rows, samples, reference = [], [], Reference(engine)
@@ -291,12 +248,12 @@ def evaluate(
     return rows, samples
 
 
-def is_too_small(method: Method, error: ValueError) -> bool:
+def is_too_small(method: Choice, error: ValueError) -> bool:
     """Whether a method was refused for its budget: a cell stays empty, the rest goes on."""
     return method.budget is not None and f"{method.kv} needs a budget of at least" in str(error)
 
 
-def use(engine: Engine, method: Method, job: Job, batch: int) -> dict:
+def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
     """Gives the engine the caches for a job, unless it has them; their bytes a row, and those that a step reads."""
     wanted = (method.kv, (method.budget, method.options, engine.profile), batch, job.prompt, job.new)
     has = (engine.method, engine.arguments, engine.batch, engine.max_prompt, engine.max_new_tokens)
@@ -331,7 +288,7 @@ def summary(job: Job, results: list[dict]) -> dict:
 # Showing
 
 
-def table(rows: list[dict], jobs: list[Job], chosen: list[Method]) -> str:
+def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
     """Methods down, tasks across; first and later questions apart, where there are later ones."""
     lengths = {job.length for job in jobs}
     names = {(j.task, j.length): j.task + (f"@{j.length}" if len(lengths) > 1 else "") for j in jobs}
@@ -359,11 +316,7 @@ def table(rows: list[dict], jobs: list[Job], chosen: list[Method]) -> str:
         size = "-" if most is None else f"{(most['kv_device_bytes'] + most['kv_host_bytes']) / 1e6:.2f} MB"
         share = "-" if most is None else f"{100 * most['share_of_full']:.1f}%"
         lines.append([method.label, *(cell(own[key]) for key in names), *[average] * (len(graded) > 1), size, share])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    )
+    return columns(lines)
 
 
 def list_tasks() -> Iterator[str]:
@@ -381,7 +334,7 @@ def main(argv: list[str] | None = None) -> None:
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
-    chosen = chosen_methods(args.kv, numbers(args.budget, "--budget", number))
+    chosen = choices(args.kv, numbers(args.budget, "--budget", number))
     if args.plot:
         from tasks.plot import draw  # says now if matplotlib is not there
     engine = Engine.load(

@@ -15,21 +15,13 @@ import torch
 from tqdm import tqdm
 
 import kv
-from cli import check_output, run
+from cli import check_output, number, run
 from device import DTYPES
 from engine import Engine
 
 __all__ = ["Engine"]
 NEEDLE = Path(__file__).parent / "needle"
 CHAT_TURNS = 16  # a conversation's caches have room for that many answers and questions of the same length
-
-
-def number(text: str) -> int | float:
-    """A budget: tokens, or a share of the prompt."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
 
 
 def parser() -> argparse.ArgumentParser:

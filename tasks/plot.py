@@ -3,6 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 
+from cli import Choice
 from tasks.needle import DEPTHS
 
 try:
@@ -40,8 +41,7 @@ def over(axis, rows: list[dict], what: str, label: str) -> None:
     """A line a method, its mean score over all tasks at each budget; level where there is no budget."""
     lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        options = "".join(f":{key}={value}" for key, value in row["options"].items())
-        lines[row["kv"] + options][row["budget"]].append(row)
+        lines[Choice(row["kv"], None, row["options"]).label][row["budget"]].append(row)
     ticks = set()
     for i, (method, budgets) in enumerate(lines.items()):
         points = []
