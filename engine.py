@@ -27,6 +27,7 @@ from decoder import SLEEP, Decoder, Sampling, sample
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
 from model import ModelConfig, Transformer
+from quantize import pack, quantize_modules, read_quantization
 from rows import Answer, Completion, Row
 from tokenizer import Stream, Tokenizer, load_tokenizer
 
@@ -107,10 +108,10 @@ class Engine:
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
         config = read_config(folder)
-        if config["kv_fast"].get("quantization"):
-            raise ValueError(f"{folder} holds quantised weights, which are not supported")
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(config))
+        if quantization := read_quantization(config):
+            quantize_modules(model, **quantization)
         eos = read_eos_ids(folder, config, model.config.vocab_size)
         tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
         if tokenizer is not None:
@@ -122,10 +123,12 @@ class Engine:
                     f"{model.config.vocab_size}: it belongs to another checkpoint"
                 )
         dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
-        needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_bytes(device)
+        tensors = model.state_dict().values()
+        needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
+        free = free_bytes(device)
         if needed > free:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
-        load_checkpoint(folder, model, device, dtype).requires_grad_(False)
+        pack(load_checkpoint(folder, model, device, dtype).requires_grad_(False))
         profile = read_json(folder / "kv_profile.json") if (folder / "kv_profile.json").exists() else {}
         engine = cls(model, tokenizer, eos, profile, compile, seed)
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)

@@ -1,0 +1,294 @@
+"""Weight-only quantisation of a checkpoint: python quantize.py --checkpoint DIR --mode int4 --groupsize 128 --out DIR
+
+Every linear layer's weight becomes int8 with a scale for each output channel, or int4 with a scale and a zero point
+for each group of input channels. With --embeddings the embedding table and the head become int8 too, a scale for each
+token. Norms and biases stay as they are. Rounding is to nearest: a weight is off by at most half its scale.
+
+What is written loads like any checkpoint; tensors are read, quantised and written one at a time.
+"""
+
+import argparse
+import sys
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
+from cli import run
+from model import Embedding, Linear, ModelConfig, Transformer
+
+MODES = ("int8", "int4")
+BLOCK = 2**21  # weights quantised at a time: bounds what is held in fp32
+
+# The numbers
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[O,I] -> int8 [O,I] and scales [O] in the weight's dtype: weight ~ int8 * scale."""
+    scales = _up(weight.float().abs().amax(-1) / 127, weight.dtype)
+    return (weight.float() / scales.float()[:, None]).round().to(torch.int8), scales
+
+
+def quantize_int4(weight: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
+    """[O,I] -> packed uint8 [O,I/2], and the scale and zero of each group, [I/groupsize,O,2] in the weight's dtype.
+
+    weight ~ (level - 8) * scale + zero, levels 0 to 15. A byte holds one of the group's first half and, in its high
+    bits, the one as far into the second half.
+    """
+    groups = weight.float().unflatten(-1, (-1, groupsize))  # [O,groups,groupsize]
+    least, most = groups.amin(-1), groups.amax(-1)
+    zeros = (least + 8 / 15 * (most - least)).to(weight.dtype).float()
+    scales = _up(torch.maximum((zeros - least) / 8, (most - zeros) / 7), weight.dtype)
+    levels = ((groups - zeros[..., None]) / scales.float()[..., None]).round() + 8
+    low, high = levels.clamp(0, 15).to(torch.uint8).chunk(2, dim=-1)
+    return (low | high << 4).flatten(-2), torch.stack((scales, zeros.to(weight.dtype)), dim=-1).transpose(0, 1)
+
+
+def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 x in `dtype`, rounded up and never 0: no weight then lies beyond the last level."""
+    y = x.to(dtype)
+    y = torch.where(y.float() < x, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
+    return torch.where(y == 0, torch.finfo(dtype).tiny, y)
+
+
+# The modules
+
+
+class Int8Linear(nn.Module):
+    """A Linear whose weight is int8 [O,I] with scales [O]."""
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        self.register_buffer("weight", torch.empty_like(linear.weight, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty_like(linear.weight[:, 0]))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x, self.weight.shape[0])
+
+    def first(self, x: Tensor, rows: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[:rows]
+        return int8_linear(x, self.weight[:rows], self.scales[:rows], bias)
+
+
+class Int8Embedding(nn.Module):
+    """An Embedding whose table is int8 [vocab,C] with scales [vocab]."""
+
+    def __init__(self, table: Embedding):
+        super().__init__()
+        self.register_buffer("weight", torch.empty_like(table.weight, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty_like(table.weight[:, 0]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids].to(self.scales.dtype) * self.scales[ids][..., None]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return int8_linear(x, self.weight, self.scales, None)
+
+
+class Int4Linear(nn.Module):
+    """A Linear whose weight is packed int4: uint8 [O,I/2], with scales and zeros [I/groupsize,O,2]."""
+
+    def __init__(self, linear: Linear, groupsize: int):
+        super().__init__()
+        out, size = linear.weight.shape
+        self.groupsize = groupsize
+        self.register_buffer("weight", linear.weight.new_empty(out, size // 2, dtype=torch.uint8))
+        self.register_buffer("scales", linear.weight.new_empty(size // groupsize, out, 2))
+        self.bias = linear.bias
+        self.packed = False  # in the order of torch's CPU kernel
+
+    def pack(self) -> None:
+        """Reorders the weight in place for torch's CPU kernel, where there is one that takes its sizes."""
+        rows = self.weight.shape[0]
+        if self.weight.device.type != "cpu" or rows % 64 or self.groupsize not in (32, 64, 128, 256) or self.packed:
+            return
+        for block in self.weight.split(1024):
+            levels = levels_of(block, self.groupsize)
+            new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+            if not torch.equal(levels_of_packed(new), levels):  # this CPU's kernel has another order than AVX-512's
+                return
+            block.copy_(new)
+        self.packed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x, self.weight.shape[0])
+
+    def first(self, x: Tensor, rows: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[:rows]
+        if self.packed and few(x):
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.flatten(0, -2), self.weight, self.groupsize, self.scales)
+            return finish(y[:, :rows], x, bias)
+        if self.packed:
+            levels = levels_of_packed(self.weight)[:rows].unflatten(1, (-1, self.groupsize))
+            return F.linear(x, restore(levels, self.scales[:, :rows]).to(x.dtype), bias)
+        return int4_linear(x, self.weight[:rows], self.scales[:, :rows], bias)
+
+
+def few(x: Tensor) -> bool:
+    """Whether x [...,I] has so few rows that torch's CPU kernels for quantised weights beat a matmul of floats."""
+    return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
+
+
+def streams(x: Tensor) -> bool:
+    """Whether x is one token in a compiled step: a product and sum is then as fast as the weight can be read."""
+    return x.numel() == x.shape[-1] and torch.compiler.is_compiling()
+
+
+def single_row(x: Tensor) -> Tensor:
+    """x [1,...,1,I] -> [1,I], by as_strided so that Inductor stores x first.
+
+    Else it computes x (a norm, say) anew for every row of a weight.
+    """
+    return x.contiguous().as_strided((1, x.shape[-1]), (x.shape[-1], 1))
+
+
+def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x [...,I] times int8 weight [O,I] and its scales [O] -> [...,O]"""
+    if few(x):
+        return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
+    if streams(x):
+        return finish((single_row(x).float() * weight.float()).sum(-1) * scales.float(), x, bias)
+    return F.linear(x, weight.to(x.dtype) * scales[:, None], bias)
+
+
+def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x [...,I] times packed int4 weight [O,I/2] with its scales and zeros [groups,O,2] -> [...,O]"""
+    if not streams(x):
+        groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
+        return F.linear(x, restore(groups, scales).to(x.dtype), bias)
+    groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]
+    parts = single_row(x).float().view(1, scales.shape[0], 2, -1)
+    low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
+    sums = (low * parts[:, :, 0] + high * parts[:, :, 1]).sum(-1)  # [O,groups]
+    scale, zero = scales.float().transpose(0, 1).unbind(-1)
+    return finish((sums * scale + parts.sum((2, 3)) * zero).sum(-1), x, bias)
+
+
+def levels_of(weight: Tensor, groupsize: int) -> Tensor:
+    """Packed [O,I/2] -> levels 0 to 15, uint8 [O,I]"""
+    groups = weight.unflatten(-1, (-1, groupsize // 2))
+    return torch.cat((groups & 15, groups >> 4), dim=-1).flatten(1)
+
+
+def levels_of_packed(weight: Tensor) -> Tensor:
+    """The same from the order of torch's CPU kernel: of 64 rows, column by column, the first 32 and the last 32."""
+    blocks = weight.view(-1, 2 * weight.shape[1], 32)
+    return torch.cat((blocks & 15, blocks >> 4), dim=-1).transpose(1, 2).reshape(-1, 2 * weight.shape[1])
+
+
+def restore(groups: Tensor, scales: Tensor) -> Tensor:
+    """Levels [O,groups,groupsize], scales and zeros [groups,O,2] -> the weight [O,I] that they stand for."""
+    scale, zero = scales.transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
+    return ((groups.to(scale.dtype) - 8) * scale + zero).flatten(1)
+
+
+def finish(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """y [rows,O] with the bias, as the product of x [...,I]"""
+    y = y if bias is None else y + bias
+    return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:
+    """Replaces a model's linear layers, on the meta device, by modules for quantised weights.
+
+    Raises ValueError for an int4 group size that is odd or does not divide a layer's input.
+    """
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear) and (embeddings or child is not model.output):
+                if mode == "int8" or child is model.output:
+                    setattr(parent, name, Int8Linear(child))
+                    continue
+                if not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or child.in_features % groupsize:
+                    raise ValueError(f"groupsize {groupsize} must be even and divide the {child.in_features} input "
+                                     f"channels of {path}.{name}")
+                setattr(parent, name, Int4Linear(child, groupsize))
+            elif isinstance(child, Embedding) and embeddings:
+                setattr(parent, name, Int8Embedding(child))
+
+
+def pack(model: Transformer) -> None:
+    """Once its weights are loaded, puts them in the order that the device's kernels read best."""
+    for module in model.modules():
+        if isinstance(module, Int4Linear):
+            module.pack()
+
+
+# The checkpoint
+
+
+def read_quantization(config: dict) -> dict | None:
+    """What `quantize_modules` takes, from a checkpoint's config.json. Raises ValueError for what it cannot."""
+    found = config["kv_fast"].get("quantization")
+    if not found:
+        return None
+    if not isinstance(found, dict) or found.get("mode") not in MODES:
+        raise ValueError(f"config.json: quantization {found!r} is not known; known modes: {', '.join(MODES)}")
+    return {"mode": found["mode"], "groupsize": found.get("groupsize"), "embeddings": bool(found.get("embeddings"))}
+
+
+def quantize(
+    checkpoint: str | Path, out: str | Path, mode: str, groupsize: int = 128, embeddings: bool = False,
+    force: bool = False,
+) -> None:  # fmt: skip
+    """Writes the quantised checkpoint `out`.
+
+    Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
+    """
+    folder = Path(checkpoint)
+    check_output(out, folder, force)
+    config = read_config(folder)
+    if found := read_quantization(config):
+        raise ValueError(f"{folder} is quantised already ({found['mode']}); quantise the checkpoint it was made from")
+    with torch.device("meta"):
+        source, model = (Transformer(ModelConfig.from_dict(config)) for _ in range(2))
+    quantize_modules(model, mode, groupsize, embeddings)
+    stored, plain = open_weights(folder), source.state_dict()
+    check_weights(stored, {name: tuple(t.shape) for name, t in plain.items()}, folder)
+
+    layout = model.state_dict()
+    for name, tensor in layout.items():
+        if tensor.is_floating_point():  # scales in the dtype of the weight they belong to
+            layout[name] = tensor.to(stored[name if name in stored else name.rpartition(".")[0] + ".weight"].dtype)
+
+    @lru_cache(maxsize=1)  # a weight and its scales are asked for one after the other
+    def parts(module: str) -> dict[str, Tensor]:
+        eight = layout[f"{module}.weight"].dtype == torch.int8
+        to_numbers = quantize_int8 if eight else partial(quantize_int4, groupsize=groupsize)
+        weight = stored[f"{module}.weight"].read()
+        blocks = map(to_numbers, weight.split(max(1, BLOCK // weight.shape[1])))
+        weights, scales = zip(*blocks, strict=True)
+        return {"weight": torch.cat(weights), "scales": torch.cat(scales, dim=0 if eight else 1)}
+
+    def read(name: str) -> Tensor:
+        module, _, part = name.rpartition(".")
+        tensor = parts(module)[part] if f"{module}.scales" in layout and part != "bias" else stored[name].read()
+        bar.update(tensor.nbytes)
+        return tensor
+
+    about = {"mode": mode, "groupsize": groupsize if mode == "int4" else None, "embeddings": embeddings}
+    total = sum(t.nbytes for t in layout.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=str(out), disable=None) as bar:
+        write_checkpoint(out, config, layout, read, copy_from=folder, quantization=about, force=force)
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
+    p.add_argument("--mode", required=True, choices=MODES)
+    p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
+    p.add_argument("--embeddings", action="store_true", help="the embedding table and the head too, as int8")
+    p.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    p.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    args = p.parse_args(argv)
+    quantize(**vars(args))
+    print(f"wrote {args.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

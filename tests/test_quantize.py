@@ -1,0 +1,233 @@
+"""Quantised weights: within the bound, half a byte, streamed, refused where they must be, and read by every method."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import LLAMA, write_random
+
+import quantize as q
+from checkpoint import open_weights, read_config, write_checkpoint
+from cli import run as run_main
+from engine import Engine
+from kv import METHODS
+from model import Linear, ModelConfig, Transformer
+
+ROOT = Path(q.__file__).parent
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS = {
+    "normal": torch.randn(24, 64),
+    "outlier": torch.randn(24, 64).index_fill(1, torch.tensor([7]), 30.0),
+    "positive": torch.rand(24, 64) + 5,
+    "negative": -torch.rand(24, 64) - 5,
+    "constant": torch.full((24, 64), 0.3),
+    "zero": torch.zeros(24, 64),
+    "tiny": torch.randn(24, 64) * 1e-6,
+}
+
+
+def levels_one_by_one(packed: torch.Tensor, groupsize: int) -> torch.Tensor:
+    """[O,I/2] bytes -> [O,I] levels, one by one: a group's first half lies in the low bits, its second in the high."""
+    out, half = packed.shape[0], groupsize // 2
+    levels = torch.zeros(out, 2 * packed.shape[1])
+    for row in range(out):
+        for i, byte in enumerate(packed[row].tolist()):
+            group, place = divmod(i, half)
+            levels[row, group * groupsize + place] = byte % 16
+            levels[row, group * groupsize + half + place] = byte // 16
+    return levels
+
+
+def restored(parts: tuple, groupsize: int | None) -> torch.Tensor:
+    """The weight that quantised parts stand for, fp32."""
+    if groupsize is None:
+        return parts[0].float() * parts[1].float()[:, None]
+    scales, zeros = (x.float().repeat_interleave(groupsize, dim=1) for x in parts[1].transpose(0, 1).unbind(-1))
+    return (levels_one_by_one(parts[0], groupsize) - 8) * scales + zeros
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groupsize", (None, 16, 64))
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_no_weight_is_off_by_more_than_half_a_step(weight, groupsize, dtype):
+    w = WEIGHTS[weight].to(dtype).float()
+    parts = q.quantize_int8(w.to(dtype)) if groupsize is None else q.quantize_int4(w.to(dtype), groupsize)
+    assert parts[1].dtype == dtype
+    steps = parts[1].float()[:, None] if groupsize is None else parts[1].float()[..., 0].T  # [O,1] or [O,groups]
+    wide = steps.repeat_interleave(groupsize or 64, dim=1)
+    assert ((restored(parts, groupsize) - w).abs() <= wide / 2 * 1.0001 + 1e-6 * w.abs()).all()
+    groups = w.unflatten(1, (-1, groupsize or 64))  # and the step is that of the textbook, but for its rounding
+    extent = groups.abs().amax(-1) / 127 if groupsize is None else (groups.amax(-1) - groups.amin(-1)) / 15
+    slack = torch.finfo(dtype).eps * w.abs().amax() + torch.finfo(dtype).tiny
+    assert (steps <= extent * 1.01 + slack).all()
+
+
+@pytest.mark.parametrize("mode", q.MODES)
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("out, groupsize, packs", [(40, 16, False), (128, 32, True)])
+def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, out, groupsize, packs, monkeypatch):
+    """Also as on a GPU, where torch's CPU kernels are not."""
+    torch.manual_seed(0)
+    linear = Linear(64, out, bias=bias)
+    eight = mode == "int8"
+    module = q.Int8Linear(linear) if eight else q.Int4Linear(linear, groupsize)
+    parts = q.quantize_int8(linear.weight.data) if eight else q.quantize_int4(linear.weight.data, groupsize)
+    module.load_state_dict({**module.state_dict(), "weight": parts[0], "scales": parts[1]})
+    weight = restored(parts, None if eight else groupsize)
+    if packs and not eight:
+        module.pack()
+    elif not packs:
+        monkeypatch.setattr(q, "few", lambda x: False)
+
+    def both(x):
+        return module(x), module.first(x, 24)
+
+    torch._dynamo.reset()  # it counts compiles
+    run = torch.compile(both, fullgraph=True) if compiled else both
+    for rows in (1, 3) if compiled else (1, 3, 40):
+        x = torch.randn(rows, 1, 64)
+        found, first = run(x)
+        expected = F.linear(x, weight, linear.bias)
+        assert (found - expected).abs().max() < 1e-4
+        assert (first - expected[..., :24]).abs().max() < 1e-4
+
+
+def test_packing_moves_no_level():
+    linear = Linear(64, 2048)
+    module, parts = q.Int4Linear(linear, 32), q.quantize_int4(linear.weight.data, 32)
+    module.load_state_dict({**module.state_dict(), "weight": parts[0], "scales": parts[1]})
+    module.pack()
+    if module.packed:  # not on a CPU without AVX-512
+        assert not torch.equal(module.weight, parts[0])
+        assert torch.equal(q.levels_of_packed(module.weight), q.levels_of(parts[0], 32))
+    assert module.weight.untyped_storage().nbytes() == 2048 * 32
+
+
+def test_four_bits_are_half_a_byte(checkpoint, tmp_path):
+    q.quantize(checkpoint, tmp_path / "four", "int4", groupsize=32)
+    before, after = open_weights(checkpoint), open_weights(tmp_path / "four")
+    name = "layers.0.feed_forward.w1.weight"
+    assert after[name].dtype == torch.uint8
+    assert after[name].shape == (before[name].shape[0], before[name].shape[1] // 2)
+    engine = Engine.load(tmp_path / "four", compile=False)
+    assert engine.model.layers[0].feed_forward.w1.weight.untyped_storage().nbytes() * 2 == 96 * 64
+    assert engine.model.tok_embeddings.weight.dtype == torch.float32
+
+
+def dequantized(folder: Path, out: Path) -> Path:
+    """A plain checkpoint with the weights that a quantised one stands for."""
+    config, stored = read_config(folder), open_weights(folder)
+    groupsize = config.pop("kv_fast")["quantization"]["groupsize"]
+    state = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        if part == "scales":
+            continue
+        scales = stored.get(f"{module}.scales")
+        if part == "bias" or scales is None:
+            state[name] = tensor.read()
+        else:
+            state[name] = restored((tensor.read(), scales.read()), groupsize if len(scales.shape) > 1 else None)
+    write_checkpoint(out, config, state, state.__getitem__)
+    return out
+
+
+@pytest.fixture(scope="module", params=[("int8", False), ("int4", False), ("int4", True)], ids=str)
+def pair(request, tmp_path_factory):
+    """A quantised checkpoint, with biases and a head of its own, and the plain one that it equals."""
+    folder, (mode, embeddings) = tmp_path_factory.mktemp("pair"), request.param
+    write_random(folder / "plain", attention_bias=True, mlp_bias=True)
+    q.quantize(folder / "plain", folder / "quantised", mode, 32, embeddings)
+    return folder / "quantised", dequantized(folder / "quantised", folder / "restored")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_on_quantised_weights(method, pair):
+    budget = None if METHODS[method].minimum is None else 24
+    found, expected = (
+        Engine.load(folder, method, budget, batch=2, max_new_tokens=32, compile=False, seed=0) for folder in pair
+    )
+    prompt, forced = list(range(3, 60)), list(range(80, 100))
+    a, b = found.logits(prompt, forced), expected.logits(prompt, forced)
+    assert (a - b).abs().max() < 1e-3 * b.abs().max()
+
+
+def test_a_tied_table_may_be_quantised_too(tmp_path):
+    write_random(tmp_path / "plain", tie_word_embeddings=True)
+    q.quantize(tmp_path / "plain", tmp_path / "eight", "int8", embeddings=True)
+    found = Engine.load(tmp_path / "eight", compile=False)
+    expected = Engine.load(dequantized(tmp_path / "eight", tmp_path / "restored"), compile=False)
+    prompt, forced = list(range(3, 60)), list(range(80, 90))
+    assert torch.allclose(found.logits(prompt, forced), expected.logits(prompt, forced), rtol=1e-3, atol=1e-2)
+    assert found.model.tok_embeddings.weight.dtype == torch.int8
+
+
+def refused(capsys, *args) -> str:
+    with pytest.raises(SystemExit) as stop:
+        run_main(lambda: q.main([str(a) for a in args]))
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_mistakes_are_one_line_and_leave_nothing(checkpoint, tmp_path, capsys):
+    q.quantize(checkpoint, tmp_path / "eight", "int8")
+    there = sorted(p.name for p in tmp_path.iterdir())
+    out, source = ["--out", tmp_path / "out"], ["--checkpoint", checkpoint]
+    assert "quantised already (int8)" in refused(
+        capsys, "--checkpoint", tmp_path / "eight", *out, "--mode", "int4", "--groupsize", 32
+    )
+    for size in (5, 48, 0, -2, 1000):
+        line = refused(capsys, *source, *out, "--mode", "int4", "--groupsize", size)
+        assert str(size) in line and "64" in line
+    assert "exists" in refused(capsys, *source, "--out", tmp_path / "eight", "--mode", "int8")
+    assert "no checkpoint folder" in refused(capsys, "--checkpoint", tmp_path / "none", *out, "--mode", "int8")
+    assert sorted(p.name for p in tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize("about", ({"mode": "int3"}, "int8", {"mode": "int4"}, {"mode": "int4", "groupsize": 48}))
+def test_a_checkpoint_of_another_kind_is_refused(about, checkpoint, tmp_path):
+    q.quantize(checkpoint, tmp_path / "odd", "int4", 32)
+    config = json.loads((tmp_path / "odd" / "config.json").read_text())
+    config["kv_fast"]["quantization"] = about
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="int4|groupsize|shape"):
+        Engine.load(tmp_path / "odd", compile=False)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+import quantize
+from device import resident_bytes
+quantize.quantize(sys.argv[4], sys.argv[2] + "-small", sys.argv[3], 32)
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what imports and first uses left
+before = resident_bytes("VmRSS")
+quantize.quantize(sys.argv[1], sys.argv[2], sys.argv[3])
+print(resident_bytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("mode", q.MODES)
+def test_memory_stays_far_below_one_shard(mode, checkpoint, tmp_path):
+    sizes = {"vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 8}
+    config = LLAMA | sizes
+    with torch.device("meta"):
+        layout = Transformer(ModelConfig.from_dict(config)).to(torch.bfloat16).state_dict()
+    write_checkpoint(
+        tmp_path / "plain", config, layout, lambda name: torch.full(layout[name].shape, 0.5, dtype=torch.bfloat16),
+        shard_bytes=200_000_000,
+    )
+    shards = sorted((tmp_path / "plain").glob("*.safetensors"))
+    assert len(shards) > 1
+    command = [sys.executable, "-c", MEMORY, tmp_path / "plain", tmp_path / "out", mode, checkpoint]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    largest = max(file.stat().st_size for file in shards)
+    assert int(done.stdout) < 0.8 * largest, (done.stdout, largest)
