@@ -9,12 +9,44 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that could still be allocated."""
+    """Memory of the device that could still be allocated, within `cap_memory`."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        used = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+    else:
+        used, free = resident_bytes("VmRSS"), _kilobytes("/proc/meminfo", "MemAvailable")
+    return free if _cap is None else min(free, _cap - used)
+
+
+def resident_bytes(what: str) -> int:
+    """This process's memory on the host: VmRSS now, VmHWM at most since it began or /proc/self/clear_refs was told."""
+    return _kilobytes("/proc/self/status", what)
+
+
+def _kilobytes(path: str, name: str) -> int:
+    with open(path) as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+_cap: int | None = None
+
+
+def cap_memory(limit: int) -> None:
+    """Lets this process plan for, and on CUDA allocate, no more than `limit` bytes of a device."""
+    global _cap
+    _cap = limit
+    if torch.cuda.is_available():
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+
+
+def machine(device: torch.device) -> str:
+    """The device's name, its threads if it is a CPU, and torch's version."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    with open("/proc/cpuinfo") as file:
+        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "CPU")
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 @contextmanager

@@ -19,6 +19,20 @@ __all__ = ["KV", "METHODS", "Method", "Shape", "build", "describe", "parse_optio
 
 
 @dataclass(frozen=True)
+class Published:
+    """What a paper measured, for bench.py --paper to measure here."""
+
+    source: str  # paper and figure or table
+    hardware: str
+    shape: str  # of bench.SHAPES
+    context: int
+    budget: int | float | None
+    figures: dict[str, float]  # speedup or memory (peak in decode), as shares of the paper's own full cache
+    options: dict = field(default_factory=dict)
+    batch: int = 1
+
+
+@dataclass(frozen=True)
 class Method:
     build: Callable[[Shape, int | None, object], list[KV]]
     options: type  # a dataclass: name, type, default, and metadata help, min, max
@@ -27,6 +41,7 @@ class Method:
     minimum: Callable[[Shape, object], int] | None = None  # smallest budget; None: the method takes no budget
     windowed: bool = False  # honours the model's sliding window
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
+    published: tuple[Published, ...] = ()
 
 
 METHODS: dict[str, Method] = {

@@ -1,0 +1,596 @@
+"""How fast, in how much memory, how far from what the machine allows: python bench.py --kv all --budget 256,1024
+
+Needs no checkpoint: a model of a known shape gets random weights. All methods decode the same context, step by step in
+turns. The floor of a step is the bytes that it must read (weights with the head but without the embedding table, and
+what the method reads of its cache) over the read bandwidth of a large sum, measured in the same run. Nothing else
+should run meanwhile.
+"""
+
+import argparse
+import ctypes
+import datetime
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import kv as methods
+from cli import Choice, check_output, choices, columns, number, numbers, run
+from decoder import CONTINUE, Sampling
+from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype, resident_bytes
+from engine import Engine
+from kv import ops
+from kv.full import Full
+from model import ModelConfig, Transformer
+from quantize import MODES, pack, quantize_modules
+
+
+def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
+        "rope_theta": theta, "max_position_embeddings": 2**20, **more,
+    }  # fmt: skip
+
+
+SHAPES = {  # the models' config.json, but for the context, which a benchmark may choose
+    "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
+    "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
+    "mistral-7b": llama(4096, 32, 32, 8, 14336, 32000, 1e6),
+    "yi-9b": llama(4096, 48, 32, 4, 11008, 64000, 1e4),
+    "yi-6b": llama(4096, 32, 32, 4, 11008, 64000, 5e6),
+    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000),
+    "llama-160m": llama(768, 12, 12, 4, 3072, 32000),
+}
+WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
+
+
+@dataclass
+class Case:
+    """What all contenders do alike."""
+
+    config: dict
+    quantize: str | None
+    groupsize: int
+    dtype: torch.dtype
+    device: torch.device
+    context: int
+    batch: int
+    steps: int  # in all
+    compile: bool
+    prefill: bool
+
+    def full_bytes(self) -> int:
+        """What the full cache takes."""
+        c = ModelConfig.from_dict(self.config)
+        tokens = self.batch * (self.context + self.steps)
+        return 2 * c.n_layer * c.n_kv_head * c.head_dim * self.dtype.itemsize * tokens
+
+    def model(self) -> Transformer:
+        """On the meta device."""
+        with torch.device("meta"):
+            model = Transformer(ModelConfig.from_dict(self.config)).to(self.dtype)
+            if self.quantize:
+                quantize_modules(model, self.quantize, self.groupsize, embeddings=False)
+        return model
+
+
+def random_weights(case: Case) -> dict[str, Tensor]:
+    """A state dict made on the device."""
+    weights = {}
+    for name, meta in case.model().state_dict().items():
+        tensor = weights[name] = torch.empty(meta.shape, dtype=meta.dtype, device=case.device)
+        if not tensor.is_floating_point():
+            tensor.random_(*((-127, 128) if tensor.dtype == torch.int8 else (0, 256)))
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1)
+        else:
+            tensor.normal_(std=0.02 if name.endswith("weight") else 2e-4)
+    return weights
+
+
+class Naive(Full):
+    """What papers often compare with: K and V repeated for every query head, products and softmax one by one."""
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        slot = self.slot(pos)
+        ops.store(self.k, k, slot, active)
+        ops.store(self.v, v, slot, active)
+        n, groups = self.span.shape[0], q.shape[1] // k.shape[1]
+        keys, values = (x.narrow(2, 0, n).repeat_interleave(groups, dim=1) for x in (self.k, self.v))
+        scores = q @ keys.mT * q.shape[-1] ** -0.5
+        hidden = torch.arange(n, device=q.device) > pos[:, None]
+        return scores.masked_fill(hidden[:, None, None], -torch.inf).float().softmax(-1).to(q.dtype) @ values
+
+
+class Ours:
+    """A method of this engine, on weights that others use too."""
+
+    def __init__(self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False):
+        self.case, self.method, self.label = case, method, "naive" if naive else method.label
+        model = case.model()
+        model.load_state_dict(weights, assign=True)
+        pack(model)  # random weights are as good in any order
+        self.engine = engine = Engine(model.requires_grad_(False), None, set(), {}, case.compile, seed=0)
+        engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps)
+        if naive:
+            engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
+            model.set_kv(engine.layers, case.batch)
+        engine._warm_up(Sampling(), case.context)
+        self.new = 0
+
+    def start(self) -> float | None:
+        """Fills every row; seconds of the first one's prefill, if that is to be measured."""
+        case, engine, seconds, first = self.case, self.engine, None, 0
+        if case.prefill:
+            ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
+            engine._prefill(0, ids[:64])
+            begin = time.perf_counter()
+            engine._prefill(0, ids).argmax().item()
+            seconds, first = time.perf_counter() - begin, 1
+        for row in range(first, case.batch):
+            self.fill(row)
+        for row in range(case.batch):
+            engine.decoder.start(row, 1, case.context, row)
+        return seconds
+
+    def fill(self, row: int) -> None:
+        """Random keys and values, without the cost of a prefill."""
+        c, attention = self.engine.config, ops.causal_attention
+        ops.causal_attention = lambda q, k, v, window=None: q
+        try:
+            for layer in self.engine.layers:
+                layer.reset(row)
+                layer.prefill(row, *(
+                    torch.randn(1, heads, self.case.context, c.head_dim, device=self.case.device, dtype=self.case.dtype)
+                    for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
+                ))  # fmt: skip
+            for layer in self.engine.layers:
+                layer.finish(row)
+        finally:
+            ops.causal_attention = attention
+
+    def step(self) -> None:
+        self.new += 1
+        engine = self.engine
+        engine._copy(engine._step([CONTINUE] * engine.batch, self.case.context + self.new, self.new)[0])()
+
+    def about(self) -> dict:
+        engine, batch = self.engine, self.case.batch
+        device, host, _ = engine.kv_bytes()
+        read = [layer.step_bytes(self.case.context + 1) for layer in engine.layers]
+        return {
+            "kv": "naive" if self.label == "naive" else self.method.kv,
+            "budget": self.method.budget,
+            "options": self.method.options,
+            "compile_s": engine.stats.compile_s,
+            "kv_device_bytes": device,
+            "kv_host_bytes": host,
+            "step_device_bytes": batch * sum(bytes_ for bytes_, _ in read),
+            "step_host_bytes": batch * sum(bytes_ for _, bytes_ in read),
+        }
+
+
+class Theirs:
+    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
+
+    def __init__(self, case: Case, cache: str):
+        import transformers
+
+        self.case, self.label = case, f"transformers, {cache}"
+        keys = {key: value for key, value in case.config.items() if key != "architectures"}
+        config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
+        with torch.device(case.device):
+            self.model = transformers.LlamaForCausalLM(config).to(case.dtype).eval()
+        self.cache = transformers.DynamicCache(config=config)
+        if cache.startswith("static"):
+            self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
+        self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward
+        self.token = torch.ones(case.batch, 1, dtype=torch.int64, device=case.device)
+
+    def start(self) -> None:
+        c, case = self.model.config, self.case
+        shape = (case.batch, c.num_key_value_heads, case.context, c.head_dim)
+        for layer in range(c.num_hidden_layers):
+            self.cache.update(*(torch.randn(shape, dtype=case.dtype, device=case.device) for _ in range(2)), layer)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
+        self.token = logits[:, -1:].argmax(-1)
+        self.token[0].tolist()
+
+    def about(self) -> dict:
+        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
+        return {"kv": self.label, "options": {}, **dict.fromkeys(none)}
+
+
+# Measuring
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes/s of a large sum."""
+    data = torch.ones(2**30 if device.type == "cuda" else 2**29, dtype=torch.float32, device=device)
+    times = sorted(seconds(partial(read, data)) for _ in range(11))
+    return data.nbytes / times[5]
+
+
+def read(data: Tensor) -> None:
+    data.sum().item()
+
+
+def seconds(step) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def rise(device: torch.device, what) -> tuple:
+    """(what(), bytes that the use of the device's memory rose above where it was, None where it cannot be known)"""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = what()
+        return result, torch.cuda.max_memory_allocated(device) - before
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before is to count when it is used again
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+    except OSError:
+        return what(), None
+    before = resident_bytes("VmRSS")
+    result = what()
+    return result, resident_bytes("VmHWM") - before
+
+
+def graphs(contender: Ours) -> int:
+    """CUDA graphs that a step replays."""
+    replay, count = torch.cuda.CUDAGraph.replay, 0
+
+    def counted(graph):
+        nonlocal count
+        count += 1
+        return replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted
+    try:
+        contender.step()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    return count
+
+
+def attention_kernel(contender: Ours) -> str:
+    """What the profiler calls the kernel that attends."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if contender.case.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        contender.step()
+    names = [e.key for e in trace.key_averages() if any(w in e.key.lower() for w in ("attention", "flash", "flex"))]
+    return min(names, key=lambda name: (name.startswith("aten::scaled_dot"), -len(name)), default="fused by Inductor")
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[round(share * (len(values) - 1))]
+
+
+def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidth: float) -> list[dict]:
+    """One row of the JSON object a contender, all of them timed in turns."""
+    weights = random_weights(case)
+    weight_bytes = sum(t.nbytes for t in weights.values())
+    tied = case.config.get("tie_word_embeddings")
+    step_weights = weight_bytes - (0 if tied else weights["tok_embeddings.weight"].nbytes)
+    rows, contenders = [], []
+    for make in makers(args, case, chosen, weights):
+        try:
+            contender = make()
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        prefill_s, prefill_rise = rise(case.device, contender.start)
+        for _ in range(3):
+            contender.step()
+        _, decode_rise = rise(case.device, contender.step)
+        row = {
+            "shape": args.shape, "context": case.context, "batch": case.batch,
+            "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize, "prefill_s": prefill_s,
+            **contender.about(), "weight_bytes": weight_bytes, "step_weight_bytes": step_weights, "graphs": None,
+        }  # fmt: skip
+        if isinstance(contender, Ours):
+            held = weight_bytes + row["kv_device_bytes"]
+            for when, more in (("prefill", prefill_rise), ("decode", decode_rise)):
+                row[f"peak_{when}_bytes"] = None if more is None else held + more
+            row["floor_ms"] = floor_ms(case, row, bandwidth)
+            if case.device.type == "cuda":
+                row["graphs"] = graphs(contender)
+            if row["kv"] in ("full", "naive"):
+                row["kernel"] = attention_kernel(contender)
+        else:
+            row |= {"peak_prefill_bytes": None, "peak_decode_bytes": None}
+            row["floor_ms"] = None
+        rows.append(row)
+        contenders.append(contender)
+    times = [[] for _ in contenders]
+    for _ in range(args.repeats):
+        for own, contender in zip(times, contenders, strict=True):
+            contender.step()  # brings its data back
+            own += [1e3 * seconds(contender.step) for _ in range(args.steps)]
+    for row, own in zip(rows, times, strict=True):
+        row["ms_per_token"], row["p10"], row["p90"] = (percentile(own, share) for share in (0.5, 0.1, 0.9))
+        row["tokens_per_s"] = case.batch * 1e3 / row["ms_per_token"]
+        row["times_floor"] = row["floor_ms"] and row["ms_per_token"] / row["floor_ms"]
+    for name in ("full", "naive"):
+        base = next((row for row in rows if row["kv"] == name), None)
+        for row in rows:
+            row[f"speedup_vs_{name}"] = base and base["ms_per_token"] / row["ms_per_token"]
+            peaks = row["peak_decode_bytes"], base and base["peak_decode_bytes"]
+            row[f"memory_vs_{name}"] = None if None in peaks else peaks[0] / peaks[1]
+    if args.profile:
+        profile(contenders, args.profile)
+    return rows
+
+
+def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, bandwidth: float) -> tuple:
+    """(rows, table) of what the methods' papers measured, as far as this machine is large enough for it."""
+    rows, free = [], free_bytes(device)
+    lines = [["published", "on", "method", "shape", "context", "batch", "figure", "there", "here, vs full", "vs naive"]]
+    settings = [(name, p) for name, method in methods.METHODS.items() for p in method.published]
+    for name, p in tqdm(settings, unit="setting", disable=None, leave=False):
+        case = new_case(args, SHAPES[p.shape], None, dtype, device, p.context, p.batch)
+        needed = sum(t.nbytes for t in case.model().state_dict().values()) + 2 * case.full_bytes()
+        chosen = Choice(name, p.budget, p.options)
+        found = {}
+        if needed <= free:
+            own_args = argparse.Namespace(**vars(args) | {"shape": p.shape, "baseline": "naive", "peer": None})
+            own = measure(own_args, case, [Choice("full", None, {}), chosen], bandwidth)
+            found, rows = next((row for row in own if row["kv"] == name), {}), rows + own
+            torch._dynamo.reset()
+        for key, there in p.figures.items():
+            here = [value(found.get(f"{key}_vs_{base}"), ".2f") for base in ("full", "naive")]
+            if needed > free:
+                here = [f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "-"]
+            setting = [p.source, p.hardware, chosen.label, p.shape, str(p.context), str(p.batch)]
+            lines.append([*setting, key, f"{there:g}", *here])
+    return rows, columns(lines)
+
+
+def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list:
+    """Functions that make the contenders."""
+    found = [partial(Ours, case, method, weights) for method in chosen]
+    if args.baseline:
+        found.append(partial(Ours, case, Choice("full", None, {}), weights, naive=True))
+    if args.peer:
+        caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
+        found += [partial(Theirs, case, cache) for cache in caches]
+    return found
+
+
+def floor_ms(case: Case, row: dict, bandwidth: float) -> float:
+    """Milliseconds that the bytes of a step take; what comes from the host of a GPU may come at the same time."""
+    device = row["step_weight_bytes"] + row["step_device_bytes"]
+    if case.device.type == "cpu":
+        return 1e3 * (device + row["step_host_bytes"]) / bandwidth
+    return 1e3 * max(device / bandwidth, row["step_host_bytes"] / copy_bandwidth(case.device))
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes/s from pinned host memory."""
+    host = torch.ones(2**28, dtype=torch.uint8, pin_memory=True)
+    copy = torch.empty_like(host, device=device)
+
+    def once() -> None:
+        copy.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return host.nbytes / statistics.median(seconds(once) for _ in range(7))
+
+
+def profile(contenders: list, path: str) -> None:
+    """A trace of two steps of each, for chrome://tracing or perfetto."""
+    with torch.profiler.profile() as trace:
+        for contender in contenders:
+            with torch.profiler.record_function(contender.label):
+                contender.step()
+                contender.step()
+    trace.export_chrome_trace(path)
+
+
+# Showing
+
+
+def table(rows: list[dict]) -> str:
+    head = ["method", "weights", "batch", "context", "ms/token", "p10 - p90", "floor", "x floor", "vs full", "tokens/s",
+            "read a step", "KV", "peak decode", "peak prefill", "prefill s", "compile s"]  # fmt: skip
+    lines = [head]
+
+    def size(*parts: int | None) -> str:
+        n = None if None in parts else sum(parts)
+        return "-" if n is None else f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+    for r in rows:
+        lines.append([
+            Choice(r["kv"], r["budget"], r["options"]).label, r["quantize"] or r["dtype"], str(r["batch"]),
+            str(r["context"]), f"{r['ms_per_token']:.2f}" + "!" * is_wide(r), f"{r['p10']:.2f} - {r['p90']:.2f}",
+            value(r["floor_ms"], ".2f"), value(r["times_floor"], ".2f"), value(r["speedup_vs_full"], ".2f"),
+            f"{r['tokens_per_s']:.1f}", size(r["step_weight_bytes"], r["step_device_bytes"], r["step_host_bytes"]),
+            size(r["kv_device_bytes"], r["kv_host_bytes"]), size(r["peak_decode_bytes"]), size(r["peak_prefill_bytes"]),
+            value(r["prefill_s"], ".2f"), value(r["compile_s"], ".1f"),
+        ])  # fmt: skip
+    return columns(lines)
+
+
+def value(x: float | None, form: str) -> str:
+    return "-" if x is None else format(x, form)
+
+
+def is_wide(row: dict) -> bool:
+    return row["p90"] - row["p10"] > WIDE * row["ms_per_token"]
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """ms/token over the context, speedup over the budget, memory over the context."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    figure, axes = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
+    panels = (
+        ("context", "ms_per_token", "context, tokens", "ms/token"),
+        ("budget", "speedup_vs_full", "budget, tokens a KV head (or share of the prompt)", "times as fast as full"),
+        ("context", "peak_decode_bytes", "context, tokens", "peak memory in decode, GB"),
+    )
+    values = {key: {r[key] for r in rows} for key in ("batch", "context")}
+    values["weights"] = {r["quantize"] or r["dtype"] for r in rows}
+    for axis, (x, y, xlabel, ylabel) in zip(axes, panels, strict=True):
+        lines: dict[str, list] = {}
+        for r in rows:
+            if r[x] is None or r[y] is None:
+                continue
+            parts = {"weights": r["quantize"] or r["dtype"], "batch": f"batch {r['batch']}"}
+            parts |= {"context": f"{r['context']} tokens"} if x == "budget" else {}
+            name = Choice(r["kv"], None if x == "budget" else r["budget"], r["options"]).label
+            name = ", ".join([name, *(text for key, text in parts.items() if len(values[key]) > 1)])
+            lines.setdefault(name, []).append((r[x], r[y] / (1e9 if "bytes" in y else 1)))
+        for label, points in lines.items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axis.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+        ticks = sorted({point[0] for points in lines.values() for point in points})
+        if ticks:
+            axis.set_xscale("log")
+            axis.minorticks_off()
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+# The command line
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--shape", help=f"{', '.join(SHAPES)}, or the path of a config.json (default: what fits here)")
+    p.add_argument("--kv", default="all", help="methods with commas between; with options: name:option=value:...")
+    p.add_argument("--budget", default="256,1024", help="tokens a KV head, or shares of the prompt, with commas")
+    p.add_argument("--context", help="tokens in the cache; several with commas (default: what fits here)")
+    p.add_argument("--batch", default="1", help="rows decoded together; several with commas (default: 1)")
+    p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; several with commas")
+    p.add_argument("--groupsize", type=int, default=128, help="of int4 (default: 128)")
+    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
+    p.add_argument("--steps", type=int, default=20, help="timed of every contender in a repeat (default: 20)")
+    p.add_argument("--repeats", type=int, default=3, help="turns that every contender has (default: 3)")
+    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="measure it (default: yes)")
+    p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
+    p.add_argument("--peer", choices=["transformers"], help="Hugging Face's own generation step, same shape and dtype")
+    p.add_argument("--paper", action="store_true", help="the settings of the methods' papers, beside their figures")
+    p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--memory-cap", type=float, metavar="GB", help="behave as if the device had no more memory")
+    p.add_argument("--profile", metavar="FILE", help="write a trace of two steps of every contender")
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
+    p.add_argument("--plot", metavar="FILE", help="draw ms/token, speedup and memory")
+    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="a line for this run is added here")
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    for flag in ("json", "plot", "profile", "results"):
+        check_output(getattr(args, flag), f"--{flag}")
+    for flag in ("steps", "repeats", "groupsize"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} must be at least 1")
+    if args.peer and not importlib.util.find_spec(args.peer):
+        raise ValueError(f"--peer {args.peer} needs it: pip install {args.peer}")
+    if args.memory_cap is not None and args.memory_cap <= 0:
+        raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
+    device, dtype = pick_device(args.device), pick_dtype(args.dtype)
+    if args.memory_cap is not None:
+        cap_memory(int(args.memory_cap * 1e9))
+    args.shape = args.shape or default_shape(device)
+    config = shape_config(args.shape)
+    contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
+    batches = numbers(args.batch, "--batch", int)
+    budgets = numbers(args.budget, "--budget", number)
+    chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, budgets)
+    modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
+    if unknown := set(modes) - {None, *MODES}:
+        raise ValueError(f"--quantize {unknown.pop()}: known are none, {', '.join(MODES)}")
+    bandwidth, rows = read_bandwidth(device), []
+    about = {"machine": machine(device), "commit": commit(), "date": f"{datetime.date.today()}"}
+    about |= {"command": " ".join(["bench.py", *(sys.argv[1:] if argv is None else argv)])}
+    out = sys.stderr if args.json == "-" else sys.stdout
+    print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {args.shape}", file=out)
+    if args.paper:
+        rows, text = published(args, device, dtype, bandwidth)
+        print(text, file=out)
+    else:
+        cases = [(mode, context, batch) for mode in modes for context in contexts for batch in batches]
+        for mode, context, batch in tqdm(cases, unit="case", disable=None, leave=False):
+            rows += measure(args, new_case(args, config, mode, dtype, device, context, batch), chosen, bandwidth)
+            torch._dynamo.reset()
+    if not rows and not args.paper:
+        raise ValueError("nothing was measured: every method was left out")
+    if rows:
+        print(table(rows), file=out)
+    for kernel in sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r}):
+        print(kernel, file=out)
+    if any(map(is_wide, rows)):
+        print("! the spread is too wide to conclude: is the machine idle?", file=out)
+    result = about | {"bandwidth_gbs": bandwidth / 1e9, "rows": rows}
+    with open(args.results, "a") as file:
+        file.write(json.dumps(result) + "\n")
+    if args.json == "-":
+        print(json.dumps(result))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(result) + "\n")
+    if args.plot:
+        draw(rows, args.plot)
+
+
+def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
+    steps = args.repeats * (args.steps + 1) + 8
+    return Case(config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill)
+
+
+def shape_config(name: str) -> dict:
+    if name in SHAPES:
+        return SHAPES[name]
+    if not Path(name).is_file():
+        raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
+    return {**json.loads(Path(name).read_text()), "max_position_embeddings": 2**20}
+
+
+def default_shape(device: torch.device) -> str:
+    free = free_bytes(device)
+    return "llama-160m" if device.type == "cpu" else "llama-3.1-8b" if free > 40e9 else "llama-3.2-1b"
+
+
+def default_contexts(device: torch.device) -> list[int]:
+    return [4096, 16384] if device.type == "cpu" else [4096, 16384, 65536, 131072]
+
+
+def commit() -> str | None:
+    """Of this folder, with a + if files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,188 @@
+"""The benchmark: what it counts, what it writes, what it refuses. How long things take is not tested."""
+
+import dataclasses
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from conftest import LLAMA
+
+import bench
+import device as devices
+import kv
+from cli import Choice
+from cli import run as run_main
+from kv.full import Full
+
+SMALL = ["--context", "96", "--steps", "2", "--repeats", "2", "--no-compile", "--dtype", "float32"]
+KEYS = """kv budget options shape context batch dtype quantize ms_per_token p10 p90 tokens_per_s prefill_s compile_s
+kv_device_bytes kv_host_bytes step_device_bytes step_host_bytes floor_ms times_floor speedup_vs_full peak_prefill_bytes
+peak_decode_bytes graphs""".split()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder to run in, with the shape of a tiny model, and a bandwidth that is not measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e9)
+    (tmp_path / "tiny.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def run(*args) -> None:
+    bench.main(["--shape", "tiny.json", *SMALL, *map(str, args)])
+
+
+def result(*args) -> dict:
+    run("--json", "out.json", *args)
+    with open("out.json") as file:
+        return json.load(file)
+
+
+def test_a_row_a_method_context_batch_and_quantisation_with_the_agreed_keys(here):
+    quantized = ["--quantize", "none,int4", "--groupsize", "32"]
+    found = result("--kv", "all", "--budget", "16,0.5", "--batch", "1,2", *quantized)
+    assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(found)
+    per_case = sum(1 if method.minimum is None else 2 for method in kv.METHODS.values())
+    assert len(found["rows"]) == per_case * 4
+    for row in found["rows"]:
+        assert set(KEYS) <= set(row)
+        assert 0 < row["p10"] <= row["ms_per_token"] <= row["p90"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms_per_token"])
+        assert row["prefill_s"] > 0 and row["peak_decode_bytes"] >= row["weight_bytes"] + row["kv_device_bytes"]
+    assert {row["speedup_vs_full"] for row in found["rows"] if row["kv"] == "full"} == {1.0}
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("quantize", (None, "int8", "int4"))
+def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(here, tied, quantize):
+    (here / "tiny.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
+    more = ["--quantize", quantize, "--groupsize", 32] if quantize else []
+    rows = result("--kv", "full,streaming", "--budget", "16", "--batch", "2", *more)["rows"]
+    dim, ffn, vocab, layers, kv_heads, head = 64, 96, 128, 2, 2, 16
+    products = layers * (dim * (4 + 2 + 2) * head + dim * dim + 3 * dim * ffn)
+    outputs = layers * ((4 + 2 + 2) * head + dim + 2 * ffn + dim)
+    groups = layers * ((8 * head + dim + 2 * ffn) * dim // 32 + dim * ffn // 32)
+    norms = 4 * (2 * layers + 1) * dim
+    linear = {None: 4 * products, "int8": products + 4 * outputs, "int4": products // 2 + 8 * groups}[quantize]
+    for row in rows:
+        tokens = 97 if row["kv"] == "full" else 16
+        cache = 2 * (2 * layers * kv_heads * tokens * head * 4)
+        assert row["step_device_bytes"] == cache
+        assert row["floor_ms"] == pytest.approx((linear + norms + 4 * vocab * dim + cache) / 1e9 * 1e3)
+
+
+def test_the_naive_baseline_computes_what_full_computes(here):
+    row = result("--kv", "full", "--baseline", "naive")["rows"]
+    assert [r["kv"] for r in row] == ["full", "naive"] and all(r["kernel"] for r in row)
+    shape = kv.Shape(2, 4, 2, 16, 64, "default", 1e4, torch.float32, torch.device("cpu"), 2, 50, 10)
+    torch.manual_seed(0)
+    layers = [Full(shape), bench.Naive(shape)]
+    for row, n in enumerate((50, 9)):
+        qkv = [torch.randn(1, heads, n, 16) for heads in (4, 2, 2)]
+        for layer in layers:
+            layer.prefill(row, *qkv)
+    q, k, v = (torch.randn(2, heads, 1, 16) for heads in (4, 2, 2))
+    pos, active = torch.tensor([50, 9]), torch.tensor([True, True])
+    a, b = (layer.decode(q, k, v, pos, active) for layer in layers)
+    assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_transformers_caches_take_part(here):
+    rows = result("--kv", "full", "--peer", "transformers")["rows"]
+    assert [r["kv"] for r in rows] == ["full", "transformers, dynamic", "transformers, static"]
+    assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[1:])
+
+
+def test_every_run_is_added_to_the_results_and_drawn(here, capsys):
+    for _ in range(2):
+        run("--kv", "all", "--budget", "16,32", "--plot", "out.png", "--profile", "trace.json", "--json")
+    found = [json.loads(line) for line in open("bench-results.jsonl")]
+    assert len(found) == 2 and found[0]["rows"]
+    assert (here / "out.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((here / "trace.json").read_text())["traceEvents"]
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["machine"] for line in out.splitlines()] == [found[0]["machine"]] * 2
+    assert "x floor" in err
+
+
+def test_a_budget_that_is_too_small_is_left_out_and_said(here, capsys):
+    rows = result("--kv", "full,streaming", "--budget", "2,16")["rows"]
+    assert [(r["kv"], r["budget"]) for r in rows] == [("full", None), ("streaming", 16)]
+    assert "at least 5 tokens" in capsys.readouterr().err
+
+
+def test_a_memory_cap_is_kept(here, capsys, monkeypatch):
+    monkeypatch.setattr(devices, "_cap", None)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        run("--kv", "full", "--memory-cap", "0.001")
+    assert "free" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="memory-cap"):
+        run("--memory-cap", "-1")
+
+
+def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
+    monkeypatch.setitem(bench.SHAPES, "tiny", LLAMA)
+    published = [
+        kv.Published("Small, Table 1", "H100", "tiny", context, 16, {"speedup": 3.0, "memory": 0.7})
+        for context in (96, 10**9)
+    ]
+    monkeypatch.setitem(
+        kv.METHODS, "streaming", dataclasses.replace(kv.METHODS["streaming"], published=tuple(published))
+    )
+    rows = result("--paper")["rows"]
+    assert [r["kv"] for r in rows] == ["full", "streaming", "naive"]
+    out = capsys.readouterr().out
+    fits, _, too_large, _ = [line for line in out.splitlines() if "Small, Table 1" in line]
+    assert f"{rows[1]['speedup_vs_full']:.2f}" in fits and f"{rows[1]['speedup_vs_naive']:.2f}" in fits and "3" in fits
+    assert "needs" in too_large and "free" in too_large
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--shape", "gpt-2"], ["gpt-2", "llama-3.1-8b"]),
+        (["--kv", "lru"], ["lru", "streaming"]),
+        (["--quantize", "int3"], ["int3", "int8"]),
+        (["--quantize", "int4", "--groupsize", "48"], ["48", "64"]),
+        (["--context", "many"], ["--context", "commas"]),
+        (["--context", "0"], ["--context"]),
+        (["--steps", "0"], ["--steps"]),
+        (["--json", "no/such/folder.json"], ["--json"]),
+        (["--budget", ""], ["streaming", "--budget"]),
+    ],
+)
+def test_mistakes_are_one_line(here, capsys, args, words):
+    with pytest.raises(SystemExit) as stop:
+        run_main(lambda: run(*args))
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and all(word in line for word in words)
+
+
+def test_known_shapes_have_the_sizes_of_their_models():
+    sizes = {name: bench.ModelConfig.from_dict(config) for name, config in bench.SHAPES.items()}
+    with torch.device("meta"):
+        count = {name: sum(p.numel() for p in bench.Transformer(c).parameters()) for name, c in sizes.items()}
+    expected = {  # as their model cards state
+        "llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.24e9, "mistral-7b": 7.24e9, "yi-9b": 8.83e9, "yi-6b": 6.06e9,
+        "llama-2-7b": 6.74e9, "llama-160m": 0.153e9,
+    }  # fmt: skip
+    assert count == {name: pytest.approx(n, rel=0.005) for name, n in expected.items()}
+
+
+def test_labels_name_the_options():
+    assert Choice("streaming", 256, {"sinks": "8"}).label == "streaming:sinks=8 256"
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
+def test_bench_sh_hands_its_arguments_on(tmp_path):
+    """In a folder of its own, with programs that only say what they were asked."""
+    (tmp_path / "bench.sh").write_text(open(bench.__file__.replace("bench.py", "bench.sh")).read())
+    (tmp_path / "Makefile").write_text(".venv/requirements:\n\t@echo installed\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    done = subprocess.run(["bash", tmp_path / "bench.sh", "paper", "--steps", "3"], capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["installed", "bench.py --paper --steps 3", ""]
