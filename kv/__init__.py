@@ -12,24 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kv import full, streaming
-from kv.base import KV, Shape, total_bytes
+from kv import duo, exact_topk, full, quest, rocketkv, snapkv, sparq, streaming
+from kv.base import KV, Published, Shape, total_bytes
 
-__all__ = ["KV", "METHODS", "Method", "Shape", "build", "describe", "parse_options", "planned_bytes", "total_bytes"]
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a paper measured, for bench.py --paper to measure here."""
-
-    source: str  # paper and figure or table
-    hardware: str
-    shape: str  # of bench.SHAPES
-    context: int
-    budget: int | float | None
-    figures: dict[str, float]  # speedup or memory (peak in decode), as shares of the paper's own full cache
-    options: dict = field(default_factory=dict)
-    batch: int = 1
+__all__ = [
+    "KV", "METHODS", "Method", "Published", "Shape", "build", "describe", "parse_options", "planned_bytes",
+    "total_bytes",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,6 +38,48 @@ METHODS: dict[str, Method] = {
     "streaming": Method(
         streaming.build, streaming.Options, streaming.memory, "sinks and a recent window", streaming.minimum
     ),
+    "rocketkv": Method(
+        rocketkv.build,
+        rocketkv.Options,
+        rocketkv.memory,
+        "evicts at the prompt, then selects pages at every step",
+        rocketkv.minimum,
+        published=rocketkv.PUBLISHED,
+    ),
+    "hybrid": Method(
+        rocketkv.hybrid_build,
+        rocketkv.Skip,
+        rocketkv.hybrid_memory,
+        "rocketkv's selection of pages alone",
+        rocketkv.minimum,
+    ),
+    "snapkv": Method(
+        snapkv.build, snapkv.SnapOptions, snapkv.memory, "what the prompt's end attends to", snapkv.minimum
+    ),
+    "snapkv++": Method(
+        snapkv.plus_build,
+        snapkv.PlusOptions,
+        snapkv.memory,
+        "the same, shared by a group, pooled widely",
+        snapkv.plus_minimum,
+    ),
+    "pyramidkv": Method(
+        snapkv.pyramid_build,
+        snapkv.PyramidOptions,
+        snapkv.memory,
+        "snapkv with more tokens in lower layers",
+        snapkv.pyramid_minimum,
+    ),
+    "exact_topk": Method(
+        exact_topk.build,
+        exact_topk.Options,
+        exact_topk.memory,
+        "the best tokens by exact scores: an oracle",
+        exact_topk.minimum,
+    ),
+    "quest": Method(quest.build, quest.Options, quest.memory, "pages by a bound of their scores", quest.minimum),
+    "sparq": Method(sparq.build, sparq.Options, sparq.memory, "tokens by the query's largest channels", sparq.minimum),
+    "duo": Method(duo.build, duo.Options, duo.memory, "everything in some heads, streaming in the others", duo.minimum),
 }
 
 

@@ -28,7 +28,7 @@ The laws, which tests/test_contract.py checks for every registered method:
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +131,20 @@ class KV(nn.Module, ABC):
     def overhead(self) -> dict[str, int]:
         """What is allocated beyond the paper's formula, by name, in bytes."""
         return {}
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper measured, for bench.py --paper to measure here."""
+
+    source: str  # paper and figure or table
+    hardware: str
+    shape: str  # of bench.SHAPES
+    context: int
+    budget: int | float | None
+    figures: dict[str, float | None]  # speedup, memory (peak in decode) over the paper's full cache; None: drawn only
+    options: dict = field(default_factory=dict)
+    batch: int = 1
 
 
 def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:

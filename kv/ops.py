@@ -70,6 +70,61 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
 
 
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+    """`attend` to chosen slots alone: index and mask [B,Hk,N], the same for the queries of a group."""
+    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+    keys, values = gather(k, index), gather(v, index)
+    return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
+
+
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """x [B,H,S,D] at index [B,H,N] -> [B,H,N,D]"""
+    b, h = (torch.arange(n, device=x.device) for n in index.shape[:2])
+    return x[b[:, None, None], h[:, None], index]
+
+
+def top(scores: Tensor, k: int) -> Tensor:
+    """Where the k largest of scores [..., N] fp32 are, [..., k] in no order; of equal ones the first."""
+    bits = scores.view(torch.int32).long()
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they compare like the floats
+    keys = (order << 32) - torch.arange(scores.shape[-1], device=scores.device)
+    return -keys.topk(k, sorted=False).values & 0xFFFFFFFF
+
+
+def dots(q: Tensor, k: Tensor) -> Tensor:
+    """q [B,Hk,G,D] with every one of k [B,Hk,N,D] -> [B,Hk,G,N] fp32; a vector is read once for the group."""
+    k = k.float()
+    return torch.stack([(row[:, :, None] * k).sum(3) for row in q.float().unbind(2)], dim=2)
+
+
+def channel_weights(rows: Tensor, channel: Tensor, lines: Tensor, empty: Tensor) -> Tensor:
+    """Each query's attention to N keys, guessed from R of their channels: [B,Hk,G,N] fp32.
+
+    rows [B,Hk,G,D], channel [B,Hk,R], those channels of the keys as lines [B,Hk,R,N], which are read once for a group;
+    `empty` [B,N] keys get nothing. The temperature is SparQ's (arXiv 2312.04985): it allows for the channels left out.
+    """
+    part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
+    lines = lines.float()
+    logits = torch.stack([(row[..., None] * lines).sum(2) for row in part.unbind(2)], dim=2)
+    heat = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
+    return (logits / heat).masked_fill(empty[:, None, None], -torch.inf).softmax(-1)
+
+
+def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
+    """What a prompt's last `window` queries attend to before them: q [1,Hq,T,D], k [1,Hk,T,D] -> [Hk,G,T-window].
+
+    Softmax over all keys that a query sees, summed over the window, fp32. One KV head at a time, so that no more than
+    G x window x T scores exist at once.
+    """
+    end, sums = k.shape[2] - window, []
+    later = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
+    for rows, keys in zip(q[0, :, end:].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
+        scores = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,window,T]
+        scores[..., end:].masked_fill_(later, -torch.inf)
+        sums.append(scores.softmax(-1)[..., :end].sum(1))
+    return torch.stack(sums)
+
+
 def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     """Writes one token a row: new [B,Hk,1,D] into buffer [B,Hk,S,D] at slot [B]; inactive rows keep what they have."""
     rows = torch.arange(slot.shape[0], device=slot.device)

@@ -1,0 +1,128 @@
+"""duo: some heads see everything, the others sinks and a recent window (DuoAttention, Xiao et al., arXiv 2410.10819).
+
+Which KV heads are retrieval heads is known before: by a file, or by the `head_scores` that calibrate.py writes beside
+the checkpoint. The budget is the mean of all heads: x S + (1 - x)(sinks + recent), x the share of retrieval heads.
+Memory and traffic: that mean.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kv.base import KV, Shape
+from kv.full import Full
+
+
+@dataclass(frozen=True)
+class Options:
+    heads: str | None = field(default=None, metadata={"help": "JSON file with head_scores, a list a layer"})
+    head_scores: list[list[float]] | None = field(default=None, metadata={"help": "how much each KV head retrieves"})
+    sinks: int = field(default=128, metadata={"help": "first tokens that the other heads keep", "min": 0})
+    recent: int = field(default=512, metadata={"help": "newest tokens that the other heads keep", "min": 1})
+
+
+def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int, int]:
+    """(retrieval heads of the whole model, sinks, recent)"""
+    heads, window = shape.n_layer * shape.n_kv_head, options.sinks + options.recent
+    if budget >= shape.planned:
+        return heads, options.sinks, options.recent
+    if budget <= window:
+        sinks = int(0.2 * budget) if budget <= 256 else min(options.sinks, budget // 2)
+        return 0, sinks, budget - sinks
+    share = (budget - window) / (shape.planned - window)
+    return int(share * heads + 0.5), options.sinks, options.recent
+
+
+class Duo(KV):
+    """One layer: `retrieval` says of each KV head whether it sees everything."""
+
+    def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
+        super().__init__()
+        order = sorted(range(len(retrieval)), key=lambda h: not retrieval[h])
+        count = sum(retrieval)
+        sizes = ((count, None, 0), (len(order) - count, sinks + recent, sinks))
+        self.parts = torch.nn.ModuleList(
+            Full(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), size, first)
+            for n, size, first in sizes
+            if n
+        )
+        self.counts = [part.shape.n_kv_head for part in self.parts]
+        self.endless = not count and sinks + recent <= shape.planned
+        self.recent = min(part.recent for part in self.parts)
+        self.kv_heads = shape.n_kv_head
+        place = torch.tensor(order, device=shape.device)
+        self.register_buffer("order", place, persistent=False)
+        self.register_buffer("back", place.argsort(), persistent=False)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """[B,H,T,D], H the KV heads or G times as many, as each part's heads."""
+        groups = x.unflatten(1, (self.kv_heads, -1)).index_select(1, self.order)
+        return [part.flatten(1, 2) for part in groups.split(self.counts, dim=1)]
+
+    def join(self, ys: list[Tensor]) -> Tensor:
+        """The inverse of `split`, for query heads."""
+        groups = [y.unflatten(1, (n, -1)) for y, n in zip(ys, self.counts, strict=True)]
+        return torch.cat(groups, dim=1).index_select(1, self.back).flatten(1, 2)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
+        return self.join([part.prefill(row, *qkv) for part, *qkv in inputs])
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
+        return self.join([part.decode(*qkv, pos, active) for part, *qkv in inputs])
+
+    def reset(self, row: int) -> None:
+        pass
+
+    def fit(self, length: int, new: int) -> None:
+        for part in self.parts:
+            part.fit(length, new)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        return sum(part.step_bytes(length)[0] for part in self.parts), 0
+
+    def overhead(self) -> dict[str, int]:
+        past = sum(part.overhead()["slot past the end"] for part in self.parts)
+        return {"slot past the end": past, "order of heads": self.order.nbytes + self.back.nbytes}
+
+
+def read_scores(path: str) -> list[list[float]]:
+    try:
+        return json.loads(Path(path).read_text())["head_scores"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
+
+
+def choose(shape: Shape, count: int, options: Options) -> list[list[bool]]:
+    """The `count` heads with the highest scores, as a list of booleans a layer."""
+    every = shape.n_layer * shape.n_kv_head
+    if count in (0, every):
+        return [[count > 0] * shape.n_kv_head for _ in range(shape.n_layer)]
+    scores = read_scores(options.heads) if options.heads else options.head_scores
+    if scores is None:
+        raise ValueError("duo does not know this model's retrieval heads: run calibrate.py, or give heads=FILE")
+    if len(scores) != shape.n_layer or any(len(row) != shape.n_kv_head for row in scores):
+        raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {shape.n_kv_head} KV heads")
+    flat = [score for row in scores for score in row]
+    best = set(sorted(range(every), key=lambda i: -flat[i])[:count])
+    return [[layer * shape.n_kv_head + h in best for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return 2
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    count, sinks, recent = plan(shape, budget, options)
+    rest = shape.n_layer * shape.n_kv_head - count
+    units = count * shape.planned + rest * min(sinks + recent, shape.planned)
+    return shape.batch * units * shape.unit_bytes
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    count, sinks, recent = plan(shape, budget, options)
+    return [Duo(shape, retrieval, sinks, recent) for retrieval in choose(shape, count, options)]

@@ -1,0 +1,53 @@
+"""exact_topk: the oracle of sparse attention. Exact scores of every token, then attention to the best alone.
+
+What a method that guesses the scores can hope for at the same budget. Memory: the full cache. Traffic: every K, and
+the budget's K and V.
+"""
+
+import torch
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+from kv.full import Full, Options
+
+__all__ = ["Options", "build", "memory", "minimum"]
+
+
+class ExactTopK(Full):
+    def __init__(self, shape: Shape, budget: int):
+        super().__init__(shape)
+        self.recent = 0
+        self.budget = min(budget, self.size)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        ops.store(self.k, k, pos, active)
+        ops.store(self.v, v, pos, active)
+        keys = self.k.narrow(2, 0, self.span.shape[0])
+        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+        logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
+        later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
+        weight = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1).sum(2)  # [B,Hk,S]
+        index = ops.top(weight, self.budget)
+        return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(max(length, self.budget), new)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        units = length / 2 + min(self.budget, length)
+        return int(self.shape.n_kv_head * units * self.shape.unit_bytes), 0
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return 1
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    return shape.full_bytes()
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    if budget >= shape.planned:
+        return [Full(shape) for _ in range(shape.n_layer)]
+    return [ExactTopK(shape, budget) for _ in range(shape.n_layer)]

@@ -1,0 +1,102 @@
+"""quest: attention to the pages of tokens that may matter most (Tang et al., arXiv 2406.10774).
+
+Every page of tokens keeps the least and the greatest of each channel of its keys, which bound any product with a query.
+A step scores all pages by that bound and attends to the tokens of the best ones, the newest among them. Memory: the
+full cache and two vectors a page. Traffic: the bounds, and the budget.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+from kv.full import Full
+
+
+@dataclass(frozen=True)
+class Options:
+    page: int | None = field(default=16, metadata={"help": "tokens; auto: half the budget is for the bounds", "min": 1})
+    skip_layers: int = field(default=2, metadata={"help": "first layers that stay full", "min": 0})
+
+
+def sizes(shape: Shape, budget: int, options: Options) -> tuple[int, int]:
+    """Tokens a page, and pages attended."""
+    if options.page is not None:
+        return options.page, budget // options.page
+    page = max(1, math.floor(2 * shape.planned / budget + 0.5))
+    return page, max(1, budget // 2 // page)
+
+
+class Quest(Full):
+    def __init__(self, shape: Shape, page: int, pages: int):
+        super().__init__(shape)
+        self.recent = 1
+        count = -(-self.size // page)
+        self.page, self.pages = page, min(pages, count)
+        buffer = (shape.batch, shape.n_kv_head, count, shape.head_dim)
+        for name in ("low", "high"):
+            self.register_buffer(name, torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, n = super().prefill(row, q, k, v), k.shape[2]
+        for buffer, extreme, empty in ((self.low, torch.amin, torch.inf), (self.high, torch.amax, -torch.inf)):
+            pages = F.pad(k[0], (0, 0, 0, -n % self.page), value=empty).unflatten(1, (-1, self.page))
+            buffer[row, :, : pages.shape[1]] = extreme(pages, 2)
+        return y
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        ops.store(self.k, k, pos, active)
+        ops.store(self.v, v, pos, active)
+        newest, begins = pos // self.page, (pos % self.page == 0)[:, None, None, None]
+        row = torch.arange(pos.shape[0], device=q.device)
+        for buffer, extreme in ((self.low, torch.minimum), (self.high, torch.maximum)):
+            old = buffer[row, :, newest][:, :, None]  # [B,Hk,1,D]
+            ops.store(buffer, torch.where(begins, k, extreme(old, k)), newest, active)
+        used = -(-self.span.shape[0] // self.page)
+        low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
+        rows = q.view(q.shape[0], k.shape[1], -1, 1, q.shape[-1]).float().unbind(2)  # G of [B,Hk,1,D]
+        bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in rows], dim=2) * q.shape[-1] ** -0.5
+        page = torch.arange(used, device=q.device)
+        weight = bound.masked_fill((page > newest[:, None])[:, None, None], -torch.inf).softmax(-1).sum(2)
+        weight = weight.masked_fill((page == newest[:, None])[:, None], torch.inf)  # [B,Hk,pages]
+        best = ops.top(weight, self.pages)
+        index = (best[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(2)
+        mask = index <= pos[:, None, None]
+        return ops.attend_rows(q, self.k, self.v, index.clamp(max=self.size), mask)
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(max(length, self.pages * self.page), new)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        pages = -(-length // self.page)
+        units = pages + min(self.pages, pages) * self.page
+        return self.shape.n_kv_head * units * self.shape.unit_bytes, 0
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    """Two pages."""
+    if options.page is not None:
+        return 2 * options.page
+    return next(t for t in range(1, shape.planned + 1) if t // 2 >= 2 * sizes(shape, t, options)[0])
+
+
+def is_full(shape: Shape, budget: int, options: Options) -> int:
+    """Layers that stay full."""
+    return shape.n_layer if budget >= shape.planned else min(options.skip_layers, shape.n_layer)
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    """S units a KV head, and one more a page."""
+    pages = -(-shape.planned // sizes(shape, budget, options)[0])
+    bounds = shape.batch * shape.n_kv_head * pages * shape.unit_bytes
+    return shape.full_bytes() + (shape.n_layer - is_full(shape, budget, options)) * bounds
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    full = is_full(shape, budget, options)
+    layers: list[KV] = [Full(shape) for _ in range(full)]
+    return layers + [Quest(shape, *sizes(shape, budget, options)) for _ in range(shape.n_layer - full)]

@@ -1,0 +1,186 @@
+"""rocketkv, hybrid: a coarse eviction at the prompt, then fine selection at every step (arXiv 2502.14051).
+
+Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) keeps the
+least and greatest key of every page of p stored tokens, channel by channel; a step scores all pages by the query's r
+largest channels and attends to the tokens of the best pages. Half of the budget t is read to choose, half to attend.
+`hybrid` is stage 2 alone, n1 = S.
+
+Memory: n1 + n1 / p units of one K and one V vector a KV head (n1 / 2 for pages of one token). Traffic: t units.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Published, Shape
+from kv.full import Full
+from kv.snapkv import SnapKV, Window, is_longchat, threshold_of
+
+
+@dataclass(frozen=True)
+class Skip:
+    skip_layers: int | None = field(default=None, metadata={"help": "first layers that stay full", "min": 0})
+
+
+@dataclass(frozen=True)
+class Options(Skip, Window):
+    kernel: int = field(default=63, metadata={"help": "tokens that the max-pooling spans", "min": 1})
+    long_kernel: int = field(default=511, metadata={"help": "the same for long prompts", "min": 1})
+    threshold: int | None = field(default=None, metadata={"help": "tokens of a long prompt; default: the model's"})
+    split: Literal["even", "adaptive"] = field(default="even", metadata={"help": "how much of it stage 1 compresses"})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a budget means: slots, of which the prompt may fill `keep`; tokens a page; channels read; pages attended."""
+
+    slots: int
+    keep: int
+    page: int
+    channels: int
+    pages: int
+
+    @classmethod
+    def of(cls, shape: Shape, budget: int, split: str | None) -> "Sizes":
+        """split: None for stage 2 alone."""
+        planned, new = shape.planned, shape.max_new_tokens
+        ratio, slots = planned / budget, planned
+        if split is not None:
+            power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(ratio), 0.8)
+            slots = max(math.floor(planned / ratio**power + 0.5), min(2 * new, planned))
+        left = slots / budget  # what stage 2 has to save
+        page = max(1, min(math.floor(left), math.ceil(math.sqrt(left))))
+        channels = (2 * shape.head_dim * page * budget + slots) // (2 * slots)  # D page / left, half up
+        channels = min(max(channels, 1), shape.head_dim)
+        return cls(slots, slots - new, page, channels, max(1, budget // 2 // page))
+
+
+PUBLISHED = tuple(  # section 4.3 prints the figures of the longest context; the others are drawn in Figure 5
+    Published("RocketKV, Figure 5", "H100, fp16", "llama-3.1-8b", 1024 * k, budget, {"speedup": s, "memory": m})
+    for k in (16, 32, 64, 96)
+    for budget in (256, 512, 1024, 2048, 4096)
+    for s, m in [{256: (3.0, 0.686), 512: (2.9, 0.7)}.get(budget * (k == 96), (None, None))]
+)
+
+
+class RocketKV(SnapKV):
+    def __init__(self, shape: Shape, sizes: Sizes, window: int, kernel: int, long_kernel: int, threshold: int | None):
+        super().__init__(shape, sizes.keep, min(window, sizes.keep // 2), kernel, long_kernel, threshold)
+        self.page, self.channels, self.recent = sizes.page, sizes.channels, 0
+        count = -(-self.size // self.page)
+        self.pages = min(sizes.pages, count)
+        # Channel-major: the D least, then the D greatest of every page. Those of one token are the same.
+        lines = shape.head_dim * (2 if self.page > 1 else 1)
+        buffer = (shape.batch, shape.n_kv_head, lines, count)
+        self.register_buffer("bounds", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = super().prefill(row, q, k, v)
+        n = min(k.shape[2], self.keep)
+        keys = self.k[row, :, :n].mT  # [Hk,D,n]
+        ends = [keys]
+        if self.page > 1:
+            pages = [F.pad(keys, (0, -n % self.page), value=x) for x in (torch.inf, -torch.inf)]
+            pages = [x.unflatten(-1, (-1, self.page)) for x in pages]
+            ends = [pages[0].amin(-1), pages[1].amax(-1)]
+        self.bounds[row, :, :, : ends[0].shape[-1]] = torch.cat(ends, dim=1)
+        return y
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        slot = pos + self.shift
+        ops.store(self.k, k, slot, active)
+        ops.store(self.v, v, slot, active)
+        self.update(k, slot, active)
+        page = ops.top(self.score(q, slot), self.pages)  # [B,Hk,pages]
+        index = (page[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(2)
+        mask = index <= slot[:, None, None]
+        return ops.attend_rows(q, self.k, self.v, index.clamp(max=self.size), mask)
+
+    def update(self, k: Tensor, slot: Tensor, active: Tensor) -> None:
+        """The token's page takes it in, or begins with it. Step 1 of Algorithm 2."""
+        row, new = torch.arange(slot.shape[0], device=slot.device), k[:, :, 0]  # [B,Hk,D]
+        at, begins = slot // self.page, (slot % self.page == 0)[:, None, None]
+        old = self.bounds[row, :, :, at]
+        if self.page > 1:
+            low, high = old.chunk(2, dim=-1)
+            low, high = torch.minimum(low, new), torch.maximum(high, new)
+            new = torch.cat([torch.where(begins, new, x) for x in (low, high)], dim=-1)
+        self.bounds[row, :, :, at] = torch.where(active[:, None, None], new, old)
+
+    def score(self, q: Tensor, slot: Tensor) -> Tensor:
+        """How much of the group's attention each page may get, [B,Hk,pages]. Step 2."""
+        rows = q.view(q.shape[0], self.bounds.shape[1], -1, q.shape[-1]).float()  # [B,Hk,G,D]
+        channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
+        line = channel
+        if self.page > 1:
+            line = channel + q.shape[-1] * (rows.sum(2) >= 0).gather(2, channel)
+        used = -(-self.span.shape[0] // self.page)
+        empty = torch.arange(used, device=q.device) > (slot // self.page)[:, None]
+        lines = ops.gather(self.bounds.narrow(3, 0, used), line)
+        return ops.channel_weights(rows, channel, lines, empty).sum(2)
+
+    def fit(self, length: int, new: int) -> None:
+        Full.fit(self, max(min(length, self.keep + new), self.pages * self.page), new)  # so many pages are there
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        pages = -(-self.stored(length) // self.page)
+        choose = self.channels * pages * self.shape.dtype.itemsize
+        attend = min(self.pages, pages) * self.page * self.shape.unit_bytes
+        return self.shape.n_kv_head * (choose + attend), 0
+
+    def overhead(self) -> dict[str, int]:
+        declared = super().overhead()
+        del declared["generated"]  # they are among the slots
+        return declared
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return 8
+
+
+def skipped(shape: Shape, options: Skip) -> int:
+    """Layers that stay full: 2 of LongChat (RocketKV, A.2), else none."""
+    return 2 * is_longchat(shape) if options.skip_layers is None else min(options.skip_layers, shape.n_layer)
+
+
+def build_with(shape: Shape, budget: int, options: Skip, split: str | None, *stage1) -> list[KV]:
+    if budget >= shape.planned:
+        return [Full(shape) for _ in range(shape.n_layer)]
+    skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
+    layers: list[KV] = [Full(shape) for _ in range(skip)]
+    return layers + [RocketKV(shape, sizes, *stage1) for _ in range(shape.n_layer - skip)]
+
+
+def memory_with(shape: Shape, budget: int, options: Skip, split: str | None) -> int:
+    if budget >= shape.planned:
+        return shape.full_bytes()
+    skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
+    pages = -(-sizes.slots // sizes.page)
+    units = 2 * sizes.slots + (pages if sizes.page == 1 else 2 * pages)  # in halves: a vector of D
+    sparse = shape.batch * shape.n_kv_head * units * shape.unit_bytes // 2
+    return (shape.n_layer - skip) * sparse + skip * shape.full_bytes() // shape.n_layer
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    threshold = threshold_of(shape) if options.threshold is None else options.threshold
+    stage1 = (options.window, options.kernel, options.long_kernel, threshold)
+    return build_with(shape, budget, options, options.split, *stage1)
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    """n1 + ceil(n1 / p) units a KV head."""
+    return memory_with(shape, budget, options, options.split)
+
+
+def hybrid_build(shape: Shape, budget: int, options: Skip) -> list[KV]:
+    return build_with(shape, budget, options, None, 1, 1, 1, None)
+
+
+def hybrid_memory(shape: Shape, budget: int, options: Skip) -> int:
+    """S + ceil(S / p) units a KV head."""
+    return memory_with(shape, budget, options, None)

@@ -1,0 +1,88 @@
+"""sparq: scores from the query's largest channels, then attention to the best tokens (Ribar et al., arXiv 2312.04985).
+
+A copy of K is stored channel by channel. A step reads the r channels in which the group's query is largest, guesses
+every token's share of the attention from them, attends to the best t / 2 tokens, and gives what share is left to the
+mean of all V. Memory: one and a half times the full cache. Traffic: t / 2 units to choose, t / 2 to attend.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+from kv.full import Full
+
+
+@dataclass(frozen=True)
+class Options:
+    pass
+
+
+class SparQ(Full):
+    def __init__(self, shape: Shape, budget: int):
+        super().__init__(shape)
+        self.recent = 0
+        self.channels = max(1, shape.head_dim * budget // shape.planned)
+        self.count = max(1, budget // 2)
+        table = (shape.batch, shape.n_kv_head, shape.head_dim, self.size + 1)
+        self.register_buffer("kt", torch.zeros(table, dtype=shape.dtype, device=shape.device), persistent=False)
+        mean = torch.zeros(shape.batch, shape.n_kv_head, shape.head_dim, device=shape.device)
+        self.register_buffer("mean", mean, persistent=False)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.kt[row, :, :, : k.shape[2]] = k[0].mT
+        self.mean[row] = v[0].float().mean(1)
+        return super().prefill(row, q, k, v)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        ops.store(self.k, k, pos, active)
+        ops.store(self.v, v, pos, active)
+        row, live = torch.arange(pos.shape[0], device=q.device), active[:, None, None]
+        self.kt[row, :, :, pos] = torch.where(live, k[:, :, 0], self.kt[row, :, :, pos])
+        mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
+        self.mean.copy_(torch.where(live, mean, self.mean))
+        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1]).float()  # [B,Hk,G,D]
+        weight = self.guess(rows, pos)  # [B,Hk,G,S]
+        index = ops.top(weight.sum(2), self.count)
+        mask = index <= pos[:, None, None]
+        y = ops.attend_rows(q, self.k, self.v, index, mask).view(rows.shape).float()
+        share = weight.gather(3, index[:, :, None].expand(-1, -1, rows.shape[2], -1)).sum(3, keepdim=True)
+        share = torch.where((pos < self.count)[:, None, None, None], 1.0, share)
+        return (share * y + (1 - share) * mean[:, :, None]).to(q.dtype).view(q.shape)
+
+    def guess(self, rows: Tensor, pos: Tensor) -> Tensor:
+        """Each token's share of each query's attention by the query's largest channels, [B,Hk,G,S] fp32."""
+        channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
+        table = self.kt.narrow(3, 0, self.span.shape[0])
+        later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
+        return ops.channel_weights(rows, channel, ops.gather(table, channel), later)
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(max(length, self.count), new)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        choose = self.channels * length * self.shape.dtype.itemsize
+        attend = min(self.count, length) * self.shape.unit_bytes
+        return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
+
+    def overhead(self) -> dict[str, int]:
+        past = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes // 2
+        slots = super().overhead()["slot past the end"] + past
+        return {"slot past the end": slots, "mean of V": self.mean.nbytes}
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return 2
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    """1.5 S units a KV head."""
+    return shape.full_bytes() if budget >= shape.planned else shape.full_bytes() * 3 // 2
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    if budget >= shape.planned:
+        return [Full(shape) for _ in range(shape.n_layer)]
+    return [SparQ(shape, budget) for _ in range(shape.n_layer)]

@@ -1,0 +1,405 @@
+"""Slow reference implementations of the KV cache methods that select tokens: one batch row, one layer, plain loops.
+
+They follow the equations and share no code with kv/. RocketKV (arXiv 2502.14051, Algorithms 1 and 2), SnapKV (arXiv
+2404.14469), PyramidKV (arXiv 2406.02069), Quest (arXiv 2406.10774), SparQ (arXiv 2312.04985), DuoAttention (arXiv
+2410.10819).
+
+A head of storage holds one list of tokens: a KV head, whose G query heads h G ... h G + G - 1 share what is chosen, or
+one query head where a method keeps tokens for each of them. All arithmetic is fp32; sizes are exact integers.
+"""
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kv.base import Shape
+
+
+def half_up(x: Fraction | float) -> int:
+    """Rounds to the nearest integer, halves up."""
+    return math.floor(x + Fraction(1, 2))
+
+
+def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
+    """Sizes of RocketKV's second stage over `slots` tokens, of ratio c2 = slots / budget.
+
+    page = min(floor(c2), ceil(sqrt(c2))), channels = round(D page / c2), pages = floor((budget / 2) / page).
+    """
+    ratio = Fraction(slots, budget)
+    root = 1
+    while root * root < ratio:  # ceil(sqrt(ratio))
+        root += 1
+    page = max(1, min(math.floor(ratio), root))
+    channels = min(max(1, half_up(head_dim * page / ratio)), head_dim)
+    return {"page": page, "channels": channels, "pages": max(1, budget // (2 * page))}
+
+
+def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, split: str = "even") -> dict[str, int]:
+    """RocketKV's sizes: n1 slots after stage 1, of which the prompt may `keep` some, and those of stage 2.
+
+    c = S / t, n1 = max(round(S / c ** e), min(2 max_new_tokens, S)), keep = n1 - max_new_tokens; e = 0.5 if the split
+    is even, min(0.2 + 0.06 log2 c, 0.8) if it is adaptive.
+    """
+    budget = min(budget, planned)
+    if split == "even":  # S / sqrt(S / t) = sqrt(S t); the root of an integer never ends in .5
+        product = planned * budget
+        slots = math.isqrt(product)
+        slots += product > slots * slots + slots
+    elif split == "adaptive":
+        ratio = planned / budget
+        slots = half_up(planned / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8))
+    else:
+        raise ValueError(f"split is even or adaptive, not {split!r}")
+    slots = max(slots, min(2 * max_new_tokens, planned))
+    return {"n1": slots, "keep": slots - max_new_tokens, **hybrid_sizes(slots, budget, head_dim)}
+
+
+def pyramid_budgets(n_layer: int, budget: int, window: int) -> list[int]:
+    """PyramidKV: the prompt tokens that each layer keeps, the window (at most half of the budget) included.
+
+    n = t - window, min = n / 20, max = 2 n - min: layer l keeps round(max - l (max - min) / (L - 1)) and the window.
+    """
+    window = min(window, budget // 2)
+    n = budget - window
+    if n_layer == 1:
+        return [budget]
+    low = Fraction(n, 20)
+    high = 2 * n - low
+    return [half_up(high - layer * (high - low) / (n_layer - 1)) + window for layer in range(n_layer)]
+
+
+def best(scores: Tensor, count: int) -> list[int]:
+    """Indices of the `count` highest scores, the lowest index first among equals, in ascending order."""
+    values = scores.tolist()
+    return sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:count])
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """exp(x) / sum exp(x) of a vector, in fp32."""
+    exps = torch.exp(logits.float() - logits.float().max())
+    return exps / exps.sum()
+
+
+def weights(q: Tensor, keys: Tensor) -> Tensor:
+    """softmax(K q / sqrt(D)) of one query [D] over n keys [n,D]: [n]."""
+    return softmax(keys @ q / math.sqrt(q.shape[0]))
+
+
+def window_scores(q: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Attention of the last `window` queries, summed over them and over the heads that share the keys.
+
+    q [G,T,D], keys [T,D] -> [T - window]. Query i sees the keys 0 ... i; the window's own columns are dropped only
+    after the softmax (Algorithm 1, lines 1 and 2).
+    """
+    length = keys.shape[0]
+    scores = torch.zeros(length - window)
+    for head in range(q.shape[0]):
+        for i in range(length - window, length):
+            scores += weights(q[head, i], keys[: i + 1])[: length - window]
+    return scores
+
+
+def max_pool(scores: Tensor, kernel: int) -> Tensor:
+    """The highest of the `kernel` scores around each one; nothing lies beyond the ends."""
+    if kernel % 2 == 0:
+        raise ValueError(f"a kernel is odd, not {kernel}")
+    pooled = torch.empty_like(scores)
+    for i in range(scores.shape[0]):
+        pooled[i] = scores[max(0, i - kernel // 2) : i + kernel // 2 + 1].max()
+    return pooled
+
+
+def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[int]:
+    """SnapKV's choice (Algorithm 1): the `top` best prompt tokens by pooled window scores, and the window.
+
+    q [G,T,D] the query heads that share the choice, keys [T,D]. A prompt of at most top + window tokens is kept whole.
+    """
+    length = keys.shape[0]
+    if length <= top + window:
+        return list(range(length))
+    pooled = max_pool(window_scores(q, keys, window), kernel)
+    return best(pooled, top) + list(range(length - window, length))
+
+
+def split_pages(count: int, page: int) -> list[range]:
+    """The indices 0 ... count - 1 in pages of consecutive ones; the last page may be partly filled."""
+    return [range(start, min(start + page, count)) for start in range(0, count, page)]
+
+
+def bounds(keys: Tensor, tokens: range) -> tuple[Tensor, Tensor]:
+    """Element-wise minimum and maximum of a page's keys: [D], [D]."""
+    rows = keys[tokens.start : tokens.stop]
+    return rows.min(0).values, rows.max(0).values
+
+
+def largest_channels(q: Tensor, channels: int) -> list[int]:
+    """The channels with the largest sum over the group of |q|: q [G,D]."""
+    return best(q.abs().sum(0), channels)
+
+
+def partial_weights(q: Tensor, keys: Tensor, channels: list[int]) -> Tensor:
+    """SparQ's approximation: softmax(K_r q_r / sqrt(D |q_r|_1 / |q|_1)) on some channels, q [D], keys [n,D] -> [n]."""
+    q_r, keys_r = q[channels], keys[:, channels]
+    if not q_r.any():  # every dot product is 0, and so is the temperature
+        return softmax(torch.zeros(keys.shape[0]))
+    return softmax(keys_r @ q_r / torch.sqrt(q.shape[0] * q_r.abs().sum() / q.abs().sum()))
+
+
+class Slow:
+    """Full attention, and what the methods have in common.
+
+    A method says what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`). With a budget
+    of the planned length, and in the first `skip_layers` layers, everything is kept and attended to.
+    """
+
+    defaults: dict = {}
+
+    def __init__(self, shape: Shape, budget: int, layer: int = 0, **options):
+        if shape.window is not None and shape.window < shape.planned:
+            raise ValueError("the references know no sliding window")
+        if options.keys() - self.defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no option {sorted(options.keys() - self.defaults.keys())}")
+        self.shape, self.budget, self.layer = shape, budget, layer
+        self.option = {**self.defaults, **options}
+        self.groups = shape.n_head // shape.n_kv_head
+        self.shared = self.option.get("gqa", True)  # by the query heads of a group
+        self.full = budget >= shape.planned or layer < self.option.get("skip_layers", 0)
+        self.keys = self.values = torch.empty(0)  # [Hk,N,D]: every token of the text; `stored` says which are there
+        self.kept: list[list[int]] = []  # prompt positions per head of storage
+        self.stored: list[list[int]] = []  # those and the generated tokens, in sequence order
+        self.attended: list[list[int]] = []  # positions that the last step attended to
+
+    def kv_head(self, head: int) -> int:
+        """The KV head of a head of storage."""
+        return head if self.shared else head // self.groups
+
+    def query_heads(self, head: int) -> list[int]:
+        """The query heads of a head of storage."""
+        return list(range(head * self.groups, (head + 1) * self.groups)) if self.shared else [head]
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores a prompt: q [Hq,T,D], k and v [Hk,T,D]."""
+        q, self.keys, self.values = q.float(), k.float(), v.float()
+        everything = list(range(k.shape[1]))
+        self.kept, self.attended = [], []
+        for head in range(self.shape.n_kv_head if self.shared else self.shape.n_head):
+            keys = self.keys[self.kv_head(head)]
+            self.kept.append(everything if self.full else self.keep(head, q[self.query_heads(head)], keys))
+        self.stored = [list(kept) for kept in self.kept]
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores one token, then attends: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
+        q, position = q.float(), self.keys.shape[1]
+        self.keys = torch.cat([self.keys, k.float()[:, None]], 1)
+        self.values = torch.cat([self.values, v.float()[:, None]], 1)
+        y, self.attended = torch.empty_like(q), []
+        for head in range(len(self.stored)):
+            self.stored[head].append(position)
+            heads = self.query_heads(head)
+            positions, y[heads] = self.step(head, q[heads])
+            self.attended.append(positions)
+        return y
+
+    def step(self, head: int, q: Tensor) -> tuple[list[int], Tensor]:
+        """The positions one head of storage attends to, and the outputs of its query heads: q [G,D] -> [G,D]."""
+        positions = list(self.stored[head]) if self.full else self.choose(head, q)
+        return positions, self.attend(head, q, positions)
+
+    def attend(self, head: int, q: Tensor, positions: list[int]) -> Tensor:
+        """Exact attention to some positions: q [G,D] -> [G,D]."""
+        keys, values = self.keys[self.kv_head(head), positions], self.values[self.kv_head(head), positions]
+        return torch.stack([weights(one, keys) @ values for one in q])
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        """Prompt positions that one head of storage keeps, ascending: q [G,T,D], keys [T,D]."""
+        return list(range(keys.shape[0]))
+
+    def choose(self, head: int, q: Tensor) -> list[int]:
+        """Positions, out of those stored, that a step attends to, ascending: q [G,D]."""
+        return list(self.stored[head])
+
+
+class SlowSnapPlus(Slow):
+    """RocketKV's first stage alone (Algorithm 1): a group keeps t prompt tokens, and every generated one."""
+
+    defaults = {
+        "window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "even", "skip_layers": 0,
+    }  # fmt: skip
+
+    def prompt_share(self) -> int:
+        """The prompt tokens that are kept."""
+        return self.budget
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        share, option = self.prompt_share(), self.option
+        window = min(option["window"], share // 2)
+        is_long = option["threshold"] is not None and keys.shape[0] >= option["threshold"]
+        return snap(q, keys, share - window, window, option["long_kernel"] if is_long else option["kernel"])
+
+
+class SlowRocket(SlowSnapPlus):
+    """RocketKV: stage 1 keeps n1 - max_new_tokens prompt tokens, stage 2 (Algorithm 2) attends to the best pages.
+
+    Pages are of consecutive stored tokens. With the channels r of the largest sum_G |q|, a page's bound is its maximum
+    on the channels where sum_G q >= 0 and its minimum on the others, and its score the sum over the group of the
+    softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
+    """
+
+    def sizes(self) -> dict[str, int]:
+        """The integers of both stages."""
+        shape = self.shape
+        return rocket_sizes(shape.planned, self.budget, shape.max_new_tokens, shape.head_dim, self.option["split"])
+
+    def prompt_share(self) -> int:
+        return self.sizes()["keep"]
+
+    def choose(self, head: int, q: Tensor) -> list[int]:
+        sizes, stored = self.sizes(), self.stored[head]
+        keys = self.keys[self.kv_head(head), stored]
+        pages = split_pages(len(stored), sizes["page"])
+        channels = largest_channels(q, sizes["channels"])
+        q_sum = q.sum(0)
+        bound = torch.zeros(len(pages), q.shape[1])
+        for i, tokens in enumerate(pages):
+            low, high = bounds(keys, tokens)
+            for channel in channels:
+                bound[i, channel] = high[channel] if q_sum[channel] >= 0 else low[channel]
+        scores = torch.zeros(len(pages))
+        for one in q:
+            scores += partial_weights(one, bound, channels)
+        return [stored[token] for i in best(scores, sizes["pages"]) for token in pages[i]]
+
+
+class SlowHybrid(SlowRocket):
+    """RocketKV's second stage alone: the whole prompt is kept, n1 = S."""
+
+    def sizes(self) -> dict[str, int]:
+        shape = self.shape
+        sizes = hybrid_sizes(shape.planned, self.budget, shape.head_dim)
+        return {"n1": shape.planned, "keep": shape.max_prompt, **sizes}
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        return list(range(keys.shape[0]))
+
+
+class SlowSnap(Slow):
+    """SnapKV: each query head keeps floor(t / G) prompt tokens of its own, or with gqa a group keeps t.
+
+    deduct takes max_new_tokens off t first.
+    """
+
+    defaults = {"window": 32, "kernel": 7, "gqa": False, "deduct": False}
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        share = self.budget - (self.shape.max_new_tokens if self.option["deduct"] else 0)
+        share = share if self.shared else share // self.groups
+        window = min(self.option["window"], share // 2)
+        return snap(q, keys, share - window, window, self.option["kernel"])
+
+
+class SlowPyramid(Slow):
+    """PyramidKV: SnapKV shared by the group, with budgets that fall from the first layer to the last."""
+
+    defaults = {"window": 32, "kernel": 7}
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        window = min(self.option["window"], self.budget // 2)
+        share = pyramid_budgets(self.shape.n_layer, self.budget, window)[self.layer]
+        return snap(q, keys, share - window, window, self.option["kernel"])
+
+
+class SlowExactTopK(Slow):
+    """The oracle: the t tokens of the highest sum over the group of exact softmax scores."""
+
+    def choose(self, head: int, q: Tensor) -> list[int]:
+        keys = self.keys[self.kv_head(head)]
+        scores = torch.zeros(keys.shape[0])
+        for one in q:
+            scores += weights(one, keys)
+        return best(scores, self.budget)
+
+
+class SlowQuest(Slow):
+    """Quest: the best pages by the upper bound sum_i max(q_i min_i, q_i max_i), the newest page always one of them."""
+
+    defaults = {"page": 16, "skip_layers": 2}
+
+    def sizes(self) -> tuple[int, int]:
+        """The tokens a page, and the pages that are attended to."""
+        page = self.option["page"]
+        if page == "auto":
+            page = max(1, half_up(Fraction(2 * self.shape.planned, self.budget)))
+            return page, max(1, self.budget // (2 * page))
+        return page, max(1, self.budget // page)
+
+    def choose(self, head: int, q: Tensor) -> list[int]:
+        page, count = self.sizes()
+        keys = self.keys[self.kv_head(head)]
+        pages = split_pages(keys.shape[0], page)
+        scores = torch.zeros(len(pages))
+        for one in q:
+            logits = torch.zeros(len(pages))
+            for i, tokens in enumerate(pages):
+                low, high = bounds(keys, tokens)
+                logits[i] = torch.maximum(one * low, one * high).sum() / math.sqrt(one.shape[0])
+            scores += softmax(logits)
+        chosen = best(scores[:-1], count - 1) + [len(pages) - 1]
+        return [token for i in chosen for token in pages[i]]
+
+
+class SlowSparQ(Slow):
+    """SparQ: k = t / 2 tokens by approximate scores on r = D t / S channels, the rest stands in as the mean of V.
+
+    y = a attention(selected) + (1 - a) mean V, a = the query head's approximate mass on the selected tokens.
+    """
+
+    def step(self, head: int, q: Tensor) -> tuple[list[int], Tensor]:
+        stored = list(self.stored[head])
+        count = max(1, self.budget // 2)
+        if self.full or count >= len(stored):
+            return stored, self.attend(head, q, stored)
+        keys, values = self.keys[self.kv_head(head)], self.values[self.kv_head(head)]
+        channels = largest_channels(q, max(1, q.shape[1] * self.budget // self.shape.planned))
+        approximate = [partial_weights(one, keys, channels) for one in q]
+        positions = best(torch.stack(approximate).sum(0), count)
+        y = self.attend(head, q, positions)
+        for i in range(q.shape[0]):
+            mass = approximate[i][positions].sum()
+            y[i] = mass * y[i] + (1 - mass) * values.mean(0)
+        return positions, y
+
+
+class SlowDuo(Slow):
+    """DuoAttention: retrieval heads attend to everything, streaming heads to the sinks and the most recent tokens.
+
+    `heads` says for each KV head of this layer whether it is a retrieval head.
+    """
+
+    defaults = {"heads": None, "sinks": 128, "recent": 512}
+
+    def visible(self, head: int, positions: list[int], length: int) -> list[int]:
+        """Those of the positions that the head sees in a text of `length` tokens."""
+        if self.option["heads"][head]:
+            return list(positions)
+        return [i for i in positions if i < self.option["sinks"] or i >= length - self.option["recent"]]
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        return self.visible(head, list(range(keys.shape[0])), keys.shape[0])
+
+    def choose(self, head: int, q: Tensor) -> list[int]:
+        return self.visible(head, self.stored[head], self.keys.shape[1])
+
+
+SLOW: dict[str, type[Slow]] = {
+    "rocketkv": SlowRocket,
+    "snapkv++": SlowSnapPlus,
+    "hybrid": SlowHybrid,
+    "snapkv": SlowSnap,
+    "pyramidkv": SlowPyramid,
+    "exact_topk": SlowExactTopK,
+    "quest": SlowQuest,
+    "sparq": SlowSparQ,
+    "duo": SlowDuo,
+}

@@ -1,0 +1,299 @@
+"""The methods that keep or read a part of the tokens, against slow references written from the papers' equations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references import SLOW, pyramid_budgets, rocket_sizes
+
+import kv
+from kv import METHODS, Shape, ops
+from kv.rocketkv import Sizes
+from kv.snapkv import SnapKV
+from kv.snapkv import pyramid_budgets as our_pyramid
+
+HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
+D = 16
+CASES = {  # method: options, and budgets that make the choice hard
+    "rocketkv": [({"kernel": 5, "window": 8}, (8, 24, 60)), ({"kernel": 5, "split": "adaptive"}, (24,)),
+                 ({"kernel": 3, "long_kernel": 9, "threshold": 50, "window": 4}, (24,))],
+    "hybrid": [({}, (8, 24, 60))],
+    "snapkv": [({"kernel": 5, "window": 8}, (24, 60)), ({"gqa": True, "window": 8}, (24,)), ({"deduct": True}, (70,))],
+    "snapkv++": [({"kernel": 5, "window": 8}, (24, 60)), ({"threshold": 50, "long_kernel": 9}, (24,))],
+    "pyramidkv": [({"kernel": 5, "window": 8}, (24, 60))],
+    "exact_topk": [({}, (1, 24, 60))],
+    "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48,))],
+    "sparq": [({}, (2, 24, 60))],
+    "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
+}  # fmt: skip
+EVERY = [
+    pytest.param(name, options, budget, id=f"{name}-{i}-{budget}")
+    for name, cases in CASES.items()
+    for i, (options, budgets) in enumerate(cases)
+    for budget in budgets
+]
+PROMPTS = (100, 97, 33, 7)  # longer and shorter than what is kept, whole pages and not
+
+
+def make_shape(heads: str, new: int = 30) -> Shape:
+    n_head, n_kv_head = HEADS[heads]
+    return Shape(2, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), 1, 100, new)
+
+
+def test_every_sparse_method_is_here():
+    assert set(CASES) == set(SLOW) == set(METHODS) - {"full", "streaming"}
+
+
+class Both:
+    """A method and its reference, fed the same tokens; `chosen` holds the slots that the method selected last."""
+
+    def __init__(self, name, shape, budget, options, monkeypatch):
+        options = dict(options)
+        if "head_scores" in options:  # the first layer's heads retrieve first
+            flat = [[2.0 - layer - 0.1 * h for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
+            options["head_scores"] = flat
+        self.name, self.shape = name, shape
+        self.layers = kv.build(name, shape, budget, options)
+        self.slow = [self.reference(layer, budget, options) for layer in range(shape.n_layer)]
+        self.chosen = None
+        attend = ops.attend_rows
+
+        def record(q, k, v, index, mask):
+            self.chosen = [sorted(row[kept].tolist()) for row, kept in zip(index[0], mask[0], strict=True)]
+            return attend(q, k, v, index, mask)
+
+        monkeypatch.setattr(ops, "attend_rows", record)
+        monkeypatch.setattr(ops, "SPAN", 8)
+
+    def reference(self, layer, budget, options):
+        if self.name == "duo":
+            ours = self.layers[layer]
+            retrieval = [False] * self.shape.n_kv_head
+            for head in ours.order[: sum(p.shape.n_kv_head for p in ours.parts if p.size == self.shape.planned)]:
+                retrieval[head] = True
+            window = ours.parts[-1]
+            options = {"heads": retrieval, "sinks": window.sinks, "recent": window.size - window.sinks}
+        elif options.get("page", 0) is None:
+            options = options | {"page": "auto"}
+        return SLOW[self.name](self.shape, budget, layer, **options)
+
+    def prefill(self, prompt, seed=0):
+        self.random, self.length, self.new = torch.Generator().manual_seed(seed), prompt, 0
+        for layer, slow in zip(self.layers, self.slow, strict=True):
+            q, k, v = self.tokens(prompt)
+            layer.reset(0)
+            layer.prefill(0, q, k, v)
+            slow.prefill(q[0], k[0], v[0])
+
+    def tokens(self, n):
+        heads = (self.shape.n_head, self.shape.n_kv_head, self.shape.n_kv_head)
+        return [torch.randn(1, h, n, D, generator=self.random) for h in heads]
+
+    def step(self):
+        """-> per layer: (our output [Hq,D], the reference's, our selected positions or None)"""
+        found = []
+        self.length, self.new = self.length + 1, self.new + 1
+        for layer, slow in zip(self.layers, self.slow, strict=True):
+            self.chosen = None
+            q, k, v = self.tokens(1)
+            layer.fit(self.length, self.new)
+            y = layer.decode(q, k, v, torch.tensor([self.length - 1]), torch.tensor([True]))
+            expected = slow.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
+            positions = None
+            if self.chosen is not None:
+                generated = list(range(self.length - self.new, self.length))
+                positions = [
+                    [(kept + generated)[slot] for slot in slots]
+                    for kept, slots in zip(slow.kept, self.chosen, strict=True)
+                ]
+            found.append((y[0, :, 0], expected, positions, [sorted(a) for a in slow.attended]))
+        return found
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name, options, budget", EVERY)
+def test_it_is_what_the_reference_computes(name, options, budget, heads, monkeypatch):
+    shape = make_shape(heads)
+    if budget < METHODS[name].minimum(shape, kv.parse_options(name, {k: v for k, v in options.items() if v})):
+        pytest.skip("the budget is below the method's minimum for this shape")
+    both = Both(name, shape, budget, options, monkeypatch)
+    for prompt in PROMPTS:
+        both.prefill(prompt)
+        for _ in range(shape.max_new_tokens):
+            for y, expected, chosen, attended in both.step():
+                assert chosen is None or chosen == attended
+                assert (y - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "duo"])
+def test_it_is_not_full_attention(name, monkeypatch):
+    """The comparison above would not tell a method from the full cache if all were kept."""
+    options, budgets = CASES[name][0]
+    both = Both(name, make_shape("gqa"), budgets[0], options, monkeypatch)
+    both.prefill(100)
+    for _, _, _, attended in both.step():
+        assert all(len(tokens) < 101 for tokens in attended)
+
+
+@pytest.mark.parametrize("name", ("rocketkv", "hybrid", "quest"))
+def test_three_times_the_budget_in_generated_tokens(name, monkeypatch):
+    shape, options = make_shape("gqa", new=72), {"quest": {"page": 4, "skip_layers": 0}}.get(name, {})
+    both = Both(name, shape, 24, options, monkeypatch)
+    both.prefill(60)
+    for _ in range(72):
+        for y, expected, chosen, attended in both.step():
+            assert chosen == attended and (y - expected).abs().max() <= 1e-5
+
+
+# RocketKV's sizes
+
+
+@pytest.mark.parametrize(
+    "planned, budget, slots, page, channels",
+    [(131072, 256, 5793, 5, 28), (16384, 256, 2048, 3, 48), (2048, 64, 362, 3, 68)],
+)
+def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, channels):
+    new = 128
+    shape = Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), 1, planned - new, new)
+    sizes = Sizes.of(shape, budget, "even")
+    assert (sizes.slots, sizes.page, sizes.channels) == (slots, page, channels)
+    assert sizes.keep == slots - new
+    (layer, *_) = kv.build("rocketkv", shape, budget, {})
+    unit = shape.n_kv_head * shape.unit_bytes
+    pages = -(-slots // page)
+    assert layer.device_bytes() - sum(layer.overhead().values()) == (slots + pages) * unit
+    ratio = planned / budget
+    assert slots + pages < planned * (ratio**-0.5 + 2 * ratio**-0.75)  # Table 1 of the paper, but for rounding
+    assert layer.step_bytes(planned)[0] == pytest.approx(budget * unit, rel=0.1)
+
+
+@pytest.mark.parametrize("split", ("even", "adaptive"))
+def test_sizes_are_those_of_the_reference(split):
+    for planned in (130, 1000, 4096, 131072):
+        for budget in (8, 31, 100, 129, 256, 999, 4000):
+            for new in (1, 16, 64):
+                for dim in (16, 64, 128):
+                    if budget < planned:
+                        shape = replace(make_shape("gqa", new), max_prompt=planned - new, head_dim=dim)
+                        s = Sizes.of(shape, budget, split)
+                        ours = {"n1": s.slots, "keep": s.keep, "page": s.page, "channels": s.channels, "pages": s.pages}
+                        assert ours == rocket_sizes(planned, budget, new, dim, split)
+
+
+def test_pages_of_one_token_are_one_copy_of_k():
+    shape = make_shape("gqa")
+    layer = kv.build("rocketkv", shape, 100, {})[0]
+    assert layer.page == 1
+    units = layer.device_bytes() - sum(layer.overhead().values())
+    assert units * 2 == 3 * layer.size * shape.n_kv_head * shape.unit_bytes
+
+
+@pytest.mark.parametrize("name, options", [("rocketkv", {}), ("hybrid", {}), ("quest", {"page": 4, "skip_layers": 0})])
+def test_bounds_are_those_of_the_stored_keys(name, options, monkeypatch):
+    shape = make_shape("gqa", new=40)
+    for prompt in (1, 3, 50, 99, 100):
+        both = Both(name, shape, 16, options, monkeypatch)
+        both.prefill(prompt, seed=prompt)
+        layer = both.layers[0]
+        for _ in range(40):
+            both.step()
+            stored = min(prompt, getattr(layer, "keep", prompt)) + both.new
+            keys = layer.k[0, :, :stored]
+            for page, lanes in enumerate(keys.split(layer.page, dim=1)):
+                if name == "quest":
+                    low, high = layer.low[0, :, page], layer.high[0, :, page]
+                else:
+                    low, high = layer.bounds[0, :, :, page].chunk(2, dim=1)
+                assert torch.equal(low, lanes.amin(1)) and torch.equal(high, lanes.amax(1))
+
+
+# What several methods share
+
+
+def test_of_equal_scores_the_first_are_taken():
+    scores = torch.zeros(3, 40)
+    scores[1, 7::3], scores[2, 5:9], scores[2, 20] = 2.5, -1.0, -0.5
+    found = [sorted(row) for row in ops.top(scores, 5).tolist()]
+    assert found == [[0, 1, 2, 3, 4], [7, 10, 13, 16, 19], [0, 1, 2, 3, 4]]
+    assert sorted(ops.top(torch.tensor([-1.0, -3.0, -2.0, -torch.inf]), 2).tolist()) == [0, 2]
+    random = torch.randn(20, 500)
+    assert torch.equal(ops.top(random, 9).sort().values, random.topk(9).indices.sort().values)
+
+
+def test_pyramid_budgets():
+    for layers in (1, 2, 32):
+        for budget in (2, 40, 256, 2048):
+            assert our_pyramid(layers, budget, 32) == pyramid_budgets(layers, budget, 32)
+    budgets = our_pyramid(32, 1024, 32)
+    assert budgets == sorted(budgets, reverse=True) and sum(budgets) / 32 == pytest.approx(1024, rel=0.01)
+
+
+def test_wide_pooling_begins_at_the_threshold(monkeypatch):
+    kernels, pool = [], torch.nn.functional.max_pool1d
+
+    def record(x, kernel, **more):
+        kernels.append(kernel)
+        return pool(x, kernel, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "max_pool1d", record)
+    layer = SnapKV(make_shape("gqa"), 20, 4, 3, 9, threshold=50)
+    for length in (49, 50):
+        layer.choose(torch.randn(1, 6, length, D), torch.randn(1, 2, length, D))
+    assert kernels == [3, 9]
+
+
+def test_only_the_models_of_the_paper_have_a_threshold():
+    eight_b = replace(make_shape("gqa"), rope_theta=5e5)
+    longchat = replace(make_shape("mha"), n_layer=32, n_head=32, n_kv_head=32, rope_type="linear")
+    for shape, threshold, full in ((eight_b, 48 * 1024, 0), (longchat, 12 * 1024, 2), (make_shape("gqa"), None, 0)):
+        layers = kv.build("rocketkv", replace(shape, device=torch.device("meta")), 24, {})
+        assert layers[-1].threshold == threshold
+        assert [type(layer).__name__ for layer in layers].count("Full") == full
+
+
+def test_the_transient_of_stage_1_is_one_heads_window_scores(monkeypatch):
+    """No T x T, nothing over all heads: the largest tensor made for a long prompt is G x window x T, or K in fp32."""
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func._schema.name.startswith("aten::view"):
+                sizes.append(out.numel())
+            return out
+
+    q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
+    layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), 200, 8, 63)
+    with Watch():
+        layer.choose(q, k)
+    assert max(sizes) <= 3 * max(8, D) * 4096 * 2
+
+
+def test_quest_attends_to_the_newest_page(monkeypatch):
+    both = Both("quest", make_shape("gqa"), 8, {"page": 4, "skip_layers": 0}, monkeypatch)
+    both.prefill(99)
+    for step in range(20):
+        for _, _, chosen, _ in both.step():
+            assert all(99 + step in positions for positions in chosen)
+
+
+def test_duo_needs_to_know_its_heads(tmp_path):
+    shape = make_shape("gqa")
+    with pytest.raises(ValueError, match="calibrate.py"):
+        kv.build("duo", shape, 60, {"sinks": 4, "recent": 8})
+    assert kv.build("duo", shape, 12, {"sinks": 4, "recent": 8})  # all heads stream: nothing to know
+    with pytest.raises(ValueError, match="2 layers of 2"):
+        kv.build("duo", shape, 60, {"sinks": 4, "recent": 8, "head_scores": [[1.0]]})
+    (tmp_path / "heads.json").write_text('{"head_scores": [[0.1, 0.9], [0.2, 0.3]]}')
+    layers = kv.build("duo", shape, 48, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "heads.json")})
+    full = [[p.shape.n_kv_head for p in layer.parts if p.size == shape.planned] for layer in layers]
+    assert full == [[1], []] and layers[0].order.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="head_scores"):
+        kv.build("duo", shape, 60, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "none.json")})
+
+
+def test_duo_streams_as_the_budget_says():
+    shape = replace(make_shape("gqa"), max_prompt=4000)
+    for budget, sinks in ((200, 40), (640, 128), (300, 128)):
+        for layer in kv.build("duo", shape, budget, {}):
+            assert [(p.sinks, p.size) for p in layer.parts] == [(sinks, budget)] and layer.endless
