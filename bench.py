@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import datetime
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -51,6 +52,7 @@ SHAPES = {  # the models' config.json, but for the context, which a benchmark ma
     "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000),
     "llama-160m": llama(768, 12, 12, 4, 3072, 32000),
 }
+STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
 WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
 
 
@@ -346,6 +348,7 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
     settings = [(name, p) for name, method in methods.METHODS.items() for p in method.published]
     for name, p in tqdm(settings, unit="setting", disable=None, leave=False):
         case = new_case(args, SHAPES[p.shape], None, dtype, device, p.context, p.batch)
+        case.prefill = False  # the figures are of decoding
         needed = sum(t.nbytes for t in case.model().state_dict().values()) + 2 * case.full_bytes()
         chosen = Choice(name, p.budget, p.options)
         found = {}
@@ -359,7 +362,7 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
             if needed > free:
                 here = [f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "-"]
             setting = [p.source, p.hardware, chosen.label, p.shape, str(p.context), str(p.batch)]
-            lines.append([*setting, key, f"{there:g}", *here])
+            lines.append([*setting, key, value(there, "g"), *here])
     return rows, columns(lines)
 
 
@@ -451,10 +454,11 @@ def draw(rows: list[dict], path: str) -> None:
         ("budget", "speedup_vs_full", "budget, tokens a KV head (or share of the prompt)", "times as fast as full"),
         ("context", "peak_decode_bytes", "context, tokens", "peak memory in decode, GB"),
     )
+    known = list(dict.fromkeys(Choice(r["kv"], None, r["options"]).label for r in rows))
     values = {key: {r[key] for r in rows} for key in ("batch", "context")}
     values["weights"] = {r["quantize"] or r["dtype"] for r in rows}
     for axis, (x, y, xlabel, ylabel) in zip(axes, panels, strict=True):
-        lines: dict[str, list] = {}
+        lines: dict[str, dict[str, list]] = {}  # of each method: its lines
         for r in rows:
             if r[x] is None or r[y] is None:
                 continue
@@ -462,11 +466,14 @@ def draw(rows: list[dict], path: str) -> None:
             parts |= {"context": f"{r['context']} tokens"} if x == "budget" else {}
             name = Choice(r["kv"], None if x == "budget" else r["budget"], r["options"]).label
             name = ", ".join([name, *(text for key, text in parts.items() if len(values[key]) > 1)])
-            lines.setdefault(name, []).append((r[x], r[y] / (1e9 if "bytes" in y else 1)))
-        for label, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+            own = lines.setdefault(Choice(r["kv"], None, r["options"]).label, {}).setdefault(name, [])
+            own.append((r[x], r[y] / (1e9 if "bytes" in y else 1)))
+        for method, own in lines.items():
+            for style, (label, points) in zip(itertools.cycle(STYLES), own.items(), strict=False):
+                color = pyplot.get_cmap("tab20")(known.index(method) % 20)
+                axis.plot(*zip(*sorted(points), strict=True), style, color=color, label=label)
         axis.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
-        ticks = sorted({point[0] for points in lines.values() for point in points})
+        ticks = sorted({point[0] for own in lines.values() for points in own.values() for point in points})
         if ticks:
             axis.set_xscale("log")
             axis.minorticks_off()
