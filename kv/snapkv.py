@@ -68,10 +68,8 @@ class SnapKV(Full):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept = self.choose(q, k)
-        n = kept.shape[1]
-        for buffer, x in ((self.k, k), (self.v, v)):
-            heads = x[0].repeat_interleave(self.repeats, dim=0)
-            buffer[row, :, :n] = heads.gather(1, kept[..., None].expand(-1, -1, x.shape[-1]))
+        head, n = torch.arange(kept.shape[0], device=k.device)[:, None] // self.repeats, kept.shape[1]
+        self.k[row, :, :n], self.v[row, :, :n] = k[0, head, kept], v[0, head, kept]
         self.shift[row] = n - k.shape[2]
         return ops.causal_attention(q, k, v, self.shape.window)
 
