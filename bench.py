@@ -222,8 +222,7 @@ class Theirs:
 def read_bandwidth(device: torch.device) -> float:
     """Bytes/s of a large sum."""
     data = torch.ones(2**30 if device.type == "cuda" else 2**29, dtype=torch.float32, device=device)
-    times = sorted(seconds(partial(read, data)) for _ in range(11))
-    return data.nbytes / times[5]
+    return data.nbytes / statistics.median(seconds(partial(read, data)) for _ in range(11))
 
 
 def read(data: Tensor) -> None:
@@ -380,7 +379,7 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
 def floor_ms(case: Case, row: dict, bandwidth: float) -> float:
     """Milliseconds that the bytes of a step take; what comes from the host of a GPU may come at the same time."""
     device = row["step_weight_bytes"] + row["step_device_bytes"]
-    if case.device.type == "cpu":
+    if case.device.type == "cpu" or not row["step_host_bytes"]:
         return 1e3 * (device + row["step_host_bytes"]) / bandwidth
     return 1e3 * max(device / bandwidth, row["step_host_bytes"] / copy_bandwidth(case.device))
 

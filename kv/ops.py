@@ -77,6 +77,19 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor) ->
     return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
 
 
+def attend_pages(q: Tensor, k: Tensor, v: Tensor, best: Tensor, page: int, last: Tensor) -> Tensor:
+    """`attend` to the tokens of chosen pages alone: best [B,Hk,N]; slots beyond each row's `last` [B] hold no token."""
+    index = (best[..., None] * page + torch.arange(page, device=q.device)).flatten(2)
+    return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None])
+
+
+def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of each channel in every `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]"""
+    rest = (0, 0, 0, -k.shape[1] % page)
+    low, high = (F.pad(k, rest, value=empty).unflatten(1, (-1, page)) for empty in (torch.inf, -torch.inf))
+    return low.amin(2), high.amax(2)
+
+
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """x [B,H,S,D] at index [B,H,N] -> [B,H,N,D]"""
     b, h = (torch.arange(n, device=x.device) for n in index.shape[:2])

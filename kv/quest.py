@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
@@ -43,9 +42,8 @@ class Quest(Full):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y, n = super().prefill(row, q, k, v), k.shape[2]
-        for buffer, extreme, empty in ((self.low, torch.amin, torch.inf), (self.high, torch.amax, -torch.inf)):
-            pages = F.pad(k[0], (0, 0, 0, -n % self.page), value=empty).unflatten(1, (-1, self.page))
-            buffer[row, :, : pages.shape[1]] = extreme(pages, 2)
+        pages = -(-n // self.page)
+        self.low[row, :, :pages], self.high[row, :, :pages] = ops.page_bounds(k[0], self.page)
         return y
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -64,9 +62,7 @@ class Quest(Full):
         weight = bound.masked_fill((page > newest[:, None])[:, None, None], -torch.inf).softmax(-1).sum(2)
         weight = weight.masked_fill((page == newest[:, None])[:, None], torch.inf)  # [B,Hk,pages]
         best = ops.top(weight, self.pages)
-        index = (best[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(2)
-        mask = index <= pos[:, None, None]
-        return ops.attend_rows(q, self.k, self.v, index.clamp(max=self.size), mask)
+        return ops.attend_pages(q, self.k, self.v, best, self.page, pos)
 
     def fit(self, length: int, new: int) -> None:
         super().fit(max(length, self.pages * self.page), new)

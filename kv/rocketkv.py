@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
@@ -82,13 +81,9 @@ class RocketKV(SnapKV):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y = super().prefill(row, q, k, v)
         n = min(k.shape[2], self.keep)
-        keys = self.k[row, :, :n].mT  # [Hk,D,n]
-        ends = [keys]
-        if self.page > 1:
-            pages = [F.pad(keys, (0, -n % self.page), value=x) for x in (torch.inf, -torch.inf)]
-            pages = [x.unflatten(-1, (-1, self.page)) for x in pages]
-            ends = [pages[0].amin(-1), pages[1].amax(-1)]
-        self.bounds[row, :, :, : ends[0].shape[-1]] = torch.cat(ends, dim=1)
+        keys = self.k[row, :, :n]  # [Hk,n,D]
+        lines = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
+        self.bounds[row, :, :, : lines.shape[1]] = lines.mT
         return y
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -97,9 +92,7 @@ class RocketKV(SnapKV):
         ops.store(self.v, v, slot, active)
         self.update(k, slot, active)
         page = ops.top(self.score(q, slot), self.pages)  # [B,Hk,pages]
-        index = (page[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(2)
-        mask = index <= slot[:, None, None]
-        return ops.attend_rows(q, self.k, self.v, index.clamp(max=self.size), mask)
+        return ops.attend_pages(q, self.k, self.v, page, self.page, slot)
 
     def update(self, k: Tensor, slot: Tensor, active: Tensor) -> None:
         """The token's page takes it in, or begins with it. Step 1 of Algorithm 2."""
