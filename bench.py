@@ -310,6 +310,8 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             held = weight_bytes + row["kv_device_bytes"]
             for when, more in (("prefill", prefill_rise), ("decode", decode_rise)):
                 row[f"peak_{when}_bytes"] = None if more is None else held + more
+            if not case.prefill:
+                row["peak_prefill_bytes"] = None  # what rose was the filling with random keys and values
             row["floor_ms"] = floor_ms(case, row, bandwidth)
             if case.device.type == "cuda":
                 row["graphs"] = graphs(contender)
