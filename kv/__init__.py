@@ -16,8 +16,8 @@ from kv import duo, exact_topk, full, quest, rocketkv, snapkv, sparq, streaming
 from kv.base import KV, Published, Shape, total_bytes
 
 __all__ = [
-    "KV", "METHODS", "Method", "Published", "Shape", "build", "describe", "parse_options", "planned_bytes",
-    "total_bytes",
+    "KV", "METHODS", "Method", "Published", "Shape", "build", "describe", "paper_bytes", "parse_options",
+    "planned_bytes", "total_bytes",
 ]  # fmt: skip
 
 
@@ -31,6 +31,10 @@ class Method:
     windowed: bool = False  # honours the model's sliding window
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
     published: tuple[Published, ...] = ()
+
+    def is_full(self, shape: Shape, budget: int | None) -> bool:
+        """Whether a budget leaves nothing to drop or to choose: full attention, unless something else is lossy."""
+        return budget is not None and budget >= shape.planned and not self.lossless
 
 
 METHODS: dict[str, Method] = {
@@ -116,7 +120,15 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     tokens, least = shape.tokens(budget), method.minimum(shape, parsed)
     if tokens < least:
         raise ValueError(f"{name} needs a budget of at least {least} tokens, not {tokens}")
+    if method.is_full(shape, tokens):
+        return full.build(shape, None, full.Options())
     return method.build(shape, tokens, parsed)
+
+
+def paper_bytes(name: str, shape: Shape, budget: int | None, options: object) -> int:
+    """Bytes of all layers and rows by the paper's formula; `options` is the method's dataclass."""
+    method = _method(name)
+    return full.memory(shape, None, None) if method.is_full(shape, budget) else method.memory(shape, budget, options)
 
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:

@@ -27,8 +27,6 @@ class Options:
 def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int, int]:
     """(retrieval heads of the whole model, sinks, recent)"""
     heads, window = shape.n_layer * shape.n_kv_head, options.sinks + options.recent
-    if budget >= shape.planned:
-        return heads, options.sinks, options.recent
     if budget <= window:
         sinks = int(0.2 * budget) if budget <= 256 else min(options.sinks, budget // 2)
         return 0, sinks, budget - sinks
@@ -50,7 +48,7 @@ class Duo(KV):
             if n
         )
         self.counts = [part.shape.n_kv_head for part in self.parts]
-        self.endless = not count and sinks + recent <= shape.planned
+        self.endless = not count
         self.recent = min(part.recent for part in self.parts)
         self.kv_heads = shape.n_kv_head
         place = torch.tensor(order, device=shape.device)

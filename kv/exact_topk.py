@@ -48,6 +48,4 @@ def memory(shape: Shape, budget: int, options: Options) -> int:
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    if budget >= shape.planned:
-        return [Full(shape) for _ in range(shape.n_layer)]
     return [ExactTopK(shape, budget) for _ in range(shape.n_layer)]

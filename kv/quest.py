@@ -80,19 +80,14 @@ def minimum(shape: Shape, options: Options) -> int:
     return next(t for t in range(1, shape.planned + 1) if t // 2 >= 2 * sizes(shape, t, options)[0])
 
 
-def is_full(shape: Shape, budget: int, options: Options) -> int:
-    """Layers that stay full."""
-    return shape.n_layer if budget >= shape.planned else min(options.skip_layers, shape.n_layer)
-
-
 def memory(shape: Shape, budget: int, options: Options) -> int:
     """S units a KV head, and one more a page."""
     pages = -(-shape.planned // sizes(shape, budget, options)[0])
     bounds = shape.batch * shape.n_kv_head * pages * shape.unit_bytes
-    return shape.full_bytes() + (shape.n_layer - is_full(shape, budget, options)) * bounds
+    return shape.full_bytes() + max(0, shape.n_layer - options.skip_layers) * bounds
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    full = is_full(shape, budget, options)
+    full = min(options.skip_layers, shape.n_layer)
     layers: list[KV] = [Full(shape) for _ in range(full)]
     return layers + [Quest(shape, *sizes(shape, budget, options)) for _ in range(shape.n_layer - full)]

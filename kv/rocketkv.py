@@ -18,7 +18,7 @@ from torch import Tensor
 from kv import ops
 from kv.base import KV, Published, Shape
 from kv.full import Full
-from kv.snapkv import SnapKV, Window, is_longchat, threshold_of
+from kv.snapkv import Pooling, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,7 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class Options(Skip, Window):
-    kernel: int = field(default=63, metadata={"help": "tokens that the max-pooling spans", "min": 1})
-    long_kernel: int = field(default=511, metadata={"help": "the same for long prompts", "min": 1})
-    threshold: int | None = field(default=None, metadata={"help": "tokens of a long prompt; default: the model's"})
+class Options(Skip, Pooling):
     split: Literal["even", "adaptive"] = field(default="even", metadata={"help": "how much of it stage 1 compresses"})
 
 
@@ -142,16 +139,12 @@ def skipped(shape: Shape, options: Skip) -> int:
 
 
 def build_with(shape: Shape, budget: int, options: Skip, split: str | None, *stage1) -> list[KV]:
-    if budget >= shape.planned:
-        return [Full(shape) for _ in range(shape.n_layer)]
     skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
     layers: list[KV] = [Full(shape) for _ in range(skip)]
     return layers + [RocketKV(shape, sizes, *stage1) for _ in range(shape.n_layer - skip)]
 
 
 def memory_with(shape: Shape, budget: int, options: Skip, split: str | None) -> int:
-    if budget >= shape.planned:
-        return shape.full_bytes()
     skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
     pages = -(-sizes.slots // sizes.page)
     units = 2 * sizes.slots + (pages if sizes.page == 1 else 2 * pages)  # in halves: a vector of D
@@ -160,9 +153,7 @@ def memory_with(shape: Shape, budget: int, options: Skip, split: str | None) -> 
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    threshold = threshold_of(shape) if options.threshold is None else options.threshold
-    stage1 = (options.window, options.kernel, options.long_kernel, threshold)
-    return build_with(shape, budget, options, options.split, *stage1)
+    return build_with(shape, budget, options, options.split, options.window, *options.kernels(shape))
 
 
 def memory(shape: Shape, budget: int, options: Options) -> int:

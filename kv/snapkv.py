@@ -35,10 +35,21 @@ class SnapOptions(Window):
 
 
 @dataclass(frozen=True)
-class PlusOptions(Window):
+class Pooling(Window):
+    """Stage 1 of RocketKV."""
+
     kernel: int = field(default=63, metadata={"help": "tokens that the max-pooling spans", "min": 1})
     long_kernel: int = field(default=511, metadata={"help": "the same for long prompts", "min": 1})
     threshold: int | None = field(default=None, metadata={"help": "tokens of a long prompt; default: the model's"})
+
+    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
+        """What SnapKV takes: the kernel, that of long prompts, and how long those are."""
+        threshold = threshold_of(shape) if self.threshold is None else self.threshold
+        return self.kernel, self.long_kernel, threshold
+
+
+@dataclass(frozen=True)
+class PlusOptions(Pooling):
     deduct: bool = field(default=False, metadata={"help": "generated tokens count: the prompt keeps fewer"})
 
 
@@ -134,8 +145,6 @@ def keep_of(shape: Shape, budget: int, options: SnapOptions | PlusOptions) -> in
 
 
 def build(shape: Shape, budget: int, options: SnapOptions) -> list[KV]:
-    if budget >= shape.planned:
-        return [Full(shape) for _ in range(shape.n_layer)]
     keep, groups = keep_of(shape, budget, options), shape.n_head // shape.n_kv_head
     per_query = not options.gqa and groups > 1
     keep = keep // groups if per_query else keep
@@ -145,8 +154,6 @@ def build(shape: Shape, budget: int, options: SnapOptions) -> list[KV]:
 
 def memory(shape: Shape, budget: int, options: Window) -> int:
     """The budget's tokens in every layer; those generated are declared as overhead."""
-    if budget >= shape.planned:
-        return shape.full_bytes()
     return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
 
 
@@ -158,12 +165,9 @@ def plus_minimum(shape: Shape, options: PlusOptions) -> int:
 
 
 def plus_build(shape: Shape, budget: int, options: PlusOptions) -> list[KV]:
-    if budget >= shape.planned:
-        return [Full(shape) for _ in range(shape.n_layer)]
-    threshold = threshold_of(shape) if options.threshold is None else options.threshold
     keep = keep_of(shape, budget, options)
-    arguments = (keep, min(options.window, keep // 2), options.kernel, options.long_kernel, threshold)
-    return [SnapKV(shape, *arguments) for _ in range(shape.n_layer)]
+    window = min(options.window, keep // 2)
+    return [SnapKV(shape, keep, window, *options.kernels(shape)) for _ in range(shape.n_layer)]
 
 
 # pyramidkv
@@ -184,7 +188,5 @@ def pyramid_budgets(n_layer: int, budget: int, window: int) -> list[int]:
 
 
 def pyramid_build(shape: Shape, budget: int, options: PyramidOptions) -> list[KV]:
-    if budget >= shape.planned:
-        return [Full(shape) for _ in range(shape.n_layer)]
     keeps = pyramid_budgets(shape.n_layer, budget, options.window)
     return [SnapKV(shape, keep, min(options.window, budget // 2), options.kernel) for keep in keeps]

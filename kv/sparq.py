@@ -79,10 +79,8 @@ def minimum(shape: Shape, options: Options) -> int:
 
 def memory(shape: Shape, budget: int, options: Options) -> int:
     """1.5 S units a KV head."""
-    return shape.full_bytes() if budget >= shape.planned else shape.full_bytes() * 3 // 2
+    return shape.full_bytes() * 3 // 2
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    if budget >= shape.planned:
-        return [Full(shape) for _ in range(shape.n_layer)]
     return [SparQ(shape, budget) for _ in range(shape.n_layer)]

@@ -17,9 +17,7 @@ class Options:
 
 
 class Streaming(Full):
-    def __init__(self, shape: Shape, budget: int, sinks: int):
-        super().__init__(shape, budget, sinks)
-        self.endless = budget <= shape.planned  # else the plan bounds the ring, and a longer text needs a larger one
+    endless = True
 
 
 def minimum(shape: Shape, options: Options) -> int:
@@ -27,7 +25,7 @@ def minimum(shape: Shape, options: Options) -> int:
 
 
 def memory(shape: Shape, budget: int, options: Options) -> int:
-    return shape.n_layer * shape.batch * shape.n_kv_head * min(budget, shape.planned) * shape.unit_bytes
+    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

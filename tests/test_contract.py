@@ -269,7 +269,7 @@ def test_law_7_bytes_are_what_the_buffers_take_and_what_the_paper_says(name, sha
     device, host = kv.total_bytes(cache.layers)
     assert device + host == sum(cache.storages().values())
     options = kv.parse_options(cache.name, cache.options)
-    paper = METHODS[cache.name].memory(shape, cache.budget, options)
+    paper = kv.paper_bytes(cache.name, shape, cache.budget, options)
     assert device + host <= paper + sum(sum(layer.overhead().values()) for layer in cache.layers)
     assert kv.planned_bytes(cache.name, shape, cache.budget, cache.options) == (device, host)
     for length in (1, 40, shape.planned):
