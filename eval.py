@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
     p.add_argument("--progress", metavar="FILE", help="continue from here, and add to it (default: beside --json FILE)")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
-    p.add_argument("--plot", metavar="FILE", help="draw accuracy over budget and bytes read; needle: length and depth")
+    p.add_argument("--plot", metavar="FILE", help="draw accuracy over budget and bytes; needle: over length and depth")
     return p
 
 

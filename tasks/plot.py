@@ -1,6 +1,7 @@
 """Pictures of what `eval.py` measured."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from cli import Choice
@@ -14,53 +15,72 @@ try:
 except ImportError:
     raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
 
+COLOURS = pyplot.get_cmap("tab10")
+
+
+KINDS = {"score": "accuracy", "first": "accuracy, first questions", "later": "accuracy, later questions"}
+
 
 def draw(rows: list[dict], samples: list[dict], path: str | Path) -> None:
-    """Accuracy over the budget and over the bytes that a step reads; a heatmap, length by depth, of each needle run."""
+    """Accuracy over the budget, over the bytes that a step reads and over those kept, first and later questions apart;
+    a heatmap, length by depth, of each needle run."""
     graded = [row for row in rows if row["first"] is not None]
     grids = needle_grids([s for s in samples if "depth" in s])
     if not graded:
         raise ValueError("--plot: nothing that was measured is an accuracy")
-    panels = 2 + len(grids)
-    across = min(panels, 2 if panels < 5 else 3)
+    kinds = ("first", "later") if any(row["later"] is not None for row in graded) else ("score",)
+    axes_of_x = {
+        "budget, tokens a KV head (or share of the prompt)": lambda row: row["budget"],
+        "MB of KV cache read in a decode step": lambda row: (row["step_device_bytes"] + row["step_host_bytes"]) / 1e6,
+        "MB of KV cache kept": lambda row: (row["kv_device_bytes"] + row["kv_host_bytes"]) / 1e6,
+    }
+    across, panels = len(axes_of_x), len(axes_of_x) * len(kinds) + len(grids)
     down = -(-panels // across)
-    size = (6.4 * across, 4.4 * down)
+    size = (6.4 * across, 4.8 * down)
     figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     axes = list(axes.flat)
     for axis in axes[panels:]:
         axis.remove()
-    over(axes[0], graded, "budget", "budget, tokens a KV head (or share of the prompt)")
-    over(axes[1], graded, "read", "MB of KV cache read in a decode step")
-    for axis, (label, grid) in zip(axes[2:], grids.items(), strict=False):
-        heat(axis, label, grid)
+    places = iter(axes)
+    for kind in kinds:
+        for label, x in axes_of_x.items():
+            axis = next(places)
+            over(axis, graded, kind, x)
+            axis.set(xlabel=label, ylabel=KINDS[kind], ylim=(-3, 103))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize="small")
+    for label, grid in grids.items():
+        heat(next(places), label, grid)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def over(axis, rows: list[dict], what: str, label: str) -> None:
-    """A line a method, its mean score over all tasks at each budget; level where there is no budget."""
+def over(axis, rows: list[dict], kind: str, x: Callable[[dict], float]) -> None:
+    """A line a method: its mean `kind` of score over all tasks, at the mean x of each budget; level without budgets."""
     lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         lines[Choice(row["kv"], None, row["options"]).label][row["budget"]].append(row)
     ticks = set()
     for i, (method, budgets) in enumerate(lines.items()):
+        style = {"color": COLOURS(i % COLOURS.N), "marker": "os^Dv"[i // COLOURS.N % 5], "label": method}
         points = []
-        for budget, own in budgets.items():
-            read = sum(r["step_device_bytes"] + r["step_host_bytes"] for r in own) / len(own) / 1e6
-            points.append((budget if what == "budget" else read, sum(r["score"] for r in own) / len(own)))
-        if points[0][0] is None:
-            axis.axhline(points[0][1], linestyle="--", color=f"C{i}", label=method)
-        else:
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", color=f"C{i}", label=method)
+        for own in budgets.values():
+            scores = [row[kind] for row in own if row[kind] is not None]
+            place = None if own[0]["budget"] is None else sum(map(x, own)) / len(own)
+            points += [(place, sum(scores) / len(scores))] if scores else []
+        if points and points[0][0] is None:
+            axis.axhline(points[0][1], linestyle="--", color=style["color"], label=method)
+        elif points:
+            axis.plot(*zip(*sorted(points), strict=True), **style)
             ticks |= {x for x, _ in points}
-    axis.set(xlabel=label, ylabel="accuracy, mean of the tasks", ylim=(-3, 103))
     if ticks:
         axis.set_xscale("log")
         axis.minorticks_off()
-        apart = [x for i, x in enumerate(sorted(ticks)) if not i or x / sorted(ticks)[i - 1] > 1.15]
+        apart = []
+        for tick in sorted(ticks):
+            if not apart or tick / apart[-1] > 1.4:
+                apart.append(tick)
         axis.set_xticks(apart, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in apart])
     axis.grid(alpha=0.3)
-    axis.legend()
 
 
 def needle_grids(samples: list[dict]) -> dict[str, dict]:
