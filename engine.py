@@ -251,6 +251,8 @@ class Engine:
             self._allocate(self._plan(prompt, new))
 
     def _release(self) -> None:
+        for layer in getattr(self, "layers", []):
+            layer.close()
         self.shape: Shape | None = None
         self.layers: list[methods.KV] = []
         self.decoder = self.step = None

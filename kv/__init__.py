@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kv import duo, exact_topk, full, quest, rocketkv, snapkv, sparq, streaming
+from kv import duo, exact_topk, full, omnikv, quest, rocketkv, snapkv, sparq, streaming
 from kv.base import KV, Published, Shape, total_bytes
 
 __all__ = [
     "KV", "METHODS", "Method", "Published", "Shape", "build", "describe", "paper_bytes", "parse_options",
-    "planned_bytes", "total_bytes",
+    "planned_bytes", "takes_budget", "total_bytes",
 ]  # fmt: skip
 
 
@@ -28,6 +28,7 @@ class Method:
     memory: Callable[[Shape, int | None, object], int]  # bytes by the paper's formula, for all layers and rows
     help: str
     minimum: Callable[[Shape, object], int] | None = None  # smallest budget; None: the method takes no budget
+    instead: str | None = None  # an option that may stand in for the budget
     windowed: bool = False  # honours the model's sliding window
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
     published: tuple[Published, ...] = ()
@@ -83,6 +84,14 @@ METHODS: dict[str, Method] = {
     ),
     "quest": Method(quest.build, quest.Options, quest.memory, "pages by a bound of their scores", quest.minimum),
     "sparq": Method(sparq.build, sparq.Options, sparq.memory, "tokens by the query's largest channels", sparq.minimum),
+    "omnikv": Method(
+        omnikv.build,
+        omnikv.Options,
+        omnikv.memory,
+        "a few full layers choose what the others read; --offload",
+        omnikv.minimum,
+        instead="mem",
+    ),
     "duo": Method(duo.build, duo.Options, duo.memory, "everything in some heads, streaming in the others", duo.minimum),
 }
 
@@ -109,9 +118,9 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
             f"{name} does not honour this model's sliding window: use --kv full, or prompts of at most {shape.window} "
             "tokens"
         )
-    if method.minimum is None:
+    if not takes_budget(name, parsed):
         if budget is not None:
-            raise ValueError(f"{name} takes no budget")
+            raise ValueError(f"{name} takes no budget" + f" beside {method.instead}" * (method.minimum is not None))
         return method.build(shape, None, parsed)
     if budget is None:
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
@@ -123,6 +132,12 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     if method.is_full(shape, tokens):
         return full.build(shape, None, full.Options())
     return method.build(shape, tokens, parsed)
+
+
+def takes_budget(name: str, options: object) -> bool:
+    """Whether the method with these options, its own dataclass, is to be given a budget."""
+    method = _method(name)
+    return method.minimum is not None and (method.instead is None or getattr(options, method.instead) is None)
 
 
 def paper_bytes(name: str, shape: Shape, budget: int | None, options: object) -> int:

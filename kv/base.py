@@ -111,6 +111,9 @@ class KV(nn.Module, ABC):
         A method whose traffic grows with the text narrows here what the step reads.
         """
 
+    def close(self) -> None:
+        """Ends what runs beside the caller, threads for example; the cache is used no more."""
+
     def device_bytes(self) -> int:
         """Bytes that this layer's buffers take on the device."""
         return sum(self.storages().values())

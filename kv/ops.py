@@ -96,12 +96,12 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     return x[b[:, None, None], h[:, None], index]
 
 
-def top(scores: Tensor, k: int) -> Tensor:
-    """Where the k largest of scores [..., N] fp32 are, [..., k] in no order; of equal ones the first."""
+def top(scores: Tensor, k: int, ordered: bool = False) -> Tensor:
+    """Where the k largest of scores [..., N] fp32 are, [..., k], the best first if ordered; of equal ones the first."""
     bits = scores.view(torch.int32).long()
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they compare like the floats
     keys = (order << 32) - torch.arange(scores.shape[-1], device=scores.device)
-    return -keys.topk(k, sorted=False).values & 0xFFFFFFFF
+    return -keys.topk(k, sorted=ordered).values & 0xFFFFFFFF
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:

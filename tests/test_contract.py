@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import kv
-from kv import METHODS, Shape
+from kv import METHODS, Shape, offload
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16
+MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 3, 16
 LENGTHS = {1: [50], 3: [96, 41, 7]}
 SMALL = 24  # tokens: less than most prompts, and no less than any method's minimum with these options
 VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
@@ -19,7 +19,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "quest:auto": ("quest", {"page": None, "skip_layers": 0}),
     "snapkv:gqa": ("snapkv", {"gqa": True, "window": 8}),
     "rocketkv:adaptive": ("rocketkv", {"split": "adaptive", "window": 8, "kernel": 5}),
-    "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * 2}),
+    "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
+    "omnikv:exp": ("omnikv", {"selector": "exp", "window": 8}),
+    "omnikv:mem": ("omnikv", {"mem": 0.75, "selector": "uniform"}),
+    "omnikv:threads": ("omnikv", {"offload": True, "engine": "threads", "threads": 2, "delta": True}),
+    "omnikv:direct": ("omnikv", {"offload": True, "engine": "direct"}),
 }
 
 
@@ -82,9 +86,12 @@ class Cache:
         name, options = VARIANTS.get(name, (name, {}))
         self.options = {key: self.option(key, value, shape) for key, value in options.items()}
         self.options |= METHODS[name].lossless if lossless else {}
+        if budget >= shape.planned:
+            self.options.pop(METHODS[name].instead, None)
         self.shape, self.name = shape, name
-        least = METHODS[name].minimum and METHODS[name].minimum(shape, kv.parse_options(name, self.options))
-        self.budget = None if least is None else max(budget, least)
+        parsed = kv.parse_options(name, self.options)
+        takes = kv.takes_budget(name, parsed)
+        self.budget = max(budget, METHODS[name].minimum(shape, parsed)) if takes else None
         self.layers = kv.build(name, shape, self.budget, self.options)
         self.step = Step(self.layers)
         self.compiled = torch.compile(self.step, fullgraph=True) if compiled else self.step
@@ -138,6 +145,7 @@ class Cache:
         def tensors(x: object) -> list[Tensor]:
             if isinstance(x, Tensor):
                 return [x]
+            x = vars(x) if isinstance(x, offload.Pool) else x
             if isinstance(x, dict):
                 x = list(x.values())
             return [t for item in x for t in tensors(item)] if isinstance(x, list | tuple) else []
@@ -290,7 +298,7 @@ def test_law_8_a_step_keeps_nothing_and_moves_nothing(name):
 @every_method
 @every_shape
 def test_law_9_the_recent_tokens_are_attended_to(name, shape):
-    recent, steps = Cache(name, shape).layers[0].recent, 6
+    recent, steps = min(layer.recent for layer in Cache(name, shape).layers), 6
     for age in {0, 1, steps - 1, steps, recent - 1} & set(range(recent)):
         texts = {row: t for row, t in make_texts(shape).items() if t.prompt + steps > age}
         changed = {row: t.change(t.prompt + steps - 1 - age) for row, t in texts.items()}

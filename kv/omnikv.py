@@ -1,0 +1,327 @@
+"""omnikv: a few layers look at everything and say what the others read (OmniKV, OpenReview ulCAPXYXfa).
+
+Filter layers attend to all tokens. At every step their attention, the most of any head (Equation 4), chooses k tokens
+of the prompt; the layers up to the next filter layer attend to these and to every generated token (Equation 2). The
+layer after a filter layer is full as well, as are those before the first: there what was chosen can be fetched.
+Nothing is ever dropped, and every step chooses anew.
+
+Selectors weigh the attention of the last queries: `last` takes the newest alone, `uniform` all of a window alike,
+`exp` each twice as much as the one before it. Positions of the window that lie in the prompt are always chosen.
+
+Memory: the full cache. With `offload` the sparse layers' part of the prompt is on the host, a row for a token of all
+layers that share a choice; a fetch for these is issued when the choice is made, and needed a layer later. Device
+memory is then the share `mem` of the paper's section 5: a + k / S (1 - a), a the share of full layers; k follows each
+row's prompt. Traffic: full layers everything, filter layers every K twice, the others k and the generated tokens.
+"""
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kv import offload, ops
+from kv.base import KV, Shape
+from kv.full import Full
+
+
+@dataclass(frozen=True)
+class Offload:
+    offload: bool = field(default=False, metadata={"help": "the prompt's part of sparse layers lives on the host"})
+    engine: Literal["auto", "direct", "threads"] = field(
+        default="auto", metadata={"help": "who fetches: the GPU itself, or threads of the host"}
+    )
+    threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
+
+
+@dataclass(frozen=True)
+class Options(Offload):
+    filter_layers: list[int] | None = field(default=None, metadata={"help": "layers that choose", "min": 0})
+    selector: Literal["last", "uniform", "exp"] = field(default="last", metadata={"help": "whose attention decides"})
+    window: int = field(default=16, metadata={"help": "queries of uniform and exp", "min": 1})
+    mem: float | None = field(
+        default=None, metadata={"help": "share of the cache for the device, in place of a budget", "min": 0, "max": 1}
+    )
+    delta: bool = field(default=False, metadata={"help": "threads fetch only what the device does not hold already"})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers choose, which are sparse and by whose choice, and how much is chosen."""
+
+    filters: list[int]
+    segments: dict[int, list[int]]  # filter layer -> the sparse layers that follow it
+    k: int  # tokens chosen at most
+    share: Fraction | None  # of a row's prompt, where k follows it
+
+    @classmethod
+    def of(cls, shape: Shape, budget: int | None, options: Options) -> "Plan":
+        filters = default_filters(shape) if options.filter_layers is None else options.filter_layers
+        if sorted(set(filters)) != filters or any(layer >= shape.n_layer for layer in filters):
+            raise ValueError(f"omnikv: filter_layers must ascend and lie below {shape.n_layer}, not {filters}")
+        segments = segments_of(filters, shape.n_layer)
+        sparse = sum(map(len, segments.values()))
+        if not sparse:
+            raise ValueError(f"omnikv: with filter layers {filters} none of {shape.n_layer} layers is sparse")
+        if options.mem is None:
+            return cls(filters, segments, min(budget, shape.max_prompt), None)
+        share = (Fraction(str(options.mem)) - 1) * shape.n_layer / sparse + 1  # k / S of section 5
+        if share < 0:
+            full = 1 - sparse / shape.n_layer
+            raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {full:.3f}")
+        return cls(filters, segments, part(share, shape.max_prompt), share)
+
+
+def part(share: Fraction, prompt: int) -> int:
+    """k: tokens of a prompt, half up, at least 1."""
+    return max(1, math.floor(share * prompt + Fraction(1, 2)))
+
+
+def default_filters(shape: Shape) -> list[int]:
+    """The paper's for Yi-9B and Llama-3-70B; else the depths of Llama-3-8B's, as many as leave a layer sparse."""
+    known = {(48, 4096, 4): [6, 11, 30], (80, 8192, 8): [4, 19, 41]}
+    if (shape.n_layer, shape.dim, shape.n_kv_head) in known:
+        return known[shape.n_layer, shape.dim, shape.n_kv_head]
+    filters = sorted({int(depth / 32 * shape.n_layer + 0.5) for depth in (2, 8, 18)})
+    while len(filters) > 1 and not any(segments_of(filters, shape.n_layer).values()):
+        filters.pop()
+    return filters
+
+
+def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
+    """Each filter layer's sparse layers: those after the next, up to the filter layer that follows (Equation 2)."""
+    ends = [*filters[1:], n_layer]
+    return {first: list(range(first + 2, end)) for first, end in zip(filters, ends, strict=True)}
+
+
+class Segment(nn.Module):
+    """What a filter layer has chosen, and the sparse layers' rows to choose from."""
+
+    def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: Options, workers):
+        super().__init__()
+        self.shape, self.layers, self.k, self.share = shape, layers, plan.k, plan.share
+        self.delta = options.delta
+        index = torch.full((shape.batch, plan.k), -1, device=shape.device)
+        self.register_buffer("index", index, persistent=False)  # prompt positions; -1: none
+        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
+        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
+        self.register_buffer("count", prompt.clone(), persistent=False)  # tokens to choose of it
+        self.register_buffer("first", torch.arange(shape.batch, device=shape.device)[:, None] * shape.max_prompt,
+                             persistent=False)  # fmt: skip
+        what = "layers " + ", ".join(map(str, layers))
+        rows = (what, shape.batch * shape.max_prompt, (len(layers), 2, shape.n_kv_head, shape.head_dim))
+        engine = options.engine if options.engine != "auto" else "direct" if shape.device.type == "cuda" else "threads"
+        if not options.offload or engine == "direct":
+            self.pool = offload.Pool(*rows, shape.dtype, shape.device, host=options.offload)
+            if not options.offload:
+                self.register_buffer("rows", self.pool.rows, persistent=False)
+        else:
+            slots = shape.batch * plan.k
+            self.pool = offload.ThreadedPool(*rows, shape.dtype, shape.device, slots, workers, options.delta)
+            self.register_buffer("staged", self.pool.staged, persistent=False)
+        self.pending = self.fetched = None  # between a filter layer and the last layer it chooses for
+
+    def begin(self, row: int, prompt: int) -> None:
+        """A prompt of so many tokens fills the row."""
+        wanted = self.k if self.share is None else part(self.share, prompt)
+        self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
+        self.index[row] = -1
+
+    def reset(self, row: int) -> None:
+        self.prompt[row] = self.count[row] = 0
+        self.index[row] = -1
+
+    def choose(self, scores: Tensor, active: Tensor) -> None:
+        """The best prompt tokens by scores [B,N], fp32, N >= k; and their fetch begins."""
+        place = torch.arange(scores.shape[1], device=scores.device)
+        best = ops.top(scores.masked_fill(place >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
+        best = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
+        best = self.keep_places(best) if self.delta else best
+        self.index.copy_(torch.where(active[:, None], best, self.index))
+        self.pending = self.pool.issue(torch.where(self.index < 0, -1, self.index + self.first).flatten())
+
+    def keep_places(self, best: Tensor) -> Tensor:
+        """best [B,k] in another order: what was chosen before stays in its slot."""
+        n = self.shape.max_prompt
+
+        def flags(index: Tensor) -> Tensor:
+            marks = torch.zeros(index.shape[0], n + 1, dtype=torch.bool, device=index.device)
+            return marks.scatter(1, torch.where(index < 0, n, index), True)
+
+        stays = flags(best).gather(1, self.index.clamp(0)) & (self.index >= 0)  # [B,k] slots
+        enters = ~flags(self.index).gather(1, best.clamp(0)) & (best >= 0)
+        # The entering tokens in their order, then nothing: the n-th of them goes to the n-th slot that is free.
+        order = torch.where(enters, enters.cumsum(1) - 1, self.k)
+        queue = torch.full((best.shape[0], self.k + 1), -1, device=best.device).scatter(1, order, best)
+        free = ((~stays).cumsum(1) - 1).clamp(min=0)
+        return torch.where(stays, self.index, queue.gather(1, free))
+
+    def take(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The chosen tokens' K and V in a layer, [B,Hk,k,D]; where index is -1 they are any."""
+        if layer == self.layers[0]:
+            self.fetched, self.pending = self.pool.wait(self.pending), None
+        rows = self.pool.take(self.fetched, self.layers.index(layer))  # [B k,2,Hk,D]
+        if layer == self.layers[-1]:
+            self.fetched = None
+        return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class Filter(Full):
+    """Attends to everything, and chooses for its segment."""
+
+    def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
+        super().__init__(shape)
+        self.segment, self.selector = segment, selector
+        self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
+        if self.window > 1:  # the scores that past queries gave, a ring by position
+            past = torch.zeros(shape.batch, self.window, self.size + 1, device=shape.device)
+            self.register_buffer("past", past, persistent=False)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.segment.begin(row, k.shape[2])
+        if self.window > 1:
+            self.look_back(row, q, k)
+        return super().prefill(row, q, k, v)
+
+    def look_back(self, row: int, q: Tensor, k: Tensor) -> None:
+        """The scores of the prompt's last queries, which the first steps' window still holds."""
+        length = k.shape[2]
+        n = min(self.window - 1, length)
+        position = torch.arange(length - n, length, device=q.device)
+        later = torch.arange(length, device=q.device) > position[:, None]
+        most = torch.zeros(n, length, device=q.device)
+        for rows, keys in zip(q[0, :, length - n :].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
+            logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
+            most = torch.maximum(most, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
+        self.past[row] = 0
+        self.past[row, position % self.window, :length] = most
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        y = super().decode(q, k, v, pos, active)
+        keys = self.k.narrow(2, 0, self.span.shape[0])
+        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+        logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
+        later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
+        scores = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1).amax((1, 2))  # [B,N]
+        self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active)
+        return y
+
+    def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """scores [B,N] of this query into the ring -> those of the window."""
+        n, row = scores.shape[1], torch.arange(pos.shape[0], device=pos.device)
+        at, past = pos % self.window, self.past.narrow(2, 0, n)
+        past[row, at] = torch.where(active[:, None], scores, past[row, at])
+        age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each of the ring
+        window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
+        weight = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
+        inside = torch.arange(n, device=pos.device) > pos[:, None] - window
+        return (past * weight[..., None]).sum(1).masked_fill(inside, torch.inf)
+
+    def reset(self, row: int) -> None:
+        self.segment.reset(row)
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(max(length, self.segment.k), new)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        return super().step_bytes(length)[0] * 3 // 2, 0
+
+    def overhead(self) -> dict[str, int]:
+        past = self.past.nbytes if self.window > 1 else 0
+        return super().overhead() | {"choice": bytes_of(self.segment, "index", "prompt", "count", "first"),
+                                     "past scores": past}  # fmt: skip
+
+
+class Sparse(KV):
+    """Attends to what the segment's filter layer chose and to the generated tokens, which it holds itself."""
+
+    recent = 1
+
+    def __init__(self, shape: Shape, segment: Segment, layer: int):
+        super().__init__()
+        self.shape, self.segment, self.layer = shape, segment, layer
+        self.capacity = segment.k + shape.max_new_tokens
+        buffer = (shape.batch, shape.n_kv_head, self.capacity + 1, shape.head_dim)  # one more: see ops.span
+        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.span = ops.span(None, self.capacity, self.capacity, shape.device)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for i, x in enumerate((k, v)):
+            at = self.segment.layers.index(self.layer)
+            self.segment.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), at, i)
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def finish(self, row: int) -> None:
+        self.segment.pool.settle()
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        chosen, age = self.segment.k, pos - self.segment.prompt
+        ops.store(self.k, k, chosen + age, active)
+        ops.store(self.v, v, chosen + age, active)
+        keys, values = self.segment.take(self.layer)
+        self.k[:, :, :chosen], self.v[:, :, :chosen] = keys, values
+        n = self.span.shape[0]
+        generated = torch.arange(n, device=q.device) - chosen <= age[:, None]
+        first = nn.functional.pad(self.segment.index >= 0, (0, n - chosen), value=True)
+        return ops.attend(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), first & generated)
+
+    def reset(self, row: int) -> None:
+        pass  # the segment's filter layer does
+
+    def fit(self, length: int, new: int) -> None:
+        self.span = ops.span(self.span, self.segment.k + max(new, 1), self.capacity, self.shape.device)
+
+    def host_bytes(self) -> int:
+        """Its layer's share of the pool; the segment's first has the rest."""
+        total, layers = self.segment.pool.host_bytes, self.segment.layers
+        share = total // len(layers)
+        return total - share * (len(layers) - 1) if self.layer == layers[0] else share
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        new = max(0, length - self.shape.max_prompt)
+        chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * self.shape.unit_bytes
+        generated = self.shape.n_kv_head * new * self.shape.unit_bytes
+        return (generated + chosen, chosen) if self.segment.pool.host_bytes else (generated + chosen, 0)
+
+    def overhead(self) -> dict[str, int]:
+        slot = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
+        pool, declared = self.segment.pool, {"slot past the end": slot}
+        if not pool.host_bytes:
+            declared["chosen tokens"] = slot * self.segment.k
+        elif self.layer == self.segment.layers[0]:
+            declared["staging"] = pool.overhead()
+        return declared
+
+    def close(self) -> None:
+        self.segment.pool.close()
+
+
+def bytes_of(module: nn.Module, *names: str) -> int:
+    return sum(getattr(module, name).nbytes for name in names)
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return 1
+
+
+def memory(shape: Shape, budget: int | None, options: Options) -> int:
+    """The full cache; with offload, what is chosen is on the device a second time."""
+    plan = Plan.of(shape, budget, options)
+    sparse = sum(map(len, plan.segments.values()))
+    chosen = shape.batch * shape.n_kv_head * plan.k * shape.unit_bytes
+    return shape.full_bytes() + options.offload * sparse * chosen
+
+
+def build(shape: Shape, budget: int | None, options: Options) -> list[KV]:
+    plan = Plan.of(shape, budget, options)
+    layers: dict[int, KV] = {}
+    workers = offload.workers(options.threads)
+    for first, sparse in plan.segments.items():
+        if sparse:
+            segment = Segment(shape, sparse, plan, options, workers)
+            layers[first] = Filter(shape, segment, options.selector, options.window)
+            layers |= {layer: Sparse(shape, segment, layer) for layer in sparse}
+    return [layers.get(layer) or Full(shape) for layer in range(shape.n_layer)]
