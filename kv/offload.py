@@ -161,7 +161,7 @@ class ThreadedPool(Pool):
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if known is not None:
                 self.stream.wait_event(known)  # what was there has been read
-            for i, slots in enumerate(wanted.split(self.staging.shape[2])):
+            for i, slots in enumerate(wanted.split(self.staging.shape[2]) if len(wanted) else ()):
                 if copied[i % 2] is not None:
                     copied[i % 2].synchronize()
                 staging = self.staging[part, i % 2, : len(slots)]

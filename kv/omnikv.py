@@ -92,7 +92,7 @@ def default_filters(shape: Shape) -> list[int]:
 
 def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
     """Each filter layer's sparse layers: those after the next, up to the filter layer that follows (Equation 2)."""
-    ends = [*filters[1:], n_layer]
+    ends = [*filters, n_layer][1:]
     return {first: list(range(first + 2, end)) for first, end in zip(filters, ends, strict=True)}
 
 

@@ -1,0 +1,178 @@
+"""Host pools: what is fetched is what was written, whatever the threads do."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv import offload
+
+ROWS, WIDTH, SLOTS = 64, (2, 3), 20
+CPU = torch.device("cpu")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-offload")]
+
+
+def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
+    return offload.ThreadedPool("layers 2, 3", ROWS, WIDTH, torch.float32, CPU, SLOTS, offload.workers(count), delta)
+
+
+def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
+    rows = torch.randn(ROWS, *WIDTH, generator=torch.Generator().manual_seed(seed))
+    for start in range(0, ROWS, 16):
+        for column in range(WIDTH[0]):
+            pool.write(start, rows[start : start + 16, column], column)
+    pool.settle()
+    return rows
+
+
+@pytest.mark.parametrize("delta", (False, True))
+@pytest.mark.parametrize("chunk", (1, 4 << 20))
+def test_what_comes_is_what_was_written(delta, chunk, monkeypatch):
+    monkeypatch.setattr(offload, "CHUNK", chunk)  # one row in each staging buffer
+    pools = [make_pool(count, delta) for count in (1, 3, 40)]
+    pools.append(offload.Pool("layers 2, 3", ROWS, WIDTH, torch.float32, CPU, host=True))
+    for pool in pools:
+        for seed in range(3):
+            rows = fill(pool, seed)
+            for _ in range(10):
+                ids = torch.randint(-1, ROWS, (SLOTS,), generator=torch.Generator().manual_seed(seed))
+                found = pool.wait(pool.issue(ids))
+                for column in range(WIDTH[0]):
+                    taken = pool.take(found, column)
+                    assert torch.equal(taken[ids >= 0], rows[ids[ids >= 0], column])
+        pool.close()
+    assert not threads()
+
+
+def test_a_failing_thread_raises_in_the_caller_with_layer_and_rows(monkeypatch):
+    pool = make_pool(1)
+    rows, gather = fill(pool), pool.gather
+    ids = torch.arange(10, 10 + SLOTS)
+
+    def fails(*_):
+        raise OSError("bus error")
+
+    monkeypatch.setattr(pool, "gather", fails)
+    with pytest.raises(RuntimeError, match="layers 2, 3: rows 10 to 29 could not be fetched .bus error"):
+        pool.wait(pool.issue(ids))
+    monkeypatch.setattr(pool, "gather", gather)  # what failed is fetched again
+    assert torch.equal(pool.wait(pool.issue(ids)), rows[ids])
+    pool.close()
+
+
+def test_a_failing_write_raises_in_the_caller():
+    pool = make_pool()
+    pool.write(0, torch.zeros(5, 7), 0)  # of another shape
+    with pytest.raises(RuntimeError):
+        pool.settle()
+    pool.close()
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
+    """Never a hang, never a wrong row; a failure is raised once, in the step that wanted the rows."""
+    pools = [make_pool(3, delta) for delta in (True, False)]
+    rows = [fill(pool, seed) for seed, pool in enumerate(pools)]
+    chance, failed = random.Random(0), []
+    for pool in pools:
+
+        def gather(ids, out, whole=pool.gather):
+            time.sleep(chance.random() * 2e-3)
+            if chance.random() < 0.05:
+                failed.append(ids)
+                raise OSError("injected")
+            whole(ids, out)
+
+        monkeypatch.setattr(pool, "gather", gather)
+
+    def step(ids):
+        tokens = [pool.issue(ids) for pool in pools]
+        busy = (ids.float() @ torch.ones(SLOTS, SLOTS)).sum()  # a layer that computes meanwhile
+        return [pool.take(pool.wait(token), 1) for pool, token in zip(pools, tokens, strict=True)], busy
+
+    run = torch.compile(step, fullgraph=True) if compiled else step
+    generator, raised, ids = torch.Generator().manual_seed(0), 0, torch.arange(SLOTS)
+    for _ in range(500):
+        ids = torch.where(torch.rand(SLOTS, generator=generator) < 0.3, torch.randint(-1, ROWS, (SLOTS,)), ids)
+        failed.clear()
+        try:
+            found, _ = run(ids)
+        except RuntimeError as error:
+            assert failed and "injected" in str(error)
+            raised += 1
+            continue
+        for own, all_rows in zip(found, rows, strict=True):
+            assert torch.equal(own[ids >= 0], all_rows[ids[ids >= 0], 1])
+    assert 20 < raised < 400
+    for pool in pools:
+        pool.close()
+    assert not threads()
+
+
+def test_a_pool_that_is_dropped_leaves_no_thread():
+    pool = make_pool()
+    fill(pool)
+    assert threads()
+    del pool
+    deadline = time.time() + 10
+    while threads() and time.time() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+def test_python_exits_while_a_fetch_is_under_way():
+    code = """
+        import time, torch
+        from kv import offload
+        pool = offload.ThreadedPool("x", 8, (2,), torch.float32, torch.device("cpu"), 4, offload.workers(2), False)
+        pool.gather = lambda *_: time.sleep(0.5)
+        pool.issue(torch.arange(4))
+    """
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, env={**os.environ}, timeout=60, check=True)
+
+
+def test_too_much_host_memory_is_refused_with_what_there_is():
+    for host in (2**50, offload.available() * 2):
+        with pytest.raises(ValueError, match=r"layers 2, 3 need .* GB of host memory and .* GB are free"):
+            offload.Pool("layers 2, 3", host // 4, (1,), torch.float32, CPU, host=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ("direct", "threads", "delta"))
+def test_on_a_gpu(kind):
+    device, rows = torch.device("cuda"), torch.randn(4096, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
+    if kind == "direct":
+        pool = offload.Pool("layers 2", 4096, (2, 8, 64), torch.bfloat16, device, host=True)
+        assert pool.memory.is_pinned() and pool.rows.is_cuda
+    else:
+        arguments = ("layers 2", 4096, (2, 8, 64), torch.bfloat16, device, 500, offload.workers(4), kind == "delta")
+        pool = offload.ThreadedPool(*arguments)
+    for column in range(2):
+        pool.write(0, rows[:, column], column)
+    pool.settle()
+    assert torch.equal(pool.memory, rows.cpu())
+
+    def step(ids):
+        waited = pool.wait(pool.issue(ids))
+        return pool.take(waited, 0) + 0, pool.take(waited, 1) + 0
+
+    run = torch.compile(step, fullgraph=True, options={"triton.cudagraphs": True})
+    for i in range(20):
+        ids = torch.randint(0, 4096, (500,), device=device)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = run(ids)
+        for column in range(2):
+            assert torch.equal(found[column], rows[ids, column]), i
+    pool.close()

@@ -1,0 +1,245 @@
+"""OmniKV against a slow reference written from its equations, on the device and offloaded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references_omni import SlowOmni
+
+import kv
+from kv import Shape, ops
+from kv.omnikv import Filter, Sparse, default_filters
+
+HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
+D, LAYERS, MAX_PROMPT = 16, 8, 100
+PROMPTS = (100, 97, 33, 7)
+CASES = [
+    ({"filter_layers": [1, 4]}, 24),
+    ({"filter_layers": [1], "selector": "uniform", "window": 8}, 24),
+    ({"filter_layers": [0, 3], "selector": "exp", "window": 16}, 20),
+    ({"filter_layers": [2, 5], "selector": "exp"}, 1),
+    ({"filter_layers": [1], "mem": 0.6}, None),
+    ({"filter_layers": [1], "mem": 0.5, "selector": "uniform"}, None),
+    ({}, 40),
+]
+
+
+def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
+    n_head, n_kv_head = HEADS[heads]
+    return Shape(
+        LAYERS, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), batch,
+        MAX_PROMPT, new,
+    )  # fmt: skip
+
+
+class Run:
+    """All layers, fed random tokens; `selected` holds what each filter layer chose in the last step, by row."""
+
+    def __init__(self, shape: Shape, budget: int | None, options: dict):
+        self.shape, self.layers = shape, kv.build("omnikv", shape, budget, options)
+        self.position, self.new = [0] * shape.batch, 0
+
+    def prefill(self, row: int, inputs: list) -> None:
+        self.position[row], self.new = inputs[0][0].shape[2], 0
+        for layer in self.layers:
+            layer.reset(row)
+        for layer, qkv in zip(self.layers, inputs, strict=True):
+            layer.prefill(row, *qkv)
+        for layer in self.layers:
+            layer.finish(row)
+
+    def step(self, inputs: list) -> torch.Tensor:
+        """-> [L,B,Hq,D]"""
+        pos, active = torch.tensor(self.position), torch.ones(self.shape.batch, dtype=torch.bool)
+        self.position, self.new = [n + 1 for n in self.position], self.new + 1
+        found = []
+        for layer, qkv in zip(self.layers, inputs, strict=True):
+            layer.fit(max(self.position), self.new)
+            found.append(layer.decode(*qkv, pos, active)[:, :, 0])
+        return torch.stack(found)
+
+    def selected(self, row: int = 0) -> dict[int, list[int]]:
+        return {
+            i: sorted(p for p in layer.segment.index[row].tolist() if p >= 0)
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer, Filter)
+        }
+
+    def close(self) -> None:
+        for layer in self.layers:
+            layer.close()
+
+
+def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list:
+    """Per layer q [batch,Hq,n,D], k and v [batch,Hk,n,D]."""
+    heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
+    return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(shape.n_layer)]
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+def test_it_is_what_the_reference_computes(options, budget, heads):
+    shape = make_shape(heads)
+    run, slow_options = Run(shape, budget, options), dict(options)
+    filters = slow_options.pop("filter_layers", default_filters(shape))
+    slow = SlowOmni(shape, budget, filters, **slow_options)
+    for prompt in PROMPTS:
+        generator = torch.Generator().manual_seed(prompt)
+        inputs = tokens(shape, 1, prompt, generator)
+        run.prefill(0, inputs)
+        for layer, (q, k, v) in enumerate(inputs):
+            slow.prefill(layer, q[0], k[0], v[0])
+        for _ in range(shape.max_new_tokens):
+            inputs = tokens(shape, 1, 1, generator)
+            found = run.step(inputs)
+            for layer, (q, k, v) in enumerate(inputs):
+                expected = slow.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+            for layer, chosen in run.selected().items():
+                assert chosen == sorted(slow.selected[layer])
+        kinds = ["sparse" if isinstance(layer, Sparse) else "full" for layer in run.layers]
+        assert kinds == [slow.kind(layer) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("delta", (False, True))
+@pytest.mark.parametrize("engine", ("threads", "direct"))
+def test_offloaded_is_the_same_to_the_bit(engine, delta):
+    """Rows of a batch, refilled, with prompts shorter and longer than what is chosen."""
+    shape = make_shape(batch=3)
+    options = {"filter_layers": [0, 3], "delta": delta}
+    offload = options | {"offload": True, "engine": engine, "threads": 3}
+    here, there = Run(shape, 24, options), Run(shape, 24, offload)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for row, prompt in enumerate((100, 50, 9)):
+            inputs = tokens(shape, 1, prompt, generator)
+            here.prefill(row, inputs)
+            there.prefill(row, inputs)
+        for _ in range(12):
+            inputs = tokens(shape, 3, 1, generator)
+            assert torch.equal(here.step(inputs), there.step(inputs))
+    there.close()
+
+
+def test_what_was_fetched_keeps_its_slot():
+    shape = make_shape(batch=2)
+    plain, delta = (Run(shape, 24, {"filter_layers": [0], "delta": delta}) for delta in (False, True))
+    generator, before, kept = torch.Generator().manual_seed(1), None, 0
+    for row, prompt in enumerate((100, 60)):
+        inputs = tokens(shape, 1, prompt, generator)
+        plain.prefill(row, inputs)
+        delta.prefill(row, inputs)
+    for _ in range(20):
+        inputs = tokens(shape, 2, 1, generator)
+        assert torch.allclose(plain.step(inputs), delta.step(inputs), atol=1e-5)
+        index = delta.layers[0].segment.index.clone()
+        for row in range(2):
+            assert plain.selected(row) == delta.selected(row)
+            if before is not None:
+                stays = set(before[row].tolist()) & set(index[row].tolist())
+                kept += len(stays)
+                for p in stays:
+                    assert (before[row] == p).nonzero().tolist() == (index[row] == p).nonzero().tolist()
+        before = index
+    assert kept > 50
+
+
+def test_only_rows_that_changed_are_fetched():
+    shape = make_shape()
+    runs = [
+        Run(shape, 24, {"filter_layers": [0], "offload": True, "engine": "threads", "delta": delta})
+        for delta in (False, True)
+    ]
+    generator, changed, before = torch.Generator().manual_seed(1), 0, set()
+    inputs = tokens(shape, 1, 100, generator)
+    for run in runs:
+        run.prefill(0, inputs)
+    for _ in range(20):
+        inputs = tokens(shape, 1, 1, generator)
+        for run in runs:
+            run.step(inputs)
+        [now] = runs[1].selected().values()
+        changed, before = changed + len(set(now) - before), set(now)
+    pools = [run.layers[0].segment.pool for run in runs]
+    assert [(p.asked, p.fetched) for p in pools] == [(480, 480), (480, changed)] and changed < 460
+    inputs = tokens(shape, 1, 100, generator)  # another prompt: what the slots hold is another's
+    runs[1].prefill(0, inputs)
+    runs[1].step(tokens(shape, 1, 1, generator))
+    assert pools[1].fetched == changed + 24
+    for run in runs:
+        run.close()
+
+
+def test_which_layers_are_full():
+    def roles(n_layer: int, **more) -> str:
+        shape = replace(make_shape(), n_layer=n_layer, device=torch.device("meta"), **more)
+        kinds = {"Filter": "F", "Sparse": "s", "Full": "."}
+        return "".join(kinds[type(layer).__name__] for layer in kv.build("omnikv", shape, 16, {}))
+
+    assert roles(32) == "..F.ssssF.ssssssssF.ssssssssssss"  # the paper's {2, 8, 18}
+    yi = [i for i, role in enumerate(roles(48, dim=4096, n_kv_head=4, n_head=32)) if role == "F"]
+    assert yi == [6, 11, 30]
+    assert roles(80, dim=8192, n_kv_head=8, n_head=64).startswith("....F." + "s" * 13 + "F.")
+    assert roles(3) == "F.s" and roles(4) == ".F.s"
+    with pytest.raises(ValueError, match="none of 2 layers is sparse"):
+        roles(2)
+
+
+@pytest.mark.parametrize("engine", ("threads", "direct"))
+def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
+    shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
+    for mem, k in ((0.6, 360), (0.375, 1), (0.5, 200)):  # 3 of 8 layers are full: a = 0.375
+        options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
+        layers = kv.build("omnikv", shape, None, options)
+        sparse = [layer for layer in layers if isinstance(layer, Sparse)]
+        declared = [layer.overhead() for layer in layers]
+        pool = sparse[0].segment.pool
+        device, host = kv.total_bytes(layers)
+        staging = pool.overhead()
+        assert [sum(d.get("staging", 0) for d in declared)] == [staging]
+        host_staging = host - pool.memory.nbytes
+        device -= sum(map(lambda d: sum(d.values()), declared)) - host_staging
+        unit = shape.n_kv_head * shape.unit_bytes
+        generated = LAYERS * shape.max_new_tokens * unit
+        assert device - generated == (3 * 1000 + 5 * k) * unit
+        if k > 1:
+            assert device - generated == pytest.approx(mem * LAYERS * 1000 * unit, rel=1e-12)
+        assert pool.memory.nbytes == 5 * 1000 * unit
+    with pytest.raises(ValueError, match="less than the share of its full layers, 0.375"):
+        kv.build("omnikv", shape, None, {"filter_layers": [1], "mem": 0.37})
+    with pytest.raises(ValueError, match="takes no budget beside mem"):
+        kv.build("omnikv", shape, 24, {"mem": 0.6})
+    with pytest.raises(ValueError, match="needs --budget"):
+        kv.build("omnikv", shape, None, {})
+
+
+def test_k_follows_each_rows_prompt():
+    run = Run(make_shape(batch=3), None, {"filter_layers": [1], "mem": 0.6})  # k is 0.36 of the prompt
+    generator = torch.Generator().manual_seed(0)
+    for row, prompt in enumerate((100, 50, 9)):
+        run.prefill(row, tokens(run.shape, 1, prompt, generator))
+    run.step(tokens(run.shape, 3, 1, generator))
+    assert [len(run.selected(row)[1]) for row in range(3)] == [36, 18, 3]
+
+
+def test_traffic_is_what_full_and_sparse_layers_read():
+    unit = 2 * 2 * D * 4  # 2 KV heads
+    for offload in (False, True):
+        options = {"filter_layers": [1], "offload": offload, "engine": "direct"}
+        layers = kv.build("omnikv", make_shape(), 24, options)
+        found = [layer.step_bytes(110) for layer in layers]  # 100 of the prompt, 10 generated
+        sparse = ((24 + 10) * unit, 24 * unit if offload else 0)
+        assert found == [(110 * unit, 0), (165 * unit, 0), (110 * unit, 0)] + [sparse] * 5
+
+
+def test_filter_layers_are_checked():
+    for given, message in (("4+1", "ascend"), ("1+9", "below 8"), ("none", "sparse"), ("6", "sparse"), ("1+1", "asc")):
+        with pytest.raises(ValueError, match=message):
+            kv.build("omnikv", make_shape(), 24, {"filter_layers": given})
+    layers = kv.build("omnikv", make_shape(), 24, {}, {"filter_layers": [3]})  # a checkpoint's profile
+    assert [i for i, layer in enumerate(layers) if isinstance(layer, Filter)] == [3]
