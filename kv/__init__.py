@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kv import duo, exact_topk, full, omnikv, quest, rocketkv, snapkv, sparq, streaming
+from kv import brute_offload, duo, exact_topk, full, infllm, omnikv, quest, rocketkv, snapkv, sparq, streaming
 from kv.base import KV, Published, Shape, total_bytes
 
 __all__ = [
@@ -91,6 +91,19 @@ METHODS: dict[str, Method] = {
         "a few full layers choose what the others read; --offload",
         omnikv.minimum,
         instead="mem",
+    ),
+    "infllm": Method(
+        infllm.build,
+        infllm.Options,
+        infllm.memory,
+        "blocks by representative keys; --offload",
+        infllm.minimum,
+    ),
+    "brute_offload": Method(
+        brute_offload.build,
+        brute_offload.Options,
+        brute_offload.memory,
+        "all of it, most layers' from the host at every step",
     ),
     "duo": Method(duo.build, duo.Options, duo.memory, "everything in some heads, streaming in the others", duo.minimum),
 }

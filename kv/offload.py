@@ -16,13 +16,40 @@ import resource
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
 from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
 
+from kv.base import Shape
+
 CHUNK = 4 << 20  # bytes of a staging buffer
 BACKLOG = 4  # writes that may be under way
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of every method that offloads."""
+
+    offload: bool = field(default=False, metadata={"help": "most of the prompt lives on the host"})
+    engine: Literal["auto", "direct", "threads"] = field(
+        default="auto", metadata={"help": "who fetches: the GPU itself, or threads of the host"}
+    )
+    threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
+
+    def workers(self) -> ThreadPoolExecutor:
+        """Threads for pools to share. They begin with the first work, and end with the pools or with Python."""
+        return workers(self.threads)
+
+    def pool(self, what: str, rows: int, width: tuple[int, ...], slots: int, shape: Shape,
+             workers: ThreadPoolExecutor, delta: bool = False) -> "Pool":  # fmt: skip
+        """Where the options say: a step wants at most `slots` of its rows, and `delta` as in ThreadedPool."""
+        direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda")
+        if direct or not self.offload:
+            return Pool(what, rows, width, shape.dtype, shape.device, host=self.offload)
+        return ThreadedPool(what, rows, width, shape.dtype, shape.device, slots, workers, delta)
 
 
 class Pool:
@@ -52,6 +79,11 @@ class Pool:
             target.copy_(values)
             values.record_stream(self.stream)
             self.pend(self.stream.record_event())
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """What the pool holds on the device, for its owner to register."""
+        return None if self.host_bytes else self.rows
 
     def pend(self, write: torch.cuda.Event | Future) -> None:
         self.writing.append(write)
@@ -85,13 +117,16 @@ class Pool:
 
 
 class ThreadedPool(Pool):
-    """Threads bring at most `slots` rows at a time; with `delta` only those that their slots do not hold already."""
+    """Threads bring at most `slots` rows at a time; with `delta` only those that their slots do not hold already.
+
+    They come to a buffer of the pool's own, or to `staged`, which pools that are waited for in turn may share.
+    """
 
     def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-                 slots: int, workers: ThreadPoolExecutor, delta: bool):  # fmt: skip
+                 slots: int, workers: ThreadPoolExecutor, delta: bool, staged: Tensor | None = None):  # fmt: skip
         super().__init__(what, rows, width, dtype, device, host=True)
         self.workers, self.delta, threads = workers, delta, workers._max_workers
-        self.staged = torch.zeros(slots, *width, dtype=dtype, device=device)
+        self.staged = torch.zeros(slots, *width, dtype=dtype, device=device) if staged is None else staged
         self.asked = self.fetched = 0  # rows
         self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]
         self.parts = [part for part in self.parts if part[0] < part[1]]
@@ -120,6 +155,10 @@ class ThreadedPool(Pool):
 
     def take(self, waited: Tensor, *column: int) -> Tensor:
         return waited[(slice(None), *column)]
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.staged
 
     def start(self, ids: Tensor) -> None:
         """Sets the threads to work."""
@@ -164,21 +203,24 @@ class ThreadedPool(Pool):
             for i, slots in enumerate(wanted.split(self.staging.shape[2]) if len(wanted) else ()):
                 if copied[i % 2] is not None:
                     copied[i % 2].synchronize()
-                staging = self.staging[part, i % 2, : len(slots)]
+                rows = ids[slots]
                 try:
-                    self.gather(ids[slots], staging)
+                    found = self.gather(rows, self.staging[part, i % 2, : len(slots)])
                 except Exception as error:
-                    names = f"{ids[slots].min()} to {ids[slots].max()}"
+                    names = f"{rows.min()} to {rows.max()}"
                     raise RuntimeError(f"rows {names} could not be fetched ({error})") from error
                 to = (slots + first).to(self.device)
-                self.staged.index_copy_(0, to, staging.to(self.device, non_blocking=True))
+                self.staged.index_copy_(0, to, found.to(self.device, non_blocking=True))
                 copied[i % 2] = None if self.stream is None else self.stream.record_event()
         held[wanted] = ids[wanted]
         done = None if self.stream is None else self.stream.record_event()
         return int(any_row.sum()), len(wanted), done
 
-    def gather(self, ids: Tensor, out: Tensor) -> None:
-        torch.index_select(self.memory, 0, ids, out=out)
+    def gather(self, ids: Tensor, staging: Tensor) -> Tensor:
+        """Rows of the pool, one after the other in pinned memory: where they lie if they follow each other there."""
+        if (ids.diff() == 1).all():
+            return self.memory[ids[0] : ids[0] + len(ids)]
+        return torch.index_select(self.memory, 0, ids, out=staging)
 
     def overhead(self) -> int:
         return sum(x.nbytes for x in (self.staged, self.staging, self.ids, self.held))
@@ -189,7 +231,6 @@ class ThreadedPool(Pool):
 
 
 def workers(threads: int) -> ThreadPoolExecutor:
-    """Threads for `ThreadedPool`s to share. They begin with the first work, and end with the pools or with Python."""
     return ThreadPoolExecutor(threads, "kv-offload", initializer=torch.set_num_threads, initargs=(1,))
 
 

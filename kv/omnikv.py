@@ -28,16 +28,7 @@ from kv.full import Full
 
 
 @dataclass(frozen=True)
-class Offload:
-    offload: bool = field(default=False, metadata={"help": "the prompt's part of sparse layers lives on the host"})
-    engine: Literal["auto", "direct", "threads"] = field(
-        default="auto", metadata={"help": "who fetches: the GPU itself, or threads of the host"}
-    )
-    threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
-
-
-@dataclass(frozen=True)
-class Options(Offload):
+class Options(offload.Options):
     filter_layers: list[int] | None = field(default=None, metadata={"help": "layers that choose", "min": 0})
     selector: Literal["last", "uniform", "exp"] = field(default="last", metadata={"help": "whose attention decides"})
     window: int = field(default=16, metadata={"help": "queries of uniform and exp", "min": 1})
@@ -111,16 +102,10 @@ class Segment(nn.Module):
         self.register_buffer("first", torch.arange(shape.batch, device=shape.device)[:, None] * shape.max_prompt,
                              persistent=False)  # fmt: skip
         what = "layers " + ", ".join(map(str, layers))
-        rows = (what, shape.batch * shape.max_prompt, (len(layers), 2, shape.n_kv_head, shape.head_dim))
-        engine = options.engine if options.engine != "auto" else "direct" if shape.device.type == "cuda" else "threads"
-        if not options.offload or engine == "direct":
-            self.pool = offload.Pool(*rows, shape.dtype, shape.device, host=options.offload)
-            if not options.offload:
-                self.register_buffer("rows", self.pool.rows, persistent=False)
-        else:
-            slots = shape.batch * plan.k
-            self.pool = offload.ThreadedPool(*rows, shape.dtype, shape.device, slots, workers, options.delta)
-            self.register_buffer("staged", self.pool.staged, persistent=False)
+        width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
+        rows, slots = shape.batch * shape.max_prompt, shape.batch * plan.k
+        self.pool = options.pool(what, rows, width, slots, shape, workers, options.delta)
+        self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
         self.pending = self.fetched = None  # between a filter layer and the last layer it chooses for
 
     def begin(self, row: int, prompt: int) -> None:
@@ -318,7 +303,7 @@ def memory(shape: Shape, budget: int | None, options: Options) -> int:
 def build(shape: Shape, budget: int | None, options: Options) -> list[KV]:
     plan = Plan.of(shape, budget, options)
     layers: dict[int, KV] = {}
-    workers = offload.workers(options.threads)
+    workers = options.workers()
     for first, sparse in plan.segments.items():
         if sparse:
             segment = Segment(shape, sparse, plan, options, workers)

@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
     """An empty folder to run in, with the shape of a tiny model, and a bandwidth that is not measured."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e9)
-    (tmp_path / "tiny.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "tiny.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
     return tmp_path
 
 
@@ -45,7 +45,8 @@ def test_a_row_a_method_context_batch_and_quantisation_with_the_agreed_keys(here
     quantized = ["--quantize", "none,int4", "--groupsize", "32"]
     found = result("--kv", "all", "--budget", "32,0.5", "--batch", "1,2", *quantized)
     assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(found)
-    per_case = sum(1 if method.minimum is None else 2 for method in kv.METHODS.values())
+    able = [method for name, method in kv.METHODS.items() if name != "infllm"]  # which needs more, and is left out
+    per_case = sum(1 if method.minimum is None else 2 for method in able)
     assert len(found["rows"]) == per_case * 4
     for row in found["rows"]:
         assert set(KEYS) <= set(row)

@@ -86,12 +86,12 @@ def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
     chance, failed = random.Random(0), []
     for pool in pools:
 
-        def gather(ids, out, whole=pool.gather):
+        def gather(ids, staging, whole=pool.gather):
             time.sleep(chance.random() * 2e-3)
             if chance.random() < 0.05:
                 failed.append(ids)
                 raise OSError("injected")
-            whole(ids, out)
+            return whole(ids, staging)
 
         monkeypatch.setattr(pool, "gather", gather)
 

@@ -1,0 +1,126 @@
+"""brute_offload: the last layers' cache lives on the host and comes back whole at every step.
+
+What OmniKV (OpenReview ulCAPXYXfa, section 5.2) is compared with: 20 of 32 layers, each loaded four layers ahead. The
+prompt is on the host; generated tokens stay on the device. Memory: the full cache, and room for the layers under way.
+Traffic: everything, the host's part over the bus.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+from kv.full import Full
+from kv.offload import ThreadedPool, workers
+
+
+@dataclass(frozen=True)
+class Options:
+    layers: int | None = field(default=None, metadata={"help": "last layers on the host; default: 20 of 32", "min": 1})
+    ahead: int = field(default=4, metadata={"help": "layers that a load is ahead of its use", "min": 1})
+    threads: int = field(default=4, metadata={"help": "of the host, that load", "min": 1, "max": 256})
+
+
+class Ahead(Full):
+    """A layer on the device, where loads of later layers may begin."""
+
+    def __init__(self, shape: Shape):
+        super().__init__(shape)
+        self.loads: tuple[Loaded, ...] = ()
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        for layer in self.loads:
+            layer.load()
+        return super().decode(q, k, v, pos, active)
+
+
+class Loaded(KV):
+    """A layer on the host, but for its generated tokens."""
+
+    def __init__(self, shape: Shape, pool: ThreadedPool):
+        super().__init__()
+        self.shape, self.pool, self.loads = shape, pool, ()
+        self.recent = shape.planned
+        buffer = (shape.batch, shape.n_kv_head, shape.max_new_tokens + 1, shape.head_dim)  # one more: see ops.span
+        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.register_buffer("staged", pool.staged, persistent=False)
+        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
+        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
+        self.span = ops.span(None, shape.max_new_tokens, shape.max_new_tokens, shape.device)
+        self.pending = None
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.prompt[row] = k.shape[2]
+        for i, x in enumerate((k, v)):
+            self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def finish(self, row: int) -> None:
+        self.pool.settle()
+
+    def load(self) -> None:
+        """Begins to bring the whole prompt."""
+        place = torch.arange(self.shape.max_prompt, device=self.prompt.device)
+        rows = place + self.shape.max_prompt * torch.arange(self.shape.batch, device=place.device)[:, None]
+        self.pending = self.pool.issue(torch.where(place < self.prompt[:, None], rows, -1).flatten())
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        for layer in self.loads:
+            layer.load()
+        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
+        ops.store(self.k, k, age, active)
+        ops.store(self.v, v, age, active)
+        loaded, self.pending = self.pool.wait(self.pending), None
+        parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
+        new = [x.narrow(2, 0, self.span.shape[0]) for x in (self.k, self.v)]
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
+        place = torch.arange(keys.shape[2], device=q.device) - self.shape.max_prompt
+        first = place + self.shape.max_prompt < self.prompt[:, None]
+        mask = torch.where(place < 0, first, place <= age[:, None])
+        return ops.attend(q, keys, values, mask)
+
+    def reset(self, row: int) -> None:
+        self.prompt[row] = 0
+
+    def fit(self, length: int, new: int) -> None:
+        self.span = ops.span(self.span, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+
+    def host_bytes(self) -> int:
+        return self.pool.host_bytes
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        units = self.shape.n_kv_head * self.shape.unit_bytes
+        return units * length, units * min(length, self.shape.max_prompt)
+
+    def overhead(self) -> dict[str, int]:
+        slot = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
+        staging = self.pool.overhead()  # the buffers on the device are shared, and counted for each
+        return {"slot past the end": slot, "staging": staging, "prompt lengths": self.prompt.nbytes}
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def memory(shape: Shape, budget: None, options: Options) -> int:
+    return shape.full_bytes()
+
+
+def build(shape: Shape, budget: None, options: Options) -> list[KV]:
+    count = int(shape.n_layer * 20 / 32 + 0.5) if options.layers is None else min(options.layers, shape.n_layer)
+    first, rows = shape.n_layer - count, shape.batch * shape.max_prompt
+    width, threads = (2, shape.n_kv_head, shape.head_dim), workers(options.threads)
+    size = (rows, *width)
+    ring = [
+        torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(min(options.ahead + 1, count))
+    ]
+    layers: list[KV] = [Ahead(shape) for _ in range(first)]
+    for layer in range(first, shape.n_layer):
+        staged = ring[layer % len(ring)]
+        pool = ThreadedPool(f"layer {layer}", rows, width, shape.dtype, shape.device, rows, threads, False, staged)
+        layers.append(Loaded(shape, pool))
+        begins = layers[max(0, layer - options.ahead)]
+        begins.loads = (*begins.loads, layers[-1])
+    return layers

@@ -1,0 +1,92 @@
+"""InfLLM's blocks against a slow reference; it and brute_offload, offloaded and not."""
+
+import pytest
+import torch
+from references_omni import SlowInfLLM
+from test_omnikv import HEADS, Run, make_shape, tokens
+
+import kv
+from kv import ops
+
+PROMPTS = (100, 97, 33, 14, 7)
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+
+
+def run_of(name: str, shape: kv.Shape, budget: int | None, options: dict) -> Run:
+    run = Run(shape, 40, {})
+    run.layers = kv.build(name, shape, budget, options)
+    return run
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    "budget, options",
+    [(24, {"block": 6, "reps": 2}), (60, {"block": 7}), (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
+     (64, {"block": 20, "sinks": 4, "local": 9})],
+)  # fmt: skip
+def test_it_is_what_the_reference_computes(budget, options, heads):
+    shape = make_shape(heads)
+    run, slow = run_of("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
+    layer = run.layers[0]
+    for prompt in PROMPTS:
+        generator = torch.Generator().manual_seed(prompt)
+        inputs = tokens(shape, 1, prompt, generator)
+        run.prefill(0, inputs)
+        slow.prefill(*(x[0] for x in inputs[0]))
+        for _ in range(shape.max_new_tokens):
+            inputs = tokens(shape, 1, 1, generator)
+            found = run.step(inputs)[0, 0]
+            expected = slow.decode(*(x[0, :, 0] for x in inputs[0]))
+            assert (found - expected).abs().max() <= 1e-5
+            middle = range(layer.sinks, prompt - layer.local)
+            for head, attended in enumerate(slow.attended):
+                blocks = {(p - layer.sinks) // layer.block for p in attended if p in middle}
+                assert sorted(blocks) == sorted(b for b in layer.index[0, head].tolist() if b >= 0)
+
+
+@pytest.mark.parametrize("engine", ("threads", "direct"))
+def test_infllm_offloaded_is_the_same_to_the_bit(engine):
+    options = {"block": 6, "reps": 2}
+    compare("infllm", 24, options, "infllm", 24, options | {"offload": True, "engine": engine}, torch.equal)
+
+
+@pytest.mark.parametrize("options", ({}, {"layers": 8}, {"layers": 3, "ahead": 1, "threads": 1}, {"ahead": 7}))
+def test_brute_offload_is_full_attention(options):
+    compare("full", None, {}, "brute_offload", None, options, lambda a, b: torch.allclose(a, b, atol=1e-6))
+
+
+def compare(name, budget, options, other, other_budget, other_options, same):
+    """Two methods over rows of a batch that are refilled."""
+    shape = make_shape(batch=3)
+    here, there = run_of(name, shape, budget, options), run_of(other, shape, other_budget, other_options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for row, prompt in enumerate((100, 50, 9)):
+            inputs = tokens(shape, 1, prompt, generator)
+            here.prefill(row, inputs)
+            there.prefill(row, inputs)
+        for _ in range(12):
+            inputs = tokens(shape, 3, 1, generator)
+            assert same(here.step(inputs), there.step(inputs))
+    there.close()
+
+
+def test_brute_offload_has_most_layers_on_the_host_and_room_for_those_under_way():
+    shape = make_shape()
+    layers = kv.build("brute_offload", shape, None, {})  # 20 of 32: 5 of 8
+    unit = shape.n_kv_head * shape.unit_bytes
+    assert [layer.host_bytes() > 0 for layer in layers] == [False] * 3 + [True] * 5
+    prompts = len({layer.staged.data_ptr() for layer in layers[3:]})
+    assert prompts == 5  # four ahead, and the one that is read
+    assert [layer.step_bytes(110) for layer in layers] == [(110 * unit, 0)] * 3 + [(110 * unit, 100 * unit)] * 5
+    loads = [[layers.index(later) for later in layer.loads] for layer in layers]
+    assert loads == [[3, 4], [5], [6], [7], [], [], [], []]
+
+
+def test_infllm_needs_room_for_a_block():
+    with pytest.raises(ValueError, match="infllm needs a budget of at least 339"):
+        kv.build("infllm", make_shape(new=1000), 300, {})
