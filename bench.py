@@ -28,7 +28,7 @@ import kv as methods
 from cli import Choice, check_output, choices, columns, number, numbers, run
 from decoder import CONTINUE, Sampling
 from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype, resident_bytes
-from engine import Engine
+from engine import Engine, shape_of
 from kv import ops
 from kv.full import Full
 from model import ModelConfig, Transformer
@@ -71,11 +71,9 @@ class Case:
     compile: bool
     prefill: bool
 
-    def full_bytes(self) -> int:
-        """What the full cache takes."""
-        c = ModelConfig.from_dict(self.config)
-        tokens = self.batch * (self.context + self.steps)
-        return 2 * c.n_layer * c.n_kv_head * c.head_dim * self.dtype.itemsize * tokens
+    def shape(self) -> methods.Shape:
+        config = ModelConfig.from_dict(self.config)
+        return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
         """On the meta device."""
@@ -350,16 +348,21 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
     for name, p in tqdm(settings, unit="setting", disable=None, leave=False):
         case = new_case(args, SHAPES[p.shape], None, dtype, device, p.context, p.batch)
         case.prefill = False  # the figures are of decoding
-        needed = sum(t.nbytes for t in case.model().state_dict().values()) + 2 * case.full_bytes()
-        chosen = Choice(name, p.budget, p.options)
-        found = {}
+        chosen, found = Choice(name, p.budget, p.options), {}
+        alone = "tokens_per_s" in p.figures  # where the full cache need not fit
+        arguments = (chosen.kv, case.shape(), chosen.budget, chosen.options)
+        caches = methods.planned_bytes(*arguments)[0] if alone else 2 * case.shape().full_bytes()
+        needed = sum(t.nbytes for t in case.model().state_dict().values()) + caches
         if needed <= free:
-            own_args = argparse.Namespace(**vars(args) | {"shape": p.shape, "baseline": "naive", "peer": None})
-            own = measure(own_args, case, [Choice("full", None, {}), chosen], bandwidth)
+            baseline = {"shape": p.shape, "baseline": None if alone else "naive", "peer": None}
+            own_args = argparse.Namespace(**vars(args) | baseline)
+            own = measure(own_args, case, [*([] if alone else [Choice("full", None, {})]), chosen], bandwidth)
             found, rows = next((row for row in own if row["kv"] == name), {}), rows + own
             torch._dynamo.reset()
         for key, there in p.figures.items():
             here = [value(found.get(f"{key}_vs_{base}"), ".2f") for base in ("full", "naive")]
+            if key in found:
+                here = [value(found[key], ".2f"), "-"]
             if needed > free:
                 here = [f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "-"]
             setting = [p.source, p.hardware, chosen.label, p.shape, str(p.context), str(p.batch)]

@@ -2,6 +2,9 @@
 
 Writes kv_profile.json into the checkpoint, where every tool finds it. What it holds:
 
+- filter_ability, filter_layers (omnikv): how much of the next 8 layers' attention falls on the tokens to which a layer
+  attends most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a), and which layers are to choose for the others:
+  those whose choices catch the most of all layers' attention, with at most a quarter of the layers full.
 - head_scores (duo): for each KV head, the attention of the text's last queries to what lies between the first tokens
   and the recent ones; the mean over the queries, the most of its group. A stand-in for the gates that DuoAttention
   (arXiv 2410.10819) trains: a head that looks there retrieves.
@@ -10,32 +13,38 @@ Writes kv_profile.json into the checkpoint, where every tool finds it. What it h
 import argparse
 import json
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint import read_json
-from cli import run
+from cli import check_output, columns, run
 from device import DTYPES
 from engine import Engine
 from generate import read_text
 from kv import ops
 from kv.base import KV
 from kv.duo import Options as Duo
+from kv.omnikv import segments_of
 
 QUERIES = 32  # last ones of the text, that are looked at
+CHOSEN = 2048, 0.05  # tokens that a layer chooses at most, and their share of the text at most
+AFTER = 8  # layers over which its choice is judged
+FILTERS = 3  # at most
 
 
 class Probe(KV):
-    """Keeps nothing but what it sees of a prompt's attention."""
+    """Keeps nothing but what it sees of a prompt's attention; `chosen` is what the layers before chose."""
 
-    def __init__(self, sinks: int, recent: int):
+    def __init__(self, sinks: int, recent: int, chosen: list[Tensor]):
         super().__init__()
-        self.sinks, self.recent_tokens = sinks, recent
+        self.sinks, self.recent_tokens, self.chosen = sinks, recent, chosen
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = k.shape[2]
+        most, caught = q.new_zeros(QUERIES, length, dtype=torch.float32), [0.0] * len(self.chosen)
         last = torch.arange(length - QUERIES, length, device=k.device)[:, None]
         key = torch.arange(length, device=k.device)
         between = (key >= self.sinks) & (key <= last - self.recent_tokens)  # [queries,T]
@@ -45,6 +54,11 @@ class Probe(KV):
             logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5
             mass = logits.masked_fill(key > last, -torch.inf).softmax(-1)
             self.head_scores.append((mass * between).sum(-1).mean(-1).max().item())
+            most = torch.maximum(most, mass.amax(0))
+            for i, index in enumerate(self.chosen):
+                caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item() / QUERIES / q.shape[1]
+        self.caught = caught
+        self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length)))))  # [queries,n]
         return ops.causal_attention(q, k, v)
 
     def decode(self, *_) -> Tensor:
@@ -63,11 +77,56 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int) -> dict:
     if len(ids) < least:
         raise ValueError(f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it takes at "
                          f"least {least}")
-    probes = [Probe(sinks, recent) for _ in engine.model.layers]
+    chosen: list[Tensor] = []
+    probes = [Probe(sinks, recent, chosen) for _ in engine.model.layers]
     engine._release()
     engine.model.set_kv(probes, 1)
     engine.model.prefill(torch.tensor(ids, device=engine.device), 0)
-    return {"format": 1, "tokens": len(ids), "head_scores": [[round(s, 5) for s in p.head_scores] for p in probes]}
+    caught = [[probe.caught[layer] for probe in probes[layer + 1 :]] for layer in range(len(probes))]
+    ability = [round(sum(c[:AFTER]) / len(c[:AFTER]), 5) if c else None for c in caught]
+    filters = propose(caught)
+    scores = [[round(s, 5) for s in p.head_scores] for p in probes]
+    found = {"filter_ability": ability, "filter_layers": filters, "head_scores": scores}
+    return {"format": 1, "tokens": len(ids)} | {key: value for key, value in found.items() if value}
+
+
+def propose(caught: list[list[float]]) -> list[int]:
+    """The filter layers under which all layers together see the most of what they attend to; [] if there are none.
+
+    caught[l][i]: the share of layer l + 1 + i's attention that falls on what layer l chooses. Full layers see all of
+    it. Of L layers, max(3, L / 4) may be full: what the paper's own choices need for Llama-3-8B and Yi-9B.
+    """
+    n_layer = len(caught)
+    best, most = [], 0.0
+    for count in range(1, FILTERS + 1):
+        for filters in map(list, combinations(range(n_layer), count)):
+            segments = segments_of(filters, n_layer)
+            sparse = [(first, layer) for first, layers in segments.items() for layer in layers]
+            if not sparse or not all(segments.values()) or n_layer - len(sparse) > max(3, n_layer // 4):
+                continue
+            seen = n_layer - len(sparse) + sum(caught[first][layer - first - 1] for first, layer in sparse)
+            if seen > most:
+                best, most = filters, seen
+    return best
+
+
+def draw(ability: list[float | None], filters: list[int], path: str) -> None:
+    """The curve of Figure 6a, the filter layers marked."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axis.plot(range(len(ability) - 1), ability[:-1], marker="o")
+    axis.plot(filters, [ability[layer] for layer in filters], "o", markersize=12, fillstyle="none", label="proposed")
+    axis.set(xlabel="layer", ylabel=f"attention of the next {AFTER} layers to its choice", ylim=(0, 1))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,9 +136,11 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--length", type=int, help="read the last so many tokens of the text (default: what the model can)")
     p.add_argument("--sinks", type=int, default=Duo.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=Duo.recent, help="newest tokens of a streaming head")
+    p.add_argument("--plot", metavar="FILE", help="draw the filter ability of each layer")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
+    check_output(args.plot, "--plot")
     text = read_text(args.text)
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
     ids = engine.encode(text)
@@ -89,8 +150,16 @@ def main(argv: list[str] | None = None) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(old | {"text": Path(args.text).name} | found, indent=1) + "\n")
     partial.replace(path)
-    for layer, scores in enumerate(found["head_scores"]):
-        print(f"layer {layer:3}  " + "  ".join(f"{100 * score:5.1f}%" for score in scores))
+    filters = found.get("filter_layers", [])
+    lines = [["layer", "filter ability", *(f"head {h}" for h in range(len(found["head_scores"][0])))]]
+    for layer, (ability, scores) in enumerate(zip(found["filter_ability"], found["head_scores"], strict=True)):
+        mark = "*" * (layer in filters)
+        shares = [*([] if ability is None else [ability]), *scores]
+        lines.append([str(layer) + mark, *["-"] * (ability is None), *(f"{100 * share:.1f}%" for share in shares)])
+    print(columns(lines))
+    print("* proposed as filter layers" if filters else "too few layers for filter layers")
+    if args.plot:
+        draw(found["filter_ability"], filters, args.plot)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -224,18 +224,18 @@ class Engine:
             raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
         return (*methods.total_bytes(self.layers), self.shape.full_bytes())
 
+    def fetched(self) -> tuple[int, int]:
+        """Rows that steps wanted from the host since the caches were allocated, and those that had to be fetched."""
+        wanted, brought = zip(*(layer.fetched() for layer in self.layers), strict=True)
+        return sum(wanted), sum(brought)
+
     # Caches
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
-        c = self.config
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
             raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens are more GB than there are; lower "
                              "--max-new-tokens or --batch")  # fmt: skip
-        return Shape(
-            n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
-            rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=self.dtype, device=self.device,
-            batch=self.batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window,
-        )  # fmt: skip
+        return shape_of(self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens)
 
     def _reserve(self, prompt: int, new: int) -> None:
         """Caches for prompts of that many tokens and `new` more; those there are stay if they are large enough."""
@@ -414,6 +414,17 @@ class Engine:
 
     def _stream(self) -> Stream | None:
         return self.tokenizer.stream() if self.tokenizer else None
+
+
+def shape_of(
+    c: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int, max_prompt: int, max_new_tokens: int
+) -> Shape:
+    """What the KV methods are told of a model and a plan."""
+    return Shape(
+        n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
+        rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=dtype, device=device,
+        batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window,
+    )  # fmt: skip
 
 
 def _check_count(name: str, value: object) -> None:

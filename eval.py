@@ -231,6 +231,7 @@ def evaluate(
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))
+                before = engine.fetched()
                 size = args.batch if job.graded else 1
                 for at in range(0, len(missing), size):
                     part = missing[at : at + size]
@@ -242,7 +243,9 @@ def evaluate(
                         progress.add(keys[i], result)
                     bar.update(len(part))
                 results = [progress.known[key] for key in keys]
-                rows.append(about | summary(job, results) | bytes_)
+                wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
+                rate = {"fetch_hit_rate": 1 - fetched / wanted if wanted else None}
+                rows.append(about | summary(job, results) | bytes_ | rate)
                 short = {"kv": method.kv, "budget": method.budget, "task": job.task, "length": job.length}
                 samples += [short | {"index": i} | result for i, result in enumerate(results)]
     return rows, samples

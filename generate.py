@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv", default="full", metavar="NAME", help="KV method (default: full); see --list-kv")
     p.add_argument("--budget", type=number, help="tokens a KV head, or a share of the prompt between 0 and 1")
     p.add_argument("--kv-opt", action="append", default=[], metavar="K=V", help="an option of the method; repeatable")
+    p.add_argument("--mem", type=float, help="share of the cache for the device; short for --kv-opt mem=...")
+    p.add_argument("--offload", action="store_true", help="keep the rest on the host; short for --kv-opt offload=true")
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     p.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)")
@@ -97,6 +99,8 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: 
         if not equals:
             raise ValueError(f"--kv-opt {option}: write it as name=value")
         options[name] = value
+    options |= {} if args.mem is None else {"mem": args.mem}
+    options |= {"offload": True} if args.offload else {}
     talk = args.chat and sys.stdin.isatty() and len(prompts) == 1 and args.prompt_file != "-"
     demo = args.checkpoint is None
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
@@ -140,6 +144,7 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: 
 def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, completions: list) -> dict:
     """The JSON object: what was generated, how long it took, and what the cache takes."""
     stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
+    wanted, fetched = engine.fetched()
     cuda = engine.device.type == "cuda"
     return {
         "kv": args.kv,
@@ -158,6 +163,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "kv_device_bytes": device_bytes,
         "kv_host_bytes": host_bytes,
         "kv_full_bytes": full_bytes,
+        "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else peak_resident(),
         "completions": [completion.to_dict() for completion in completions],
     }
@@ -185,6 +191,8 @@ def print_report(r: dict) -> None:
         ("full cache", f"{mb(r['kv_full_bytes'])} for the same plan"),
         ("peak memory", mb(r["peak_bytes"])),
     ]
+    if r["fetch_hit_rate"] is not None:
+        lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
     print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
     for name, value in lines:
         print(f"{name:14} {value}", file=sys.stderr)

@@ -91,6 +91,7 @@ METHODS: dict[str, Method] = {
         "a few full layers choose what the others read; --offload",
         omnikv.minimum,
         instead="mem",
+        published=omnikv.PUBLISHED,
     ),
     "infllm": Method(
         infllm.build,

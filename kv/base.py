@@ -127,6 +127,10 @@ class KV(nn.Module, ABC):
         found = (buffer.untyped_storage() for buffer in self.buffers())
         return {storage._cdata: storage.nbytes() for storage in found}
 
+    def fetched(self) -> tuple[int, int]:
+        """Rows that steps wanted from the host, and those that were not on the device already; a shared pool's once."""
+        return 0, 0
+
     @abstractmethod
     def step_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes that one decode step reads for one row that holds `length` tokens after it."""
@@ -145,7 +149,8 @@ class Published:
     shape: str  # of bench.SHAPES
     context: int
     budget: int | float | None
-    figures: dict[str, float | None]  # speedup, memory (peak in decode) over the paper's full cache; None: drawn only
+    # speedup, memory (peak in decode) over the paper's full cache, tokens_per_s without one; None: drawn only
+    figures: dict[str, float | None]
     options: dict = field(default_factory=dict)
     batch: int = 1
 

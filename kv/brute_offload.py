@@ -91,6 +91,9 @@ class Loaded(KV):
     def host_bytes(self) -> int:
         return self.pool.host_bytes
 
+    def fetched(self) -> tuple[int, int]:
+        return self.pool.counts
+
     def step_bytes(self, length: int) -> tuple[int, int]:
         units = self.shape.n_kv_head * self.shape.unit_bytes
         return units * length, units * min(length, self.shape.max_prompt)

@@ -147,6 +147,9 @@ class InfLLM(KV):
     def host_bytes(self) -> int:
         return self.pool.host_bytes
 
+    def fetched(self) -> tuple[int, int]:
+        return self.pool.counts
+
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
         middle = max(0, length - new - self.ends)

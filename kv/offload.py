@@ -56,6 +56,7 @@ class Pool:
     """[rows, *width] where the device can address it: on the device, or `host`."""
 
     host_bytes = 0  # taken on the host
+    counts = (0, 0)  # rows that threads were asked for, and rows that they fetched
 
     def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
                  host: bool = False):  # fmt: skip
@@ -127,7 +128,6 @@ class ThreadedPool(Pool):
         super().__init__(what, rows, width, dtype, device, host=True)
         self.workers, self.delta, threads = workers, delta, workers._max_workers
         self.staged = torch.zeros(slots, *width, dtype=dtype, device=device) if staged is None else staged
-        self.asked = self.fetched = 0  # rows
         self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]
         self.parts = [part for part in self.parts if part[0] < part[1]]
         self.jobs: list[Future] = []
@@ -182,7 +182,7 @@ class ThreadedPool(Pool):
                 errors.append(job.exception())
                 continue
             asked, fetched, copied = job.result()
-            self.asked, self.fetched = self.asked + asked, self.fetched + fetched
+            self.counts = (self.counts[0] + asked, self.counts[1] + fetched)
             if copied is not None:
                 torch.cuda.current_stream().wait_event(copied)
         self.jobs = []

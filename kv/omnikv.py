@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from kv import offload, ops
-from kv.base import KV, Shape
+from kv.base import KV, Published, Shape
 from kv.full import Full
 
 
@@ -36,6 +36,13 @@ class Options(offload.Options):
         default=None, metadata={"help": "share of the cache for the device, in place of a budget", "min": 0, "max": 1}
     )
     delta: bool = field(default=False, metadata={"help": "threads fetch only what the device does not hold already"})
+
+
+PUBLISHED = (
+    Published("OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 128 * 1024, 2048, {"speedup": 1.68}),
+    Published("OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 450 * 1000, None, {"tokens_per_s": 7.5},
+              {"mem": 0.3, "offload": True}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -264,6 +271,9 @@ class Sparse(KV):
         total, layers = self.segment.pool.host_bytes, self.segment.layers
         share = total // len(layers)
         return total - share * (len(layers) - 1) if self.layer == layers[0] else share
+
+    def fetched(self) -> tuple[int, int]:
+        return self.segment.pool.counts if self.layer == self.segment.layers[0] else (0, 0)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)

@@ -46,15 +46,64 @@ def test_head_scores_are_the_attention_between_sinks_and_window(folder):
             assert score == pytest.approx(most, abs=2e-5)
 
 
+def test_filter_ability_is_what_a_layers_choice_catches_of_the_next(tmp_path):
+    engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=4), compile=False)
+    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
+    engine.use("full", max_prompt=90, max_new_tokens=1)
+    spies = [Spy(engine.shape) for _ in engine.layers]
+    engine.model.set_kv(spies, 1)
+    engine.model.prefill(torch.tensor(ids), 0)
+
+    def attention(layer: int, at: int) -> list[list[float]]:
+        """Of each query head, over all positions."""
+        q, k = spies[layer].seen
+        seen = [torch.softmax(k[h // 2, : at + 1] @ q[h, at] / math.sqrt(16), dim=0).tolist() for h in range(len(q))]
+        return [p + [0.0] * (89 - at) for p in seen]
+
+    for layer in range(3):
+        caught = {later: 0.0 for later in range(layer + 1, 4)}
+        for at in range(90 - 32, 90):
+            most = [max(p) for p in zip(*attention(layer, at), strict=True)]
+            chosen = sorted(range(90), key=lambda i: -most[i])[: int(0.05 * 90)]
+            for later in caught:
+                heads = attention(later, at)
+                caught[later] += sum(p[i] for p in heads for i in chosen) / len(heads) / 32
+        assert found["filter_ability"][layer] == pytest.approx(sum(caught.values()) / len(caught), abs=2e-5)
+    assert found["filter_ability"][3] is None and len(found["filter_layers"]) == 1
+
+
+def test_the_best_filter_layers_are_proposed():
+    nothing = [[0.1] * (11 - layer) for layer in range(12)]
+    good = [list(row) for row in nothing]
+    good[1] = [0.9] * 10
+    assert calibrate.propose(good) == [1]
+    assert calibrate.propose([[0.5], []]) == []  # 2 layers: none could be sparse
+    two = [[0.1] * (39 - layer) for layer in range(40)]
+    two[2][:17], two[20] = [0.9] * 17, [0.9] * 19  # layer 2 sees as far as layer 19, layer 20 the rest
+    assert calibrate.propose(two) == [2, 20]
+
+
+def test_the_curve_is_drawn(text_checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(text_checkpoint, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    more = ["--text", str(tmp_path / "text.txt"), "--sinks", "4", "--recent", "16", "--plot", str(tmp_path / "p.png")]
+    calibrate.main(["--checkpoint", str(folder), *more])
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "proposed" in capsys.readouterr().out
+    engine = Engine.load(folder, "omnikv", 24, max_prompt=96, max_new_tokens=8, compile=False)
+    (chosen,) = json.loads((folder / "kv_profile.json").read_text())["filter_layers"]
+    assert [type(layer).__name__ for layer in engine.layers][chosen] == "Filter"
+
+
 def test_duo_finds_what_it_wrote(text_checkpoint, tmp_path, capsys):
     folder = shutil.copytree(text_checkpoint, tmp_path / "model")
-    (folder / "kv_profile.json").write_text(json.dumps({"filter_layers": [1]}))
+    (folder / "kv_profile.json").write_text(json.dumps({"quant_layers": [1]}))
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     text = str(tmp_path / "text.txt")
     calibrate.main(["--checkpoint", str(folder), "--text", text, "--sinks", "4", "--recent", "16"])
-    assert "layer   7" in capsys.readouterr().out
+    assert "filter ability" in capsys.readouterr().out
     profile = json.loads((folder / "kv_profile.json").read_text())
-    assert profile["format"] == 1 and profile["text"] == "text.txt" and profile["filter_layers"] == [1]
+    assert profile["format"] == 1 and profile["text"] == "text.txt" and profile["quant_layers"] == [1]
     assert len(profile["head_scores"]) == 8 and len(profile["head_scores"][0]) == 2
     engine = Engine.load(folder, "duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, max_new_tokens=8, compile=False)
     chosen, others = [], []

@@ -149,9 +149,8 @@ def pair(request, tmp_path_factory):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_on_quantised_weights(method, pair):
     budget, options = None if METHODS[method].minimum is None else 40, {"infllm": {"block": 8}}.get(method)
-    found, expected = (
-        Engine.load(folder, method, budget, options, batch=2, max_new_tokens=32, compile=False, seed=0) for folder in pair
-    )
+    plan = {"batch": 2, "max_new_tokens": 32, "compile": False, "seed": 0}
+    found, expected = (Engine.load(folder, method, budget, options, **plan) for folder in pair)
     prompt, forced = list(range(3, 60)), list(range(80, 100))
     a, b = found.logits(prompt, forced), expected.logits(prompt, forced)
     assert (a - b).abs().max() < 1e-3 * b.abs().max()
