@@ -530,7 +530,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)
     if args.memory_cap is not None:
-        cap_memory(int(args.memory_cap * 1e9))
+        cap_memory(int(args.memory_cap * 1e9), device)
     args.shape = args.shape or default_shape(device)
     config = shape_config(args.shape)
     contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)

@@ -15,7 +15,7 @@ def free_bytes(device: torch.device) -> int:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
     else:
         used, free = resident_bytes("VmRSS"), _kilobytes("/proc/meminfo", "MemAvailable")
-    return free if _cap is None else min(free, _cap - used)
+    return min(free, _caps[device.type] - used) if device.type in _caps else free
 
 
 def resident_bytes(what: str) -> int:
@@ -28,15 +28,14 @@ def _kilobytes(path: str, name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-_cap: int | None = None
+_caps: dict[str, int] = {}
 
 
-def cap_memory(limit: int) -> None:
-    """Lets this process plan for, and on CUDA allocate, no more than `limit` bytes of a device."""
-    global _cap
-    _cap = limit
-    if torch.cuda.is_available():
-        total = torch.cuda.mem_get_info()[1]
+def cap_memory(limit: int, device: torch.device) -> None:
+    """Lets this process plan for, and on CUDA allocate, no more than `limit` bytes of such a device."""
+    _caps[device.type] = limit
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
 
 

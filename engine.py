@@ -262,13 +262,15 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self._release()  # the old caches go first
-        needed, free = methods.planned_bytes(self.method, shape, *self.arguments)[0], free_bytes(self.device)
-        if needed > free:
-            raise ValueError(
-                f"the {self.method} cache of {self.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB and "
-                f"{free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or --budget, or "
-                "choose a --kv that keeps less"
-            )
+        device, host = methods.planned_bytes(self.method, shape, *self.arguments)
+        apart = self.device.type != "cpu"
+        for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
+            if bytes_ > (free := free_bytes(torch.device(place))):
+                raise ValueError(
+                    f"the {self.method} cache of {self.batch} x {shape.planned} tokens needs {bytes_ / 1e9:.2f} GB on "
+                    f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
+                    "--budget, or choose a --kv that keeps less"
+                )
         self.layers = methods.build(self.method, shape, *self.arguments)
         self.model.set_kv(self.layers, self.batch)
         self.step = self.decoder = Decoder(self.model, self.batch, sorted(self.eos), self.device)

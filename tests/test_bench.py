@@ -116,7 +116,7 @@ def test_a_budget_that_is_too_small_is_left_out_and_said(here, capsys):
 
 
 def test_a_memory_cap_is_kept(here, capsys, monkeypatch):
-    monkeypatch.setattr(devices, "_cap", None)
+    monkeypatch.setattr(devices, "_caps", {})
     with pytest.raises(ValueError, match="nothing was measured"):
         run("--kv", "full", "--memory-cap", "0.001")
     assert "free" in capsys.readouterr().err

@@ -149,7 +149,6 @@ def test_too_much_host_memory_is_refused_with_what_there_is():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ("direct", "threads", "delta"))
 def test_on_a_gpu(kind):
     device, rows = torch.device("cuda"), torch.randn(4096, 2, 8, 64, device="cuda", dtype=torch.bfloat16)

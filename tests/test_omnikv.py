@@ -1,12 +1,15 @@
 """OmniKV against a slow reference written from its equations, on the device and offloaded."""
 
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import write_random
 from references_omni import SlowOmni
 
 import kv
+from engine import Engine
 from kv import Shape, ops
 from kv.omnikv import Filter, Sparse, default_filters
 
@@ -243,3 +246,56 @@ def test_filter_layers_are_checked():
             kv.build("omnikv", make_shape(), 24, {"filter_layers": given})
     layers = kv.build("omnikv", make_shape(), 24, {}, {"filter_layers": [3]})  # a checkpoint's profile
     assert [i for i, layer in enumerate(layers) if isinstance(layer, Filter)] == [3]
+
+
+PROMPT_IDS = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
+
+
+def answers(engine: Engine) -> list:
+    found = engine.generate(PROMPT_IDS, max_new_tokens=10, follow_ups=[[[7, 8, 9]]] * 4)
+    return [[answer.tokens for answer in completion.answers] for completion in found]
+
+
+def test_what_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+    folder = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=2**21)
+    engine = Engine.load(folder, compile=False)
+    monkeypatch.setattr("engine.free_bytes", lambda device: 10**8)
+    for options in ({"offload": True}, {}):
+        with pytest.raises(ValueError, match=r"omnikv cache of 1 x .* needs 0.\d\d GB on cpu and 0.10 GB are free"):
+            engine.use("omnikv", 1000, options, max_prompt=2**20)
+
+
+def test_the_engine_runs_it_with_rows_refilled_and_leaves_no_thread(tmp_path):
+    engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=3), batch=2, max_new_tokens=40, compile=False)
+    expected = answers(engine)
+    engine.use("omnikv", 60, {"offload": True, "engine": "threads"}, batch=2, max_new_tokens=40)  # 60: all is chosen
+    assert answers(engine) == expected
+    engine.use("omnikv", 12, {}, batch=2, max_new_tokens=40)
+    few = answers(engine)
+    assert few != expected
+    for delta in (False, True):
+        engine.use("omnikv", 12, {"offload": True, "engine": "threads", "delta": delta}, batch=2, max_new_tokens=40)
+        assert answers(engine) == few
+        wanted, fetched = engine.fetched()
+        assert wanted > 500 and (fetched < wanted) == delta
+    assert [t for t in threading.enumerate() if t.name.startswith("kv-offload")]
+    engine.use("full")
+    assert not [t for t in threading.enumerate() if t.name.startswith("kv-offload")]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("how", ({}, {"engine": "direct"}, {"engine": "threads"}, {"engine": "threads", "delta": True}))
+@pytest.mark.parametrize("kv", ("omnikv", "infllm", "brute_offload"))
+def test_on_a_gpu_compiled_and_offloaded_is_what_eager_and_resident_is(tmp_path, kv, how):
+    folder = write_random(tmp_path / "m", num_hidden_layers=3)
+    budget = {"omnikv": 12, "infllm": 24}.get(kv)
+    options = {"infllm": {"block": 6}}.get(kv, {})
+    if kv == "brute_offload":
+        how = {}
+    elif kv == "infllm":
+        how = {key: value for key, value in how.items() if key != "delta"}
+    expected, found = (
+        answers(Engine.load(folder, kv, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
+        for more, compiled in ((options, False), (options | (how and {"offload": True} | how), True))
+    )
+    assert found == expected
