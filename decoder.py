@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kv.ops import hashed
 from model import Transformer
 
 CONTINUE, SLEEP = -1, -2  # commands to a row; anything from 0 up is a token to feed it
@@ -62,17 +63,10 @@ def sample(logits: Tensor, variant: str, cut: Tensor, seed: Tensor, request: Ten
 
 def _gumbel(seed: Tensor, request: Tensor, pos: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise [B, vocab]: adding it to logits and taking the best draws from their softmax."""
-    state = _mix(_mix(_mix(seed) ^ request) ^ pos)[:, None]
-    bits = _mix(state ^ _mix(torch.arange(vocab, device=pos.device)))
+    state = hashed(hashed(hashed(seed) ^ request) ^ pos)[:, None]
+    bits = hashed(state ^ hashed(torch.arange(vocab, device=pos.device)))
     u = ((bits >> 9).float() + 0.5) / 2**23  # 23 bits and a half are exact in fp32, and never 0 or 1
     return -torch.log(-torch.log(u))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (xor-shift and multiply, twice) in int64, whose products wrap harmlessly."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 class Decoder(nn.Module):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kv import brute_offload, duo, exact_topk, full, infllm, omnikv, quest, rocketkv, snapkv, sparq, streaming
+from kv import brute_offload, d2o, duo, exact_topk, full, h2o, infllm, omnikv, quest, rocketkv, snapkv, sparq, streaming
 from kv.base import KV, Published, Shape, total_bytes
 
 __all__ = [
@@ -106,6 +106,10 @@ METHODS: dict[str, Method] = {
         brute_offload.memory,
         "all of it, most layers' from the host at every step",
     ),
+    "d2o": Method(d2o.build, d2o.Options, d2o.memory, "h2o with layer budgets, and merging", d2o.minimum),
+    "h2o": Method(h2o.build, h2o.Options, h2o.memory, "recent tokens, and those that got most attention", h2o.minimum),
+    "roco": Method(h2o.roco_build, h2o.RoCoOptions, h2o.memory, "the same by its mean and deviation", h2o.roco_minimum),
+    "cam": Method(h2o.cam_build, h2o.CaMOptions, h2o.memory, "h2o that spreads the values it drops", h2o.minimum),
     "duo": Method(duo.build, duo.Options, duo.memory, "everything in some heads, streaming in the others", duo.minimum),
 }
 

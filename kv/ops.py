@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SPAN = 256  # slots: what a step reads is a multiple of this
+SCORES = 1 << 24  # attention weights that exist at once where a whole prompt's are summed
 BLOCK = 128  # slots of one block of flex_attention's block mask
 
 
@@ -136,6 +137,34 @@ def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
         scores[..., end:].masked_fill_(later, -torch.inf)
         sums.append(scores.softmax(-1)[..., :end].sum(1))
     return torch.stack(sums)
+
+
+def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> list[Tensor]:
+    """What a prompt's tokens get of the attention of all queries: q [1,Hq,T,D], k [1,Hk,T,D] -> `powers` of [Hk,T].
+
+    The sums over all queries of the first, second, ... power of the group's attention, fp32 (D2O, Equations 4 and 6).
+    A block of queries at a time: never T x T.
+    """
+    length, groups = k.shape[2], q.shape[1] // k.shape[1]
+    block = max(1, min(length, SCORES // (groups * length)))
+    found = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
+    for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):
+        keys = keys.float().mT * q.shape[-1] ** -0.5
+        for start in range(0, length, block):
+            stop = min(start + block, length)
+            logits = rows[:, start:stop].float() @ keys[:, :stop]  # [G,block,stop]
+            later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
+            weight = logits.masked_fill_(later, -torch.inf).softmax(-1).sum(0)
+            for power, sums in enumerate(found, 1):
+                sums[head, :stop] += (weight**power).sum(0)
+    return found
+
+
+def hashed(x: Tensor) -> Tensor:
+    """A 32-bit integer hash (xor-shift and multiply, twice) in int64, whose products wrap harmlessly."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:

@@ -1,0 +1,279 @@
+"""d2o: h2o with a budget for each layer, and tokens that merge into the ones kept when they go (D2O, arXiv 2406.13035).
+
+Layers share L t slots of a KV head and row. A layer whose tokens get attention of little variance gets more of them
+(Equation 5; the variances are scaled to 0 ... 1 over the layers, or the softmax would have one winner): every layer's
+prompt must have been seen, so K and V wait on the host until then. Of a layer's slots 4 are the sinks', a quarter of
+the others the newest tokens', the rest those with the highest sums of attention (Equations 6 to 8).
+
+A token that goes merges into the kept one whose key is most like its own by cosine (Equation 9), if that is like it
+enough: at the prompt, as much as the mean of all that go; at a step, as much as a moving average (Equation 10).
+Weights are e^similarity, e for the kept token itself (Equations 11 and 12).
+
+Memory: the budget, a spare slot a layer. Any number of tokens can be generated. Traffic: a layer reads as many slots as
+its largest row has, on CUDA as many as it could have, and the keys a second time for the similarities.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kv import ops
+from kv.base import KV, Shape
+from kv.full import Full
+from kv.h2o import H2O, slots
+
+LEAST = 4  # tokens of a layer beside the sinks
+
+
+@dataclass(frozen=True)
+class Options:
+    sinks: int = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})
+    beta: float = field(default=0.7, metadata={"help": "weight of the newest similarity", "min": 0, "max": 1})
+    allocation: Literal["softmax", "uniform", "reciprocal", "exponential"] = field(
+        default="softmax", metadata={"help": "how the layers share the budget, by the variances (Table 4)"}
+    )
+    merge: Literal["weighted", "average", "none"] = field(default="weighted", metadata={"help": "how tokens merge"})
+    keep: float = field(default=0.0, metadata={"help": "least weight of a kept token in a merge", "min": 0, "max": 1})
+    full_layers: list[int] | None = field(default=None, metadata={"help": "layers that keep all, of the same budget"})
+    park: Literal["host", "device"] = field(default="host", metadata={"help": "where the prompt's K and V wait"})
+
+    def layers(self, shape: Shape) -> list[int]:
+        """Those that share slots."""
+        return [layer for layer in range(shape.n_layer) if layer not in (self.full_layers or [])]
+
+    def tokens(self, shape: Shape, budget: int) -> int:
+        """For each of those."""
+        layers = len(self.layers(shape))
+        return (budget * shape.n_layer - (shape.n_layer - layers) * shape.planned) // layers if layers else 0
+
+
+def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
+    """S_l (Equation 5): slots of each layer, in all `budget` times their number; none has more than the prompt."""
+    count = len(variances)
+    if prompt <= budget or allocation == "uniform":
+        return [budget] * count
+    if allocation == "softmax":
+        low, high = min(variances), max(variances)
+        shares = [math.exp(-(f - low) / (high - low) if high > low else 0) for f in variances]
+    elif allocation == "reciprocal":
+        shares = [1 / max(f, 1e-12) for f in variances]
+    else:
+        shares = [math.exp(-f) for f in variances]
+    least, most = sinks + LEAST, prompt
+    if allocation == "exponential":  # not scaled to the sum
+        return [int(min(max(round(budget * share, 6), least), most)) for share in shares]
+    fixed: dict[int, float] = {}  # layers at a bound; the others share what is left
+    while True:
+        free = [i for i in range(count) if i not in fixed]
+        scale = (budget * count - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
+        wanted = {i: scale * shares[i] for i in free}
+        given = {i: min(max(size, least), most) for i, size in wanted.items()}
+        more = sum(given.values()) - sum(wanted.values())
+        bounded = {i: size for i, size in given.items() if (size > wanted[i] if more > 0 else size < wanted[i])}
+        if not bounded:
+            break
+        fixed |= bounded
+    return [int(round((fixed | given)[i], 6)) for i in range(count)]
+
+
+def most_slots(layers: int, shape: Shape, budget: int, options: Options) -> int:
+    """The largest S_l that there can be."""
+    if options.allocation == "softmax":  # one layer's F is 0, another's 1
+        return max(budget, min(shape.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
+    if options.allocation == "reciprocal":
+        return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + LEAST)))
+    return budget
+
+
+class Shared(nn.Module):
+    """The slots of all layers, a region for each layer and row, and prompts that wait for every layer to be seen."""
+
+    def __init__(self, shape: Shape, layers: int, budget: int, options: Options):
+        super().__init__()
+        self.shape, self.budget, self.options = shape, budget, options
+        self.total = layers * (budget + 1)
+        for name, buffer in slots(shape, self.total, D2O.known).items():
+            self.register_buffer(name, buffer, persistent=False)
+        self.parked: list[tuple[list[Tensor], Tensor, Tensor]] = []
+        self.sizes = [[budget] * layers for _ in range(shape.batch)]  # on the host
+
+    def park(self, known: list[Tensor], k: Tensor, v: Tensor) -> None:
+        if self.options.park == "host":
+            k, v = k.cpu(), v.cpu()
+        self.parked.append((known, k, v))
+
+    def allocate(self, row: int) -> None:
+        """How many slots each layer has of the row."""
+        variances = [known[0].var(dim=1, correction=0).mean().item() for known, _, _ in self.parked]
+        prompt = self.parked[0][1].shape[1]
+        self.place[row] = -1
+        self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
+
+
+class D2O(H2O):
+    """A layer's region of the shared slots: it begins at `first` [B] and has `slots` [B] and a spare one."""
+
+    recent = 1
+
+    def __init__(self, shape: Shape, shared: Shared, index: int, options: Options):
+        KV.__init__(self)
+        self.shape, self.shared, self.index, self.options = shape, shared, index, options
+        self.sinks, self.size = options.sinks, shared.budget
+        for name in ("k", "v", "place", *self.known):
+            self.register_buffer(name, getattr(shared, name), persistent=False)
+        self.most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
+        rows = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
+        self.register_buffer("first", rows + index * (shared.budget + 1), persistent=False)
+        self.register_buffer("slots", rows + shared.budget, persistent=False)
+        self.register_buffer("spare", rows[:, None].repeat(1, shape.n_kv_head), persistent=False)
+        threshold = torch.full((shape.batch, shape.n_kv_head), -torch.inf, device=shape.device)
+        self.register_buffer("threshold", threshold, persistent=False)  # tau; -inf: nothing has gone yet
+        self.span = ops.span(None, self.most + 1, self.most + 1, shape.device)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.index == 0:
+            self.shared.parked.clear()
+        self.shared.park(ops.column_sums(q, k), k[0], v[0])
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def finish(self, row: int) -> None:
+        if self.index == 0:
+            self.shared.allocate(row)
+        sizes = self.shared.sizes[row]
+        first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
+        self.first[row], self.slots[row], self.threshold[row] = first, size, -torch.inf
+        known, *kv = self.shared.parked[self.index]
+        kept, *rest = self.compress(row, known, *(x.to(self.k.device) for x in kv), size)
+        self.fill(row, slice(first, first + kept.shape[1]), kept, *rest)
+        if self.index == len(sizes) - 1:
+            self.shared.parked.clear()
+
+    def newest(self, size: Tensor | int) -> Tensor | int:
+        return (size - self.sinks) // 4
+
+    def sizes(self) -> Tensor:
+        return self.slots[:, None]
+
+    # Merging
+
+    def absorb(self, row: int, score: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().absorb(row, score, k, v, kept)
+        stays = torch.zeros_like(score, dtype=torch.bool).scatter(1, kept, True)
+        goes = (~stays).nonzero()[:, 1].view(len(k), -1)  # every head drops as many
+        merged = [self.merge_prompt(*head) for head in zip(k, v, goes, keys, values, strict=True)]
+        keys, values, mean = (torch.stack(x) for x in zip(*merged, strict=True))
+        self.threshold[row] = mean
+        return keys, values
+
+    def merge_prompt(self, k: Tensor, v: Tensor, goes: Tensor, keys: Tensor, values: Tensor) -> tuple:
+        """One KV head's keys and values [n,D] after k and v [T,D] at places `goes` have merged, and their threshold."""
+        ours = nn.functional.normalize(keys.float(), dim=1)
+        best = []  # similarity and slot
+        for part in goes.split(max(1, ops.SCORES // len(keys))):
+            best.append((nn.functional.normalize(k[part].float(), dim=1) @ ours.mT).max(1))
+        likeness, slot = (torch.cat(x) for x in zip(*best, strict=True))
+        mean = likeness.mean()
+        if self.options.merge == "none":
+            return keys, values, mean
+        weight = self.weight(likeness) * (likeness >= mean)
+        theirs = torch.zeros(len(keys), device=k.device).index_add_(0, slot, weight)
+        own = self.own_weight(theirs)
+        share = weight * ((1 - own) / theirs.clamp(min=1e-30))[slot]
+        merged = []
+        for kept, all_ in ((keys, k), (values, v)):
+            part = share[:, None] * all_[goes].float()
+            merged.append((own[:, None] * kept.float()).index_add_(0, slot, part).to(kept.dtype))
+        return *merged, mean
+
+    def weight(self, likeness: Tensor) -> Tensor:
+        return likeness.exp() if self.options.merge == "weighted" else torch.ones_like(likeness)
+
+    def own_weight(self, theirs: Tensor) -> Tensor:
+        """w_c, the weight of a kept token into which others of weights that sum to `theirs` merge."""
+        one = math.e if self.options.merge == "weighted" else 1.0
+        return torch.where(theirs > 0, (one / (one + theirs)).clamp(min=self.options.keep), 1.0)
+
+    def leave(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, place: Tensor, score: Tensor) -> None:
+        def at(x: Tensor, slot: Tensor) -> Tensor:
+            return x.gather(2, slot[..., None, None].expand(-1, -1, 1, x.shape[3]))[:, :, 0].float()
+
+        key, value = at(keys, slot), at(values, slot)  # [B,Hk,D]
+        others = (place >= 0) & (torch.arange(place.shape[2], device=slot.device) != slot[..., None])
+        products = (keys.float() * key[:, :, None]).sum(3)
+        norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
+        likeness, to = (products / norms).masked_fill(~others, -2.0).max(2)
+        if self.options.merge != "none":
+            own = self.own_weight(self.weight(likeness))[..., None]
+            merges = evicts & (likeness >= self.threshold)
+            self.put(self.k, to, merges, (own * at(keys, to) + (1 - own) * key).to(keys.dtype))
+            self.put(self.v, to, merges, (own * at(values, to) + (1 - own) * value).to(values.dtype))
+        beta = self.options.beta
+        moved = torch.where(self.threshold.isinf(), likeness, beta * likeness + (1 - beta) * self.threshold)
+        self.threshold.copy_(torch.where(evicts, moved, self.threshold))
+
+    # The region
+
+    def own(self) -> Tensor:
+        """Where the first slots lie, [B,Hk,n]."""
+        index = self.first[:, None] + torch.arange(self.span.shape[0], device=self.first.device)
+        return index.clamp(max=self.shared.total - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
+
+    def read(self, buffer: Tensor) -> Tensor:
+        found = ops.gather(buffer, self.own())
+        if buffer is not self.place:
+            return found
+        beyond = torch.arange(found.shape[2], device=found.device) > self.slots[:, None]  # another layer's
+        return found.masked_fill(beyond[:, None], -1)
+
+    def add(self, buffer: Tensor, change: Tensor) -> Tensor:
+        buffer.scatter_add_(2, self.own(), change)
+        return ops.gather(buffer, self.own())
+
+    def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
+        super().put(buffer, slot + self.first[:, None], live, new)
+
+    def reset(self, row: int) -> None:
+        self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
+        self.first[row], self.slots[row] = self.index * (self.shared.budget + 1), self.shared.budget
+        self.place[row, :, self.first[row] : self.first[row] + self.slots[row] + 1] = -1
+        self.spare[row], self.threshold[row] = 0, -torch.inf
+
+    def fit(self, length: int, new: int) -> None:
+        largest = max(sizes[self.index] for sizes in self.shared.sizes)
+        self.span = ops.span(self.span, min(length, largest + 1), self.most + 1, self.shape.device)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """What the largest row has; on CUDA, what one could have."""
+        largest = max(sizes[self.index] for sizes in self.shared.sizes)
+        read = min(length, (self.most if self.shape.device.type == "cuda" else largest) + 1)
+        unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
+        return self.shape.n_kv_head * read * (unit + 12), 0
+
+    def overhead(self) -> dict[str, int]:
+        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
+        state = sum(x.nbytes for x in (self.first, self.slots, self.spare, self.threshold))
+        if self.index == 0:
+            state += self.place.nbytes + self.score.nbytes
+        return {"spare slot": units, "scores and places": state}
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    layers = len(options.layers(shape))
+    beside = (shape.n_layer - layers) * shape.planned  # of the layers that keep all
+    return -(-((options.sinks + LEAST) * layers + beside) // shape.n_layer)
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    layers = options.layers(shape)
+    if not layers:
+        raise ValueError("d2o: full_layers leaves no layer to share a budget")
+    shared = Shared(shape, len(layers), options.tokens(shape, budget), options)
+    found = {layer: D2O(shape, shared, index, options) for index, layer in enumerate(layers)}
+    return [found.get(layer) or Full(shape) for layer in range(shape.n_layer)]

@@ -1,0 +1,251 @@
+"""h2o, roco, cam: a fixed number of tokens a KV head; when another comes the one that mattered least goes.
+
+What a token matters is the attention that it has had from all queries so far, summed over the group.
+
+- h2o (Zhang et al., arXiv 2306.14048): the newest half of the budget stays, and of the rest the highest sums.
+- roco (Ren & Zhu, arXiv 2402.06262): the mean of that attention in place of the sum, over the queries that could see
+  the token. Sinks stay too, and half of what is left beside them and the newest goes to the tokens whose attention
+  varies most.
+- cam (Zhang et al., ICML 2024): h2o, but the value of a token that goes is spread over the next ones that are kept,
+  with a probability that grows with what it mattered.
+
+Memory and traffic: the budget, and a slot for the newest token. Any number of tokens can be generated.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+
+
+@dataclass(frozen=True)
+class Options:
+    pass
+
+
+@dataclass(frozen=True)
+class RoCoOptions:
+    sinks: int = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})
+
+
+@dataclass(frozen=True)
+class CaMOptions:
+    spread: int = field(default=32, metadata={"help": "kept tokens among which a value is divided", "min": 1})
+
+
+class H2O(KV):
+    """`size` tokens of each KV head, the first `sinks` and the newest `recent` among them, in slots in any order.
+
+    One more slot is spare: there the newest token goes; when another then leaves, its slot is the next spare one.
+    """
+
+    endless = True
+    known = ("score",)  # buffers of what is known of each token: sums of powers of the attention that it has had
+
+    def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
+        super().__init__()
+        self.shape, self.size, self.sinks, self.recent = shape, size, sinks, recent
+        for name, buffer in slots(shape, size + 2, self.known).items():  # the last one is never used: see ops.span
+            self.register_buffer(name, buffer, persistent=False)
+        spare = torch.zeros(shape.batch, shape.n_kv_head, dtype=torch.int64, device=shape.device)
+        self.register_buffer("spare", spare, persistent=False)  # the slot of the next token
+        self.span = ops.span(None, size + 1, size + 1, shape.device)
+
+    # The prompt
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept, known, keys, values = self.compress(row, ops.column_sums(q, k, len(self.known)), k[0], v[0], self.size)
+        self.place[row] = -1
+        self.fill(row, slice(0, kept.shape[1]), kept, known, keys, values)
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def fill(self, row: int, at: slice, kept: Tensor, known: list[Tensor], k: Tensor, v: Tensor) -> None:
+        """Writes what stays of a prompt into the slots `at`."""
+        self.k[row, :, at], self.v[row, :, at], self.place[row, :, at] = k, v, kept
+        for name, values in zip(self.known, known, strict=True):
+            getattr(self, name)[row, :, at] = values
+        self.spare[row] = kept.shape[1]
+
+    def compress(self, row: int, known: list[Tensor], k: Tensor, v: Tensor, size: int) -> tuple:
+        """What stays of a prompt, each of `known` [Hk,T], k and v [Hk,T,D]: places, then the same of n <= size."""
+        if k.shape[1] <= size:
+            return torch.arange(k.shape[1], device=k.device).expand(k.shape[0], -1), known, k, v
+        kept = self.choose(known, size)
+        return kept, [values.gather(1, kept) for values in known], *self.absorb(row, known[0], k, v, kept)
+
+    def choose(self, known: list[Tensor], size: int) -> Tensor:
+        """Places that stay, [Hk,size] in order. D2O's Equations 7 and 8."""
+        heads, length = known[0].shape
+        recent = self.newest(size)
+        place = torch.arange(length, device=known[0].device).expand(heads, -1)
+        count = size - self.sinks - recent
+        merit = self.merit(known, place, length - 1, count)[:, self.sinks : length - recent]
+        best = ops.top(merit, count).sort().values + self.sinks
+        return torch.cat([place[:, : self.sinks], best, place[:, length - recent :]], dim=1)
+
+    def newest(self, size: Tensor | int) -> Tensor | int:
+        """How many of `size` tokens are the newest."""
+        return self.recent
+
+    def merit(self, known: list[Tensor], place: Tensor, pos: Tensor | int, count: int) -> Tensor:
+        """What the tokens at `place` matter, fp32, when the newest is at `pos` and `count` of those exposed stay."""
+        return known[0]
+
+    def exposed(self, place: Tensor, pos: Tensor | int, recent: Tensor | int) -> Tensor:
+        """Which tokens are neither sinks nor recent, and so may have to leave."""
+        return (place >= self.sinks) & (place <= pos - recent)
+
+    def absorb(self, row: int, score: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [Hk,n,D] of the kept places [Hk,n] once the others have gone."""
+        each = kept[..., None].expand(-1, -1, k.shape[2])
+        return k.gather(1, each), v.gather(1, each)
+
+    # A step
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        live = active[:, None].expand_as(self.spare)
+        for buffer, new in ((self.k, k[:, :, 0]), (self.v, v[:, :, 0]), (self.place, pos[:, None])):
+            self.put(buffer, self.spare, live, new)
+        for name in self.known:
+            self.put(getattr(self, name), self.spare, live, 0.0)
+        keys, values, place = (self.read(x) for x in (self.k, self.v, self.place))
+        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+        logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
+        weight = logits.masked_fill(place[:, :, None] < 0, -torch.inf).softmax(-1)
+        y = (weight.to(values.dtype) @ values).view(q.shape)
+        seen = torch.where(live[..., None], weight.sum(2), 0.0)  # [B,Hk,n]
+        known = [self.add(getattr(self, name), seen**power) for power, name in enumerate(self.known, 1)]
+        held, size = (place >= 0).sum(2), self.sizes()  # [B,Hk], and what broadcasts to it
+        pos, recent = pos[:, None, None], self.newest(size)
+        recent = recent if isinstance(recent, int) else recent[..., None]
+        merit = self.merit(known, place, pos, self.size - self.sinks - self.recent)
+        leaves = merit.masked_fill(~self.exposed(place, pos, recent), torch.inf).argmin(2)  # slots, [B,Hk]
+        evicts = live & (held > size)
+        self.leave(leaves, evicts, keys, values, place, known[0])
+        self.put(self.place, leaves, evicts, -1)
+        self.spare.copy_(torch.where(evicts, leaves, torch.where(live, held, self.spare)))
+        return y
+
+    def leave(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, place: Tensor, score: Tensor) -> None:
+        """Called before the tokens at slot [B,Hk] go, where `evicts` [B,Hk]; the rest are all slots, [B,Hk,n,...]."""
+
+    def sizes(self) -> Tensor | int:
+        """Tokens that each row keeps."""
+        return self.size
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """The first slots, as many as the longest row may fill: [B,Hk,n,...]"""
+        return buffer.narrow(2, 0, self.span.shape[0])
+
+    def add(self, buffer: Tensor, change: Tensor) -> Tensor:
+        """Adds change [B,Hk,n] to the first slots: what they hold then."""
+        return self.read(buffer).add_(change)
+
+    def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
+        """Writes new [B,Hk,...] at slot [B,Hk], where live [B,Hk]."""
+        b, h = (torch.arange(n, device=slot.device) for n in slot.shape)
+        at = (b[:, None], h, slot)
+        buffer[at] = torch.where(live.view(*live.shape, *[1] * (buffer.dim() - 3)), new, buffer[at])
+
+    def reset(self, row: int) -> None:
+        self.place[row], self.spare[row] = -1, 0
+
+    def fit(self, length: int, new: int) -> None:
+        self.span = ops.span(self.span, min(length, self.size + 1), self.size + 1, self.shape.device)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        slots = min(length, self.size + 1)
+        return self.shape.n_kv_head * slots * (self.shape.unit_bytes + 8 + 4 * len(self.known)), 0
+
+    def overhead(self) -> dict[str, int]:
+        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
+        state = sum(getattr(self, name).nbytes for name in (*self.known, "place", "spare"))
+        return {"spare slot": units, "slot past the end": units, "scores and places": state}
+
+
+def slots(shape: Shape, count: int, known: tuple[str, ...]) -> dict[str, Tensor]:
+    """Buffers of so many slots: keys, values, what is known of their tokens, and their places in the text, -1: none."""
+    size, device = (shape.batch, shape.n_kv_head, count), shape.device
+    found = {name: torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=device) for name in ("k", "v")}
+    found |= {name: torch.zeros(size, device=device) for name in known}
+    return found | {"place": torch.full(size, -1, device=device)}
+
+
+class RoCo(H2O):
+    known = ("score", "squares")
+
+    def merit(self, known: list[Tensor], place: Tensor, pos: Tensor | int, count: int) -> Tensor:
+        """The mean, and without bound for the tokens that vary most."""
+        visits = pos - place + 1
+        mean = known[0] / visits
+        deviation = (known[1] / visits - mean**2).clamp(min=0).sqrt()
+        varied = ops.top(deviation.masked_fill(~self.exposed(place, pos, self.recent), -1.0), count // 2)
+        return mean.scatter(-1, varied, torch.inf)
+
+
+class CaM(H2O):
+    def __init__(self, shape: Shape, layer: int, size: int, spread: int):
+        super().__init__(shape, size, 0, size // 2)
+        self.layer, self.spread, self.follow = layer, spread, min(spread, size)
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(max(length, self.follow), new)
+
+    def chance(self, place: Tensor) -> Tensor:
+        """A number in [0, 1) for the token of each KV head at place [..., Hk, n], always the same one."""
+        head = torch.arange(place.shape[-2], device=place.device)[:, None]
+        return ops.hashed(ops.hashed(place + ops.hashed(head + 4096 * self.layer))) / 2.0**32
+
+    def absorb(self, row: int, score: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().absorb(row, score, k, v, kept)
+        n, place = kept.shape[1], torch.arange(k.shape[1], device=k.device).expand(len(k), -1)
+        stays = torch.zeros_like(score, dtype=torch.bool).scatter(1, kept, True)
+        first = stays.long().cumsum(1)  # kept tokens up to each place: for one that goes, the index of the next
+        last = (first + self.spread).clamp(max=n)
+        sums = torch.nn.functional.pad(score.double().gather(1, kept).cumsum(1), (1, 0))
+        mean = (sums.gather(1, last) - sums.gather(1, first)) / (last - first)
+        goes = ~stays & (last > first) & (self.chance(place) < score / mean)
+        share = torch.where(goes[..., None], v.double() / self.spread, 0.0)
+        change = torch.zeros(len(v), n + 1, v.shape[2], dtype=torch.float64, device=v.device)
+        for at, sign in ((first, 1), (last, -1)):
+            change.scatter_add_(1, at[..., None].expand_as(share), sign * share)
+        return keys, (values + change.cumsum(1)[:, :n]).to(v.dtype)
+
+    def leave(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, place: Tensor, score: Tensor) -> None:
+        at = place.gather(2, slot[..., None])  # [B,Hk,1]
+        later = place.masked_fill(place <= at, torch.iinfo(torch.int64).max)
+        nearest = later.topk(self.follow, largest=False)
+        real = nearest.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
+        mean = torch.where(real, score.gather(2, nearest.indices), 0.0).sum(2) / real.sum(2)
+        spreads = evicts & (self.chance(at)[..., 0] < score.gather(2, slot[..., None])[..., 0] / mean)
+        each = (-1, -1, -1, values.shape[3])
+        value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]
+        values.scatter_add_(2, nearest.indices[..., None].expand(each),
+                            torch.where((spreads[..., None] & real)[..., None], value, 0.0))  # fmt: skip
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return 2
+
+
+def roco_minimum(shape: Shape, options: RoCoOptions) -> int:
+    return 2 * options.sinks + 2
+
+
+def memory(shape: Shape, budget: int, options: object) -> int:
+    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    return [H2O(shape, budget, 0, budget // 2) for _ in range(shape.n_layer)]
+
+
+def roco_build(shape: Shape, budget: int, options: RoCoOptions) -> list[KV]:
+    return [RoCo(shape, budget, options.sinks, budget // 2) for _ in range(shape.n_layer)]
+
+
+def cam_build(shape: Shape, budget: int, options: CaMOptions) -> list[KV]:
+    return [CaM(shape, layer, budget, options.spread) for layer in range(shape.n_layer)]

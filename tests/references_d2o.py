@@ -1,0 +1,464 @@
+"""Slow reference implementations of D2O and of the eviction methods beside it: one batch row, all layers, plain loops.
+
+They follow the equations and share no code with kv/. H2O (arXiv 2306.14048), D2O (arXiv 2406.13035, Equations 4 to 12),
+RoCo (arXiv 2402.06262), CaM (Zhang et al., 2024), SimLayerKV (arXiv 2410.13846). All arithmetic is fp64, outputs and
+stored vectors are given out as fp32.
+
+The life of a text: `prefill` for layers 0 ... L - 1 (layer 0 begins a new text), `finish`, then `decode` for each layer
+of each step. Every KV head of every layer keeps tokens of its own. "Lowest" and "highest" break ties to the lowest
+position.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv.base import Shape
+
+
+def dots(q: Tensor, keys: Tensor) -> Tensor:
+    """k . q for each key: q [D], keys [n,D] -> [n]. Equal keys give exactly equal results, so that ties are ties."""
+    return (keys * q).sum(1)
+
+
+def probabilities(q: Tensor, keys: Tensor) -> Tensor:
+    """softmax(K q / sqrt(D)) of one query [D] over n keys [n,D]: [n]."""
+    logits = dots(q, keys) / math.sqrt(q.shape[0])
+    exps = torch.exp(logits - logits.max())
+    return exps / exps.sum()
+
+
+def group_attention(q: Tensor, keys: Tensor) -> Tensor:
+    """The softmax of one position's queries, summed over the group: q [G,D], keys [n,D] -> [n]."""
+    total = torch.zeros(keys.shape[0], dtype=torch.float64)
+    for one in q:
+        total += probabilities(one, keys)
+    return total
+
+
+def column_sums(q: Tensor, k: Tensor) -> Tensor:
+    """s (Equation 6): causal attention summed over queries and group, q [Hq,T,D], k [Hk,T,D] -> fp64 [Hk,T]."""
+    q, k = q.double(), k.double()
+    groups = q.shape[0] // k.shape[0]
+    sums = torch.zeros(k.shape[:2], dtype=torch.float64)
+    for kv_head in range(k.shape[0]):
+        for i in range(k.shape[1]):
+            heads = q[kv_head * groups : (kv_head + 1) * groups, i]
+            sums[kv_head, : i + 1] += group_attention(heads, k[kv_head, : i + 1])
+    return sums
+
+
+def cosines(key: Tensor, keys: Tensor) -> list[float]:
+    """u (Equation 9): key [D], keys [n,D] -> n similarities; 0 where a key is all zeros."""
+    norms = torch.sqrt((keys * keys).sum(1)) * torch.sqrt((key * key).sum())
+    return [dot / norm if norm else 0.0 for dot, norm in zip(dots(key, keys).tolist(), norms.tolist(), strict=True)]
+
+
+def nearest(key: Tensor, keys: Tensor) -> tuple[int, float]:
+    """Which of some keys is the most similar one, the first among equals, and how similar it is."""
+    similar = cosines(key, keys)
+    return similar.index(max(similar)), max(similar)
+
+
+def variance(values: list[float]) -> float:
+    """The population variance."""
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / len(values)
+
+
+def merge_weights(similar: list[float], merge: str) -> tuple[float, list[float]]:
+    """w_c and each w_e (Equation 12): of a kept token and of those of some similarities that are merged into it."""
+    if merge == "average":
+        return 1 / (1 + len(similar)), [1 / (1 + len(similar))] * len(similar)
+    total = math.e + sum(math.exp(u) for u in similar)
+    return math.e / total, [math.exp(u) / total for u in similar]
+
+
+def bounded(sizes: list[float], total: float, low: float, high: float) -> list[float]:
+    """Sizes between two bounds: those outside are fixed there, the free ones scaled so that the sum is `total`, again
+    until none is outside. Once all are fixed the sum is what the bounds make it."""
+    sizes, fixed = list(sizes), set()
+    while True:
+        outside = [i for i, size in enumerate(sizes) if i not in fixed and not low <= size <= high]
+        if not outside:
+            return sizes
+        for i in outside:
+            sizes[i] = min(max(sizes[i], low), high)
+            fixed.add(i)
+        free = [i for i in range(len(sizes)) if i not in fixed]
+        if free:
+            scale = (total - sum(sizes[i] for i in fixed)) / sum(sizes[i] for i in free)
+            for i in free:
+                sizes[i] *= scale
+
+
+def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
+    """D2O's slots S_l of each layer (Equations 5 and 15), from F_l and a budget in tokens a KV head.
+
+    Each is at least sinks + 4 and at most the prompt. A prompt of at most `budget` tokens gives `budget` everywhere.
+    """
+    n_layer = len(variances)
+    low, high, total = sinks + 4, prompt, n_layer * budget
+    if allocation not in ("softmax", "uniform", "reciprocal", "exponential"):
+        raise ValueError(f"an allocation is softmax, uniform, reciprocal or exponential, not {allocation!r}")
+    if budget < low:
+        raise ValueError(f"a budget of {budget} tokens is less than {low}, the least that a layer gets")
+    if prompt <= budget:
+        return [budget] * n_layer
+
+    if allocation == "exponential":
+        sizes = [min(max(math.exp(-f) * budget, low), high) for f in variances]
+    else:
+        if allocation == "softmax":
+            smallest, spread = min(variances), max(variances) - min(variances)
+            shares = [math.exp(-(f - smallest) / spread) if spread else 1.0 for f in variances]
+        elif allocation == "reciprocal":
+            shares = [1 / max(f, 1e-12) for f in variances]
+        else:
+            shares = [1.0] * n_layer
+        sizes = bounded([share / sum(shares) * total for share in shares], total, low, high)
+    return [math.floor(round(size, 6)) for size in sizes]
+
+
+@dataclass(eq=False)
+class Token:
+    """What one KV head knows of one token."""
+
+    position: int
+    key: Tensor  # [D]
+    value: Tensor  # [D]
+    score: float = 0.0  # s: the attention it got, summed over the queries and the group
+    squares: float = 0.0  # of each query position's sum over the group
+    visits: int = 0  # query positions that could see it
+
+    def see(self, attention: float) -> None:
+        """Takes what one query position's group gives."""
+        self.score += attention
+        self.squares += attention**2
+        self.visits += 1
+
+    @property
+    def mean(self) -> float:
+        return self.score / self.visits
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(max(self.squares / self.visits - self.mean**2, 0.0))
+
+
+def highest(tokens: list[Token], count: int, worth: Callable[[Token], float]) -> list[Token]:
+    """The `count` tokens that are worth most, the lowest position first among equals."""
+    return sorted(tokens, key=lambda token: (-worth(token), token.position))[:count]
+
+
+class SlowEvict:
+    """Full attention, and what the methods have in common.
+
+    A method shrinks what the prompt left in `finish`, may drop tokens `before` a step's attention, which the new token
+    is part of, and after it is told in `after` what attention each token got.
+    """
+
+    def __init__(self, shape: Shape):
+        window = getattr(shape, "window", None)
+        if window is not None and window < shape.max_prompt + shape.max_new_tokens:
+            raise ValueError("the references know no sliding window")
+        self.shape = shape
+        self.groups = shape.n_head // shape.n_kv_head
+        self.prompt = 0  # T
+        self.length: list[int] = []  # by layer: tokens of the text so far
+        self.tokens: list[list[list[Token]]] = []  # by layer and KV head: those held, in ascending positions
+
+    def heads(self, q: Tensor, kv_head: int) -> Tensor:
+        """A group's queries: q [Hq,...] -> [G,...]."""
+        return q[kv_head * self.groups : (kv_head + 1) * self.groups]
+
+    def begin(self) -> None:
+        """Forgets the text."""
+        self.length, self.tokens = [], []
+
+    def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new text."""
+        if layer == 0:
+            self.begin()
+        if layer != len(self.tokens):
+            raise ValueError(f"layer {layer} follows layer {len(self.tokens) - 1}")
+        k, v = k.double(), v.double()
+        self.prompt = k.shape[1]
+        self.length.append(self.prompt)
+        kv_heads = range(self.shape.n_kv_head)
+        self.tokens.append([[Token(i, k[h, i], v[h, i]) for i in range(self.prompt)] for h in kv_heads])
+        self.observe(layer, q.double(), k)
+
+    def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
+        """What a method measures of a layer's prompt, in fp64: q [Hq,T,D], k [Hk,T,D]."""
+
+    def finish(self) -> None:
+        """Shrinks every layer, once all have their prompt."""
+
+    def before(self, layer: int, kv_head: int) -> None:
+        """Drops tokens before a step's attention."""
+
+    def after(self, layer: int, kv_head: int, attention: list[float]) -> None:
+        """Takes what a step's group gave each token."""
+
+    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores one token, attends to all that is held, then evicts: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
+        q, k, v = q.double(), k.double(), v.double()
+        y = torch.empty_like(q)
+        position = self.length[layer]
+        self.length[layer] += 1
+        for kv_head in range(self.shape.n_kv_head):
+            self.tokens[layer][kv_head].append(Token(position, k[kv_head], v[kv_head]))
+            self.before(layer, kv_head)
+            held = self.tokens[layer][kv_head]
+            keys, values = torch.stack([t.key for t in held]), torch.stack([t.value for t in held])
+            heads = self.heads(q, kv_head)
+            for g in range(self.groups):
+                y[kv_head * self.groups + g] = probabilities(heads[g], keys) @ values
+            self.after(layer, kv_head, group_attention(heads, keys).tolist())
+        return y.float()
+
+    def kept(self, layer: int, kv_head: int) -> list[int]:
+        """The positions held, ascending."""
+        return [token.position for token in self.tokens[layer][kv_head]]
+
+    def keys(self, layer: int, kv_head: int) -> Tensor:
+        """What is stored of the keys held, in ascending positions: [n,D]."""
+        return torch.stack([token.key for token in self.tokens[layer][kv_head]]).float()
+
+    def values(self, layer: int, kv_head: int) -> Tensor:
+        """What is stored of the values held, in ascending positions: [n,D]."""
+        return torch.stack([token.value for token in self.tokens[layer][kv_head]]).float()
+
+
+class SlowH2O(SlowEvict):
+    """H2O: a KV head holds t tokens, the floor(t / 2) most recent and those that got the most attention.
+
+    The methods derived from it change how many tokens a layer holds (`plan`, `recent`), what is never evicted
+    (`protected`), what a token is worth (`worth`) and what becomes of the evicted ones (`absorb`).
+    """
+
+    sinks = 0
+
+    def __init__(self, shape: Shape, budget: int):
+        super().__init__(shape)
+        self.budget = budget
+        self.sizes: list[int] = []  # S_l
+
+    def plan(self) -> list[int]:
+        """The tokens that a KV head of each layer holds."""
+        return [self.budget] * self.shape.n_layer
+
+    def recent(self, size: int) -> int:
+        """M: how many of the newest positions are never evicted, the current one among them."""
+        return size // 2
+
+    def is_fixed(self, token: Token, layer: int) -> bool:
+        """A sink or a recent token."""
+        newest = self.length[layer] - 1
+        return token.position < self.sinks or token.position > newest - self.recent(self.sizes[layer])
+
+    def protected(self, layer: int, tokens: list[Token]) -> list[Token]:
+        """Those that an eviction leaves alone."""
+        return [token for token in tokens if self.is_fixed(token, layer)]
+
+    def worth(self, token: Token) -> float:
+        """Of the others, those stay for which this is highest."""
+        return token.score
+
+    def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
+        """What evicted tokens leave behind; both lists in ascending positions."""
+
+    def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
+        for kv_head in range(self.shape.n_kv_head):
+            tokens, heads = self.tokens[layer][kv_head], self.heads(q, kv_head)
+            for i in range(self.prompt):
+                attention = group_attention(heads[:, i], k[kv_head, : i + 1]).tolist()
+                for token, one in zip(tokens[: i + 1], attention, strict=True):
+                    token.see(one)
+
+    def finish(self) -> None:
+        self.sizes = self.plan()
+        for layer, size in enumerate(self.sizes):
+            if self.sinks + self.recent(size) > size:
+                raise ValueError(f"{size} slots hold no {self.sinks} sinks and {self.recent(size)} recent tokens")
+            for kv_head in range(self.shape.n_kv_head):
+                self.shrink(layer, kv_head)
+
+    def shrink(self, layer: int, kv_head: int) -> None:
+        """Keeps S_l tokens of a prompt: those protected and the best of the others (Equations 7 and 8)."""
+        tokens, size = self.tokens[layer][kv_head], self.sizes[layer]
+        if len(tokens) <= size:
+            return
+        safe = self.protected(layer, tokens)
+        others = [token for token in tokens if token not in safe]
+        chosen = safe + highest(others, size - len(safe), self.worth)
+        self.replace(layer, kv_head, [token for token in tokens if token not in chosen])
+
+    def after(self, layer: int, kv_head: int, attention: list[float]) -> None:
+        tokens = self.tokens[layer][kv_head]
+        for token, one in zip(tokens, attention, strict=True):
+            token.see(one)
+        if len(tokens) <= self.sizes[layer]:
+            return
+        safe = self.protected(layer, tokens)
+        others = [token for token in tokens if token not in safe]
+        self.replace(layer, kv_head, [min(others, key=lambda token: (self.worth(token), token.position))])
+
+    def replace(self, layer: int, kv_head: int, evicted: list[Token]) -> None:
+        """Lets the kept tokens absorb the evicted ones, and forgets those."""
+        kept = [token for token in self.tokens[layer][kv_head] if token not in evicted]
+        self.absorb(layer, kv_head, evicted, kept)
+        self.tokens[layer][kv_head] = kept
+
+
+class SlowRoCo(SlowH2O):
+    """RoCo: as H2O, but a token is worth its mean attention a visit, and those that vary most stay as well.
+
+    Besides sinks and the floor(t / 2) recent tokens, the floor((t - sinks - M) / 2) of the highest standard deviation
+    are protected.
+    """
+
+    def __init__(self, shape: Shape, budget: int, sinks: int = 4):
+        super().__init__(shape, budget)
+        self.sinks = sinks
+
+    def protected(self, layer: int, tokens: list[Token]) -> list[Token]:
+        size = self.sizes[layer]
+        fixed = super().protected(layer, tokens)
+        others = [token for token in tokens if token not in fixed]
+        return fixed + highest(others, (size - self.sinks - self.recent(size)) // 2, lambda token: token.std)
+
+    def worth(self, token: Token) -> float:
+        return token.mean
+
+
+class SlowCaM(SlowH2O):
+    """CaM: as H2O, but a part of an evicted value may go to the next m kept tokens, at random.
+
+    With probability clip(s_i / mean s of those tokens, 0, 1), which `u(layer, kv_head, position)` in [0, 1) falls
+    below or not, v_i / m is added to each of them.
+    """
+
+    def __init__(self, shape: Shape, budget: int, u: Callable[[int, int, int], float], m: int = 32):
+        super().__init__(shape, budget)
+        self.u, self.m = u, m
+
+    def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
+        for token in evicted:
+            following = [other for other in kept if other.position > token.position][: self.m]
+            if not following:
+                continue
+            mean = sum(other.score for other in following) / len(following)
+            p = min(max(token.score / mean, 0.0), 1.0)
+            if self.u(layer, kv_head, token.position) < p:
+                for other in following:
+                    other.value = other.value + token.value / self.m
+
+
+class SlowD2O(SlowH2O):
+    """D2O: layers of lower attention variance hold more, and evicted tokens are merged into the most similar kept one.
+
+    A layer holds sinks, M = floor((S_l - sinks) / 4) recent tokens and the best of the others. `merge` is weighted
+    (Equation 12), average, or none.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        budget: int,
+        sinks: int = 4,
+        beta: float = 0.7,
+        allocation: str = "softmax",
+        merge: str = "weighted",
+    ):
+        super().__init__(shape, budget)
+        if merge not in ("weighted", "average", "none"):
+            raise ValueError(f"merge is weighted, average or none, not {merge!r}")
+        self.sinks, self.beta, self.allocation, self.merge = sinks, beta, allocation, merge
+        self.thresholds: dict[tuple[int, int], float] = {}  # tau by layer and KV head
+        self.variances: list[float] = []  # F_l
+
+    def begin(self) -> None:
+        super().begin()
+        self.thresholds = {}
+
+    def plan(self) -> list[int]:
+        """S_l from the mean over the KV heads of Var(s), Equations 4 and 5."""
+        self.variances = []
+        for heads in self.tokens:
+            per_head = [variance([token.score for token in tokens]) for tokens in heads]
+            self.variances.append(math.fsum(per_head) / len(per_head))
+        return layer_budgets(self.variances, self.prompt, self.budget, self.sinks, self.allocation)
+
+    def recent(self, size: int) -> int:
+        return (size - self.sinks) // 4
+
+    def tau(self, layer: int, kv_head: int) -> float | None:
+        """The threshold of merging, None before the first eviction."""
+        return self.thresholds.get((layer, kv_head))
+
+    def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
+        """Merges the evicted tokens that are similar enough (Equations 9 to 12) and moves the threshold."""
+        keys = torch.stack([token.key for token in kept])
+        matches = [nearest(token.key, keys) for token in evicted]
+        mean = math.fsum(u for _, u in matches) / len(matches)
+
+        before = self.tau(layer, kv_head)
+        # the first eviction is measured by its own mean: the prompt's, or one token's if all of the prompt was kept
+        threshold = mean if before is None else before
+        self.thresholds[layer, kv_head] = mean if before is None else self.beta * mean + (1 - self.beta) * before
+
+        if self.merge == "none":
+            return
+        for j, target in enumerate(kept):
+            merged = [(t, u) for t, (i, u) in zip(evicted, matches, strict=True) if i == j and u >= threshold]
+            if not merged:
+                continue
+            own, weights = merge_weights([u for _, u in merged], self.merge)
+            target.key = own * target.key + sum(w * t.key for w, (t, _) in zip(weights, merged, strict=True))
+            target.value = own * target.value + sum(w * t.value for w, (t, _) in zip(weights, merged, strict=True))
+
+
+class SlowSimLayer(SlowEvict):
+    """SimLayerKV: a lazy layer holds the first `sinks` and the `recent` newest tokens, the others hold everything.
+
+    A layer is lazy for a prompt if its last query gives those positions more than `threshold` of its attention, in the
+    mean over the query heads.
+    """
+
+    def __init__(self, shape: Shape, sinks: int = 4, recent: int = 1024, threshold: float = 0.9):
+        super().__init__(shape)
+        self.sinks, self.recent, self.threshold = sinks, recent, threshold
+        self.masses: list[float] = []  # by layer
+
+    def begin(self) -> None:
+        super().begin()
+        self.masses = []
+
+    def is_lazy(self, layer: int) -> bool:
+        return self.masses[layer] > self.threshold
+
+    def is_near(self, position: int, length: int) -> bool:
+        """Among the first tokens or the recent ones of a text."""
+        return position < self.sinks or position >= length - self.recent
+
+    def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
+        masses = []
+        for head in range(self.shape.n_head):
+            attention = probabilities(q[head, -1], k[head // self.groups]).tolist()
+            masses.append(math.fsum(one for i, one in enumerate(attention) if self.is_near(i, self.prompt)))
+        self.masses.append(math.fsum(masses) / len(masses))
+
+    def finish(self) -> None:
+        for layer in range(self.shape.n_layer):
+            for kv_head in range(self.shape.n_kv_head):
+                self.before(layer, kv_head)
+
+    def before(self, layer: int, kv_head: int) -> None:
+        if self.is_lazy(layer):
+            near = [t for t in self.tokens[layer][kv_head] if self.is_near(t.position, self.length[layer])]
+            self.tokens[layer][kv_head] = near
