@@ -78,21 +78,16 @@ def merge_weights(similar: list[float], merge: str) -> tuple[float, list[float]]
 
 
 def bounded(sizes: list[float], total: float, low: float, high: float) -> list[float]:
-    """Sizes between two bounds: those outside are fixed there, the free ones scaled so that the sum is `total`, again
-    until none is outside. Once all are fixed the sum is what the bounds make it."""
-    sizes, fixed = list(sizes), set()
-    while True:
-        outside = [i for i, size in enumerate(sizes) if i not in fixed and not low <= size <= high]
-        if not outside:
-            return sizes
-        for i in outside:
-            sizes[i] = min(max(sizes[i], low), high)
-            fixed.add(i)
-        free = [i for i in range(len(sizes)) if i not in fixed]
-        if free:
-            scale = (total - sum(sizes[i] for i in fixed)) / sum(sizes[i] for i in free)
-            for i in free:
-                sizes[i] *= scale
+    """Sizes scaled by one factor and cut at two bounds, the factor such that the sum is `total`, by bisection."""
+
+    def cut(factor: float) -> list[float]:
+        return [min(max(factor * size, low), high) for size in sizes]
+
+    small, large = 0.0, high / min(sizes)
+    for _ in range(200):
+        middle = (small + large) / 2
+        small, large = (middle, large) if math.fsum(cut(middle)) < total else (small, middle)
+    return cut(large)
 
 
 def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:

@@ -1,0 +1,232 @@
+"""D2O and its kin against slow references; the numbers of a small example by hand."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import references_d2o as slow
+import torch
+from test_omnikv import HEADS, LAYERS, Run, make_shape, tokens
+
+import kv
+from kv import ops
+from kv.d2o import D2O, layer_budgets, most_slots
+
+PROMPTS = (100, 61, 30, 9)
+CASES = [
+    ("h2o", {}, 24), ("h2o", {}, 2), ("roco", {}, 24), ("roco", {"sinks": 0}, 15), ("cam", {}, 24),
+    ("cam", {"spread": 5}, 24), ("d2o", {}, 24), ("d2o", {}, 9), ("d2o", {"merge": "none"}, 24),
+    ("d2o", {"merge": "average", "beta": 0.3}, 24), ("d2o", {"allocation": "uniform", "sinks": 0}, 24),
+    ("d2o", {"allocation": "reciprocal"}, 30), ("d2o", {"allocation": "exponential", "park": "device"}, 24),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(ops, "SCORES", 1500)  # several blocks of queries, and of keys that go
+
+
+def run_of(name: str, shape: kv.Shape, budget: int, options: dict) -> Run:
+    run = Run(shape, 40, {})
+    run.layers = kv.build(name, shape, budget, options)
+    return run
+
+
+def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: list) -> slow.SlowEvict:
+    if name == "cam":
+        options = dict(options)
+        m = options.pop("spread", 32)
+
+        def chance(layer: int, head: int, position: int) -> float:
+            places = torch.full((shape.n_kv_head, 1), position)
+            return layers[layer].chance(places)[head, 0].item()
+
+        return slow.SlowCaM(shape, budget, chance, m)
+    options = {key: value for key, value in options.items() if key != "park"}
+    return {"h2o": slow.SlowH2O, "roco": slow.SlowRoCo, "d2o": slow.SlowD2O}[name](shape, budget, **options)
+
+
+def sorted_slots(layer, row: int, head: int) -> tuple:
+    """(places, keys, values) of a KV head, in order."""
+    first, size = (int(layer.first[row]), int(layer.slots[row])) if isinstance(layer, D2O) else (0, layer.size)
+    place = layer.place[row, head, first : first + size + 1]
+    order = [i for i in place.argsort().tolist() if place[i] >= 0]
+    at = [first + i for i in order]
+    return place[order].tolist(), layer.k[row, head, at], layer.v[row, head, at]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name, options, budget", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+def test_it_is_what_the_reference_computes(name, options, budget, heads):
+    shape = replace(make_shape(heads), n_layer=3)
+    run = run_of(name, shape, budget, options)
+    check = reference(name, shape, budget, options, run.layers)
+    for prompt in PROMPTS:
+        generator = torch.Generator().manual_seed(prompt)
+        # Attention of different variance in each layer.
+        scale = [0.3, 1.0, 2.0]
+        inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, prompt, generator), strict=True)]
+        run.prefill(0, inputs)
+        for layer, (q, k, v) in enumerate(inputs):
+            check.prefill(layer, q[0], k[0], v[0])
+        check.finish()
+        for step in range(30):
+            for layer, ours in enumerate(run.layers):
+                for head in range(shape.n_kv_head):
+                    place, keys, values = sorted_slots(ours, 0, head)
+                    assert place == check.kept(layer, head)
+                    assert (keys - check.keys(layer, head)).abs().max() <= 1e-5
+                    assert (values - check.values(layer, head)).abs().max() <= 1e-5
+                    if name == "d2o":
+                        tau, threshold = check.tau(layer, head), ours.threshold[0, head].item()
+                        assert threshold == pytest.approx(-math.inf if tau is None else tau, abs=1e-5)
+            if step == 0 and name == "d2o":
+                assert [int(layer.slots[0]) for layer in run.layers] == check.sizes
+            inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, 1, generator), strict=True)]
+            found = run.step(inputs)
+            for layer, (q, k, v) in enumerate(inputs):
+                expected = check.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_column_sums_in_blocks_are_those_of_the_whole_matrix(heads):
+    n_head, n_kv_head = HEADS[heads]
+    q, k = torch.randn(1, n_head, 90, 16), torch.randn(1, n_kv_head, 90, 16)
+    sums, squares = ops.column_sums(q, k, 2)
+    assert (sums - slow.column_sums(q[0], k[0])).abs().max() <= 1e-4
+    logits = torch.einsum("hgqd,hkd->hgqk", q[0].unflatten(0, (n_kv_head, -1)), k[0]) / 4
+    weight = logits.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf).softmax(-1).sum(1)
+    assert (squares - weight.square().sum(1)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("allocation", ("softmax", "uniform", "reciprocal", "exponential"))
+def test_layers_share_the_budget(allocation):
+    chance = random.Random(0)
+    for _ in range(300):
+        layers, prompt = chance.randint(1, 12), chance.randint(10, 500)
+        budget, sinks = chance.randint(8, 200), chance.choice([0, 4])
+        variances = [chance.expovariate(1) ** 2 for _ in range(layers)]
+        found = layer_budgets(variances, prompt, budget, sinks, allocation)
+        assert found == slow.layer_budgets(variances, prompt, budget, sinks, allocation)
+        assert sum(found) <= layers * budget
+        if allocation != "exponential":
+            assert sum(found) > layers * (budget - 1)  # but for the fractions of a slot
+        shape = replace(make_shape(), n_layer=layers, max_prompt=500)
+        options = kv.parse_options("d2o", {"allocation": allocation, "sinks": sinks})
+        assert max(found) <= most_slots(layers, shape, budget, options)
+    assert layer_budgets([3.0, 3.0, 3.0], 100, 20, 4, allocation) == [20, 20, 20] or allocation == "exponential"
+
+
+def test_six_tokens_by_hand():
+    """One head, 4 slots, 1 sink, so 0 recent and 3 important; keys and queries chosen so that scores are easy.
+
+    Keys of norm 1 at angles; every query is 0, so query i gives each of its i + 1 tokens 1 / (i + 1): the scores are
+    1 + 1/2 + ... + 1/6 = 2.45, 1.45, 0.95, 0.6167, 0.3667, 0.1667. Token 0 is the sink, tokens 1 to 3 are the best.
+    """
+    shape = kv.Shape(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
+    layer = kv.build("d2o", shape, 8, {"sinks": 1})[0]
+    layer.shared.sizes[0], layer.slots[0] = [4], 4
+    degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
+    k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
+    v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
+    (score,) = ops.column_sums(torch.zeros(1, 1, 6, 2), k[None])
+    assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
+    kept, known, keys, values = layer.compress(0, [score], k, v, 4)
+    assert kept.tolist() == [[0, 1, 2, 3]]
+    # Token 4 at 60 degrees is most like token 3 at 45: cos 15 = 0.9659. Token 5 at 270: like 0 and 2, cos 90 = 0.
+    assert layer.threshold[0, 0].item() == pytest.approx((math.cos(math.radians(15)) + 0) / 2, abs=1e-6)  # 0.4830
+    # 0.9659 is above it: merged with w = e^0.9659 / (e + e^0.9659) = 2.6272 / 5.3455 = 0.4915. 0 is below: dropped.
+    own, other = 0.50852, 0.49148
+    assert own + other == 1
+    assert keys[0, :3].tolist() == k[0, :3].tolist() and values[0, :3].tolist() == v[0, :3].tolist()
+    expected = [own * math.cos(math.pi / 4) + other * 0.5, own * math.sin(math.pi / 4) + other * math.sqrt(3) / 2]
+    assert keys[0, 3].tolist() == pytest.approx(expected, abs=1e-4)  # 0.6053, 0.7852
+    assert values[0, 3].tolist() == pytest.approx([own * 4 + other * 5, other * 1], abs=1e-4)  # 4.4915, 0.4915
+    assert known[0].tolist() == [score[0, :4].tolist()]  # scores do not change
+
+
+def test_weights_of_a_merge_sum_to_one():
+    """Values of 1 stay 1 however many tokens merge, at the prompt and in steps."""
+    for options in ({}, {"merge": "average"}, {"keep": 0.6}):
+        shape = make_shape()
+        run, generator = run_of("d2o", shape, 16, options), torch.Generator().manual_seed(0)
+        inputs = [(q, k, torch.ones_like(v)) for q, k, v in tokens(shape, 1, 100, generator)]
+        run.prefill(0, inputs)
+        for _ in range(20):
+            run.step([(q, k, torch.ones_like(v)) for q, k, v in tokens(shape, 1, 1, generator)])
+        for layer in run.layers:
+            for head in range(shape.n_kv_head):
+                assert (sorted_slots(layer, 0, head)[2] - 1).abs().max() <= 1e-5
+
+
+def test_a_kept_token_keeps_the_weight_it_is_to_have():
+    shape = make_shape()
+    generator = torch.Generator().manual_seed(0)
+    inputs = tokens(shape, 1, 100, generator)
+    moved = {}
+    for keep in (0.0, 0.9, 1.0):
+        run = run_of("d2o", shape, 16, {"keep": keep, "allocation": "uniform"})
+        run.prefill(0, inputs)
+        place, _, values = sorted_slots(run.layers[0], 0, 0)
+        moved[keep] = (values - inputs[0][2][0, 0, place]).abs().max().item()
+    assert moved[0.0] > 2 * moved[0.9] > 0 and moved[1.0] == 0
+
+
+def test_memory_is_the_budget_for_any_number_of_tokens_and_prompts_of_any_kind():
+    """Layers of different sizes, which change from prompt to prompt, in the same slots."""
+    shape, budget = make_shape(batch=2), 20
+    run, generator = run_of("d2o", shape, budget, {}), torch.Generator().manual_seed(0)
+    unit = shape.batch * shape.n_kv_head * shape.unit_bytes
+    assert run.layers[0].k.nbytes + run.layers[0].v.nbytes == LAYERS * (budget + 1) * unit  # one is spare
+    device, seen = kv.total_bytes(run.layers)[0], set()
+    for _ in range(3):
+        for row, prompt in enumerate((100, 40)):
+            scales = torch.rand(LAYERS, generator=generator) * 3
+            inputs = [(q * s, k, v) for s, (q, k, v) in zip(scales, tokens(shape, 1, prompt, generator), strict=True)]
+            run.prefill(row, inputs)
+            sizes = [int(layer.slots[row]) for layer in run.layers]
+            seen.add(tuple(sizes))
+            ends = [int(layer.first[row]) + int(layer.slots[row]) + 1 for layer in run.layers]
+            assert sum(sizes) <= LAYERS * budget and ends[-1] <= LAYERS * (budget + 1)
+            assert [int(layer.first[row]) for layer in run.layers] == [0, *ends[:-1]]
+        for _ in range(60):
+            run.step(tokens(shape, 2, 1, generator))
+    assert len(seen) == 6 and kv.total_bytes(run.layers)[0] == device
+    for layer in run.layers:
+        read = min(110, 1 + max(sizes[layer.index] for sizes in layer.shared.sizes))
+        assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes * 3 // 2 + 12)
+        assert read <= layer.most + 1
+
+
+def test_layers_that_stay_full_count():
+    shape = make_shape()
+    layers = kv.build("d2o", shape, 60, {"full_layers": "0+1"})
+    assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 6
+    assert layers[2].shared.budget == (60 * LAYERS - 2 * shape.planned) // 6
+    with pytest.raises(ValueError, match="at least 39"):
+        kv.build("d2o", shape, 30, {"full_layers": [0, 1]})
+    with pytest.raises(ValueError, match="at least 8 tokens"):
+        kv.build("d2o", shape, 7, {})
+
+
+def test_no_prompt_makes_a_square_matrix(monkeypatch):
+    monkeypatch.setattr(ops, "SCORES", 1 << 16)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func._schema.name.startswith("aten::view"):
+                sizes.append(out.numel())
+            return out
+
+    shape = replace(make_shape(), n_layer=1, max_prompt=3000)
+    layer = kv.build("d2o", shape, 100, {})[0]
+    inputs = tokens(shape, 1, 3000, torch.Generator())
+    with Watch():
+        layer.prefill(0, *inputs[0])
+        layer.finish(0)
+    assert max(sizes) <= 3000 * 6 * 16  # as large as q
