@@ -58,7 +58,7 @@ class Probe(KV):
             for i, index in enumerate(self.chosen):
                 caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item() / QUERIES / q.shape[1]
         self.caught = caught
-        self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length)))))  # [queries,n]
+        self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length + 0.5)))))  # [queries,n]
         return ops.causal_attention(q, k, v)
 
     def decode(self, *_) -> Tensor:
@@ -86,8 +86,8 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int) -> dict:
     ability = [round(sum(c[:AFTER]) / len(c[:AFTER]), 5) if c else None for c in caught]
     filters = propose(caught)
     scores = [[round(s, 5) for s in p.head_scores] for p in probes]
-    found = {"filter_ability": ability, "filter_layers": filters, "head_scores": scores}
-    return {"format": 1, "tokens": len(ids)} | {key: value for key, value in found.items() if value}
+    found = {"filter_ability": ability, "head_scores": scores} | ({"filter_layers": filters} if filters else {})
+    return {"format": 1, "tokens": len(ids)} | found
 
 
 def propose(caught: list[list[float]]) -> list[int]:
@@ -141,12 +141,19 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
     check_output(args.plot, "--plot")
+    if args.length is not None and args.length < 1:
+        raise ValueError(f"--length must be at least 1, not {args.length}")
     text = read_text(args.text)
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
     ids = engine.encode(text)
-    found = calibrate(engine, ids[-min(args.length or len(ids), engine.config.max_length) :], args.sinks, args.recent)
+    length = min(args.length or len(ids), engine.config.max_length)
+    if len(ids) > length:  # the end of the text, behind the token that begins it
+        begin = len(ids) - len(engine.encode(text, bos=False))
+        ids = ids[:begin] + ids[len(ids) - length + begin :]
+    found = calibrate(engine, ids, args.sinks, args.recent)
     path = args.checkpoint / "kv_profile.json"
     old = read_json(path) if path.exists() else {}
+    old.pop("filter_layers", None)  # of another model, if there are none now
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(old | {"text": Path(args.text).name} | found, indent=1) + "\n")
     partial.replace(path)

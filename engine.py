@@ -107,6 +107,8 @@ class Engine:
         """
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # its streams are then the current ones
         config = read_config(folder)
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(config))

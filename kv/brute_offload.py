@@ -13,7 +13,7 @@ from torch import Tensor
 from kv import ops
 from kv.base import KV, Shape
 from kv.full import Full
-from kv.offload import ThreadedPool, workers
+from kv.offload import Staged, ThreadedPool, Workers
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,22 @@ class Ahead(Full):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
-            layer.load()
+            q = layer.load(q, active)
         return super().decode(q, k, v, pos, active)
 
 
 class Loaded(KV):
     """A layer on the host, but for its generated tokens."""
 
-    def __init__(self, shape: Shape, pool: ThreadedPool):
+    def __init__(self, shape: Shape, pool: ThreadedPool, counts_staged: bool):
         super().__init__()
+        self.counts_staged = counts_staged  # rather than another layer that shares the buffer
         self.shape, self.pool, self.loads = shape, pool, ()
         self.recent = shape.planned
         buffer = (shape.batch, shape.n_kv_head, shape.max_new_tokens + 1, shape.head_dim)  # one more: see ops.span
         self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
         self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
-        self.register_buffer("staged", pool.staged, persistent=False)
+        self.register_buffer("staged", pool.buffer, persistent=False)
         prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
         self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
         self.span = ops.span(None, shape.max_new_tokens, shape.max_new_tokens, shape.device)
@@ -61,19 +62,21 @@ class Loaded(KV):
     def finish(self, row: int) -> None:
         self.pool.settle()
 
-    def load(self) -> None:
-        """Begins to bring the whole prompt."""
+    def load(self, q: Tensor, active: Tensor) -> Tensor:
+        """Begins to bring the whole prompt, before the q returned, an earlier layer's, is used."""
         place = torch.arange(self.shape.max_prompt, device=self.prompt.device)
         rows = place + self.shape.max_prompt * torch.arange(self.shape.batch, device=place.device)[:, None]
-        self.pending = self.pool.issue(torch.where(place < self.prompt[:, None], rows, -1).flatten())
+        rows = torch.where(place < self.prompt[:, None], rows, -1).flatten()
+        self.pending, q = self.pool.issue(rows, active.repeat_interleave(len(place)), q, q)
+        return q
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
-            layer.load()
+            q = layer.load(q, active)
         age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
         ops.store(self.k, k, age, active)
         ops.store(self.v, v, age, active)
-        loaded, self.pending = self.pool.wait(self.pending), None
+        loaded, self.pending = self.pool.wait(self.pending, q), None
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [x.narrow(2, 0, self.span.shape[0]) for x in (self.k, self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
@@ -100,7 +103,7 @@ class Loaded(KV):
 
     def overhead(self) -> dict[str, int]:
         slot = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
-        staging = self.pool.overhead()  # the buffers on the device are shared, and counted for each
+        staging = self.pool.overhead() - self.staged.nbytes * (not self.counts_staged)
         return {"slot past the end": slot, "staging": staging, "prompt lengths": self.prompt.nbytes}
 
     def close(self) -> None:
@@ -114,16 +117,12 @@ def memory(shape: Shape, budget: None, options: Options) -> int:
 def build(shape: Shape, budget: None, options: Options) -> list[KV]:
     count = int(shape.n_layer * 20 / 32 + 0.5) if options.layers is None else min(options.layers, shape.n_layer)
     first, rows = shape.n_layer - count, shape.batch * shape.max_prompt
-    width, threads = (2, shape.n_kv_head, shape.head_dim), workers(options.threads)
-    size = (rows, *width)
-    ring = [
-        torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(min(options.ahead + 1, count))
-    ]
+    width, threads = (2, shape.n_kv_head, shape.head_dim), Workers(options.threads)
+    ring = [Staged(rows, width, shape.dtype, shape.device) for _ in range(min(options.ahead + 1, count))]
     layers: list[KV] = [Ahead(shape) for _ in range(first)]
     for layer in range(first, shape.n_layer):
-        staged = ring[layer % len(ring)]
-        pool = ThreadedPool(f"layer {layer}", rows, width, shape.dtype, shape.device, rows, threads, False, staged)
-        layers.append(Loaded(shape, pool))
+        pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], threads, False)
+        layers.append(Loaded(shape, pool, layer - first < len(ring)))
         begins = layers[max(0, layer - options.ahead)]
         begins.loads = (*begins.loads, layers[-1])
     return layers

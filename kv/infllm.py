@@ -101,7 +101,7 @@ class InfLLM(KV):
         self.pool.settle()
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = pos - self.prompt
+        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
         ops.store(self.k, k, self.chosen + age, active)
         ops.store(self.v, v, self.chosen + age, active)
         b, h = q.shape[0], k.shape[1]
@@ -109,7 +109,9 @@ class InfLLM(KV):
         block = self.index
         first = torch.arange(b * h, device=q.device).view(b, h, 1) * self.blocks
         wanted = torch.where(block < 0, -1, block + first).flatten()
-        fetched = self.pool.take(self.pool.wait(self.pool.issue(wanted)))  # [B Hk count,2,block,D]
+        asked = active.repeat_interleave(h * self.count)
+        token, q = self.pool.issue(wanted, asked, wanted, q)
+        fetched = self.pool.take(self.pool.wait(token, q))  # [B Hk count,2,block,D]
         keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
         self.k[:, :, self.ends : self.chosen] = keys.flatten(2, 3)
         self.v[:, :, self.ends : self.chosen] = values.flatten(2, 3)
@@ -194,5 +196,5 @@ def memory(shape: Shape, budget: int, options: Options) -> int:
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    workers, count = options.workers(), blocks_of(budget, options)
+    workers, count = offload.Workers(options.threads), blocks_of(budget, options)
     return [InfLLM(shape, layer, count, options.at(budget), workers) for layer in range(shape.n_layer)]

@@ -6,19 +6,21 @@ host round trip, all of it inside a captured graph). `ThreadedPool` is host memo
 rows into pinned staging buffers, two for each thread, and copy them to the device on a stream of their own.
 
 Both are used alike: `write` during prefill, `settle` when it is over; in a step `issue` as soon as the wanted rows are
-known, `wait` when they are needed, `take` for each layer's part. The host's work in a step is two custom ops that CUDA
-graphs leave out; their order comes from the token that `issue` returns and `wait` takes. Without a GPU all of it runs
-in ordinary memory.
+known, `wait` when they are needed, `take` for each layer's part. The threads work meanwhile; the direct engine reads
+when rows are taken. The host's work in a step is two custom ops that CUDA graphs leave out. Without a GPU all of it
+runs in ordinary memory.
 """
 
 import itertools
+import queue
 import resource
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakValueDictionary, finalize, ref
 
 import torch
 from torch import Tensor
@@ -39,35 +41,38 @@ class Options:
     )
     threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
 
-    def workers(self) -> ThreadPoolExecutor:
-        """Threads for pools to share. They begin with the first work, and end with the pools or with Python."""
-        return workers(self.threads)
-
-    def pool(self, what: str, rows: int, width: tuple[int, ...], slots: int, shape: Shape,
-             workers: ThreadPoolExecutor, delta: bool = False) -> "Pool":  # fmt: skip
+    def pool(self, what: str, rows: int, width: tuple[int, ...], slots: int, shape: Shape, workers: "Workers",
+             delta: bool = False) -> "Pool":  # fmt: skip
         """Where the options say: a step wants at most `slots` of its rows, and `delta` as in ThreadedPool."""
         direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda")
         if direct or not self.offload:
             return Pool(what, rows, width, shape.dtype, shape.device, host=self.offload)
-        return ThreadedPool(what, rows, width, shape.dtype, shape.device, slots, workers, delta)
+        return ThreadedPool(what, rows, width, Staged(slots, width, shape.dtype, shape.device), workers, delta)
 
 
 class Pool:
     """[rows, *width] where the device can address it: on the device, or `host`."""
 
-    host_bytes = 0  # taken on the host
     counts = (0, 0)  # rows that threads were asked for, and rows that they fetched
 
     def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
                  host: bool = False):  # fmt: skip
-        self.what, self.device = what, device
+        self.what, self.device, self.on_host = what, device, host
         if host:
             self.memory, self.rows = host_memory(what, (rows, *width), dtype, device)
-            self.host_bytes = self.memory.nbytes
         else:
             self.memory = self.rows = torch.zeros(rows, *width, dtype=dtype, device=device)
         self.stream = torch.cuda.Stream(device) if host and device.type == "cuda" else None
         self.writing: deque[torch.cuda.Event | Future] = deque()
+
+    @property
+    def host_bytes(self) -> int:
+        return self.memory.nbytes if self.on_host else 0
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """What the pool holds on the device, for its owner to register."""
+        return None if self.on_host else self.rows
 
     def write(self, start: int, values: Tensor, *column: int) -> None:
         """values [n, ...] become `column` of the rows from `start` on; later layers may compute meanwhile."""
@@ -75,16 +80,11 @@ class Pool:
         if self.stream is None:
             target.copy_(values)
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(values)
             values.record_stream(self.stream)
             self.pend(self.stream.record_event())
-
-    @property
-    def buffer(self) -> Tensor | None:
-        """What the pool holds on the device, for its owner to register."""
-        return None if self.host_bytes else self.rows
 
     def pend(self, write: torch.cuda.Event | Future) -> None:
         self.writing.append(write)
@@ -95,13 +95,18 @@ class Pool:
         while len(self.writing) > left:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
+        torch.set_num_threads(torch.get_num_threads())  # for threads to come, what a worker has set for itself
 
-    def issue(self, ids: Tensor) -> Tensor:
-        """Says which rows are wanted, ids [N] int64, below 0 none -> what `wait` takes."""
-        return ids
+    def issue(self, ids: Tensor, asked: Tensor, after: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Says which rows are wanted: ids [N] int64, below 0 none; slots that are not `asked` [N] keep what they have.
 
-    def wait(self, token: Tensor) -> Tensor:
-        """-> what `take` takes."""
+        Returns a token for `wait`, and y: not before `after` is known, and not after y is used, as long as the caller
+        goes on with the y returned. Nothing else holds a compiler to an order of two ops that share no data.
+        """
+        return ids, y
+
+    def wait(self, token: Tensor, before: Tensor) -> Tensor:
+        """-> what `take` takes; not before `before` is known, so that what leads there runs meanwhile."""
         return token
 
     def take(self, waited: Tensor, *column: int) -> Tensor:
@@ -113,66 +118,105 @@ class Pool:
         return 0
 
     def close(self) -> None:
-        """Ends what runs beside the caller."""
-        self.settle()
+        """Ends what runs beside the caller; what a write raised is lost."""
+        for write in self.writing:
+            write.exception() if isinstance(write, Future) else write.synchronize()
+        self.writing.clear()
+
+
+class Workers:
+    """Threads that pools share, and for each of them two pinned buffers; they begin with the first work."""
+
+    def __init__(self, threads: int):
+        self.threads, self.free = threads, queue.SimpleQueue()
+        self.executor = ThreadPoolExecutor(threads, "kv-offload", initializer=torch.set_num_threads, initargs=(1,))
+        self.owner: int | None = None  # the pool that counts the buffers
+        self.buffers = torch.empty(threads, 2, 0, dtype=torch.uint8)
+
+    def reserve(self, pool: "ThreadedPool", size: int) -> None:
+        """Buffers of at least so many bytes."""
+        self.owner = pool.handle if self.owner is None else self.owner
+        if size > self.buffers.shape[2]:
+            where = {"device": "meta"} if pool.device.type == "meta" else {"pin_memory": pool.device.type == "cuda"}
+            self.buffers = torch.zeros(self.threads, 2, size, dtype=torch.uint8, **where)
+            self.free = queue.SimpleQueue()
+            for pair in self.buffers:
+                self.free.put([[buffer, None] for buffer in pair])  # each with the event of the copy from it
+
+
+class Staged:
+    """Where rows arrive on the device; pools that are waited for in turn may share it."""
+
+    def __init__(self, slots: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.rows = torch.zeros(slots, *width, dtype=dtype, device=device)
+        self.user: ref[ThreadedPool] = lambda: None  # whose rows came last
 
 
 class ThreadedPool(Pool):
-    """Threads bring at most `slots` rows at a time; with `delta` only those that their slots do not hold already.
+    """Threads bring rows to `staged`; with `delta` only those that their slots do not hold already."""
 
-    They come to a buffer of the pool's own, or to `staged`, which pools that are waited for in turn may share.
-    """
-
-    def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-                 slots: int, workers: ThreadPoolExecutor, delta: bool, staged: Tensor | None = None):  # fmt: skip
+    def __init__(self, what: str, rows: int, width: tuple[int, ...], staged: Staged, workers: Workers, delta: bool):
+        dtype, device, slots = staged.rows.dtype, staged.rows.device, len(staged.rows)
         super().__init__(what, rows, width, dtype, device, host=True)
-        self.workers, self.delta, threads = workers, delta, workers._max_workers
-        self.staged = torch.zeros(slots, *width, dtype=dtype, device=device) if staged is None else staged
-        self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]
-        self.parts = [part for part in self.parts if part[0] < part[1]]
-        self.jobs: list[Future] = []
-        self.held = torch.full((slots,), -1)  # the row in each slot
-        row = max(1, self.memory[:1].nbytes)
-        size = (len(self.parts), 2, min(max(1, CHUNK // row), -(-slots // threads)), *width)
-        where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
-        self.ids = torch.full((slots,), -1, **where)  # wanted now
-        self.staging = torch.zeros(size, dtype=dtype, **where)
-        self.host_bytes += self.overhead() - self.staged.nbytes
+        self.staged, self.workers, self.delta = staged, workers, delta
+        count = min(workers.threads, slots)
+        self.parts = [(i * slots // count, (i + 1) * slots // count) for i in range(count)]
+        row = self.memory[:1].nbytes
+        self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows of a buffer
         self.handle = next(_handles)
+        workers.reserve(self, self.chunk * row)
+        where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
+        # The row wanted in each slot, the row in it, and numbers of slots on their way to the device.
+        self.ids, self.held, self.numbers = (torch.full((slots,), -1, **where) for _ in range(3))
+        self.jobs: list[Future] = []
         _pools[self.handle] = self
 
+    @property
+    def host_bytes(self) -> int:
+        return self.memory.nbytes + self.overhead() - self.staged.rows.nbytes
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.staged.rows
+
+    def overhead(self) -> int:
+        shared = self.workers.buffers.nbytes if self.workers.owner == self.handle else 0
+        return sum(x.nbytes for x in (self.staged.rows, self.ids, self.held, self.numbers)) + shared
+
     def write(self, start: int, values: Tensor, *column: int) -> None:
+        self.drain()
         self.held[(self.held >= start) & (self.held < start + len(values))] = -1
         if self.stream is not None:
             return super().write(start, values, *column)
-        self.pend(self.workers.submit(self.rows[(slice(start, start + len(values)), *column)].copy_, values))
+        target = self.rows[(slice(start, start + len(values)), *column)]
+        self.pend(self.workers.executor.submit(target.copy_, values))
 
-    def issue(self, ids: Tensor) -> Tensor:
-        return torch.ops.kv_fast.issue(ids, self.handle)
+    def issue(self, ids: Tensor, asked: Tensor, after: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        token = torch.ops.kv_fast.issue(torch.where(asked, ids, -1), after, self.handle)
+        return token, y + token.to(y.dtype)  # it is 0
 
-    def wait(self, token: Tensor) -> Tensor:
-        return torch.ops.kv_fast.wait(token, self.handle)
+    def wait(self, token: Tensor, before: Tensor) -> Tensor:
+        return torch.ops.kv_fast.wait(token, before, self.handle)
 
     def take(self, waited: Tensor, *column: int) -> Tensor:
         return waited[(slice(None), *column)]
 
-    @property
-    def buffer(self) -> Tensor:
-        return self.staged
-
     def start(self, ids: Tensor) -> None:
         """Sets the threads to work."""
-        self.drain()
+        before = self.staged.user()
+        if before is not None:
+            before.drain()
+        self.staged.user = ref(self)
         self.ids.copy_(ids, non_blocking=True)
-        known = None if self.stream is None else torch.cuda.current_stream().record_event()
-        self.jobs = [self.workers.submit(self.fetch, i, known) for i in range(len(self.parts))]
+        known = None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        self.jobs = [self.workers.executor.submit(self.fetch, *part, known) for part in self.parts]
 
     def finish(self) -> Tensor:
         """What they brought, [slots, *width]. Raises RuntimeError if one of them failed."""
         errors = self.drain()
         if errors:
             raise RuntimeError(f"{self.what}: {errors[0]}") from errors[0]
-        return self.staged.clone()
+        return self.staged.rows.clone()
 
     def drain(self) -> list[BaseException]:
         """Waits for the threads: what went wrong. The device waits for their copies."""
@@ -184,54 +228,64 @@ class ThreadedPool(Pool):
             asked, fetched, copied = job.result()
             self.counts = (self.counts[0] + asked, self.counts[1] + fetched)
             if copied is not None:
-                torch.cuda.current_stream().wait_event(copied)
+                torch.cuda.current_stream(self.device).wait_event(copied)
         self.jobs = []
         return errors
 
-    def fetch(self, part: int, known: torch.cuda.Event | None) -> tuple[int, int, torch.cuda.Event | None]:
+    def fetch(self, first: int, end: int, known: torch.cuda.Event | None) -> tuple[int, int, torch.cuda.Event | None]:
         """One thread's part of the slots: (rows wanted, rows fetched, when they are there)."""
-        first, end = self.parts[part]
         if known is not None:
             known.synchronize()
-        ids, held, copied = self.ids[first:end], self.held[first:end], [None, None]
-        any_row = ids >= 0
-        wanted = (any_row & (ids != held) if self.delta else any_row).nonzero().flatten()
-        held[wanted] = -1
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            if known is not None:
-                self.stream.wait_event(known)  # what was there has been read
-            for i, slots in enumerate(wanted.split(self.staging.shape[2]) if len(wanted) else ()):
-                if copied[i % 2] is not None:
-                    copied[i % 2].synchronize()
-                rows = ids[slots]
-                try:
-                    found = self.gather(rows, self.staging[part, i % 2, : len(slots)])
-                except Exception as error:
-                    names = f"{rows.min()} to {rows.max()}"
-                    raise RuntimeError(f"rows {names} could not be fetched ({error})") from error
-                to = (slots + first).to(self.device)
-                self.staged.index_copy_(0, to, found.to(self.device, non_blocking=True))
-                copied[i % 2] = None if self.stream is None else self.stream.record_event()
-        held[wanted] = ids[wanted]
-        done = None if self.stream is None else self.stream.record_event()
-        return int(any_row.sum()), len(wanted), done
+        wanted = self.ids[first:end] >= 0
+        asked = int(wanted.sum())
+        if self.delta:
+            wanted &= self.ids[first:end] != self.held[first:end]
+        slots = wanted.nonzero().flatten() + first
+        ids = self.ids[slots]
+        self.held[slots] = -1
+        buffers = self.workers.free.get()
+        try:
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                if known is not None:
+                    self.stream.wait_event(known)  # what was there has been read
+                for i in range(0, len(slots), self.chunk):
+                    self.bring(ids[i : i + self.chunk], slots[i : i + self.chunk], buffers[i // self.chunk % 2])
+        finally:
+            self.workers.free.put(buffers)
+        self.held[slots] = ids
+        return asked, len(slots), None if self.stream is None else self.stream.record_event()
 
-    def gather(self, ids: Tensor, staging: Tensor) -> Tensor:
+    def bring(self, ids: Tensor, slots: Tensor, buffer: list) -> None:
+        """Rows to slots, by way of a pinned buffer."""
+        if buffer[1] is not None:
+            buffer[1].synchronize()
+        try:
+            size = len(ids) * self.memory[:1].nbytes
+            found = self.gather(ids, buffer[0][:size].view(self.memory.dtype).view(len(ids), *self.memory.shape[1:]))
+        except Exception as error:
+            raise RuntimeError(f"rows {ids.min()} to {ids.max()} could not be fetched ({error})") from error
+        if follow(slots):
+            self.staged.rows[slots[0] : slots[-1] + 1].copy_(found, non_blocking=True)
+        else:
+            numbers = self.numbers[slots[0] : slots[0] + len(slots)].copy_(slots)  # in one's own part of them
+            to = numbers.to(self.device, non_blocking=True)
+            self.staged.rows.index_copy_(0, to, found.to(self.device, non_blocking=True))
+        buffer[1] = None if self.stream is None else self.stream.record_event()
+
+    def gather(self, ids: Tensor, buffer: Tensor) -> Tensor:
         """Rows of the pool, one after the other in pinned memory: where they lie if they follow each other there."""
-        if (ids.diff() == 1).all():
-            return self.memory[ids[0] : ids[0] + len(ids)]
-        return torch.index_select(self.memory, 0, ids, out=staging)
-
-    def overhead(self) -> int:
-        return sum(x.nbytes for x in (self.staged, self.staging, self.ids, self.held))
+        if follow(ids):
+            return self.memory[ids[0] : ids[-1] + 1]
+        return torch.index_select(self.memory, 0, ids, out=buffer)
 
     def close(self) -> None:
-        self.workers.shutdown(cancel_futures=True)
+        self.workers.executor.shutdown()
         super().close()
 
 
-def workers(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "kv-offload", initializer=torch.set_num_threads, initargs=(1,))
+def follow(numbers: Tensor) -> bool:
+    """Whether each is the one before and 1."""
+    return bool((numbers.diff() == 1).all())
 
 
 def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -266,14 +320,11 @@ def as_device(memory: Tensor, device: torch.device) -> Tensor:
     """Pinned memory of the host as a tensor of a GPU, which reads and writes it over the bus."""
     integer = {2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface knows no bfloat16
 
-    class Pinned:
-        owner = memory
-        __cuda_array_interface__ = {
-            "shape": tuple(memory.shape), "typestr": f"<i{memory.dtype.itemsize}", "strides": None, "version": 3,
-            "data": (memory.data_ptr(), False),
-        }  # fmt: skip
-
-    view = torch.as_tensor(Pinned(), device=device)
+    interface = {
+        "shape": tuple(memory.shape), "typestr": f"<i{memory.dtype.itemsize}", "strides": None, "version": 3,
+        "data": (memory.data_ptr(), False),
+    }  # fmt: skip
+    view = torch.as_tensor(SimpleNamespace(owner=memory, __cuda_array_interface__=interface), device=device)
     assert view.dtype == integer and view.data_ptr() == memory.data_ptr()
     view = view.view(memory.dtype)
     torch._dynamo.mark_static_address(view)
@@ -292,22 +343,22 @@ _pools: WeakValueDictionary[int, ThreadedPool] = WeakValueDictionary()
 
 
 @torch.library.custom_op("kv_fast::issue", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _issue(ids: Tensor, pool: int) -> Tensor:
+def _issue(ids: Tensor, after: Tensor, pool: int) -> Tensor:
     _pools[pool].start(ids)
     return ids.new_zeros(1)
 
 
 @_issue.register_fake
-def _(ids: Tensor, pool: int) -> Tensor:
+def _(ids: Tensor, after: Tensor, pool: int) -> Tensor:
     return ids.new_empty(1)
 
 
 @torch.library.custom_op("kv_fast::wait", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _wait(token: Tensor, pool: int) -> Tensor:
+def _wait(token: Tensor, before: Tensor, pool: int) -> Tensor:
     return _pools[pool].finish()
 
 
 @_wait.register_fake
-def _(token: Tensor, pool: int) -> Tensor:
-    like = _pools[pool].staged
+def _(token: Tensor, before: Tensor, pool: int) -> Tensor:
+    like = _pools[pool].staged.rows
     return token.new_empty(like.shape, dtype=like.dtype)

@@ -9,8 +9,9 @@ Selectors weigh the attention of the last queries: `last` takes the newest alone
 `exp` each twice as much as the one before it. Positions of the window that lie in the prompt are always chosen.
 
 Memory: the full cache. With `offload` the sparse layers' part of the prompt is on the host, a row for a token of all
-layers that share a choice; a fetch for these is issued when the choice is made, and needed a layer later. Device
-memory is then the share `mem` of the paper's section 5: a + k / S (1 - a), a the share of full layers; k follows each
+layers that share a choice. Threads are sent for these when the choice is made, a layer before they are needed, and
+bring them to a buffer of the device; a GPU that reads the host itself does so layer by layer. But for that buffer,
+device memory is the share `mem` of the paper's section 5: a + k / S (1 - a), a the share of full layers; k follows each
 row's prompt. Traffic: full layers everything, filter layers every K twice, the others k and the generated tokens.
 """
 
@@ -106,14 +107,12 @@ class Segment(nn.Module):
         prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
         self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
         self.register_buffer("count", prompt.clone(), persistent=False)  # tokens to choose of it
-        self.register_buffer("first", torch.arange(shape.batch, device=shape.device)[:, None] * shape.max_prompt,
-                             persistent=False)  # fmt: skip
         what = "layers " + ", ".join(map(str, layers))
         width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         rows, slots = shape.batch * shape.max_prompt, shape.batch * plan.k
         self.pool = options.pool(what, rows, width, slots, shape, workers, options.delta)
         self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.pending = self.fetched = None  # between a filter layer and the last layer it chooses for
+        self.pending = self.rows = None  # between a filter layer and the last layer it chooses for
 
     def begin(self, row: int, prompt: int) -> None:
         """A prompt of so many tokens fills the row."""
@@ -125,14 +124,17 @@ class Segment(nn.Module):
         self.prompt[row] = self.count[row] = 0
         self.index[row] = -1
 
-    def choose(self, scores: Tensor, active: Tensor) -> None:
-        """The best prompt tokens by scores [B,N], fp32, N >= k; and their fetch begins."""
+    def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
+        """The best prompt tokens by scores [B,N], fp32, N >= k; their fetch begins before the y returned is used."""
         place = torch.arange(scores.shape[1], device=scores.device)
         best = ops.top(scores.masked_fill(place >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
         best = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
         best = self.keep_places(best) if self.delta else best
         self.index.copy_(torch.where(active[:, None], best, self.index))
-        self.pending = self.pool.issue(torch.where(self.index < 0, -1, self.index + self.first).flatten())
+        first = torch.arange(len(best), device=best.device)[:, None] * self.shape.max_prompt
+        rows = torch.where(self.index < 0, -1, self.index + first).flatten()
+        self.pending, y = self.pool.issue(rows, active.repeat_interleave(self.k), rows, y)
+        return y
 
     def keep_places(self, best: Tensor) -> Tensor:
         """best [B,k] in another order: what was chosen before stays in its slot."""
@@ -150,13 +152,13 @@ class Segment(nn.Module):
         free = ((~stays).cumsum(1) - 1).clamp(min=0)
         return torch.where(stays, self.index, queue.gather(1, free))
 
-    def take(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The chosen tokens' K and V in a layer, [B,Hk,k,D]; where index is -1 they are any."""
+    def take(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen tokens' K and V in a layer whose query is q, [B,Hk,k,D]; where index is -1 they are any."""
         if layer == self.layers[0]:
-            self.fetched, self.pending = self.pool.wait(self.pending), None
-        rows = self.pool.take(self.fetched, self.layers.index(layer))  # [B k,2,Hk,D]
+            self.rows, self.pending = self.pool.wait(self.pending, q), None
+        rows = self.pool.take(self.rows, self.layers.index(layer))  # [B k,2,Hk,D]
         if layer == self.layers[-1]:
-            self.fetched = None
+            self.rows = None
         return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -197,8 +199,7 @@ class Filter(Full):
         logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         scores = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1).amax((1, 2))  # [B,N]
-        self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active)
-        return y
+        return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
 
     def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """scores [B,N] of this query into the ring -> those of the window."""
@@ -218,12 +219,13 @@ class Filter(Full):
         super().fit(max(length, self.segment.k), new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        return super().step_bytes(length)[0] * 3 // 2, 0
+        past = 4 * self.window * length if self.window > 1 else 0
+        return super().step_bytes(length)[0] * 3 // 2 + past, 0
 
     def overhead(self) -> dict[str, int]:
         past = self.past.nbytes if self.window > 1 else 0
-        return super().overhead() | {"choice": bytes_of(self.segment, "index", "prompt", "count", "first"),
-                                     "past scores": past}  # fmt: skip
+        choice = sum(x.nbytes for x in (self.segment.index, self.segment.prompt, self.segment.count))
+        return super().overhead() | {"choice": choice, "past scores": past}
 
 
 class Sparse(KV):
@@ -241,8 +243,8 @@ class Sparse(KV):
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = self.segment.layers.index(self.layer)
         for i, x in enumerate((k, v)):
-            at = self.segment.layers.index(self.layer)
             self.segment.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), at, i)
         return ops.causal_attention(q, k, v, self.shape.window)
 
@@ -250,10 +252,11 @@ class Sparse(KV):
         self.segment.pool.settle()
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        chosen, age = self.segment.k, pos - self.segment.prompt
+        chosen = self.segment.k
+        age = (pos - self.segment.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
         ops.store(self.k, k, chosen + age, active)
         ops.store(self.v, v, chosen + age, active)
-        keys, values = self.segment.take(self.layer)
+        keys, values = self.segment.take(self.layer, q)
         self.k[:, :, :chosen], self.v[:, :, :chosen] = keys, values
         n = self.span.shape[0]
         generated = torch.arange(n, device=q.device) - chosen <= age[:, None]
@@ -267,10 +270,8 @@ class Sparse(KV):
         self.span = ops.span(self.span, self.segment.k + max(new, 1), self.capacity, self.shape.device)
 
     def host_bytes(self) -> int:
-        """Its layer's share of the pool; the segment's first has the rest."""
-        total, layers = self.segment.pool.host_bytes, self.segment.layers
-        share = total // len(layers)
-        return total - share * (len(layers) - 1) if self.layer == layers[0] else share
+        """All of the segment's are the first layer's."""
+        return self.segment.pool.host_bytes if self.layer == self.segment.layers[0] else 0
 
     def fetched(self) -> tuple[int, int]:
         return self.segment.pool.counts if self.layer == self.segment.layers[0] else (0, 0)
@@ -294,10 +295,6 @@ class Sparse(KV):
         self.segment.pool.close()
 
 
-def bytes_of(module: nn.Module, *names: str) -> int:
-    return sum(getattr(module, name).nbytes for name in names)
-
-
 def minimum(shape: Shape, options: Options) -> int:
     return 1
 
@@ -313,7 +310,7 @@ def memory(shape: Shape, budget: int | None, options: Options) -> int:
 def build(shape: Shape, budget: int | None, options: Options) -> list[KV]:
     plan = Plan.of(shape, budget, options)
     layers: dict[int, KV] = {}
-    workers = options.workers()
+    workers = offload.Workers(options.threads)
     for first, sparse in plan.segments.items():
         if sparse:
             segment = Segment(shape, sparse, plan, options, workers)

@@ -65,7 +65,7 @@ def test_filter_ability_is_what_a_layers_choice_catches_of_the_next(tmp_path):
         caught = {later: 0.0 for later in range(layer + 1, 4)}
         for at in range(90 - 32, 90):
             most = [max(p) for p in zip(*attention(layer, at), strict=True)]
-            chosen = sorted(range(90), key=lambda i: -most[i])[: int(0.05 * 90)]
+            chosen = sorted(range(90), key=lambda i: -most[i])[: int(0.05 * 90 + 0.5)]
             for later in caught:
                 heads = attention(later, at)
                 caught[later] += sum(p[i] for p in heads for i in chosen) / len(heads) / 32

@@ -147,7 +147,7 @@ class Cache:
         def tensors(x: object) -> list[Tensor]:
             if isinstance(x, Tensor):
                 return [x]
-            x = vars(x) if isinstance(x, offload.Pool) else x
+            x = vars(x) if isinstance(x, offload.Pool | offload.Workers | offload.Staged) else x
             if isinstance(x, dict):
                 x = list(x.values())
             return [t for item in x for t in tensors(item)] if isinstance(x, list | tuple) else []

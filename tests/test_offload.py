@@ -23,7 +23,13 @@ def threads() -> list[threading.Thread]:
 
 
 def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
-    return offload.ThreadedPool("layers 2, 3", ROWS, WIDTH, torch.float32, CPU, SLOTS, offload.workers(count), delta)
+    staged = offload.Staged(SLOTS, WIDTH, torch.float32, CPU)
+    return offload.ThreadedPool("layers 2, 3", ROWS, WIDTH, staged, offload.Workers(count), delta)
+
+
+def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
+    token, _ = pool.issue(ids, torch.ones(len(ids), dtype=torch.bool), ids, torch.zeros(1))
+    return pool.wait(token, ids)
 
 
 def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
@@ -46,7 +52,7 @@ def test_what_comes_is_what_was_written(delta, chunk, monkeypatch):
             rows = fill(pool, seed)
             for _ in range(10):
                 ids = torch.randint(-1, ROWS, (SLOTS,), generator=torch.Generator().manual_seed(seed))
-                found = pool.wait(pool.issue(ids))
+                found = fetch(pool, ids)
                 for column in range(WIDTH[0]):
                     taken = pool.take(found, column)
                     assert torch.equal(taken[ids >= 0], rows[ids[ids >= 0], column])
@@ -64,9 +70,9 @@ def test_a_failing_thread_raises_in_the_caller_with_layer_and_rows(monkeypatch):
 
     monkeypatch.setattr(pool, "gather", fails)
     with pytest.raises(RuntimeError, match="layers 2, 3: rows 10 to 29 could not be fetched .bus error"):
-        pool.wait(pool.issue(ids))
+        fetch(pool, ids)
     monkeypatch.setattr(pool, "gather", gather)  # what failed is fetched again
-    assert torch.equal(pool.wait(pool.issue(ids)), rows[ids])
+    assert torch.equal(fetch(pool, ids), rows[ids])
     pool.close()
 
 
@@ -96,9 +102,12 @@ def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
         monkeypatch.setattr(pool, "gather", gather)
 
     def step(ids):
-        tokens = [pool.issue(ids) for pool in pools]
-        busy = (ids.float() @ torch.ones(SLOTS, SLOTS)).sum()  # a layer that computes meanwhile
-        return [pool.take(pool.wait(token), 1) for pool, token in zip(pools, tokens, strict=True)], busy
+        tokens, x = [], ids.float()
+        for pool in pools:
+            token, x = pool.issue(ids, ids >= -1, ids, x)
+            tokens.append(token)
+        x = x @ torch.ones(SLOTS, SLOTS)  # a layer that computes meanwhile
+        return [pool.take(pool.wait(token, x), 1) for pool, token in zip(pools, tokens, strict=True)], x
 
     run = torch.compile(step, fullgraph=True) if compiled else step
     generator, raised, ids = torch.Generator().manual_seed(0), 0, torch.arange(SLOTS)
@@ -119,6 +128,38 @@ def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
     assert not threads()
 
 
+def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch):
+    """A step may be given up between issue and wait: by an error elsewhere, by Ctrl-C."""
+    staged, workers = offload.Staged(SLOTS, WIDTH, torch.float32, CPU), offload.Workers(2)
+    pools = [offload.ThreadedPool(f"layer {i}", ROWS, WIDTH, staged, workers, delta=i == 0) for i in range(2)]
+    ids, rows = torch.arange(SLOTS), [fill(pool, seed) for seed, pool in enumerate(pools)]
+    for pool in pools:
+        slow = pool.gather
+        monkeypatch.setattr(pool, "gather", lambda *a, gather=slow: (time.sleep(0.1), gather(*a))[1])
+    pools[0].issue(ids, ids >= 0, ids, ids)
+    rows[0] = fill(pools[0], 5)  # another prompt
+    assert torch.equal(fetch(pools[0], ids), rows[0][ids])
+    pools[0].issue(ids + 1, ids >= 0, ids, ids)
+    assert torch.equal(fetch(pools[1], ids), rows[1][ids])  # in the same buffer
+    pools[0].issue(ids, ids >= 0, ids, ids)
+    pools[0].write(0, torch.zeros(5, 7), 0)  # fails, and so may what is under way: all can still be closed
+    for pool in pools:
+        pool.close()
+    assert not threads()
+
+
+def test_slots_that_are_not_asked_for_are_left_alone():
+    for delta in (False, True):
+        pool = make_pool(2, delta)
+        rows, ids, asked = fill(pool), torch.arange(SLOTS), torch.arange(SLOTS) % 2 == 0
+        first = fetch(pool, ids).clone()
+        token, _ = pool.issue(ids + 30, asked, ids, ids)
+        found = pool.wait(token, ids)
+        assert torch.equal(found[asked], rows[30 + ids[asked]]) and torch.equal(found[~asked], first[~asked])
+        assert pool.counts == (SLOTS + SLOTS // 2,) * 2
+        pool.close()
+
+
 def test_a_pool_that_is_dropped_leaves_no_thread():
     pool = make_pool()
     fill(pool)
@@ -134,9 +175,11 @@ def test_python_exits_while_a_fetch_is_under_way():
     code = """
         import time, torch
         from kv import offload
-        pool = offload.ThreadedPool("x", 8, (2,), torch.float32, torch.device("cpu"), 4, offload.workers(2), False)
+        staged = offload.Staged(4, (2,), torch.float32, torch.device("cpu"))
+        pool = offload.ThreadedPool("x", 8, (2,), staged, offload.Workers(2), False)
         pool.gather = lambda *_: time.sleep(0.5)
-        pool.issue(torch.arange(4))
+        ids = torch.arange(4)
+        pool.issue(ids, ids >= 0, ids, ids)
     """
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, env={**os.environ}, timeout=60, check=True)
@@ -156,15 +199,15 @@ def test_on_a_gpu(kind):
         pool = offload.Pool("layers 2", 4096, (2, 8, 64), torch.bfloat16, device, host=True)
         assert pool.memory.is_pinned() and pool.rows.is_cuda
     else:
-        arguments = ("layers 2", 4096, (2, 8, 64), torch.bfloat16, device, 500, offload.workers(4), kind == "delta")
-        pool = offload.ThreadedPool(*arguments)
+        staged = offload.Staged(500, (2, 8, 64), torch.bfloat16, device)
+        pool = offload.ThreadedPool("layers 2", 4096, (2, 8, 64), staged, offload.Workers(4), kind == "delta")
     for column in range(2):
         pool.write(0, rows[:, column], column)
     pool.settle()
     assert torch.equal(pool.memory, rows.cpu())
 
     def step(ids):
-        waited = pool.wait(pool.issue(ids))
+        waited = fetch(pool, ids)
         return pool.take(waited, 0) + 0, pool.take(waited, 1) + 0
 
     run = torch.compile(step, fullgraph=True, options={"triton.cudagraphs": True})

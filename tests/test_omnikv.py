@@ -10,7 +10,7 @@ from references_omni import SlowOmni
 
 import kv
 from engine import Engine
-from kv import Shape, ops
+from kv import Shape, offload, ops
 from kv.omnikv import Filter, Sparse, default_filters
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
@@ -232,11 +232,11 @@ def test_k_follows_each_rows_prompt():
 
 def test_traffic_is_what_full_and_sparse_layers_read():
     unit = 2 * 2 * D * 4  # 2 KV heads
-    for offload in (False, True):
-        options = {"filter_layers": [1], "offload": offload, "engine": "direct"}
+    for away in (False, True):
+        options = {"filter_layers": [1], "offload": away, "engine": "direct"}
         layers = kv.build("omnikv", make_shape(), 24, options)
         found = [layer.step_bytes(110) for layer in layers]  # 100 of the prompt, 10 generated
-        sparse = ((24 + 10) * unit, 24 * unit if offload else 0)
+        sparse = ((24 + 10) * unit, 24 * unit if away else 0)
         assert found == [(110 * unit, 0), (165 * unit, 0), (110 * unit, 0)] + [sparse] * 5
 
 
@@ -299,3 +299,67 @@ def test_on_a_gpu_compiled_and_offloaded_is_what_eager_and_resident_is(tmp_path,
         for more, compiled in ((options, False), (options | (how and {"offload": True} | how), True))
     )
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "name, budget, options",
+    [
+        ("omnikv", 12, {"filter_layers": [0, 4], "offload": True, "engine": "threads"}),
+        ("brute_offload", None, {"layers": 7, "ahead": 1}),
+    ],
+)
+def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monkeypatch):
+    """The compiler keeps the order: issue, the attention of the layers between, wait; no buffer is reused too early."""
+    torch._dynamo.reset()
+    log = []
+
+    @torch.library.custom_op("kv_fast_test::mark", mutates_args=())
+    def mark(x: torch.Tensor) -> torch.Tensor:
+        log.append("attention")
+        return x.clone()
+
+    mark.register_fake(torch.empty_like)
+    attend = ops.attend
+    monkeypatch.setattr(ops, "attend", lambda *a: mark(attend(*a)))
+    for method in (offload.ThreadedPool.start, offload.ThreadedPool.finish):
+
+        def logged(pool, *a, method=method):
+            log.append((method.__name__, pool.what))
+            return method(pool, *a)
+
+        monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
+    shape = make_shape()
+    runs = [Run(shape, 40, {}) for _ in range(2)]
+    for run in runs:
+        run.layers = kv.build(name, shape, budget, options)
+    eager, compiled = runs
+
+    def step(inputs, pos, active):
+        x, found = inputs[0][0], []
+        for layer, (q, k, v) in zip(compiled.layers, inputs, strict=True):
+            x = layer.decode(q + 1e-30 * x, k, v, pos, active)  # each layer needs the one before
+            found.append(x[:, :, 0])
+        return torch.stack(found)
+
+    fast, generator = torch.compile(step, fullgraph=True), torch.Generator().manual_seed(0)
+    inputs = tokens(shape, 1, 100, generator)
+    for run in runs:
+        run.prefill(0, inputs)
+    for i in range(3):
+        inputs = tokens(shape, 1, 1, generator)
+        expected = eager.step(inputs)
+        for layer in compiled.layers:
+            layer.fit(101 + i, i + 1)
+        log.clear()
+        found = fast(inputs, torch.tensor([100 + i]), torch.tensor([True]))
+        assert (found - expected).abs().max() <= 1e-5
+    begun = {}
+    for i, entry in enumerate(log):
+        if entry[0] == "start":
+            begun[entry[1]] = i
+        elif entry[0] == "finish":
+            between = log[begun.pop(entry[1]) : i].count("attention")
+            assert between >= 1, log
+    assert log.count("attention") == LAYERS
+    for run in runs:
+        run.close()
