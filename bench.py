@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,193 +24,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kv as methods
-from cli import Choice, check_output, choices, columns, number, numbers, run
-from decoder import CONTINUE, Sampling
+import throughput
+from cli import Choice, check_output, choices, columns, load_pyplot, number, numbers, run
+from contenders import SHAPES, Case, Ours, Theirs, random_weights
 from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype, resident_bytes
-from engine import Engine, shape_of
-from kv import ops
-from kv.full import Full
-from model import ModelConfig, Transformer
-from quantize import MODES, pack, quantize_modules
+from quantize import MODES
 
-
-def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": dim, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
-        "rope_theta": theta, "max_position_embeddings": 2**20, **more,
-    }  # fmt: skip
-
-
-SHAPES = {  # the models' config.json, but for the context, which a benchmark may choose
-    "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
-    "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
-    "mistral-7b": llama(4096, 32, 32, 8, 14336, 32000, 1e6),
-    "yi-9b": llama(4096, 48, 32, 4, 11008, 64000, 1e4),
-    "yi-6b": llama(4096, 32, 32, 4, 11008, 64000, 5e6),
-    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000),
-    "llama-160m": llama(768, 12, 12, 4, 3072, 32000),
-}
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
 WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
-
-
-@dataclass
-class Case:
-    """What all contenders do alike."""
-
-    config: dict
-    quantize: str | None
-    groupsize: int
-    dtype: torch.dtype
-    device: torch.device
-    context: int
-    batch: int
-    steps: int  # in all
-    compile: bool
-    prefill: bool
-
-    def shape(self) -> methods.Shape:
-        config = ModelConfig.from_dict(self.config)
-        return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
-
-    def model(self) -> Transformer:
-        """On the meta device."""
-        with torch.device("meta"):
-            model = Transformer(ModelConfig.from_dict(self.config)).to(self.dtype)
-            if self.quantize:
-                quantize_modules(model, self.quantize, self.groupsize, embeddings=False)
-        return model
-
-
-def random_weights(case: Case) -> dict[str, Tensor]:
-    """A state dict made on the device."""
-    weights = {}
-    for name, meta in case.model().state_dict().items():
-        tensor = weights[name] = torch.empty(meta.shape, dtype=meta.dtype, device=case.device)
-        if not tensor.is_floating_point():
-            tensor.random_(*((-127, 128) if tensor.dtype == torch.int8 else (0, 256)))
-        elif name.endswith("norm.weight"):
-            tensor.fill_(1)
-        else:
-            tensor.normal_(std=0.02 if name.endswith("weight") else 2e-4)
-    return weights
-
-
-class Naive(Full):
-    """What papers often compare with: K and V repeated for every query head, products and softmax one by one."""
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        slot = self.slot(pos)
-        ops.store(self.k, k, slot, active)
-        ops.store(self.v, v, slot, active)
-        n, groups = self.span.shape[0], q.shape[1] // k.shape[1]
-        keys, values = (x.narrow(2, 0, n).repeat_interleave(groups, dim=1) for x in (self.k, self.v))
-        scores = q @ keys.mT * q.shape[-1] ** -0.5
-        hidden = torch.arange(n, device=q.device) > pos[:, None]
-        return scores.masked_fill(hidden[:, None, None], -torch.inf).float().softmax(-1).to(q.dtype) @ values
-
-
-class Ours:
-    """A method of this engine, on weights that others use too."""
-
-    def __init__(self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False):
-        self.case, self.method, self.label = case, method, "naive" if naive else method.label
-        model = case.model()
-        model.load_state_dict(weights, assign=True)
-        pack(model)  # random weights are as good in any order
-        self.engine = engine = Engine(model.requires_grad_(False), None, set(), {}, case.compile, seed=0)
-        engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps)
-        if naive:
-            engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
-            model.set_kv(engine.layers, case.batch)
-        engine._warm_up(Sampling(), case.context)
-        self.new = 0
-
-    def start(self) -> float | None:
-        """Fills every row; seconds of the first one's prefill, if that is to be measured."""
-        case, engine, seconds, first = self.case, self.engine, None, 0
-        if case.prefill:
-            ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
-            engine._prefill(0, ids[:64])
-            begin = time.perf_counter()
-            engine._prefill(0, ids).argmax().item()
-            seconds, first = time.perf_counter() - begin, 1
-        for row in range(first, case.batch):
-            self.fill(row)
-        for row in range(case.batch):
-            engine.decoder.start(row, 1, case.context, row)
-        return seconds
-
-    def fill(self, row: int) -> None:
-        """Random keys and values, without the cost of a prefill."""
-        c, attention = self.engine.config, ops.causal_attention
-        ops.causal_attention = lambda q, k, v, window=None: q
-        try:
-            for layer in self.engine.layers:
-                layer.reset(row)
-                layer.prefill(row, *(
-                    torch.randn(1, heads, self.case.context, c.head_dim, device=self.case.device, dtype=self.case.dtype)
-                    for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
-                ))  # fmt: skip
-            for layer in self.engine.layers:
-                layer.finish(row)
-        finally:
-            ops.causal_attention = attention
-
-    def step(self) -> None:
-        self.new += 1
-        engine = self.engine
-        engine._copy(engine._step([CONTINUE] * engine.batch, self.case.context + self.new, self.new)[0])()
-
-    def about(self) -> dict:
-        engine, batch = self.engine, self.case.batch
-        device, host, _ = engine.kv_bytes()
-        read = [layer.step_bytes(self.case.context + 1) for layer in engine.layers]
-        return {
-            "kv": "naive" if self.label == "naive" else self.method.kv,
-            "budget": self.method.budget,
-            "options": self.method.options,
-            "compile_s": engine.stats.compile_s,
-            "kv_device_bytes": device,
-            "kv_host_bytes": host,
-            "step_device_bytes": batch * sum(bytes_ for bytes_, _ in read),
-            "step_host_bytes": batch * sum(bytes_ for _, bytes_ in read),
-        }
-
-
-class Theirs:
-    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
-
-    def __init__(self, case: Case, cache: str):
-        import transformers
-
-        self.case, self.label = case, f"transformers, {cache}"
-        keys = {key: value for key, value in case.config.items() if key != "architectures"}
-        config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
-        with torch.device(case.device):
-            self.model = transformers.LlamaForCausalLM(config).to(case.dtype).eval()
-        self.cache = transformers.DynamicCache(config=config)
-        if cache.startswith("static"):
-            self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
-        self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward
-        self.token = torch.ones(case.batch, 1, dtype=torch.int64, device=case.device)
-
-    def start(self) -> None:
-        c, case = self.model.config, self.case
-        shape = (case.batch, c.num_key_value_heads, case.context, c.head_dim)
-        for layer in range(c.num_hidden_layers):
-            self.cache.update(*(torch.randn(shape, dtype=case.dtype, device=case.device) for _ in range(2)), layer)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
-        self.token = logits[:, -1:].argmax(-1)
-        self.token[0].tolist()
-
-    def about(self) -> dict:
-        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, **dict.fromkeys(none)}
 
 
 # Measuring
@@ -445,13 +265,7 @@ def is_wide(row: dict) -> bool:
 
 def draw(rows: list[dict], path: str) -> None:
     """ms/token over the context, speedup over the budget, memory over the context."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
     panels = (
         ("context", "ms_per_token", "context, tokens", "ms/token"),
@@ -497,7 +311,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv", default="all", help="methods with commas between; with options: name:option=value:...")
     p.add_argument("--budget", default="256,1024", help="tokens a KV head, or shares of the prompt, with commas")
     p.add_argument("--context", help="tokens in the cache; several with commas (default: what fits here)")
-    p.add_argument("--batch", default="1", help="rows decoded together; several with commas (default: 1)")
+    p.add_argument("--batch", default="1", help="rows decoded together, with commas (default: 1); max: all that fit")
+    p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; several with commas")
     p.add_argument("--groupsize", type=int, default=128, help="of int4 (default: 128)")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
@@ -521,8 +336,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     for flag in ("json", "plot", "profile", "results"):
         check_output(getattr(args, flag), f"--{flag}")
-    for flag in ("steps", "repeats", "groupsize"):
-        if getattr(args, flag) < 1:
+    for flag in ("steps", "repeats", "groupsize", "generate"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     if args.peer and not importlib.util.find_spec(args.peer):
         raise ValueError(f"--peer {args.peer} needs it: pip install {args.peer}")
@@ -534,7 +349,9 @@ def main(argv: list[str] | None = None) -> None:
     args.shape = args.shape or default_shape(device)
     config = shape_config(args.shape)
     contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
-    batches = numbers(args.batch, "--batch", int)
+    if args.batch == "max" and args.generate is None:
+        raise ValueError("--batch max needs --generate N")
+    batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
     budgets = numbers(args.budget, "--budget", number)
     chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, budgets)
     modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
@@ -548,6 +365,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.paper:
         rows, text = published(args, device, dtype, bandwidth)
         print(text, file=out)
+    elif args.generate:
+        for mode, context in itertools.product(modes, contexts):
+            case = new_case(args, config, mode, dtype, device, context, 1)
+            case.steps, case.prefill = args.generate + args.steps + 2, False
+            rows += throughput.generations(case, chosen, batches, args.generate, args.steps, bandwidth)
     else:
         cases = [(mode, context, batch) for mode in modes for context in contexts for batch in batches]
         for mode, context, batch in tqdm(cases, unit="case", disable=None, leave=False):
@@ -556,10 +378,10 @@ def main(argv: list[str] | None = None) -> None:
     if not rows and not args.paper:
         raise ValueError("nothing was measured: every method was left out")
     if rows:
-        print(table(rows), file=out)
+        print(throughput.table(rows) if args.generate else table(rows), file=out)
     for kernel in sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r}):
         print(kernel, file=out)
-    if any(map(is_wide, rows)):
+    if not args.generate and any(map(is_wide, rows)):
         print("! the spread is too wide to conclude: is the machine idle?", file=out)
     result = about | {"bandwidth_gbs": bandwidth / 1e9, "rows": rows}
     with open(args.results, "a") as file:
@@ -569,7 +391,7 @@ def main(argv: list[str] | None = None) -> None:
     elif args.json:
         Path(args.json).write_text(json.dumps(result) + "\n")
     if args.plot:
-        draw(rows, args.plot)
+        throughput.draw(rows, args.plot) if args.generate else draw(rows, args.plot)
 
 
 def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import read_json
-from cli import check_output, columns, run
+from cli import check_output, columns, load_pyplot, run
 from device import DTYPES
 from engine import Engine
 from generate import read_text
@@ -112,13 +112,7 @@ def propose(caught: list[list[float]]) -> list[int]:
 
 def draw(ability: list[float | None], filters: list[int], path: str) -> None:
     """The curve of Figure 6a, the filter layers marked."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axis.plot(range(len(ability) - 1), ability[:-1], marker="o")
     axis.plot(filters, [ability[layer] for layer in filters], "o", markersize=12, fillstyle="none", label="proposed")

@@ -86,3 +86,15 @@ def columns(lines: list[list[str]]) -> str:
         "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     )
+
+
+def load_pyplot():
+    """matplotlib.pyplot, to draw into files. Raises ValueError if it is not installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    return pyplot

@@ -4,17 +4,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from cli import Choice
+from cli import Choice, load_pyplot
 from tasks.needle import DEPTHS
 
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-except ImportError:
-    raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-
+pyplot = load_pyplot()
 COLOURS = pyplot.get_cmap("tab10")
 
 

@@ -10,6 +10,7 @@ import torch
 from conftest import LLAMA
 
 import bench
+import contenders
 import device as devices
 import kv
 from cli import Choice
@@ -80,7 +81,7 @@ def test_the_naive_baseline_computes_what_full_computes(here):
     assert [r["kv"] for r in row] == ["full", "naive"] and all(r["kernel"] for r in row)
     shape = kv.Shape(2, 4, 2, 16, 64, "default", 1e4, torch.float32, torch.device("cpu"), 2, 50, 10)
     torch.manual_seed(0)
-    layers = [Full(shape), bench.Naive(shape)]
+    layers = [Full(shape), contenders.Naive(shape)]
     for row, n in enumerate((50, 9)):
         qkv = [torch.randn(1, heads, n, 16) for heads in (4, 2, 2)]
         for layer in layers:
@@ -124,6 +125,27 @@ def test_a_memory_cap_is_kept(here, capsys, monkeypatch):
         run("--memory-cap", "-1")
 
 
+def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch, capsys):
+    more = ["--generate", "64", "--context", "32", "--budget", "32", "--plot", "out.png"]
+    rows = result("--kv", "full,h2o,d2o", *more, "--batch", "2")["rows"]
+    assert [(r["kv"], r["batch"], r["new"]) for r in rows] == [("full", 2, 64), ("h2o", 2, 64), ("d2o", 2, 64)]
+    assert all(0 < r["tokens_per_s"] and 0 < r["ceiling_tokens_per_s"] for r in rows)
+    assert all(r["lengths"][0] == 32 and r["lengths"][-1] == 95 and len(r["ms"]) == len(r["lengths"]) for r in rows)
+    assert (here / "out.png").read_bytes()[:4] == b"\x89PNG" and "ceiling" in capsys.readouterr().out
+    monkeypatch.setattr(bench.throughput, "free_bytes", lambda device: 2 * 10**6)
+    largest = {r["kv"]: r["batch"] for r in result("--kv", "full,h2o", *more, "--batch", "max")["rows"]}
+    assert largest["h2o"] > 1.5 * largest["full"] > 0
+    for name, batch in largest.items():
+        case = bench.new_case(bench.parser().parse_args(SMALL), bench.shape_config("tiny.json"), None, torch.float32,
+                              torch.device("cpu"), 32, batch + 1)  # fmt: skip
+        case.steps = 68
+        budget = None if name == "full" else 32
+        one_more = sum(kv.planned_bytes(name, case.shape(), budget, {}))
+        assert one_more < 2 * 10**6 * 1.1 and one_more + (batch + 1) * 12 * 128 + 8 * 32 * 64 * 4 > 2 * 10**6
+    with pytest.raises(ValueError, match="needs --generate"):
+        run("--batch", "max")
+
+
 def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
     monkeypatch.setitem(bench.SHAPES, "tiny", LLAMA)
     published = [
@@ -163,9 +185,9 @@ def test_mistakes_are_one_line(here, capsys, args, words):
 
 
 def test_known_shapes_have_the_sizes_of_their_models():
-    sizes = {name: bench.ModelConfig.from_dict(config) for name, config in bench.SHAPES.items()}
+    sizes = {name: contenders.ModelConfig.from_dict(config) for name, config in bench.SHAPES.items()}
     with torch.device("meta"):
-        count = {name: sum(p.numel() for p in bench.Transformer(c).parameters()) for name, c in sizes.items()}
+        count = {name: sum(p.numel() for p in contenders.Transformer(c).parameters()) for name, c in sizes.items()}
     expected = {  # as their model cards state
         "llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.24e9, "mistral-7b": 7.24e9, "yi-9b": 8.83e9, "yi-6b": 6.06e9,
         "llama-2-7b": 6.74e9, "llama-160m": 0.153e9,

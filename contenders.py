@@ -1,0 +1,196 @@
+"""What bench.py times: a method of this engine, the same done naively, and Hugging Face's caches.
+
+All get the same random weights of a known shape, and caches full of random keys and values.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kv as methods
+from cli import Choice
+from decoder import CONTINUE, Sampling
+from engine import Engine, shape_of
+from kv import ops
+from kv.full import Full
+from model import ModelConfig, Transformer
+from quantize import pack, quantize_modules
+
+
+def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
+        "rope_theta": theta, "max_position_embeddings": 2**20, **more,
+    }  # fmt: skip
+
+
+SHAPES = {  # the models' config.json, but for the context, which a benchmark may choose
+    "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
+    "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
+    "mistral-7b": llama(4096, 32, 32, 8, 14336, 32000, 1e6),
+    "yi-9b": llama(4096, 48, 32, 4, 11008, 64000, 1e4),
+    "yi-6b": llama(4096, 32, 32, 4, 11008, 64000, 5e6),
+    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000),
+    "llama-160m": llama(768, 12, 12, 4, 3072, 32000),
+}
+
+
+@dataclass
+class Case:
+    """What all contenders do alike."""
+
+    config: dict
+    quantize: str | None
+    groupsize: int
+    dtype: torch.dtype
+    device: torch.device
+    context: int
+    batch: int
+    steps: int  # in all
+    compile: bool
+    prefill: bool
+
+    def shape(self) -> methods.Shape:
+        config = ModelConfig.from_dict(self.config)
+        return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
+
+    def model(self) -> Transformer:
+        """On the meta device."""
+        with torch.device("meta"):
+            model = Transformer(ModelConfig.from_dict(self.config)).to(self.dtype)
+            if self.quantize:
+                quantize_modules(model, self.quantize, self.groupsize, embeddings=False)
+        return model
+
+
+def random_weights(case: Case) -> dict[str, Tensor]:
+    """A state dict made on the device."""
+    weights = {}
+    for name, meta in case.model().state_dict().items():
+        tensor = weights[name] = torch.empty(meta.shape, dtype=meta.dtype, device=case.device)
+        if not tensor.is_floating_point():
+            tensor.random_(*((-127, 128) if tensor.dtype == torch.int8 else (0, 256)))
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1)
+        else:
+            tensor.normal_(std=0.02 if name.endswith("weight") else 2e-4)
+    return weights
+
+
+class Naive(Full):
+    """What papers often compare with: K and V repeated for every query head, products and softmax one by one."""
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        slot = self.slot(pos)
+        ops.store(self.k, k, slot, active)
+        ops.store(self.v, v, slot, active)
+        n, groups = self.span.shape[0], q.shape[1] // k.shape[1]
+        keys, values = (x.narrow(2, 0, n).repeat_interleave(groups, dim=1) for x in (self.k, self.v))
+        scores = q @ keys.mT * q.shape[-1] ** -0.5
+        hidden = torch.arange(n, device=q.device) > pos[:, None]
+        return scores.masked_fill(hidden[:, None, None], -torch.inf).float().softmax(-1).to(q.dtype) @ values
+
+
+class Ours:
+    """A method of this engine, on weights that others use too."""
+
+    def __init__(self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False):
+        self.case, self.method, self.label = case, method, "naive" if naive else method.label
+        model = case.model()
+        model.load_state_dict(weights, assign=True)
+        pack(model)  # random weights are as good in any order
+        self.engine = engine = Engine(model.requires_grad_(False), None, set(), {}, case.compile, seed=0)
+        engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps)
+        if naive:
+            engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
+            model.set_kv(engine.layers, case.batch)
+        engine._warm_up(Sampling(), case.context)
+        self.new = 0
+
+    def start(self) -> float | None:
+        """Fills every row; seconds of the first one's prefill, if that is to be measured."""
+        case, engine, seconds, first = self.case, self.engine, None, 0
+        if case.prefill:
+            ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
+            engine._prefill(0, ids[:64])
+            begin = time.perf_counter()
+            engine._prefill(0, ids).argmax().item()
+            seconds, first = time.perf_counter() - begin, 1
+        for row in range(first, case.batch):
+            self.fill(row)
+        for row in range(case.batch):
+            engine.decoder.start(row, 1, case.context, row)
+        return seconds
+
+    def fill(self, row: int) -> None:
+        """Random keys and values, without the cost of a prefill."""
+        c, attention = self.engine.config, ops.causal_attention
+        ops.causal_attention = lambda q, k, v, window=None: q
+        try:
+            for layer in self.engine.layers:
+                layer.reset(row)
+                layer.prefill(row, *(
+                    torch.randn(1, heads, self.case.context, c.head_dim, device=self.case.device, dtype=self.case.dtype)
+                    for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
+                ))  # fmt: skip
+            for layer in self.engine.layers:
+                layer.finish(row)
+        finally:
+            ops.causal_attention = attention
+
+    def step(self) -> None:
+        self.new += 1
+        engine = self.engine
+        engine._copy(engine._step([CONTINUE] * engine.batch, self.case.context + self.new, self.new)[0])()
+
+    def about(self) -> dict:
+        engine, batch = self.engine, self.case.batch
+        device, host, _ = engine.kv_bytes()
+        read = [layer.step_bytes(self.case.context + 1) for layer in engine.layers]
+        return {
+            "kv": "naive" if self.label == "naive" else self.method.kv,
+            "budget": self.method.budget,
+            "options": self.method.options,
+            "compile_s": engine.stats.compile_s,
+            "kv_device_bytes": device,
+            "kv_host_bytes": host,
+            "step_device_bytes": batch * sum(bytes_ for bytes_, _ in read),
+            "step_host_bytes": batch * sum(bytes_ for _, bytes_ in read),
+        }
+
+
+class Theirs:
+    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
+
+    def __init__(self, case: Case, cache: str):
+        import transformers
+
+        self.case, self.label = case, f"transformers, {cache}"
+        keys = {key: value for key, value in case.config.items() if key != "architectures"}
+        config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
+        with torch.device(case.device):
+            self.model = transformers.LlamaForCausalLM(config).to(case.dtype).eval()
+        self.cache = transformers.DynamicCache(config=config)
+        if cache.startswith("static"):
+            self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
+        self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward
+        self.token = torch.ones(case.batch, 1, dtype=torch.int64, device=case.device)
+
+    def start(self) -> None:
+        c, case = self.model.config, self.case
+        shape = (case.batch, c.num_key_value_heads, case.context, c.head_dim)
+        for layer in range(c.num_hidden_layers):
+            self.cache.update(*(torch.randn(shape, dtype=case.dtype, device=case.device) for _ in range(2)), layer)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
+        self.token = logits[:, -1:].argmax(-1)
+        self.token[0].tolist()
+
+    def about(self) -> dict:
+        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
+        return {"kv": self.label, "options": {}, **dict.fromkeys(none)}

@@ -1,0 +1,116 @@
+"""bench.py --generate: tokens/s of whole generations, with as many rows as fit the memory.
+
+A step is timed at evenly spaced lengths between the prompt's and the last one; between them the rows' positions are
+moved on, and what the caches hold there does not matter to the time. The ceiling is the same from the floors: bytes
+that each step must read over the bandwidth.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+
+import kv as methods
+from cli import Choice, columns, load_pyplot
+from contenders import Case, Ours, random_weights
+from device import free_bytes
+
+POINTS = 16  # lengths at which steps are timed
+LARGEST = 4096  # rows
+
+
+def largest_batch(case: Case, method: Choice, free: int) -> int:
+    """Rows that fit `free` bytes beside what a step works with: rows' logits three times over, and a prompt's layer."""
+    logits = 3 * 4 * case.config["vocab_size"]
+    layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
+
+    def needed(batch: int) -> int:
+        shape = replace(case, batch=batch).shape()
+        return sum(methods.planned_bytes(method.kv, shape, method.budget, method.options)) + batch * logits + layer
+
+    low, high = 0, 1
+    while high <= LARGEST and needed(high) <= free:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= free else (low, middle)
+    return low
+
+
+def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, bandwidth: float) -> dict:
+    """One row of the JSON object: `case.steps` tokens are planned for, `new` of them generated."""
+    contender = Ours(case, method, weights)
+    engine, batch = contender.engine, case.batch
+    contender.start()
+    step_weights = sum(t.nbytes for t in weights.values())
+    if not case.config.get("tie_word_embeddings"):
+        step_weights -= weights["tok_embeddings.weight"].nbytes
+    times, floors, lengths = [], [], [case.context + (new - 1) * i // (POINTS - 1) for i in range(POINTS)]
+    for length in lengths:
+        engine.decoder.pos.fill_(length)
+        own = []
+        for i in range(steps + 1):
+            contender.new = length - case.context + i
+            begin = time.perf_counter()
+            contender.step()
+            own.append(time.perf_counter() - begin)
+        times.append(1e3 * statistics.median(own[1:]))
+        read = sum(sum(layer.step_bytes(length + 1)) for layer in engine.layers)
+        floors.append(1e3 * (step_weights + batch * read) / bandwidth)
+    device, host, full = engine.kv_bytes()
+    return {
+        "kv": method.kv, "budget": method.budget, "options": method.options, "context": case.context, "new": new,
+        "batch": batch, "ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1],
+        "lengths": lengths, "ms": times, "tokens_per_s": 1e3 * batch / statistics.mean(times),
+        "ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors), "kv_device_bytes": device, "kv_host_bytes": host,
+        "full_bytes": full, "weight_bytes": sum(t.nbytes for t in weights.values()),
+    }  # fmt: skip
+
+
+def generations(
+    case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float
+) -> list[dict]:
+    """A row a method and batch; batches None: the largest that fits."""
+    weights, rows = random_weights(case), []
+    for method in tqdm(chosen, unit="method", disable=None, leave=False):
+        for batch in batches or [largest_batch(case, method, free_bytes(case.device))]:
+            if not batch:
+                print(f"left out: {method.label} does not fit once")
+                continue
+            rows.append(generation(replace(case, batch=batch), method, weights, new, steps, bandwidth))
+            torch._dynamo.reset()
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    lines = [["method", "prompt + new", "batch", "tokens/s", "ceiling", "vs full", "ms first", "ms last", "KV"]]
+    for r in rows:
+        same = ("context", "new")
+        full = next((f for f in rows if f["kv"] == "full" and all(f[key] == r[key] for key in same)), None)
+        lines.append([
+            Choice(r["kv"], r["budget"], r["options"]).label, f"{r['context']} + {r['new']}", str(r["batch"]),
+            f"{r['tokens_per_s']:.1f}", f"{r['ceiling_tokens_per_s']:.1f}",
+            f"{r['tokens_per_s'] / full['tokens_per_s']:.2f}" if full else "-",
+            f"{r['first_ms']:.2f}", f"{r['last_ms']:.2f}", f"{r['kv_device_bytes'] / 1e6:.1f} MB",
+        ])  # fmt: skip
+    return columns(lines)
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """ms a step and bytes of the cache over what was generated."""
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for r in rows:
+        label = Choice(r["kv"], r["budget"], r["options"]).label + f", batch {r['batch']}"
+        new = [length - r["context"] for length in r["lengths"]]
+        axes[0].plot(new, r["ms"], marker="o", label=label)
+        axes[1].plot(new, [r["kv_device_bytes"] / 1e6] * len(new), label=label)
+    axes[0].set(xlabel="tokens generated", ylabel="ms a step", ylim=(0, None))
+    axes[1].set(xlabel="tokens generated", ylabel="MB of cache allocated", ylim=(0, None))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
