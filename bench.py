@@ -173,7 +173,15 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
         arguments = (chosen.kv, case.shape(), chosen.budget, chosen.options)
         caches = methods.planned_bytes(*arguments)[0] if alone else 2 * case.shape().full_bytes()
         needed = sum(t.nbytes for t in case.model().state_dict().values()) + caches
-        if needed <= free:
+        if needed <= free and p.new:
+            case.steps = p.new + args.steps + 2
+            own = throughput.generations(case, [Choice("full", None, {}), chosen], None, p.new, args.steps, bandwidth,
+                                         p.memory)  # fmt: skip
+            if len(own) == 2:
+                found = {"speedup_vs_full": own[1]["tokens_per_s"] / own[0]["tokens_per_s"]}
+                found |= {"rows_vs_full": own[1]["batch"] / own[0]["batch"]}
+            print(throughput.table(own), file=sys.stderr)
+        elif needed <= free:
             baseline = {"shape": p.shape, "baseline": None if alone else "naive", "peer": None}
             own_args = argparse.Namespace(**vars(args) | baseline)
             own = measure(own_args, case, [*([] if alone else [Choice("full", None, {})]), chosen], bandwidth)
@@ -185,7 +193,8 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
                 here = [value(found[key], ".2f"), "-"]
             if needed > free:
                 here = [f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "-"]
-            setting = [p.source, p.hardware, chosen.label, p.shape, str(p.context), str(p.batch)]
+            context = f"{p.context} + {p.new}" if p.new else str(p.context)
+            setting = [p.source, p.hardware, chosen.label, p.shape, context, "max" if p.new else str(p.batch)]
             lines.append([*setting, key, value(there, "g"), *here])
     return rows, columns(lines)
 

@@ -6,6 +6,7 @@ that each step must read over the bandwidth.
 """
 
 import statistics
+import sys
 import time
 from dataclasses import replace
 
@@ -70,14 +71,17 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, 
 
 
 def generations(
-    case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float
-) -> list[dict]:
-    """A row a method and batch; batches None: the largest that fits."""
+    case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float,
+    memory: int | None = None,
+) -> list[dict]:  # fmt: skip
+    """A row a method and batch; batches None: the largest that fits, in `memory` bytes if it is given."""
     weights, rows = random_weights(case), []
+    held = sum(t.nbytes for t in weights.values())
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
-        for batch in batches or [largest_batch(case, method, free_bytes(case.device))]:
+        free = free_bytes(case.device) if memory is None else min(free_bytes(case.device), memory - held)
+        for batch in batches or [largest_batch(case, method, free)]:
             if not batch:
-                print(f"left out: {method.label} does not fit once")
+                print(f"left out: {method.label} does not fit once", file=sys.stderr)
                 continue
             rows.append(generation(replace(case, batch=batch), method, weights, new, steps, bandwidth))
             torch._dynamo.reset()

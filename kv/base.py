@@ -153,6 +153,8 @@ class Published:
     figures: dict[str, float | None]
     options: dict = field(default_factory=dict)
     batch: int = 1
+    new: int | None = None  # tokens of whole generations, with the largest batch that fits `memory` bytes
+    memory: int = 80 * 10**9
 
 
 def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:

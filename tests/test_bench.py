@@ -155,12 +155,16 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
     monkeypatch.setitem(
         kv.METHODS, "streaming", dataclasses.replace(kv.METHODS["streaming"], published=tuple(published))
     )
+    whole = kv.Published("Small, Table 2", "H100", "tiny", 64, 16, {"speedup": 2.0}, new=32, memory=2 * 10**6)
+    monkeypatch.setitem(kv.METHODS, "h2o", dataclasses.replace(kv.METHODS["h2o"], published=(whole,)))
     rows = result("--paper")["rows"]
     assert [r["kv"] for r in rows] == ["full", "streaming", "naive"]
     out = capsys.readouterr().out
     fits, _, too_large, _ = [line for line in out.splitlines() if "Small, Table 1" in line]
     assert f"{rows[1]['speedup_vs_full']:.2f}" in fits and f"{rows[1]['speedup_vs_naive']:.2f}" in fits and "3" in fits
     assert "needs" in too_large and "free" in too_large
+    (line,) = [line for line in out.splitlines() if "Small, Table 2" in line]
+    assert "64 + 32" in line and "max" in line and " 2 " in line and line.split()[-2] != "-"
 
 
 @pytest.mark.parametrize(
