@@ -14,21 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from references_omni import dots, probabilities
 from torch import Tensor
 
 from kv.base import Shape
-
-
-def dots(q: Tensor, keys: Tensor) -> Tensor:
-    """k . q for each key: q [D], keys [n,D] -> [n]. Equal keys give exactly equal results, so that ties are ties."""
-    return (keys * q).sum(1)
-
-
-def probabilities(q: Tensor, keys: Tensor) -> Tensor:
-    """softmax(K q / sqrt(D)) of one query [D] over n keys [n,D]: [n]."""
-    logits = dots(q, keys) / math.sqrt(q.shape[0])
-    exps = torch.exp(logits - logits.max())
-    return exps / exps.sum()
 
 
 def group_attention(q: Tensor, keys: Tensor) -> Tensor:

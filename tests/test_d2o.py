@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import references_d2o as slow
 import torch
-from test_omnikv import HEADS, LAYERS, Run, make_shape, tokens
+from runs import HEADS, LAYERS, Run, TensorSizes, make_shape, tokens
 
 import kv
 from kv import ops
@@ -26,12 +26,6 @@ CASES = [
 def short_spans(monkeypatch):
     monkeypatch.setattr(ops, "SPAN", 8)
     monkeypatch.setattr(ops, "SCORES", 1500)  # several blocks of queries, and of keys that go
-
-
-def run_of(name: str, shape: kv.Shape, budget: int, options: dict) -> Run:
-    run = Run(shape, 40, {})
-    run.layers = kv.build(name, shape, budget, options)
-    return run
 
 
 def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: list) -> slow.SlowEvict:
@@ -61,7 +55,7 @@ def sorted_slots(layer, row: int, head: int) -> tuple:
 @pytest.mark.parametrize("name, options, budget", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_it_is_what_the_reference_computes(name, options, budget, heads):
     shape = replace(make_shape(heads), n_layer=3)
-    run = run_of(name, shape, budget, options)
+    run = Run(name, shape, budget, options)
     check = reference(name, shape, budget, options, run.layers)
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
@@ -152,7 +146,7 @@ def test_weights_of_a_merge_sum_to_one():
     """Values of 1 stay 1 however many tokens merge, at the prompt and in steps."""
     for options in ({}, {"merge": "average"}, {"keep": 0.6}):
         shape = make_shape()
-        run, generator = run_of("d2o", shape, 16, options), torch.Generator().manual_seed(0)
+        run, generator = Run("d2o", shape, 16, options), torch.Generator().manual_seed(0)
         inputs = [(q, k, torch.ones_like(v)) for q, k, v in tokens(shape, 1, 100, generator)]
         run.prefill(0, inputs)
         for _ in range(20):
@@ -168,7 +162,7 @@ def test_a_kept_token_keeps_the_weight_it_is_to_have():
     inputs = tokens(shape, 1, 100, generator)
     moved = {}
     for keep in (0.0, 0.9, 1.0):
-        run = run_of("d2o", shape, 16, {"keep": keep, "allocation": "uniform"})
+        run = Run("d2o", shape, 16, {"keep": keep, "allocation": "uniform"})
         run.prefill(0, inputs)
         place, _, values = sorted_slots(run.layers[0], 0, 0)
         moved[keep] = (values - inputs[0][2][0, 0, place]).abs().max().item()
@@ -178,7 +172,7 @@ def test_a_kept_token_keeps_the_weight_it_is_to_have():
 def test_memory_is_the_budget_for_any_number_of_tokens_and_prompts_of_any_kind():
     """Layers of different sizes, which change from prompt to prompt, in the same slots."""
     shape, budget = make_shape(batch=2), 20
-    run, generator = run_of("d2o", shape, budget, {}), torch.Generator().manual_seed(0)
+    run, generator = Run("d2o", shape, budget, {}), torch.Generator().manual_seed(0)
     unit = shape.batch * shape.n_kv_head * shape.unit_bytes
     assert run.layers[0].k.nbytes + run.layers[0].v.nbytes == LAYERS * (budget + 1) * unit  # one is spare
     device, seen = kv.total_bytes(run.layers)[0], set()
@@ -214,19 +208,10 @@ def test_layers_that_stay_full_count():
 
 def test_no_prompt_makes_a_square_matrix(monkeypatch):
     monkeypatch.setattr(ops, "SCORES", 1 << 16)
-    sizes = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and not func._schema.name.startswith("aten::view"):
-                sizes.append(out.numel())
-            return out
-
     shape = replace(make_shape(), n_layer=1, max_prompt=3000)
     layer = kv.build("d2o", shape, 100, {})[0]
     inputs = tokens(shape, 1, 3000, torch.Generator())
-    with Watch():
+    with TensorSizes() as sizes:
         layer.prefill(0, *inputs[0])
         layer.finish(0)
-    assert max(sizes) <= 3000 * 6 * 16  # as large as q
+    assert max(sizes.found) <= 3000 * 6 * 16  # as large as q

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references_omni import SlowInfLLM
-from test_omnikv import HEADS, Run, make_shape, tokens
+from runs import HEADS, Run, compare, make_shape, tokens
 
 import kv
 from kv import ops
@@ -16,12 +16,6 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(ops, "SPAN", 8)
 
 
-def run_of(name: str, shape: kv.Shape, budget: int | None, options: dict) -> Run:
-    run = Run(shape, 40, {})
-    run.layers = kv.build(name, shape, budget, options)
-    return run
-
-
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     "budget, options",
@@ -30,7 +24,7 @@ def run_of(name: str, shape: kv.Shape, budget: int | None, options: dict) -> Run
 )  # fmt: skip
 def test_it_is_what_the_reference_computes(budget, options, heads):
     shape = make_shape(heads)
-    run, slow = run_of("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
+    run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
     layer = run.layers[0]
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
@@ -51,28 +45,15 @@ def test_it_is_what_the_reference_computes(budget, options, heads):
 @pytest.mark.parametrize("engine", ("threads", "direct"))
 def test_infllm_offloaded_is_the_same_to_the_bit(engine):
     options = {"block": 6, "reps": 2}
-    compare("infllm", 24, options, "infllm", 24, options | {"offload": True, "engine": engine}, torch.equal)
+    shape, away = make_shape(batch=3), {"offload": True, "engine": engine}
+    compare(Run("infllm", shape, 24, options), Run("infllm", shape, 24, options | away), torch.equal)
 
 
 @pytest.mark.parametrize("options", ({}, {"layers": 8}, {"layers": 3, "ahead": 1, "threads": 1}, {"ahead": 7}))
 def test_brute_offload_is_full_attention(options):
-    compare("full", None, {}, "brute_offload", None, options, lambda a, b: torch.allclose(a, b, atol=1e-6))
-
-
-def compare(name, budget, options, other, other_budget, other_options, same):
-    """Two methods over rows of a batch that are refilled."""
     shape = make_shape(batch=3)
-    here, there = run_of(name, shape, budget, options), run_of(other, shape, other_budget, other_options)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        for row, prompt in enumerate((100, 50, 9)):
-            inputs = tokens(shape, 1, prompt, generator)
-            here.prefill(row, inputs)
-            there.prefill(row, inputs)
-        for _ in range(12):
-            inputs = tokens(shape, 3, 1, generator)
-            assert same(here.step(inputs), there.step(inputs))
-    there.close()
+    here, there = Run("full", shape, None, {}), Run("brute_offload", shape, None, options)
+    compare(here, there, lambda a, b: torch.allclose(a, b, atol=1e-6))
 
 
 def test_brute_offload_has_most_layers_on_the_host_and_room_for_those_under_way():

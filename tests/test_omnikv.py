@@ -7,14 +7,13 @@ import pytest
 import torch
 from conftest import write_random
 from references_omni import SlowOmni
+from runs import HEADS, LAYERS, D, Run, compare, make_shape, tokens
 
 import kv
 from engine import Engine
 from kv import Shape, offload, ops
 from kv.omnikv import Filter, Sparse, default_filters
 
-HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
-D, LAYERS, MAX_PROMPT = 16, 8, 100
 PROMPTS = (100, 97, 33, 7)
 CASES = [
     ({"filter_layers": [1, 4]}, 24),
@@ -27,56 +26,17 @@ CASES = [
 ]
 
 
-def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
-    n_head, n_kv_head = HEADS[heads]
-    return Shape(
-        LAYERS, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), batch,
-        MAX_PROMPT, new,
-    )  # fmt: skip
-
-
-class Run:
-    """All layers, fed random tokens; `selected` holds what each filter layer chose in the last step, by row."""
-
+class Omni(Run):
     def __init__(self, shape: Shape, budget: int | None, options: dict):
-        self.shape, self.layers = shape, kv.build("omnikv", shape, budget, options)
-        self.position, self.new = [0] * shape.batch, 0
-
-    def prefill(self, row: int, inputs: list) -> None:
-        self.position[row], self.new = inputs[0][0].shape[2], 0
-        for layer in self.layers:
-            layer.reset(row)
-        for layer, qkv in zip(self.layers, inputs, strict=True):
-            layer.prefill(row, *qkv)
-        for layer in self.layers:
-            layer.finish(row)
-
-    def step(self, inputs: list) -> torch.Tensor:
-        """-> [L,B,Hq,D]"""
-        pos, active = torch.tensor(self.position), torch.ones(self.shape.batch, dtype=torch.bool)
-        self.position, self.new = [n + 1 for n in self.position], self.new + 1
-        found = []
-        for layer, qkv in zip(self.layers, inputs, strict=True):
-            layer.fit(max(self.position), self.new)
-            found.append(layer.decode(*qkv, pos, active)[:, :, 0])
-        return torch.stack(found)
+        super().__init__("omnikv", shape, budget, options)
 
     def selected(self, row: int = 0) -> dict[int, list[int]]:
+        """What each filter layer chose in the last step."""
         return {
             i: sorted(p for p in layer.segment.index[row].tolist() if p >= 0)
             for i, layer in enumerate(self.layers)
             if isinstance(layer, Filter)
         }
-
-    def close(self) -> None:
-        for layer in self.layers:
-            layer.close()
-
-
-def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list:
-    """Per layer q [batch,Hq,n,D], k and v [batch,Hk,n,D]."""
-    heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
-    return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(shape.n_layer)]
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +48,7 @@ def short_spans(monkeypatch):
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_it_is_what_the_reference_computes(options, budget, heads):
     shape = make_shape(heads)
-    run, slow_options = Run(shape, budget, options), dict(options)
+    run, slow_options = Omni(shape, budget, options), dict(options)
     filters = slow_options.pop("filter_layers", default_filters(shape))
     slow = SlowOmni(shape, budget, filters, **slow_options)
     for prompt in PROMPTS:
@@ -115,23 +75,13 @@ def test_offloaded_is_the_same_to_the_bit(engine, delta):
     """Rows of a batch, refilled, with prompts shorter and longer than what is chosen."""
     shape = make_shape(batch=3)
     options = {"filter_layers": [0, 3], "delta": delta}
-    offload = options | {"offload": True, "engine": engine, "threads": 3}
-    here, there = Run(shape, 24, options), Run(shape, 24, offload)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        for row, prompt in enumerate((100, 50, 9)):
-            inputs = tokens(shape, 1, prompt, generator)
-            here.prefill(row, inputs)
-            there.prefill(row, inputs)
-        for _ in range(12):
-            inputs = tokens(shape, 3, 1, generator)
-            assert torch.equal(here.step(inputs), there.step(inputs))
-    there.close()
+    away = options | {"offload": True, "engine": engine, "threads": 3}
+    compare(Omni(shape, 24, options), Omni(shape, 24, away), torch.equal)
 
 
 def test_what_was_fetched_keeps_its_slot():
     shape = make_shape(batch=2)
-    plain, delta = (Run(shape, 24, {"filter_layers": [0], "delta": delta}) for delta in (False, True))
+    plain, delta = (Omni(shape, 24, {"filter_layers": [0], "delta": delta}) for delta in (False, True))
     generator, before, kept = torch.Generator().manual_seed(1), None, 0
     for row, prompt in enumerate((100, 60)):
         inputs = tokens(shape, 1, prompt, generator)
@@ -155,7 +105,7 @@ def test_what_was_fetched_keeps_its_slot():
 def test_only_rows_that_changed_are_fetched():
     shape = make_shape()
     runs = [
-        Run(shape, 24, {"filter_layers": [0], "offload": True, "engine": "threads", "delta": delta})
+        Omni(shape, 24, {"filter_layers": [0], "offload": True, "engine": "threads", "delta": delta})
         for delta in (False, True)
     ]
     generator, changed, before = torch.Generator().manual_seed(1), 0, set()
@@ -222,7 +172,7 @@ def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
 
 
 def test_k_follows_each_rows_prompt():
-    run = Run(make_shape(batch=3), None, {"filter_layers": [1], "mem": 0.6})  # k is 0.36 of the prompt
+    run = Omni(make_shape(batch=3), None, {"filter_layers": [1], "mem": 0.6})  # k is 0.36 of the prompt
     generator = torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50, 9)):
         run.prefill(row, tokens(run.shape, 1, prompt, generator))
@@ -329,9 +279,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
 
         monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
     shape = make_shape()
-    runs = [Run(shape, 40, {}) for _ in range(2)]
-    for run in runs:
-        run.layers = kv.build(name, shape, budget, options)
+    runs = [Run(name, shape, budget, options) for _ in range(2)]
     eager, compiled = runs
 
     def step(inputs, pos, active):

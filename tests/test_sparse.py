@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import SLOW, pyramid_budgets, rocket_sizes
+from runs import TensorSizes
 
 import kv
 from kv import METHODS, Shape, ops
@@ -254,20 +255,11 @@ def test_only_the_models_of_the_paper_have_a_threshold():
 
 def test_the_transient_of_stage_1_is_one_heads_window_scores(monkeypatch):
     """No T x T, nothing over all heads: the largest tensor made for a long prompt is G x window x T, or K in fp32."""
-    sizes = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and not func._schema.name.startswith("aten::view"):
-                sizes.append(out.numel())
-            return out
-
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
     layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), 200, 8, 63)
-    with Watch():
+    with TensorSizes() as sizes:
         layer.choose(q, k)
-    assert max(sizes) <= 3 * max(8, D) * 4096 * 2
+    assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2
 
 
 def test_quest_attends_to_the_newest_page(monkeypatch):

@@ -1,0 +1,82 @@
+"""What tests of several methods drive their layers with."""
+
+import torch
+
+import kv
+from kv import Shape
+
+HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
+D, LAYERS, MAX_PROMPT = 16, 8, 100
+
+
+def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
+    n_head, n_kv_head = HEADS[heads]
+    return Shape(
+        LAYERS, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), batch,
+        MAX_PROMPT, new,
+    )  # fmt: skip
+
+
+class Run:
+    """All layers of a method, fed tokens."""
+
+    def __init__(self, name: str, shape: Shape, budget: int | None, options: dict):
+        self.shape, self.layers = shape, kv.build(name, shape, budget, options)
+        self.position, self.new = [0] * shape.batch, 0
+
+    def prefill(self, row: int, inputs: list) -> None:
+        self.position[row], self.new = inputs[0][0].shape[2], 0
+        for layer in self.layers:
+            layer.reset(row)
+        for layer, qkv in zip(self.layers, inputs, strict=True):
+            layer.prefill(row, *qkv)
+        for layer in self.layers:
+            layer.finish(row)
+
+    def step(self, inputs: list) -> torch.Tensor:
+        """-> [L,B,Hq,D]"""
+        pos, active = torch.tensor(self.position), torch.ones(self.shape.batch, dtype=torch.bool)
+        self.position, self.new = [n + 1 for n in self.position], self.new + 1
+        found = []
+        for layer, qkv in zip(self.layers, inputs, strict=True):
+            layer.fit(max(self.position), self.new)
+            found.append(layer.decode(*qkv, pos, active)[:, :, 0])
+        return torch.stack(found)
+
+    def close(self) -> None:
+        for layer in self.layers:
+            layer.close()
+
+
+def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list:
+    """Per layer q [batch,Hq,n,D], k and v [batch,Hk,n,D]."""
+    heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
+    return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(shape.n_layer)]
+
+
+def compare(here: Run, there: Run, same) -> None:
+    """Two methods over rows of a batch that are refilled, with prompts of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for row, prompt in enumerate((100, 50, 9)):
+            inputs = tokens(here.shape, 1, prompt, generator)
+            here.prefill(row, inputs)
+            there.prefill(row, inputs)
+        for _ in range(12):
+            inputs = tokens(here.shape, 3, 1, generator)
+            assert same(here.step(inputs), there.step(inputs))
+    there.close()
+
+
+class TensorSizes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Elements of every tensor that is made within."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func._schema.name.startswith("aten::view"):
+            self.found.append(out.numel())
+        return out
