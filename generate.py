@@ -191,7 +191,7 @@ def print_report(r: dict) -> None:
         ("full cache", f"{mb(r['kv_full_bytes'])} for the same plan"),
         ("peak memory", mb(r["peak_bytes"])),
     ]
-    if r["fetch_hit_rate"] is not None:
+    if r["fetch_hit_rate"]:
         lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
     print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
     for name, value in lines:
