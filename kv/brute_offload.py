@@ -44,9 +44,7 @@ class Loaded(KV):
         self.counts_staged = counts_staged  # rather than another layer that shares the buffer
         self.shape, self.pool, self.loads = shape, pool, ()
         self.recent = shape.planned
-        buffer = (shape.batch, shape.n_kv_head, shape.max_new_tokens + 1, shape.head_dim)  # one more: see ops.span
-        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
-        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.register_slots(shape, shape.max_new_tokens)
         self.register_buffer("staged", pool.buffer, persistent=False)
         prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
         self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's

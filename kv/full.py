@@ -26,9 +26,7 @@ class Full(KV):
         self.shape = shape
         self.size = min(size or shape.planned, shape.planned)
         self.sinks = min(sinks, self.size - 1)
-        buffer = (shape.batch, shape.n_kv_head, self.size + 1, shape.head_dim)  # one more: see ops.span
-        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
-        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.register_slots(shape, self.size)
         self.recent = self.size - self.sinks
         self.span = ops.span(None, self.size, self.size, shape.device)
 

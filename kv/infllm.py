@@ -42,16 +42,14 @@ class InfLLM(KV):
     def __init__(self, shape: Shape, layer: int, count: int, options: Options, workers):
         super().__init__()
         self.shape, self.block, self.reps = shape, options.block, options.reps
-        self.sinks, self.local, self.count = options.sinks, options.local, count
+        self.sinks, self.local = options.sinks, options.local
         self.ends = self.sinks + self.local
         self.blocks = -(-max(1, shape.max_prompt - self.ends) // self.block)
         self.count = min(count, self.blocks)
         self.chosen = self.ends + self.count * self.block  # slots before the generated tokens
         self.capacity = self.chosen + shape.max_new_tokens
         b, h, d = shape.batch, shape.n_kv_head, shape.head_dim
-        buffer = (b, h, self.capacity + 1, d)  # one more: see ops.span
-        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
-        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.register_slots(shape, self.capacity)
         speakers = torch.zeros(b, h, self.blocks, d, device=shape.device)
         self.register_buffer("speakers", speakers, persistent=False)  # each block's representatives' keys, summed
         prompt = torch.zeros(b, dtype=torch.int64, device=shape.device)

@@ -95,7 +95,6 @@ class Pool:
         while len(self.writing) > left:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
-        torch.set_num_threads(torch.get_num_threads())  # for threads to come, what a worker has set for itself
 
     def issue(self, ids: Tensor, asked: Tensor, after: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Says which rows are wanted: ids [N] int64, below 0 none; slots that are not `asked` [N] keep what they have.
@@ -190,6 +189,10 @@ class ThreadedPool(Pool):
             return super().write(start, values, *column)
         target = self.rows[(slice(start, start + len(values)), *column)]
         self.pend(self.workers.executor.submit(target.copy_, values))
+
+    def settle(self, left: int = 0) -> None:
+        super().settle(left)
+        torch.set_num_threads(torch.get_num_threads())  # for threads to come, what a worker has set for itself
 
     def issue(self, ids: Tensor, asked: Tensor, after: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         token = torch.ops.kv_fast.issue(torch.where(asked, ids, -1), after, self.handle)

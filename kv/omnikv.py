@@ -48,9 +48,8 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers choose, which are sparse and by whose choice, and how much is chosen."""
+    """Which layers are sparse and by whose choice, and how much is chosen."""
 
-    filters: list[int]
     segments: dict[int, list[int]]  # filter layer -> the sparse layers that follow it
     k: int  # tokens chosen at most
     share: Fraction | None  # of a row's prompt, where k follows it
@@ -65,12 +64,12 @@ class Plan:
         if not sparse:
             raise ValueError(f"omnikv: with filter layers {filters} none of {shape.n_layer} layers is sparse")
         if options.mem is None:
-            return cls(filters, segments, min(budget, shape.max_prompt), None)
+            return cls(segments, min(budget, shape.max_prompt), None)
         share = (Fraction(str(options.mem)) - 1) * shape.n_layer / sparse + 1  # k / S of section 5
         if share < 0:
             full = 1 - sparse / shape.n_layer
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {full:.3f}")
-        return cls(filters, segments, part(share, shape.max_prompt), share)
+        return cls(segments, part(share, shape.max_prompt), share)
 
 
 def part(share: Fraction, prompt: int) -> int:
@@ -237,9 +236,7 @@ class Sparse(KV):
         super().__init__()
         self.shape, self.segment, self.layer = shape, segment, layer
         self.capacity = segment.k + shape.max_new_tokens
-        buffer = (shape.batch, shape.n_kv_head, self.capacity + 1, shape.head_dim)  # one more: see ops.span
-        self.register_buffer("k", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
-        self.register_buffer("v", torch.zeros_like(self.k), persistent=False)
+        self.register_slots(shape, self.capacity)
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
