@@ -68,10 +68,11 @@ class H2O(KV):
     # The prompt
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kept, known, keys, values = self.compress(row, ops.column_sums(q, k, len(self.known)), k[0], v[0], self.size)
+        y, known = ops.observed_attention(q, k, v, len(self.known))
+        kept, known, keys, values = self.compress(row, known, k[0], v[0], self.size)
         self.place[row] = -1
         self.fill(row, slice(0, kept.shape[1]), kept, known, keys, values)
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return y
 
     def fill(self, row: int, at: slice, kept: Tensor, known: list[Tensor], k: Tensor, v: Tensor) -> None:
         """Writes what stays of a prompt into the slots `at`."""

@@ -160,6 +160,39 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> list[Tensor]:
     return found
 
 
+def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor]]:
+    """`causal_attention` of a whole prompt, and its `column_sums`: [1,Hq,T,D] and `powers` of [Hk,T]."""
+    if powers > 1 or (q.device.type == "cuda" and q.dtype == torch.float32):  # no flash attention in fp32 there
+        return causal_attention(q, k, v), column_sums(q, k, powers)
+    y, sums, groups = torch.empty_like(q), torch.zeros(k.shape[1:3], device=q.device), q.shape[1] // k.shape[1]
+    for g in range(groups):
+        y[:, g::groups], total = _flash_attention(q[:, g::groups], k, v)
+        sums += _flash_sums(q[:, g::groups], k, total)
+    return y, [sums]
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Causal, with the log of each query's sum of exponentials [1,H,T], which scaled_dot_product_attention withholds."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[:2]
+
+
+def _flash_sums(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """`column_sums` for one query head a KV head, whose logs of sums `total` [1,H,T] are known: flash attention again.
+
+    Key j gets the sum over i >= j of exp(q_i k_j / sqrt(D) - total_i). That is the sum of exponentials of a query k_j
+    over keys q_i, causal if both run backwards; three more channels hold -total_i, in parts that the dtype can hold.
+    """
+    scale, more = q.shape[-1] ** -0.5, k.new_zeros(*k.shape[:3], 8)  # CUDA takes head dims in multiples of 8
+    offset, rest = more.clone(), -total.float() / scale
+    for channel in range(3):
+        more[..., channel], offset[..., channel] = 1, rest
+        rest = rest - offset[..., channel].float()
+    keys = torch.cat([q, offset], dim=3).flip(2)
+    return _flash_attention(torch.cat([k, more], dim=3).flip(2), keys, keys, scale)[1][0].float().exp().flip(1)
+
+
 def hashed(x: Tensor) -> Tensor:
     """A 32-bit integer hash (xor-shift and multiply, twice) in int64, whose products wrap harmlessly."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF

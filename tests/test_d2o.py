@@ -96,6 +96,20 @@ def test_column_sums_in_blocks_are_those_of_the_whole_matrix(heads):
     assert (squares - weight.square().sum(1)).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("prompt", (1, 90, 700))
+def test_attention_run_backwards_gives_the_column_sums(heads, prompt, dtype):
+    n_head, n_kv_head = HEADS[heads]
+    q, k, v = (torch.randn(1, h, prompt, 24).to(dtype) for h in (n_head, n_kv_head, n_kv_head))
+    q *= 4  # attention far from uniform: logits up to about 80
+    y, (sums,) = ops.observed_attention(q, k, v)
+    assert torch.equal(y, ops.causal_attention(q, k, v))
+    expected = ops.column_sums(q.float(), k.float())[0]
+    assert sums.sum() == pytest.approx(n_head * prompt, rel=1e-4)
+    assert (sums - expected).abs().max() <= 1e-4 * expected.max()
+
+
 @pytest.mark.parametrize("allocation", ("softmax", "uniform", "reciprocal", "exponential"))
 def test_layers_share_the_budget(allocation):
     chance = random.Random(0)
