@@ -172,7 +172,7 @@ def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tupl
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Causal, with the log of each query's sum of exponentials [1,H,T], which scaled_dot_product_attention withholds."""
+    """Causal, with the log of each query's sum of exponentials [1,H,T], which SDPA withholds."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[:2]
