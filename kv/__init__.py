@@ -12,7 +12,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kv import brute_offload, d2o, duo, exact_topk, full, h2o, infllm, omnikv, quest, rocketkv, snapkv, sparq, streaming
+from kv import (
+    brute_offload,
+    d2o,
+    duo,
+    exact_topk,
+    full,
+    h2o,
+    infllm,
+    omnikv,
+    quest,
+    rocketkv,
+    simlayer,
+    snapkv,
+    sparq,
+    streaming,
+)
 from kv.base import KV, Published, Shape, total_bytes
 
 __all__ = [
@@ -124,6 +139,14 @@ METHODS: dict[str, Method] = {
     ),
     "roco": Method(h2o.roco_build, h2o.RoCoOptions, h2o.memory, "the same by its mean and deviation", h2o.roco_minimum),
     "cam": Method(h2o.cam_build, h2o.CaMOptions, h2o.memory, "h2o that spreads the values it drops", h2o.minimum),
+    "simlayer": Method(
+        simlayer.build,
+        simlayer.Options,
+        simlayer.memory,
+        "everything in some layers, for each prompt, streaming in the others",
+        simlayer.minimum,
+        lossless={"threshold": 1.0},
+    ),
     "duo": Method(duo.build, duo.Options, duo.memory, "everything in some heads, streaming in the others", duo.minimum),
 }
 

@@ -6,7 +6,6 @@ are a ring of that many tokens.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kv import ops
@@ -30,21 +29,14 @@ class Full(KV):
         self.recent = self.size - self.sinks
         self.span = ops.span(None, self.size, self.size, shape.device)
 
-    def slot(self, pos: Tensor) -> Tensor:
-        """Where the token at `pos` lives: the ring turns behind the sinks."""
-        return torch.where(pos < self.size, pos, self.sinks + (pos - self.sinks) % (self.size - self.sinks))
-
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length = k.shape[2]
-        kept = torch.arange(length, device=k.device)
-        if length > self.size:
-            kept = torch.cat((kept[: self.sinks], kept[length - self.size + self.sinks :]))
-        slot = self.slot(kept)
+        kept = ops.in_ring(k.shape[2], self.size, self.sinks, k.device)
+        slot = ops.ring(kept, self.size, self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept], v[0, :, kept]
         return ops.causal_attention(q, k, v, self.shape.window)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        slot = self.slot(pos)
+        slot = ops.ring(pos, self.size, self.sinks)
         ops.store(self.k, k, slot, active)
         ops.store(self.v, v, slot, active)
         n = self.span.shape[0]

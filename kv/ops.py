@@ -51,20 +51,24 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     return attend(q, k, v, torch.arange(k.shape[2], device=q.device) < length[:, None])
 
 
-def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-    """`attend_prefix` as flash-decoding: a block mask built from `length`, so blocks past a row's end are not read."""
+def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
+    """`attend_prefix` as flash-decoding: a block mask built from `length`, so blocks past a row's end are not read.
+
+    With `first` [B], multiples of BLOCK, each row's slots begin there.
+    """
+    first = torch.zeros_like(length) if first is None else first
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     blocks = -(-k.shape[2] // BLOCK)
     whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: heads and the one block of queries
     cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
-    order = torch.arange(blocks, dtype=torch.int32, device=q.device).expand(q.shape[0], 1, 1, blocks)
+    order = torch.arange(blocks, device=q.device) + (first // BLOCK)[:, None, None, None]  # a row's blocks come first
     mask = BlockMask.from_kv_blocks(
         cut,
-        (order + whole[..., None]) % blocks,  # the block that the end cuts comes after the whole ones
+        ((order + whole[..., None]) % blocks).int(),  # the block that the end cuts comes after the whole ones
         whole,
-        order.contiguous(),
+        (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, i, slot: slot < length[b],
+        mask_mod=lambda b, h, i, slot: slot < first[b] + length[b],
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads them
     )
@@ -89,6 +93,17 @@ def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
     rest = (0, 0, 0, -k.shape[1] % page)
     low, high = (F.pad(k, rest, value=empty).unflatten(1, (-1, page)) for empty in (torch.inf, -torch.inf))
     return low.amin(2), high.amax(2)
+
+
+def ring(place: Tensor, size: Tensor | int, sinks: int) -> Tensor:
+    """The slots, of `size`, where the tokens at some places of the text live: the ring turns behind the sinks."""
+    return torch.where(place < size, place, sinks + (place - sinks) % (size - sinks))
+
+
+def in_ring(length: int, size: int, sinks: int, device: torch.device) -> Tensor:
+    """The places of the tokens that a ring holds of so many."""
+    kept = torch.arange(length, device=device)
+    return kept if length <= size else torch.cat((kept[:sinks], kept[length - size + sinks :]))
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:

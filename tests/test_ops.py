@@ -60,6 +60,16 @@ def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
         assert torch.allclose(flex(q, k, v, length), expected, atol=1e-5)
 
 
+def test_flash_decoding_by_block_mask_may_begin_at_any_block():
+    q, k, v = qkv(3, 6, 2, 1, 500, dim=16)
+    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    for starts, lengths in (((384, 0, 256), (1, 127, 128)), ((256, 0, 256), (129, 256, 244))):
+        first, length = torch.tensor(starts), torch.tensor(lengths)
+        slot = torch.arange(500) - first[:, None]
+        expected = ops.attend(q, k, v, (slot >= 0) & (slot < length[:, None]))
+        assert torch.allclose(flex(q, k, v, length, first), expected, atol=1e-5)
+
+
 def test_store_writes_active_rows_only():
     buffer, new = torch.zeros(3, 2, 5, 4), torch.ones(3, 2, 1, 4)
     ops.store(buffer, new, torch.tensor([4, 0, 2]), torch.tensor([True, False, True]))

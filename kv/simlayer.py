@@ -1,0 +1,145 @@
+"""simlayer: layers that look only at the first and the newest tokens keep only these (SimLayerKV, arXiv 2410.13846).
+
+A layer is lazy for a prompt if the attention of its last query, the mean over the heads, gives the first `sinks` and
+the newest `recent` tokens more than `threshold`; it then streams, and the others keep everything.
+
+What that saves is known only after the prompt, memory is taken before. So the budget, the mean over the layers, says
+how many layers can keep everything: x of L, where x S + (L - x)(sinks + recent) = L t. If a prompt wants more, the
+laziest go without: each row sorts the layers into slots that they all share while its prompt is read. A budget of 1.0
+is the paper's rule as it stands: only traffic falls.
+
+Memory: the budget. Traffic: a layer reads what it has, on a CPU as much as its longest row has.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from kv import ops
+from kv.base import KV, Shape
+
+
+@dataclass(frozen=True)
+class Options:
+    threshold: float = field(
+        default=0.9, metadata={"help": "attention above which a layer is lazy; 1: none", "min": 0, "max": 1}
+    )
+    sinks: int = field(default=4, metadata={"help": "first tokens that lazy layers keep", "min": 0})
+    recent: int = field(default=1024, metadata={"help": "newest tokens that lazy layers keep", "min": 1})
+
+
+def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int]:
+    """(layers that can keep everything, tokens that each of the others keeps)"""
+    window = min(budget, options.sinks + options.recent, shape.planned)
+    if window == shape.planned:
+        return 0, window
+    return min((budget - window) * shape.n_layer // (shape.planned - window), shape.n_layer), window
+
+
+class Shared(nn.Module):
+    """The slots of all layers: `large` regions for everything, and small ones. Each layer has one of them a row."""
+
+    def __init__(self, shape: Shape, large: int, window: int, options: Options):
+        super().__init__()
+        self.large, self.window, self.planned, self.threshold = large, window, shape.planned, options.threshold
+        self.sinks = min(options.sinks, window - 1)
+        whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix wants a region to begin with a block
+        sizes = [shape.planned] * large + [window] * (shape.n_layer - large)
+        self.starts = [0, *accumulate(-(-size // whole) * whole for size in sizes)]
+        units = (shape.batch, shape.n_kv_head, self.starts[-1], shape.head_dim)
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(units, dtype=shape.dtype, device=shape.device), persistent=False)
+        table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
+        self.register_buffer("first", table, persistent=False)  # where a layer's slots of a row begin
+        self.register_buffer("size", table + window, persistent=False)  # how many of them it uses, as a ring
+        self.regions, self.sizes = ([[0] * shape.n_layer for _ in range(shape.batch)] for _ in range(2))  # on the host
+        self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # of the layers that have seen a row's prompt
+
+    def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
+        """Stores a layer's prompt, k and v [Hk,T,D]. The layers of least mass have the large regions."""
+        masses, regions, region = self.masses[row], self.regions[row], layer
+        masses[layer:] = [mass]
+        ranked = sorted(range(layer + 1), key=masses.__getitem__)
+        if layer >= self.large and layer in ranked[: self.large]:  # it takes the place of the one that is out now
+            out = ranked[self.large]
+            region, regions[out] = regions[out], region
+            kept = ops.in_ring(k.shape[1], self.window, self.sinks, k.device)
+            slot = self.starts[region] + ops.ring(kept, self.sizes[row][out], self.sinks)
+            self.write(row, out, self.window, kept, self.k[row, :, slot], self.v[row, :, slot])
+        lazy = region >= self.large or (self.threshold < 1 and mass > self.threshold)
+        size = self.window if lazy else self.planned
+        regions[layer] = region
+        kept = ops.in_ring(k.shape[1], size, self.sinks, k.device)
+        self.write(row, layer, size, kept, k[:, kept], v[:, kept])
+
+    def write(self, row: int, layer: int, size: int, kept: Tensor, k: Tensor, v: Tensor) -> None:
+        """A layer now has a ring of so many slots in its region, and in it the tokens at places kept [n]."""
+        first = self.starts[self.regions[row][layer]]
+        self.first[layer, row], self.size[layer, row], self.sizes[row][layer] = first, size, size
+        slot = first + ops.ring(kept, size, self.sinks)
+        self.k[row, :, slot], self.v[row, :, slot] = k, v
+
+
+class SimLayer(KV):
+    def __init__(self, shape: Shape, shared: Shared, index: int):
+        super().__init__()
+        self.shape, self.shared, self.index = shape, shared, index
+        self.recent = shared.window - shared.sinks
+        self.span = ops.span(None, shape.planned, shape.planned, shape.device)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
+        mass = 1 - ops.window_scores(q, k, 1)[..., between].sum(2).mean()
+        self.shared.take(row, self.index, mass.item(), k[0], v[0])
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        shared, first, size = self.shared, self.shared.first[self.index], self.shared.size[self.index]
+        slot = first + ops.ring(pos, size, shared.sinks)
+        ops.store(shared.k, k, slot, active)
+        ops.store(shared.v, v, slot, active)
+        length = torch.minimum(pos + 1, size)
+        if torch.compiler.is_compiling() and q.device.type == "cuda":
+            return ops.flex_prefix(q, shared.k, shared.v, length, first)
+        place = torch.arange(self.span.shape[0], device=q.device)
+        index = (first[:, None] + place).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
+        return ops.attend_rows(q, shared.k, shared.v, index, (place < length[:, None])[:, None])
+
+    def reset(self, row: int) -> None:
+        pass  # a row's length says which slots hold tokens
+
+    def held(self, length: int) -> int:
+        """Tokens of a row that holds so many in all: of the one for which the layer keeps most."""
+        return min(length, max(sizes[self.index] for sizes in self.shared.sizes))
+
+    def fit(self, length: int, new: int) -> None:
+        self.span = ops.span(self.span, self.held(length), self.shape.planned, self.shape.device)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        return self.shape.n_kv_head * self.held(length) * self.shape.unit_bytes, 0
+
+    def overhead(self) -> dict[str, int]:
+        shared = self.shared
+        if self.index:
+            return {}
+        slots = shared.k.nbytes + shared.v.nbytes
+        units = shared.large * self.shape.planned + (self.shape.n_layer - shared.large) * shared.window
+        exact = self.shape.batch * self.shape.n_kv_head * units * self.shape.unit_bytes
+        return {"whole blocks": slots - exact, "regions": shared.first.nbytes + shared.size.nbytes}
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return options.sinks + 1
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    large, window = plan(shape, budget, options)
+    units = large * shape.planned + (shape.n_layer - large) * window
+    return shape.batch * shape.n_kv_head * units * shape.unit_bytes
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    shared = Shared(shape, *plan(shape, budget, options), options)
+    return [SimLayer(shape, shared, index) for index in range(shape.n_layer)]

@@ -1,0 +1,103 @@
+"""SimLayerKV against a slow reference; which layers are lazy, and what that frees."""
+
+from dataclasses import replace
+
+import pytest
+import references_d2o as slow
+import torch
+from runs import HEADS, MAX_PROMPT, Run, make_shape, tokens
+
+import kv
+from kv import ops
+
+WINDOW = {"sinks": 2, "recent": 10}
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+
+
+class Bounded(slow.SlowSimLayer):
+    """Of the layers that are not lazy only `large` keep everything, those of the least mass."""
+
+    def __init__(self, *args, large: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.large = large
+
+    def is_lazy(self, layer: int) -> bool:
+        least = sorted(range(len(self.masses)), key=lambda i: (round(self.masses[i], 6), i))[: self.large]
+        return super().is_lazy(layer) or layer not in least
+
+
+def attended(shape: kv.Shape, prompt: int, generator: torch.Generator, scales: list[float]) -> list:
+    """Prompts whose last query looks at itself in layers of a scale above 0, halfway back in the others."""
+    found = tokens(shape, 1, prompt, generator)
+    for scale, (q, k, _) in zip(scales, found, strict=True):
+        groups = shape.n_head // shape.n_kv_head
+        at = prompt - 1 if scale > 0 else prompt // 2
+        q[0, :, -1] += abs(scale) * k[0, :, at].repeat_interleave(groups, 0)
+    return found
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("threshold", (0.0, 0.3, 0.9, 1.0))
+@pytest.mark.parametrize("large", (0, 1, 3, 6))
+def test_it_is_what_the_reference_computes(large, threshold, heads):
+    shape = replace(make_shape(heads), n_layer=6)
+    budget = 12 + -(-large * (shape.planned - 12) // 6)
+    run = Run("simlayer", shape, budget, {"threshold": threshold, **WINDOW})
+    shared = run.layers[0].shared
+    assert (shared.large, shared.window) == (large, 12)
+    check = Bounded(shape, 2, 10, threshold if threshold < 1 else 2.0, large=large)
+    for seed, prompt in enumerate((100, 61, 30, 9)):
+        generator = torch.Generator().manual_seed(seed)
+        scales = [(-2, 2, -1, 1, -3, 3)[(i * (seed + 1)) % 6] for i in range(6)]
+        inputs = attended(shape, prompt, generator, scales)
+        run.prefill(0, inputs)
+        for layer, (q, k, v) in enumerate(inputs):
+            check.prefill(layer, q[0], k[0], v[0])
+        check.finish()
+        lazy = [size == 12 for size in shared.sizes[0]]
+        assert lazy == [check.is_lazy(i) for i in range(6)]
+        assert torch.tensor(shared.masses[0]) == pytest.approx(torch.tensor(check.masses), abs=1e-5)
+        for _ in range(30):
+            inputs = tokens(shape, 1, 1, generator)
+            found = run.step(inputs)
+            for layer, (q, k, v) in enumerate(inputs):
+                expected = check.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+
+
+def test_rows_sort_the_layers_each_its_own_way_and_rows_can_be_refilled():
+    shape = replace(make_shape(batch=3), n_layer=6)
+    budget = 12 + -(-2 * (shape.planned - 12) // 6)  # two layers keep everything
+    run, generator = Run("simlayer", shape, budget, WINDOW), torch.Generator().manual_seed(0)
+    alone = [Run("simlayer", replace(shape, batch=1), budget, WINDOW) for _ in range(3)]
+    for turn in range(3):
+        for row, prompt in enumerate((100, 50, 70)):
+            scales = [-3.0 if i in ((row + turn) % 3, 5 - row) else 3.0 for i in range(6)]
+            inputs = attended(shape, prompt, generator, scales)
+            run.prefill(row, inputs)
+            alone[row].prefill(0, inputs)
+            assert [i for i in range(6) if run.layers[0].shared.sizes[row][i] > 12] == [(row + turn) % 3, 5 - row]
+        for _ in range(12):
+            inputs = tokens(shape, 3, 1, generator)
+            found = run.step(inputs)
+            for row, one in enumerate(alone):
+                mine = one.step([[x[row : row + 1] for x in qkv] for qkv in inputs])
+                assert (found[:, row] - mine[:, 0]).abs().max() <= 1e-5
+
+
+def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
+    shape = replace(make_shape(), n_layer=6)
+    generator, sizes = torch.Generator().manual_seed(0), {}
+    for budget in (12, 40, shape.planned):
+        layers = kv.build("simlayer", shape, budget, WINDOW)
+        sizes[budget] = kv.total_bytes(layers)[0] - layers[0].overhead()["regions"]
+        assert sizes[budget] <= 6 * shape.n_kv_head * budget * shape.unit_bytes
+    assert sizes[shape.planned] == shape.full_bytes()
+    run = Run("simlayer", shape, shape.planned, WINDOW)
+    run.prefill(0, attended(shape, MAX_PROMPT, generator, [20, -20, 20, 20, -20, 20]))
+    read = [layer.step_bytes(101)[0] // (shape.n_kv_head * shape.unit_bytes) for layer in run.layers]
+    assert read == [12, 101, 12, 12, 101, 12]
