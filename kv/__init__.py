@@ -20,6 +20,7 @@ from kv import (
     full,
     h2o,
     infllm,
+    kivi,
     omnikv,
     quest,
     rocketkv,
@@ -139,6 +140,7 @@ METHODS: dict[str, Method] = {
     ),
     "roco": Method(h2o.roco_build, h2o.RoCoOptions, h2o.memory, "the same by its mean and deviation", h2o.roco_minimum),
     "cam": Method(h2o.cam_build, h2o.CaMOptions, h2o.memory, "h2o that spreads the values it drops", h2o.minimum),
+    "kivi": Method(kivi.build, kivi.Options, kivi.memory, "all in 4 bits", lossless={"recent": 2**30}),
     "simlayer": Method(
         simlayer.build,
         simlayer.Options,

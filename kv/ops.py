@@ -126,6 +126,13 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([(row[:, :, None] * k).sum(3) for row in q.float().unbind(2)], dim=2)
 
 
+def sums(weight: Tensor, v: Tensor) -> Tensor:
+    """Values v [B,Hk,N,D] by their weight [B,Hk,G,N] -> [B,Hk,G,D] fp32; a vector is read once for the group."""
+    if not torch.compiler.is_compiling():
+        return weight @ v
+    return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
+
+
 def channel_weights(rows: Tensor, channel: Tensor, lines: Tensor, empty: Tensor) -> Tensor:
     """Each query's attention to N keys, guessed from R of their channels: [B,Hk,G,N] fp32.
 
@@ -221,7 +228,7 @@ def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     buffer[rows, :, slot] = torch.where(active[:, None, None], new[:, :, 0], buffer[rows, :, slot])
 
 
-def span(old: Tensor | None, length: int, capacity: int, device: torch.device) -> Tensor:
+def span(old: Tensor | None, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:
     """How many of a row's first slots the next step reads, as the first size of an empty tensor; `old` if unchanged.
 
     A size that a compiled step sees as a variable: one compile serves all lengths, where a Python int would compile
@@ -229,7 +236,7 @@ def span(old: Tensor | None, length: int, capacity: int, device: torch.device) -
     compiler. On CUDA always `capacity`: the block mask of `flex_prefix` follows the lengths there, and one graph
     serves them all.
     """
-    size = capacity if device.type == "cuda" else min(-(-length // SPAN) * SPAN, capacity)
+    size = capacity if device.type == "cuda" else min(-(-length // (step or SPAN)) * (step or SPAN), capacity)
     if old is not None and old.shape[0] == size:
         return old
     new = torch.empty(size, 0, device=device)

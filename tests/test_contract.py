@@ -20,6 +20,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "snapkv:gqa": ("snapkv", {"gqa": True, "window": 8}),
     "rocketkv:adaptive": ("rocketkv", {"split": "adaptive", "window": 8, "kernel": 5}),
     "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
+    "kivi": ("kivi", {"bits": 2, "group": 8, "recent": 12}),
     "simlayer": ("simlayer", {"sinks": 2, "recent": 6}),
     "infllm": ("infllm", {"block": 6, "reps": 2}),
     "infllm:threads": ("infllm", {"block": 6, "offload": True, "engine": "threads", "threads": 2}),

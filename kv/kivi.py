@@ -1,0 +1,118 @@
+"""kivi: every token's K and V in 2 or 4 bits, but for the newest (KIVI, Liu et al., arXiv 2402.02750).
+
+K is quantised per channel over the tokens of a group, V per token over its channels, `recent` tokens and more wait in
+full precision until another group of them is full. The parent of what stores whole layers quantised.
+
+Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 values a value), the newest
+`recent` + `group` tokens.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kv import ops
+from kv.base import KV, Shape
+from kv.quant import Packed, channels
+
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    bits: int = field(default=4, metadata={"help": "of a value: 1, 2, 4 or 8", "min": 1, "max": 8})
+    group: int = field(default=GROUP, metadata={"help": "tokens over which a channel of K is quantised", "min": 8})
+    recent: int = field(default=128, metadata={"help": "newest tokens that are not quantised", "min": 0})
+
+
+class Quantised(KV):
+    """Tokens 0 to P(n) of n are packed, the others wait in a ring."""
+
+    def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
+        super().__init__()
+        self.shape, self.group, self.wait = shape, group, min(recent, shape.planned)
+        self.recent = shape.planned  # all are attended to
+        self.window = -(-self.wait // group) * group + group
+        self.packed = Packed(shape, max(0, shape.planned - self.wait) // group, group, bits)
+        size = (shape.batch, shape.n_kv_head, self.window, shape.head_dim)
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(size, dtype=shape.dtype, device=shape.device), persistent=False)
+        self.span = self.groups_read(None, shape.planned)
+
+    def groups(self, count: Tensor | int) -> Tensor | int:
+        """P(n) / group: the groups that are packed of so many tokens."""
+        left = count - self.wait
+        return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = k.shape[2]
+        count = self.groups(length) * self.group
+        self.packed.fill(row, k[0, :, :count], v[0, :, :count])
+        slot = torch.arange(count, length, device=k.device) % self.window
+        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, count:], v[0, :, count:]
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        ops.store(self.k, k, pos % self.window, active)
+        ops.store(self.v, v, pos % self.window, active)
+        count = self.groups(pos + 1)
+        if self.packed.groups:
+            self.pack(count - 1, active & (count > self.groups(pos)))
+        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+        n = self.span.shape[0]
+        age = (pos[:, None] - torch.arange(self.window, device=q.device)) % self.window  # of what is in each slot
+        waits = age <= (pos - count * self.group)[:, None]
+        logits = ops.dots(rows, self.k)
+        if self.packed.groups:
+            full = torch.arange(n * self.group, device=q.device) < (count * self.group)[:, None]
+            logits = torch.cat([self.packed.dots(rows, n), logits], dim=3)
+            waits = torch.cat([full, waits], dim=1)
+        logits = logits.masked_fill(~waits[:, None, None], -torch.inf) * q.shape[-1] ** -0.5
+        weight = logits.softmax(-1)
+        y = ops.sums(weight[..., -self.window :], self.v.float())
+        if self.packed.groups:
+            y = y + self.packed.sums(weight[..., : -self.window], n)
+        return y.view(q.shape).to(q.dtype)
+
+    def pack(self, at: Tensor, due: Tensor) -> None:
+        """The tokens of group at [B] leave the ring, where due [B]."""
+        at = at.clamp(min=0)
+        slot = (at[:, None] * self.group + torch.arange(self.group, device=at.device)) % self.window
+        index = slot[:, None].expand(-1, self.k.shape[1], -1)
+        self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
+
+    def reset(self, row: int) -> None:
+        pass  # a row's length says where its tokens are
+
+    def groups_read(self, old: Tensor | None, length: int) -> Tensor:
+        step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
+        return ops.span(old, max(1, self.groups(length)), most, self.shape.device, step)
+
+    def fit(self, length: int, new: int) -> None:
+        self.span = self.groups_read(self.span, length)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """Of the ring all is read, and what of it may be packed once more."""
+        waits = self.window + self.group * (self.packed.groups > 0)
+        packed = self.groups(length) * self.packed.group_bytes
+        return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
+
+    def overhead(self) -> dict[str, int]:
+        group = self.shape.batch * self.shape.n_kv_head * self.packed.group_bytes
+        return {"tokens that wait": self.k.nbytes + self.v.nbytes, "group past the end": group}
+
+
+def layer_bytes(shape: Shape, bits: int, group: int = GROUP) -> int:
+    """Of one layer, by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values for groups of one size."""
+    vector = shape.head_dim * bits / 8
+    unit = 2 * vector + 4 * shape.head_dim / group + 4 * shape.head_dim / channels(shape.head_dim)
+    return int(shape.batch * shape.n_kv_head * shape.planned * unit)
+
+
+def memory(shape: Shape, budget: None, options: Options) -> int:
+    return shape.n_layer * layer_bytes(shape, options.bits, options.group)
+
+
+def build(shape: Shape, budget: None, options: Options) -> list[KV]:
+    return [Quantised(shape, options.bits, options.group, options.recent) for _ in range(shape.n_layer)]

@@ -1,0 +1,162 @@
+"""K and V in 1 to 8 bits, packed; 16-bit scales and zero points (TailorKV, Equation 4). Shapes as in kv/base.py.
+
+`Packed` holds tokens by the group, for attention to all of them: K shares a scale over a group's tokens in each
+channel, V over channels in each token. A byte holds tokens that are far apart in the group, so that what lies side by
+side in memory are channels, and unpacking, scaling and multiplying become one loop over them. `encode` makes one
+vector one row of bytes, for methods that gather a few tokens.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kv import ops
+from kv.base import Shape
+
+EPS = 2.0**-14  # the least scale: the smallest normal fp16
+CHANNELS = 64  # of one token that share a scale
+SLICE = 4096  # tokens that exist in full precision at once where a step is not compiled, and in a prompt
+
+
+def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (uint8), and scale and zero point (fp16, `dim` of size 1), over all of one dimension of x.
+
+    Equation 4. The codes are those of the rounded scale and zero point, so x is missed by half a step at most, and by
+    what rounding the zero point may cut off.
+    """
+    x = x.float()
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    scale = ((high - low) / low.new_tensor(2.0**bits - 1)).clamp(min=EPS).half()
+    zero = low.half()
+    codes = ((x - rounded(zero)) / rounded(scale)).round().clamp(0, 2**bits - 1)
+    return codes.to(torch.uint8), scale, zero
+
+
+def rounded(x: Tensor) -> Tensor:
+    """fp16 as fp32. A compiler would leave out the rounding of what it has just computed, but not that of integers."""
+    return (x.view(torch.int16).int() & 0xFFFF).to(torch.int16).view(torch.float16).float()
+
+
+def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """n codes as ceil(n bits / 8) bytes along a negative dim; of m bytes byte i holds codes i, i + m, i + 2m, ..."""
+    per = 8 // bits
+    size = -(-codes.shape[dim] // per)
+    codes = F.pad(codes, (0, 0) * (-dim - 1) + (0, size * per - codes.shape[dim])).unflatten(dim, (per, size))
+    shifted = codes << shifts(bits, dim, codes.device).to(torch.uint8)
+    return shifted.sum(dim - 1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, dim: int, size: int) -> Tensor:
+    """The first `size` codes, int32."""
+    parts = (packed.unsqueeze(dim - 1).int() >> shifts(bits, dim, packed.device)) & (2**bits - 1)
+    return parts.flatten(dim - 1, dim).narrow(dim, 0, size)
+
+
+def shifts(bits: int, dim: int, device: torch.device) -> Tensor:
+    """How far each code of a byte is shifted, along `dim` - 1."""
+    return torch.arange(0, 8, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
+
+
+def vector_bytes(size: int, bits: int) -> int:
+    """Bytes of one encoded vector."""
+    return -(-size * bits // 8) + 4 * (size // channels(size))
+
+
+def channels(size: int) -> int:
+    """How many channels of a vector share a scale."""
+    return math.gcd(size, CHANNELS)
+
+
+def encode(x: Tensor, bits: int) -> Tensor:
+    """Vectors x [..., D] as rows of bytes [..., vector_bytes]: the codes, then each scale and zero point."""
+    codes, scale, zero = quantise(x.unflatten(-1, (-1, channels(x.shape[-1]))), bits, -1)
+    packed = pack(codes.flatten(-2), bits, -1)
+    constants = torch.cat([scale, zero], dim=-1).flatten(-2).view(torch.int16).int()
+    low, high = constants & 255, (constants >> 8) & 255
+    return torch.cat([packed, torch.stack([low, high], dim=-1).flatten(-2).to(torch.uint8)], dim=-1)
+
+
+def decode(rows: Tensor, bits: int, size: int) -> Tensor:
+    """What `encode` took, nearly: [..., D] fp32."""
+    packed, constants = rows.split([rows.shape[-1] - 4 * (size // channels(size)), 4 * (size // channels(size))], -1)
+    low, high = constants.int().unflatten(-1, (-1, 2, 2)).unbind(-1)
+    scale, zero = (low | high << 8).to(torch.int16).view(torch.float16).float().unbind(-1)  # [..., D / channels]
+    codes = unpack(packed, bits, -1, size).unflatten(-1, (-1, channels(size)))
+    return (codes * scale[..., None] + zero[..., None]).flatten(-2)
+
+
+class Packed(nn.Module):
+    """`groups` groups of tokens a row and KV head, of `group` tokens each."""
+
+    def __init__(self, shape: Shape, groups: int, group: int, bits: int):
+        super().__init__()
+        if bits not in (1, 2, 4, 8) or group % 8:
+            raise ValueError(f"tokens are packed in 1, 2, 4 or 8 bits, not {bits}, in groups of 8 n, not {group}")
+        self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
+        size, d = (shape.batch, shape.n_kv_head, groups + 1), shape.head_dim  # one past the end, see ops.span
+        for name, more in (("k", (1, d)), ("v", (group, d // self.channels))):
+            codes = torch.zeros(*size, group * bits // 8, d, dtype=torch.uint8, device=shape.device)
+            self.register_buffer(name, codes, persistent=False)
+            for part in ("scale", "zero"):
+                constant = torch.zeros(*size, *more, dtype=torch.float16, device=shape.device)
+                self.register_buffer(f"{name}_{part}", constant, persistent=False)
+
+    @property
+    def group_bytes(self) -> int:
+        """Of one row and KV head."""
+        return sum(x[:1, :1, :1].nbytes for x in self.buffers())
+
+    def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Whole groups k and v [..., group, D] as the buffers hold them."""
+        codes, k_scale, k_zero = quantise(k, self.bits, -2)
+        found = {"k": pack(codes, self.bits, -2), "k_scale": k_scale, "k_zero": k_zero}
+        codes, v_scale, v_zero = quantise(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
+        found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
+        return found
+
+    def fill(self, row: int, k: Tensor, v: Tensor) -> None:
+        """The first groups of a row, from a prompt's tokens k and v [Hk,n group,D]."""
+        k, v = (x.unflatten(1, (-1, self.group)) for x in (k, v))
+        step = max(1, SLICE // self.group)
+        for start in range(0, k.shape[1], step):
+            at = slice(start, start + step)
+            for name, values in self.pack(k[:, at], v[:, at]).items():
+                getattr(self, name)[row, :, at.start : at.start + values.shape[1]] = values
+
+    def store(self, k: Tensor, v: Tensor, at: Tensor, due: Tensor) -> None:
+        """One group a row: k and v [B,Hk,group,D] become group at [B], where due [B]."""
+        rows = torch.arange(at.shape[0], device=at.device)
+        for name, values in self.pack(k, v).items():
+            buffer = getattr(self, name)
+            buffer[rows, :, at] = torch.where(due[:, None, None, None], values, buffer[rows, :, at])
+
+    def slices(self, groups: int) -> list[tuple[int, int]]:
+        """(first group, groups) that are read at once: all where the compiler fuses reading and multiplying."""
+        if torch.compiler.is_compiling():
+            return [(0, groups)]
+        step = max(1, SLICE // self.group)
+        return [(first, min(step, groups - first)) for first in range(0, groups, step)]
+
+    def keys(self, first: int, groups: int) -> Tensor:
+        """[B,Hk,groups group,D] fp32"""
+        codes, scale, zero = (x.narrow(2, first, groups) for x in (self.k, self.k_scale, self.k_zero))
+        return (unpack(codes, self.bits, -2, self.group) * scale.float() + zero.float()).flatten(2, 3)
+
+    def values(self, first: int, groups: int) -> Tensor:
+        """[B,Hk,groups group,D] fp32"""
+        codes, scale, zero = (x.narrow(2, first, groups) for x in (self.v, self.v_scale, self.v_zero))
+        codes = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels))
+        return (codes * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).flatten(2, 3)
+
+    def dots(self, rows: Tensor, groups: int) -> Tensor:
+        """rows [B,Hk,G,D] with the keys of the first groups -> [B,Hk,G,n]"""
+        return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
+
+    def sums(self, weight: Tensor, groups: int) -> Tensor:
+        """The values of the first groups by their weight [B,Hk,G,n] -> [B,Hk,G,D]"""
+        return sum(
+            ops.sums(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
+            for first, n in self.slices(groups)
+        )  # fmt: skip
