@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-opt", action="append", default=[], metavar="K=V", help="an option of the method; repeatable")
     p.add_argument("--mem", type=float, help="share of the cache for the device; short for --kv-opt mem=...")
     p.add_argument("--offload", action="store_true", help="keep the rest on the host; short for --kv-opt offload=true")
+    p.add_argument("--kv-bits", metavar="N", help="store K and V in 8 or 4 bits; short for --kv-opt bits=...")
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     p.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)")
@@ -101,6 +102,7 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: 
         options[name] = value
     options |= {} if args.mem is None else {"mem": args.mem}
     options |= {"offload": True} if args.offload else {}
+    options |= {} if args.kv_bits is None else {"bits": args.kv_bits}
     talk = args.chat and sys.stdin.isatty() and len(prompts) == 1 and args.prompt_file != "-"
     demo = args.checkpoint is None
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256

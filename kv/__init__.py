@@ -49,13 +49,16 @@ class Method:
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
     published: tuple[Published, ...] = ()
 
-    def is_full(self, shape: Shape, budget: int | None) -> bool:
+    def is_full(self, shape: Shape, budget: int | None, options: object) -> bool:
         """Whether a budget leaves nothing to drop or to choose: full attention, unless something else is lossy."""
-        return budget is not None and budget >= shape.planned and not self.lossless
+        lossless = all(getattr(options, name) == value for name, value in self.lossless.items())
+        return budget is not None and budget >= shape.planned and lossless
 
 
 METHODS: dict[str, Method] = {
-    "full": Method(full.build, full.Options, full.memory, "every token's K and V", windowed=True),
+    "full": Method(
+        full.build, full.Options, full.memory, "every token's K and V; --kv-bits", windowed=True, lossless={"bits": 16}
+    ),
     "streaming": Method(
         streaming.build, streaming.Options, streaming.memory, "sinks and a recent window", streaming.minimum
     ),
@@ -65,6 +68,7 @@ METHODS: dict[str, Method] = {
         rocketkv.memory,
         "evicts at the prompt, then selects pages at every step",
         rocketkv.minimum,
+        lossless={"bits": 16},
         published=rocketkv.PUBLISHED,
     ),
     "hybrid": Method(
@@ -73,6 +77,7 @@ METHODS: dict[str, Method] = {
         rocketkv.hybrid_memory,
         "rocketkv's selection of pages alone",
         rocketkv.minimum,
+        lossless={"bits": 16},
     ),
     "snapkv": Method(
         snapkv.build, snapkv.SnapOptions, snapkv.memory, "what the prompt's end attends to", snapkv.minimum
@@ -107,6 +112,7 @@ METHODS: dict[str, Method] = {
         "a few full layers choose what the others read; --offload",
         omnikv.minimum,
         instead="mem",
+        lossless={"bits": 16},
         published=omnikv.PUBLISHED,
     ),
     "infllm": Method(
@@ -186,7 +192,7 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     tokens, least = shape.tokens(budget), method.minimum(shape, parsed)
     if tokens < least:
         raise ValueError(f"{name} needs a budget of at least {least} tokens, not {tokens}")
-    if method.is_full(shape, tokens):
+    if method.is_full(shape, tokens, parsed):
         return full.build(shape, None, full.Options())
     return method.build(shape, tokens, parsed)
 
@@ -200,7 +206,9 @@ def takes_budget(name: str, options: object) -> bool:
 def paper_bytes(name: str, shape: Shape, budget: int | None, options: object) -> int:
     """Bytes of all layers and rows by the paper's formula; `options` is the method's dataclass."""
     method = _method(name)
-    return full.memory(shape, None, None) if method.is_full(shape, budget) else method.memory(shape, budget, options)
+    if method.is_full(shape, budget, options):
+        return full.memory(shape, None, full.Options())
+    return method.memory(shape, budget, options)
 
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
@@ -230,9 +238,9 @@ def _convert(value: object, hint: object, help: str = "", min: float | None = No
             return None
         return _convert(value, next(a for a in args if a is not type(None)), help, min, max)
     if origin is typing.Literal:
-        if value not in args:
-            raise ValueError(f"must be one of {', '.join(args)}")
-        return value
+        if str(value) not in map(str, args):
+            raise ValueError(f"must be one of {', '.join(map(str, args))}")
+        return next(arg for arg in args if str(arg) == str(value))
     if origin is list:
         parts = [] if value == "none" else value.replace(",", "+").split("+") if isinstance(value, str) else value
         return [_convert(part, args[0], help, min, max) for part in parts]

@@ -80,11 +80,12 @@ class KV(nn.Module, ABC):
     endless = False  # the cache is fixed: a row may generate any number of tokens
     recent = 0  # newest tokens, the current one included, that every step attends to
 
-    def register_slots(self, shape: Shape, count: int) -> None:
-        """Buffers k and v [B,Hk,count+1,D]: one slot past the end, see ops.span."""
-        size = (shape.batch, shape.n_kv_head, count + 1, shape.head_dim)
+    def register_slots(self, shape: Shape, count: int, width: int | None = None) -> None:
+        """Buffers k and v [B,Hk,count+1,D], or of `width` bytes: one slot past the end, see ops.span."""
+        size = (shape.batch, shape.n_kv_head, count + 1, width or shape.head_dim)
+        dtype = torch.uint8 if width else shape.dtype
         for name in ("k", "v"):
-            self.register_buffer(name, torch.zeros(size, dtype=shape.dtype, device=shape.device), persistent=False)
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=shape.device), persistent=False)
 
     @abstractmethod
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

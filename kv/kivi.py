@@ -8,6 +8,7 @@ Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Options:
-    bits: int = field(default=4, metadata={"help": "of a value: 1, 2, 4 or 8", "min": 1, "max": 8})
+    bits: Literal[1, 2, 4, 8] = field(default=4, metadata={"help": "of a value"})
     group: int = field(default=GROUP, metadata={"help": "tokens over which a channel of K is quantised", "min": 8})
     recent: int = field(default=128, metadata={"help": "newest tokens that are not quantised", "min": 0})
 

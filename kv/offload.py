@@ -321,7 +321,7 @@ def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: to
 
 def as_device(memory: Tensor, device: torch.device) -> Tensor:
     """Pinned memory of the host as a tensor of a GPU, which reads and writes it over the bus."""
-    integer = {2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface knows no bfloat16
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface knows no bfloat16
 
     interface = {
         "shape": tuple(memory.shape), "typestr": f"<i{memory.dtype.itemsize}", "strides": None, "version": 3,

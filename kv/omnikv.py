@@ -16,14 +16,14 @@ row's prompt. Traffic: full layers everything, filter layers every K twice, the 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from kv import offload, ops
+from kv import full, offload, ops, quant
 from kv.base import KV, Published, Shape
 from kv.full import Full
 
@@ -37,6 +37,7 @@ class Options(offload.Options):
         default=None, metadata={"help": "share of the cache for the device, in place of a budget", "min": 0, "max": 1}
     )
     delta: bool = field(default=False, metadata={"help": "threads fetch only what the device does not hold already"})
+    bits: quant.Bits = quant.BITS
 
 
 PUBLISHED = (
@@ -100,7 +101,7 @@ class Segment(nn.Module):
     def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: Options, workers):
         super().__init__()
         self.shape, self.layers, self.k, self.share = shape, layers, plan.k, plan.share
-        self.delta = options.delta
+        self.delta, self.bits = options.delta, options.bits
         index = torch.full((shape.batch, plan.k), -1, device=shape.device)
         self.register_buffer("index", index, persistent=False)  # prompt positions; -1: none
         prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
@@ -108,6 +109,8 @@ class Segment(nn.Module):
         self.register_buffer("count", prompt.clone(), persistent=False)  # tokens to choose of it
         what = "layers " + ", ".join(map(str, layers))
         width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
+        if self.bits < 16:
+            width, shape = (*width[:3], quant.vector_bytes(width[3], self.bits)), replace(shape, dtype=torch.uint8)
         rows, slots = shape.batch * shape.max_prompt, shape.batch * plan.k
         self.pool = options.pool(what, rows, width, slots, shape, workers, options.delta)
         self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
@@ -118,6 +121,14 @@ class Segment(nn.Module):
         wanted = self.k if self.share is None else part(self.share, prompt)
         self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
         self.index[row] = -1
+
+    def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
+        """A layer's prompt, k and v [Hk,T,D]."""
+        step = k.shape[1] if self.bits == 16 else quant.SLICE
+        for i, x in enumerate((k, v)):
+            for start, part in enumerate(x.transpose(0, 1).split(step)):
+                part = part if self.bits == 16 else quant.encode(part, self.bits)
+                self.pool.write(row * self.shape.max_prompt + start * step, part, self.layers.index(layer), i)
 
     def reset(self, row: int) -> None:
         self.prompt[row] = self.count[row] = 0
@@ -158,6 +169,8 @@ class Segment(nn.Module):
         rows = self.pool.take(self.rows, self.layers.index(layer))  # [B k,2,Hk,D]
         if layer == self.layers[-1]:
             self.rows = None
+        if self.bits < 16:
+            rows = quant.decode(rows, self.bits, self.shape.head_dim).to(self.shape.dtype)
         return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -240,9 +253,7 @@ class Sparse(KV):
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        at = self.segment.layers.index(self.layer)
-        for i, x in enumerate((k, v)):
-            self.segment.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), at, i)
+        self.segment.write(row, self.layer, k[0], v[0])
         return ops.causal_attention(q, k, v, self.shape.window)
 
     def finish(self, row: int) -> None:
@@ -275,7 +286,8 @@ class Sparse(KV):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
-        chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * self.shape.unit_bytes
+        unit = 2 * quant.stored_bytes(self.shape, self.segment.bits)
+        chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
         generated = self.shape.n_kv_head * new * self.shape.unit_bytes
         return (generated + chosen, chosen) if self.segment.pool.host_bytes else (generated + chosen, 0)
 
@@ -297,11 +309,15 @@ def minimum(shape: Shape, options: Options) -> int:
 
 
 def memory(shape: Shape, budget: int | None, options: Options) -> int:
-    """The full cache; with offload, what is chosen is on the device a second time."""
+    """The full cache, in `bits` but for layers that choose; with offload, what is chosen is there a second time."""
     plan = Plan.of(shape, budget, options)
-    sparse = sum(map(len, plan.segments.values()))
-    chosen = shape.batch * shape.n_kv_head * plan.k * shape.unit_bytes
-    return shape.full_bytes() + options.offload * sparse * chosen
+    sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
+    unit = 2 * quant.stored_bytes(shape, options.bits)
+    layer = shape.max_prompt * unit + shape.max_new_tokens * shape.unit_bytes
+    layer += options.offload * plan.k * shape.unit_bytes
+    whole, others = shape.full_bytes() // shape.n_layer, shape.n_layer - sparse - filters
+    full_bits = full.memory(shape, None, options) // shape.n_layer
+    return shape.batch * shape.n_kv_head * sparse * layer + filters * whole + others * full_bits
 
 
 def build(shape: Shape, budget: int | None, options: Options) -> list[KV]:
@@ -313,4 +329,4 @@ def build(shape: Shape, budget: int | None, options: Options) -> list[KV]:
             segment = Segment(shape, sparse, plan, options, workers)
             layers[first] = Filter(shape, segment, options.selector, options.window)
             layers |= {layer: Sparse(shape, segment, layer) for layer in sparse}
-    return [layers.get(layer) or Full(shape) for layer in range(shape.n_layer)]
+    return [layers.get(layer) or full.layer(shape, options.bits) for layer in range(shape.n_layer)]

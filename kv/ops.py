@@ -1,5 +1,7 @@
 """Tensor primitives that two or more methods share. Shapes as in kv/base.py."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,17 +77,24 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor |
     return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """`attend` to chosen slots alone: index and mask [B,Hk,N], the same for the queries of a group."""
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
+    """`attend` to chosen slots alone: index and mask [B,Hk,N], the same for the queries of a group.
+
+    `read` makes vectors of what is stored, where that is something else.
+    """
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     keys, values = gather(k, index), gather(v, index)
+    if read is not None:
+        keys, values = read(keys), read(values)
     return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
 
 
-def attend_pages(q: Tensor, k: Tensor, v: Tensor, best: Tensor, page: int, last: Tensor) -> Tensor:
-    """`attend` to the tokens of chosen pages alone: best [B,Hk,N]; slots beyond each row's `last` [B] hold no token."""
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, best: Tensor, page: int, last: Tensor, read: Callable | None = None
+) -> Tensor:
+    """`attend_rows` of chosen pages alone: best [B,Hk,N]; slots beyond each row's `last` [B] hold no token."""
     index = (best[..., None] * page + torch.arange(page, device=q.device)).flatten(2)
-    return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None])
+    return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None], read)
 
 
 def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:

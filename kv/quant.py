@@ -7,6 +7,8 @@ vector one row of bytes, for methods that gather a few tokens.
 """
 
 import math
+from dataclasses import field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from kv import ops
 from kv.base import Shape
 
+BITS = field(default=16, metadata={"help": "of a stored value: 16 is the model's own dtype"})  # an option of methods
+Bits = Literal[16, 8, 4]
 EPS = 2.0**-14  # the least scale: the smallest normal fp16
 CHANNELS = 64  # of one token that share a scale
 SLICE = 4096  # tokens that exist in full precision at once where a step is not compiled, and in a prompt
@@ -64,6 +68,11 @@ def vector_bytes(size: int, bits: int) -> int:
     return -(-size * bits // 8) + 4 * (size // channels(size))
 
 
+def stored_bytes(shape: Shape, bits: int) -> int:
+    """Bytes of one K or V vector, encoded unless bits is 16."""
+    return shape.unit_bytes // 2 if bits == 16 else vector_bytes(shape.head_dim, bits)
+
+
 def channels(size: int) -> int:
     """How many channels of a vector share a scale."""
     return math.gcd(size, CHANNELS)
@@ -92,8 +101,8 @@ class Packed(nn.Module):
 
     def __init__(self, shape: Shape, groups: int, group: int, bits: int):
         super().__init__()
-        if bits not in (1, 2, 4, 8) or group % 8:
-            raise ValueError(f"tokens are packed in 1, 2, 4 or 8 bits, not {bits}, in groups of 8 n, not {group}")
+        if group % 8:
+            raise ValueError(f"a group of tokens that are packed together has 8, 16, 24, ... of them, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
         size, d = (shape.batch, shape.n_kv_head, groups + 1), shape.head_dim  # one past the end, see ops.span
         for name, more in (("k", (1, d)), ("v", (group, d // self.channels))):

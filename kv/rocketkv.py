@@ -5,7 +5,8 @@ least and greatest key of every page of p stored tokens, channel by channel; a s
 largest channels and attends to the tokens of the best pages. Half of the budget t is read to choose, half to attend.
 `hybrid` is stage 2 alone, n1 = S.
 
-Memory: n1 + n1 / p units of one K and one V vector a KV head (n1 / 2 for pages of one token). Traffic: t units.
+Memory: n1 + n1 / p units of one K and one V vector a KV head (n1 / 2 for pages of one token). Traffic: t units. With
+bits=8 or 4 the n1 vectors are quantised one by one, and those that are attended to are unpacked.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv import ops
+from kv import full, ops, quant
 from kv.base import KV, Published, Shape
 from kv.full import Full
 from kv.snapkv import Pooling, SnapKV, is_longchat
@@ -24,6 +25,7 @@ from kv.snapkv import Pooling, SnapKV, is_longchat
 @dataclass(frozen=True)
 class Skip:
     skip_layers: int | None = field(default=None, metadata={"help": "first layers that stay full", "min": 0})
+    bits: quant.Bits = quant.BITS
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,13 @@ PUBLISHED = tuple(  # section 4.3 prints the figures of the longest context; the
 
 
 class RocketKV(SnapKV):
-    def __init__(self, shape: Shape, sizes: Sizes, window: int, kernel: int, long_kernel: int, threshold: int | None):
+    def __init__(
+        self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
+    ):
         super().__init__(shape, sizes.keep, min(window, sizes.keep // 2), kernel, long_kernel, threshold)
+        self.bits = bits
+        if bits < 16:
+            self.register_slots(shape, self.size, quant.vector_bytes(shape.head_dim, bits))
         self.page, self.channels, self.recent = sizes.page, sizes.channels, 0
         count = -(-self.size // self.page)
         self.pages = min(sizes.pages, count)
@@ -78,18 +85,24 @@ class RocketKV(SnapKV):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y = super().prefill(row, q, k, v)
         n = min(k.shape[2], self.keep)
-        keys = self.k[row, :, :n]  # [Hk,n,D]
+        keys = self.decoded(self.k[row, :, :n])  # [Hk,n,D]
         lines = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, : lines.shape[1]] = lines.mT
         return y
 
+    def coded(self, x: Tensor) -> Tensor:
+        return x if self.bits == 16 else quant.encode(x, self.bits)
+
+    def decoded(self, x: Tensor) -> Tensor:
+        return x if self.bits == 16 else quant.decode(x, self.bits, self.shape.head_dim).to(self.shape.dtype)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         slot = pos + self.shift
-        ops.store(self.k, k, slot, active)
-        ops.store(self.v, v, slot, active)
+        ops.store(self.k, self.coded(k), slot, active)
+        ops.store(self.v, self.coded(v), slot, active)
         self.update(k, slot, active)
         page = ops.top(self.score(q, slot), self.pages)  # [B,Hk,pages]
-        return ops.attend_pages(q, self.k, self.v, page, self.page, slot)
+        return ops.attend_pages(q, self.k, self.v, page, self.page, slot, self.decoded)
 
     def update(self, k: Tensor, slot: Tensor, active: Tensor) -> None:
         """The token's page takes it in, or begins with it. Step 1 of Algorithm 2."""
@@ -120,13 +133,12 @@ class RocketKV(SnapKV):
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-self.stored(length) // self.page)
         choose = self.channels * pages * self.shape.dtype.itemsize
-        attend = min(self.pages, pages) * self.page * self.shape.unit_bytes
+        attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.bits)
         return self.shape.n_kv_head * (choose + attend), 0
 
     def overhead(self) -> dict[str, int]:
-        declared = super().overhead()
-        del declared["generated"]  # they are among the slots
-        return declared
+        past = self.shape.batch * self.shape.n_kv_head * 2 * quant.stored_bytes(self.shape, self.bits)
+        return {"slot past the end": past, "row state": self.shift.nbytes}  # generated tokens are among the slots
 
 
 def minimum(shape: Shape, options: Options) -> int:
@@ -140,16 +152,16 @@ def skipped(shape: Shape, options: Skip) -> int:
 
 def build_with(shape: Shape, budget: int, options: Skip, split: str | None, *stage1) -> list[KV]:
     skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
-    layers: list[KV] = [Full(shape) for _ in range(skip)]
-    return layers + [RocketKV(shape, sizes, *stage1) for _ in range(shape.n_layer - skip)]
+    layers = [full.layer(shape, options.bits) for _ in range(skip)]
+    return layers + [RocketKV(shape, sizes, options.bits, *stage1) for _ in range(shape.n_layer - skip)]
 
 
 def memory_with(shape: Shape, budget: int, options: Skip, split: str | None) -> int:
     skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
     pages = -(-sizes.slots // sizes.page)
-    units = 2 * sizes.slots + (pages if sizes.page == 1 else 2 * pages)  # in halves: a vector of D
-    sparse = shape.batch * shape.n_kv_head * units * shape.unit_bytes // 2
-    return (shape.n_layer - skip) * sparse + skip * shape.full_bytes() // shape.n_layer
+    bounds = (1 if sizes.page == 1 else 2) * pages * shape.unit_bytes // 2
+    sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * quant.stored_bytes(shape, options.bits) + bounds)
+    return (shape.n_layer - skip) * sparse + skip * full.memory(shape, None, options) // shape.n_layer
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

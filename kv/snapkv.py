@@ -80,9 +80,13 @@ class SnapKV(Full):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept = self.choose(q, k)
         head, n = torch.arange(kept.shape[0], device=k.device)[:, None] // self.repeats, kept.shape[1]
-        self.k[row, :, :n], self.v[row, :, :n] = k[0, head, kept], v[0, head, kept]
+        self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
         self.shift[row] = n - k.shape[2]
         return ops.causal_attention(q, k, v, self.shape.window)
+
+    def coded(self, x: Tensor) -> Tensor:
+        """Vectors as they are stored."""
+        return x
 
     def choose(self, q: Tensor, k: Tensor) -> Tensor:
         """Positions that are kept, [heads, n] in sequence order."""
