@@ -318,7 +318,7 @@ class Block(nn.Module):
         """One token a row: x [B,1,C]. `after` is the next block, whose KV module may want to see its query early."""
         a, h = self.attention, self.attention_norm(x)
         if after is not None and after.attention.kv.wants_lookahead:
-            after.attention.kv.lookahead(after.attention.query(h, cos, sin))
+            h = after.attention.kv.lookahead(after.attention.query(h, cos, sin), h, active)
         q, k, v = a.project(h, cos, sin)
         x = x + a.output(a.kv.decode(q, k, v, pos, active))
         return x + self.feed_forward(self.ffn_norm(x))

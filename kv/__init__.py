@@ -28,6 +28,7 @@ from kv import (
     snapkv,
     sparq,
     streaming,
+    tailorkv,
 )
 from kv.base import KV, Published, Shape, total_bytes
 
@@ -147,6 +148,15 @@ METHODS: dict[str, Method] = {
     "roco": Method(h2o.roco_build, h2o.RoCoOptions, h2o.memory, "the same by its mean and deviation", h2o.roco_minimum),
     "cam": Method(h2o.cam_build, h2o.CaMOptions, h2o.memory, "h2o that spreads the values it drops", h2o.minimum),
     "kivi": Method(kivi.build, kivi.Options, kivi.memory, "all in 4 bits", lossless={"recent": 2**30}),
+    "tailorkv": Method(
+        tailorkv.build,
+        tailorkv.Options,
+        tailorkv.memory,
+        "dense layers in one bit, tokens of the others from the host by predicted queries",
+        tailorkv.minimum,
+        lossless={"quant_layers": []},
+        published=tailorkv.PUBLISHED,
+    ),
     "simlayer": Method(
         simlayer.build,
         simlayer.Options,

@@ -109,8 +109,12 @@ class KV(nn.Module, ABC):
     def reset(self, row: int) -> None:
         """Forgets a row."""
 
-    def lookahead(self, q: Tensor) -> None:
-        """This layer's query as predicted from the input of the layer below: [B,Hq,1,D], RoPE applied."""
+    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
+        """Takes this layer's query as the input of the layer below predicts it: [B,Hq,1,D], RoPE applied.
+
+        The layer below goes on with what is returned, x: an order that a compiler keeps. `active` as in `decode`.
+        """
+        return x
 
     def fit(self, length: int, new: int) -> None:
         """Called on the host before a step: no row will hold more than `length` tokens, `new` of them generated.

@@ -57,7 +57,9 @@ class InfLLM(KV):
         index = torch.full((b, h, self.count), -1, device=shape.device)
         self.register_buffer("index", index, persistent=False)  # blocks chosen; -1: none
         rows = b * h * self.blocks
-        self.pool = options.pool(f"layer {layer}", rows, (2, self.block, d), b * h * self.count, shape, workers)
+        width = (2, self.block, d)
+        staged = options.staged(b * h * self.count, width, shape)
+        self.pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
         self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 

@@ -29,6 +29,7 @@ from kv.base import Shape
 
 CHUNK = 4 << 20  # bytes of a staging buffer
 BACKLOG = 4  # writes that may be under way
+WIDE = 64 << 10  # bytes of a row that is worth a copy of its own
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,24 @@ class Options:
     )
     threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
 
-    def pool(self, what: str, rows: int, width: tuple[int, ...], slots: int, shape: Shape, workers: "Workers",
-             delta: bool = False) -> "Pool":  # fmt: skip
-        """Where the options say: a step wants at most `slots` of its rows, and `delta` as in ThreadedPool."""
-        direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda")
-        if direct or not self.offload:
+    def staged(self, slots: int, width: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
+        """Where rows arrive, at most `slots` a step, if threads fetch them; unless told, they do if wanted `early`."""
+        direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda" and not early)
+        return None if direct or not self.offload else Staged(slots, width, shape.dtype, shape.device)
+
+    def pool(self, what: str, rows: int, width: tuple[int, ...], staged: "Staged | None", shape: Shape,
+             workers: "Workers", delta: bool = False) -> "Pool":  # fmt: skip
+        """Where the options say, and with `delta` as in ThreadedPool."""
+        if staged is None:
             return Pool(what, rows, width, shape.dtype, shape.device, host=self.offload)
-        return ThreadedPool(what, rows, width, Staged(slots, width, shape.dtype, shape.device), workers, delta)
+        return ThreadedPool(what, rows, width, staged, workers, delta)
 
 
 class Pool:
     """[rows, *width] where the device can address it: on the device, or `host`."""
 
     counts = (0, 0)  # rows that threads were asked for, and rows that they fetched
+    staged_bytes = 0  # of buffers on the device
 
     def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
                  host: bool = False):  # fmt: skip
@@ -74,7 +80,7 @@ class Pool:
         """What the pool holds on the device, for its owner to register."""
         return None if self.on_host else self.rows
 
-    def write(self, start: int, values: Tensor, *column: int) -> None:
+    def write(self, start: int, values: Tensor, *column: int | slice) -> None:
         """values [n, ...] become `column` of the rows from `start` on; later layers may compute meanwhile."""
         target = self.rows[(slice(start, start + len(values)), *column)]
         if self.stream is None:
@@ -149,6 +155,7 @@ class Staged:
     def __init__(self, slots: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.rows = torch.zeros(slots, *width, dtype=dtype, device=device)
         self.user: ref[ThreadedPool] = lambda: None  # whose rows came last
+        self.owner: int | None = None  # the pool that counts them
 
 
 class ThreadedPool(Pool):
@@ -163,6 +170,7 @@ class ThreadedPool(Pool):
         row = self.memory[:1].nbytes
         self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows of a buffer
         self.handle = next(_handles)
+        staged.owner = self.handle if staged.owner is None else staged.owner
         workers.reserve(self, self.chunk * row)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
         # The row wanted in each slot, the row in it, and numbers of slots on their way to the device.
@@ -172,7 +180,12 @@ class ThreadedPool(Pool):
 
     @property
     def host_bytes(self) -> int:
-        return self.memory.nbytes + self.overhead() - self.staged.rows.nbytes
+        return self.memory.nbytes + self.overhead() - self.staged_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """If no other pool counts them."""
+        return self.staged.rows.nbytes if self.staged.owner == self.handle else 0
 
     @property
     def buffer(self) -> Tensor:
@@ -180,9 +193,9 @@ class ThreadedPool(Pool):
 
     def overhead(self) -> int:
         shared = self.workers.buffers.nbytes if self.workers.owner == self.handle else 0
-        return sum(x.nbytes for x in (self.staged.rows, self.ids, self.held, self.numbers)) + shared
+        return sum(x.nbytes for x in (self.ids, self.held, self.numbers)) + self.staged_bytes + shared
 
-    def write(self, start: int, values: Tensor, *column: int) -> None:
+    def write(self, start: int, values: Tensor, *column: int | slice) -> None:
         self.drain()
         self.held[(self.held >= start) & (self.held < start + len(values))] = -1
         if self.stream is not None:
@@ -259,7 +272,11 @@ class ThreadedPool(Pool):
         return asked, len(slots), None if self.stream is None else self.stream.record_event()
 
     def bring(self, ids: Tensor, slots: Tensor, buffer: list) -> None:
-        """Rows to slots, by way of a pinned buffer."""
+        """Rows to slots, by way of a pinned buffer if they are short."""
+        if self.memory[:1].nbytes >= WIDE:
+            for row, slot in zip(ids.tolist(), slots.tolist(), strict=True):
+                self.staged.rows[slot].copy_(self.memory[row], non_blocking=True)
+            return
         if buffer[1] is not None:
             buffer[1].synchronize()
         try:

@@ -112,7 +112,8 @@ class Segment(nn.Module):
         if self.bits < 16:
             width, shape = (*width[:3], quant.vector_bytes(width[3], self.bits)), replace(shape, dtype=torch.uint8)
         rows, slots = shape.batch * shape.max_prompt, shape.batch * plan.k
-        self.pool = options.pool(what, rows, width, slots, shape, workers, options.delta)
+        staged = options.staged(slots, width, shape)
+        self.pool = options.pool(what, rows, width, staged, shape, workers, options.delta)
         self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
         self.pending = self.rows = None  # between a filter layer and the last layer it chooses for
 

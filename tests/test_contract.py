@@ -20,6 +20,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "snapkv:gqa": ("snapkv", {"gqa": True, "window": 8}),
     "rocketkv:adaptive": ("rocketkv", {"split": "adaptive", "window": 8, "kernel": 5}),
     "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
+    "tailorkv": ("tailorkv", {"group": 8, "threads": 2, "engine": "threads", "channels": 4}),
+    "tailorkv:direct": ("tailorkv", {"quant_layers": [1], "group": 8, "engine": "direct", "channels": 4}),
     "full:bits": ("full", {"bits": 4}),
     "rocketkv:bits": ("rocketkv", {"bits": 4, "window": 8, "kernel": 5}),
     "omnikv:bits": ("omnikv", {"bits": 8, "offload": True, "engine": "threads", "threads": 2}),
@@ -88,9 +90,10 @@ class Step(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         out = []
         for i, layer in enumerate(self.layers):
+            query = q[i]
             if i + 1 < len(self.layers) and self.layers[i + 1].wants_lookahead:
-                self.layers[i + 1].lookahead(q[i + 1])
-            out.append(layer.decode(q[i], k[i], v[i], pos, active))
+                query = self.layers[i + 1].lookahead(q[i + 1], query, active)
+            out.append(layer.decode(query, k[i], v[i], pos, active))
         return torch.stack(out)
 
 

@@ -340,8 +340,9 @@ class Recorder(Full):
         self.calls.append(("decode", self.layer, q.clone()))
         return super().decode(q, k, v, pos, active)
 
-    def lookahead(self, q):
+    def lookahead(self, q, x, active):
         self.calls.append(("lookahead", self.layer, q.clone()))
+        return x
 
 
 def recorded(config: dict, folder: Path, looks: list[bool]) -> tuple[object, Transformer, list[tuple]]:

@@ -1,0 +1,280 @@
+"""tailorkv: the layers that look at everything in one bit, the others' tokens fetched from the host (arXiv 2505.19586).
+
+Layers whose attention is dense (Equations 6 to 9, calibrate.py) store every token in 1 or 2 bits (Equation 4, kivi.py
+without a recent window). Of the others' prompts K and V live on the host, K channel by channel a second time; the
+device keeps the first tokens, the last, and each channel's largest |K|. While the layer below computes, its input to
+attention, multiplied by this layer's query weights, predicts the query (Equation 12); the channels where |q| max |K| is
+largest are fetched (Equation 10). Their products with the true query choose the tokens to fetch. The queries of a group
+choose together, by their mean.
+
+The budget t is n_local + n_topk, n_local = min(128, t / 3). Attended: these, and all that was generated.
+
+Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values of a quantised layer, two buffers of S d Hk values for d channels
+(Table 2), and t tokens of every other layer; host: K, V and K again. Traffic: d channels of S tokens, and the budget.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv import offload, ops
+from kv.base import KV, Published, Shape
+from kv.kivi import GROUP, Quantised, layer_bytes
+from kv.offload import Staged
+
+LONG = 32 * 1024  # tokens of a prompt beyond which more channels are fetched
+
+
+@dataclass(frozen=True)
+class Budget(offload.Options):
+    """How a budget is split; of every method that keeps both ends of a prompt and fetches what lies between."""
+
+    offload: bool = field(default=True, metadata={"help": "the prompt lives on the host"})
+    initial: int = field(default=4, metadata={"help": "first tokens, which stay on the device", "min": 0})
+    local: int | None = field(
+        default=None, metadata={"help": "first and last tokens on the device; auto: a third, at most 128", "min": 1}
+    )
+
+    def split(self, budget: int) -> tuple[int, int]:
+        """(n_local, n_topk): tokens that stay, the initial ones among them, and tokens that are fetched."""
+        local = min(128, budget // 3) if self.local is None else self.local
+        local = min(max(local, self.initial), budget - 1)
+        return local, budget - local
+
+    def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
+        """Where the rows of one layer after the other arrive."""
+        local, count = self.split(budget)
+        slots = shape.batch * shape.n_kv_head * min(count, max(1, shape.max_prompt - local))
+        return self.staged(slots, (2, shape.head_dim), shape)
+
+
+@dataclass(frozen=True)
+class Options(Budget):
+    quant_layers: list[int] | None = field(default=None, metadata={"help": "layers that are quantised", "min": 0})
+    bits: Literal[1, 2, 4, 8] = field(default=1, metadata={"help": "of a value in them"})
+    group: int = field(default=GROUP, metadata={"help": "tokens over which a channel of K is quantised", "min": 8})
+    channels: int | None = field(
+        default=None, metadata={"help": "of K that are fetched; auto: 8, or 12 for plans beyond 32K tokens", "min": 1}
+    )
+
+
+PUBLISHED = (
+    Published("TailorKV, section 5.3", "RTX 3090, PCIe 1.0", "llama-3.1-8b", 128 * 1024, 1024, {"memory": 0.463}),
+    Published("TailorKV, section 5.3", "RTX 3090, PCIe 1.0", "llama-2-7b", 128 * 1024, 1024, {"memory": 0.262}),
+)
+
+
+class Fetched(KV):
+    """Slots: the tokens that stay, those that were fetched, the generated ones."""
+
+    recent = 1
+
+    def __init__(self, shape: Shape, layer: int, budget: int, options: Budget, staged, workers):
+        super().__init__()
+        self.shape, self.initial = shape, options.initial
+        self.ends, count = options.split(budget)
+        self.count = min(count, max(1, shape.max_prompt - self.ends))
+        self.chosen = self.ends + self.count  # slots before the generated tokens
+        self.capacity = self.chosen + shape.max_new_tokens
+        self.register_slots(shape, self.capacity)
+        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
+        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
+        index = torch.full((shape.batch, shape.n_kv_head, self.count), -1, device=shape.device)
+        self.register_buffer("index", index, persistent=False)  # places of those fetched; -1: none
+        rows = shape.batch * shape.max_prompt * shape.n_kv_head
+        width = (2, shape.head_dim)
+        self.pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
+        self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
+        self.span = ops.span(None, self.capacity, self.capacity, shape.device)
+
+    def keep(self, row: int, k: Tensor, v: Tensor) -> None:
+        """Stores a prompt: k and v [Hk,T,D]."""
+        self.prompt[row] = length = k.shape[1]
+        self.index[row] = -1
+        ends = torch.arange(min(length, self.ends), device=k.device)
+        ends = torch.where(ends < self.initial, ends, ends + max(0, length - self.ends))
+        self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
+        for i, x in enumerate((k, v)):
+            self.pool.write(row * self.shape.max_prompt * len(k), x.transpose(0, 1).flatten(0, 1), i)
+
+    def finish(self, row: int) -> None:
+        self.pool.settle()
+
+    def candidates(self, device: torch.device) -> Tensor:
+        """Which places of the prompt do not stay on the device, [B,max_prompt]."""
+        place = torch.arange(self.shape.max_prompt, device=device)
+        return (place >= self.initial) & (place < (self.prompt - self.ends + self.initial)[:, None])
+
+    def fetch(self, scores: Tensor, active: Tensor, q: Tensor) -> Tensor:
+        """The best of the prompt by scores [B,Hk,max_prompt] into their slots; returns q, see Pool.issue."""
+        scores = scores.masked_fill(~self.candidates(q.device)[:, None], -torch.inf)
+        best = ops.top(scores, self.count, ordered=True)  # in another order sums would round differently
+        best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
+        self.index.copy_(torch.where(active[:, None, None], best, self.index))
+        b, h = best.shape[:2]
+        row, head = torch.arange(b, device=q.device)[:, None, None], torch.arange(h, device=q.device)[:, None]
+        wanted = torch.where(self.index < 0, -1, (row * self.shape.max_prompt + self.index) * h + head).flatten()
+        token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), wanted, q)
+        rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
+        self.k[:, :, self.ends : self.chosen], self.v[:, :, self.ends : self.chosen] = rows.unbind(3)
+        return q
+
+    def attend(self, q: Tensor, age: Tensor) -> Tensor:
+        """Attention to what is in the slots; age [B] of the newest token, 0 of the first that was generated."""
+        n, (b, h, _) = self.span.shape[0], self.index.shape
+        ends = torch.arange(self.ends, device=q.device) < self.prompt[:, None]
+        new = torch.arange(n - self.chosen, device=q.device) <= age[:, None]
+        mask = torch.cat([ends[:, None].expand(b, h, -1), self.index >= 0, new[:, None].expand(b, h, -1)], dim=2)
+        rows, keys, values = q.view(b, h, -1, q.shape[-1]), self.k.narrow(2, 0, n), self.v.narrow(2, 0, n)
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
+
+    def reset(self, row: int) -> None:
+        self.prompt[row], self.index[row] = 0, -1
+
+    def fit(self, length: int, new: int) -> None:
+        self.span = ops.span(self.span, self.chosen + max(new, 1), self.capacity, self.shape.device)
+
+    def host_bytes(self) -> int:
+        return self.pool.host_bytes
+
+    def fetched(self) -> tuple[int, int]:
+        return self.pool.counts
+
+    def fetched_bytes(self, length: int) -> tuple[int, int]:
+        """(device, host) bytes of attention in one step."""
+        new = max(0, length - self.shape.max_prompt)
+        ends = min(length - new, self.ends)
+        chosen, unit = min(self.count, length - new - ends), self.shape.n_kv_head * self.shape.unit_bytes
+        return (ends + chosen + new) * unit, chosen * unit * (self.pool.host_bytes > 0)
+
+    def slots_overhead(self) -> dict[str, int]:
+        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
+        return {
+            "slots": units * (self.capacity + 1), "choice": self.prompt.nbytes + self.index.nbytes,
+            "staging": self.pool.overhead(),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class Tailored(Fetched):
+    """A layer that is not quantised."""
+
+    wants_lookahead = True
+
+    def __init__(self, shape: Shape, layer: int, budget: int, options: Options, shared: "Shared"):
+        super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
+        self.channels = shared.channels
+        size = (shape.batch, shape.n_kv_head, shape.head_dim)
+        self.register_buffer("largest", torch.zeros(size, device=shape.device), persistent=False)  # max |K|
+        what = f"the channels of layer {layer}"
+        rows, width = size[0] * size[1] * size[2], (shape.max_prompt,)
+        self.lines = options.pool(what, rows, width, shared.lines[layer % 2], shape, shared.line_workers)
+        self.register_buffer("line_buffer", self.lines.buffer, persistent=False)
+        self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keep(row, k[0], v[0])
+        length, lines = k.shape[2], k.shape[1] * k.shape[3]
+        self.lines.write(row * lines, k[0].mT.flatten(0, 1), slice(0, length))
+        self.largest[row] = k[0].abs().amax(1)
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def finish(self, row: int) -> None:
+        super().finish(row)
+        self.lines.settle()
+
+    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
+        channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
+        b, h, d = self.largest.shape
+        wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + channel).flatten()
+        token, x = self.lines.issue(wanted, active.repeat_interleave(h * self.channels), wanted, x)
+        self.pending = channel, token
+        return x
+
+    def mean(self, q: Tensor) -> Tensor:
+        """Of a group's queries: [B,Hq,1,D] -> [B,Hk,D] fp32"""
+        return q.view(q.shape[0], self.shape.n_kv_head, -1, q.shape[-1]).float().mean(2)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
+        ops.store(self.k, k, self.chosen + age, active)
+        ops.store(self.v, v, self.chosen + age, active)
+        if self.pending is None:  # the first layer: nothing could look ahead
+            q = self.lookahead(q, q, active)
+        (channel, token), self.pending = self.pending, None
+        lines = self.lines.take(self.lines.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
+        part = self.mean(q).gather(2, channel)
+        scores = (part[..., None] * lines.float()).sum(2)
+        return self.attend(self.fetch(scores, active, q), age)
+
+    def host_bytes(self) -> int:
+        return super().host_bytes() + self.lines.host_bytes
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """The channels come from the host, as many tokens of them as are planned, and are read where they arrive."""
+        device, host = self.fetched_bytes(length)
+        lines = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
+        return device + lines, host + lines * (self.lines.host_bytes > 0)
+
+    def overhead(self) -> dict[str, int]:
+        lines = self.lines.overhead() - self.lines.staged_bytes  # those are in Table 2
+        return self.slots_overhead() | {"largest": self.largest.nbytes, "channels": lines}
+
+    def close(self) -> None:
+        super().close()
+        self.lines.close()
+
+
+class Shared:
+    """What the layers use in turn: threads, and where rows and channels arrive."""
+
+    def __init__(self, shape: Shape, budget: int, options: Options):
+        self.channels = fetched_channels(shape, options)
+        slots = shape.batch * shape.n_kv_head * self.channels
+        self.line_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
+        self.lines = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
+        self.rows = options.staged_rows(shape, budget)
+
+
+def fetched_channels(shape: Shape, options: Options) -> int:
+    """d_s: of a KV head's K."""
+    return min(options.channels or (12 if shape.max_prompt > LONG else 8), shape.head_dim)
+
+
+def quantised_layers(shape: Shape, options: Options) -> list[int]:
+    """Those of the options; else 0, and 1 too for Llama-2-7B, Yi-6B and Yi-9B (section 5.1)."""
+    if options.quant_layers is None:
+        known = shape.dim == 4096 and (shape.n_layer, shape.n_kv_head) in ((32, 32), (32, 4), (48, 4))
+        return [0, 1] if known else [0]
+    if any(layer >= shape.n_layer for layer in options.quant_layers):
+        raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {options.quant_layers}")
+    return options.quant_layers
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return max(8, options.initial + 1)
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    """Table 2, and on the host K, V and K again."""
+    quantised = len(quantised_layers(shape, options))
+    sparse = shape.n_layer - quantised
+    prompt = shape.batch * shape.n_kv_head * shape.max_prompt * shape.unit_bytes
+    buffers = 2 * shape.batch * shape.n_kv_head * fetched_channels(shape, options) * shape.max_prompt
+    layers = quantised * layer_bytes(shape, options.bits, options.group) + sparse * prompt * 3 // 2
+    return layers + buffers * shape.dtype.itemsize * (sparse > 0)
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    quantised, shared = quantised_layers(shape, options), Shared(shape, budget, options)
+    return [
+        Quantised(shape, options.bits, options.group)
+        if layer in quantised
+        else Tailored(shape, layer, budget, options, shared)
+        for layer in range(shape.n_layer)
+    ]
