@@ -22,6 +22,7 @@ from kv import (
     infllm,
     kivi,
     omnikv,
+    pqcache,
     quest,
     rocketkv,
     simlayer,
@@ -156,6 +157,9 @@ METHODS: dict[str, Method] = {
         tailorkv.minimum,
         lossless={"quant_layers": []},
         published=tailorkv.PUBLISHED,
+    ),
+    "pqcache": Method(
+        pqcache.build, pqcache.Options, pqcache.memory, "tokens from the host, by codes of their keys", pqcache.minimum
     ),
     "simlayer": Method(
         simlayer.build,

@@ -103,30 +103,26 @@ class Fetched(KV):
     def finish(self, row: int) -> None:
         self.pool.settle()
 
-    def candidates(self, device: torch.device) -> Tensor:
-        """Which places of the prompt do not stay on the device, [B,max_prompt]."""
-        place = torch.arange(self.shape.max_prompt, device=device)
-        return (place >= self.initial) & (place < (self.prompt - self.ends + self.initial)[:, None])
-
-    def fetch(self, scores: Tensor, active: Tensor, q: Tensor) -> Tensor:
-        """The best of the prompt by scores [B,Hk,max_prompt] into their slots; returns q, see Pool.issue."""
-        scores = scores.masked_fill(~self.candidates(q.device)[:, None], -torch.inf)
+    def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
+        """The best candidates [B,N] of the prompt by scores [B,Hk,N] into their slots; returns q, see Pool.issue."""
+        scores = scores.masked_fill(~candidates[:, None], -torch.inf)
         best = ops.top(scores, self.count, ordered=True)  # in another order sums would round differently
         best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
         b, h = best.shape[:2]
         row, head = torch.arange(b, device=q.device)[:, None, None], torch.arange(h, device=q.device)[:, None]
-        wanted = torch.where(self.index < 0, -1, (row * self.shape.max_prompt + self.index) * h + head).flatten()
+        there = (self.index >= 0) & (self.index < self.prompt[:, None, None])
+        wanted = torch.where(there, (row * self.shape.max_prompt + self.index) * h + head, -1).flatten()
         token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), wanted, q)
         rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
-        self.k[:, :, self.ends : self.chosen], self.v[:, :, self.ends : self.chosen] = rows.unbind(3)
+        for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
+            slots = buffer[:, :, self.ends : self.chosen]
+            slots.copy_(torch.where(active[:, None, None, None], new, slots))
         return q
 
-    def attend(self, q: Tensor, age: Tensor) -> Tensor:
-        """Attention to what is in the slots; age [B] of the newest token, 0 of the first that was generated."""
+    def attend(self, q: Tensor, ends: Tensor, new: Tensor) -> Tensor:
+        """Attention to what was fetched, and to those of the ends and of the generated tokens, two of [B,n]."""
         n, (b, h, _) = self.span.shape[0], self.index.shape
-        ends = torch.arange(self.ends, device=q.device) < self.prompt[:, None]
-        new = torch.arange(n - self.chosen, device=q.device) <= age[:, None]
         mask = torch.cat([ends[:, None].expand(b, h, -1), self.index >= 0, new[:, None].expand(b, h, -1)], dim=2)
         rows, keys, values = q.view(b, h, -1, q.shape[-1]), self.k.narrow(2, 0, n), self.v.narrow(2, 0, n)
         return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
@@ -210,7 +206,11 @@ class Tailored(Fetched):
         lines = self.lines.take(self.lines.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
         part = self.mean(q).gather(2, channel)
         scores = (part[..., None] * lines.float()).sum(2)
-        return self.attend(self.fetch(scores, active, q), age)
+        place = torch.arange(self.shape.max_prompt, device=q.device)
+        between = (place >= self.initial) & (place < (self.prompt - self.ends + self.initial)[:, None])
+        q = self.fetch(scores, between, active, q)
+        new = torch.arange(self.span.shape[0] - self.chosen, device=q.device) <= age[:, None]
+        return self.attend(q, torch.arange(self.ends, device=q.device) < self.prompt[:, None], new)
 
     def host_bytes(self) -> int:
         return super().host_bytes() + self.lines.host_bytes

@@ -22,6 +22,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
     "tailorkv": ("tailorkv", {"group": 8, "threads": 2, "engine": "threads", "channels": 4}),
     "tailorkv:direct": ("tailorkv", {"quant_layers": [1], "group": 8, "engine": "direct", "channels": 4}),
+    "pqcache": ("pqcache", {"engine": "threads", "threads": 2, "codebits": 3}),
     "full:bits": ("full", {"bits": 4}),
     "rocketkv:bits": ("rocketkv", {"bits": 4, "window": 8, "kernel": 5}),
     "omnikv:bits": ("omnikv", {"bits": 8, "offload": True, "engine": "threads", "threads": 2}),

@@ -1,0 +1,141 @@
+"""pqcache: tokens of the host's cache chosen by product-quantisation codes of their keys (arXiv 2407.12820).
+
+The prompt's keys are cut into parts of the head, each part of a KV head clustered by k-means; a key is known by the
+numbers of its nearest centroids. A step multiplies the group's queries with the centroids, adds up what each token's
+codes say, and fetches the best tokens. The first tokens and the newest stay on the device; a generated token that is
+no longer among the newest gets codes too.
+
+The budget is split as in tailorkv. Memory: the prompt on the host; on the device a byte a part and token, and the
+budget. Traffic: the codes, and the budget.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv import offload, ops
+from kv.base import KV, Shape
+from kv.tailorkv import Budget, Fetched
+
+LONG = 64 * 1024  # tokens of a prompt beyond which one round of k-means must do
+
+
+@dataclass(frozen=True)
+class Options(Budget):
+    partitions: int = field(default=2, metadata={"help": "parts of a key", "min": 1})
+    codebits: int = field(default=6, metadata={"help": "of a part's code: 2^n centroids", "min": 1, "max": 8})
+    rounds: int = field(default=8, metadata={"help": "of k-means; 1 for prompts beyond 64K tokens", "min": 0})
+
+    def split(self, budget: int) -> tuple[int, int]:
+        """At least the new token is local."""
+        local, count = super().split(budget)
+        more = max(0, self.initial + 1 - local)
+        return local + more, count - more
+
+
+class PQCache(Fetched):
+    def __init__(self, shape: Shape, layer: int, budget: int, options: Options, staged, workers):
+        super().__init__(shape, layer, budget, options, staged, workers)
+        self.rounds, self.parts, self.recent = options.rounds, options.partitions, self.ends - self.initial
+        if shape.head_dim % self.parts:
+            raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.parts} equal partitions")
+        size = (shape.batch, shape.n_kv_head, self.parts)
+        centroids = torch.zeros(*size, 2**options.codebits, shape.head_dim // self.parts, device=shape.device)
+        self.register_buffer("centroids", centroids, persistent=False)
+        codes = torch.zeros(*size, shape.planned + 1, dtype=torch.uint8, device=shape.device)
+        self.register_buffer("codes", codes, persistent=False)
+        self.seen = ops.span(None, shape.planned, shape.planned, shape.device)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keep(row, k[0], v[0])
+        for head, keys in enumerate(k[0]):
+            for part, x in enumerate(keys.float().chunk(self.parts, dim=1)):
+                centroids, codes = cluster(x, self.centroids.shape[3], self.rounds if len(x) <= LONG else 1)
+                self.centroids[row, head, part] = torch.inf  # no key is near one that there is not
+                self.centroids[row, head, part, : len(centroids)] = centroids
+                self.codes[row, head, part, : len(x)] = codes
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
+        ops.store(self.k, k, self.chosen + age, active)
+        ops.store(self.v, v, self.chosen + age, active)
+        self.encode(pos - self.recent, active)
+        n = self.seen.shape[0]
+        queries = q.view(*self.centroids.shape[:2], -1, *self.centroids.shape[2::2]).float().sum(2)  # [B,Hk,parts,d]
+        products = (queries[:, :, :, None] * self.centroids).sum(4)
+        scores = products.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
+        place = torch.arange(n, device=q.device)
+        q = self.fetch(scores, (place >= self.initial) & (place <= (pos - self.recent)[:, None]), active, q)
+        self.copy_generated()
+        return self.attend(q, *self.near(pos))
+
+    def encode(self, place: Tensor, active: Tensor) -> None:
+        """The token at place [B], which is no longer recent, gets its codes if it was generated."""
+        at = self.chosen + (place - self.prompt).clamp(min=0)
+        row = torch.arange(len(place), device=place.device)
+        key = self.k[row, :, at].float().unflatten(2, (self.parts, 1, -1))  # [B,Hk,parts,1,d]
+        code = (key - self.centroids).square().sum(4).argmin(3).to(torch.uint8)
+        place, new = place.clamp(min=0), (active & (place >= self.prompt))[:, None, None]
+        self.codes[row, :, :, place] = torch.where(new, code, self.codes[row, :, :, place])
+
+    def copy_generated(self) -> None:
+        """Chosen tokens that were generated are on the device already."""
+        new = self.index >= self.prompt[:, None, None]
+        at = self.chosen + torch.where(new, self.index - self.prompt[:, None, None], 0)
+        for buffer in (self.k, self.v):
+            chosen = buffer[:, :, self.ends : self.chosen]
+            chosen.copy_(torch.where(new[..., None], ops.gather(buffer, at), chosen))
+
+    def near(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the ends of the prompt, and which of the generated tokens, are first or recent: two of [B,n]."""
+        slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
+        end = torch.where(slot < self.initial, slot, slot + (prompt - self.ends).clamp(min=0))
+        new = prompt + torch.arange(self.span.shape[0] - self.chosen, device=pos.device)
+        ends, new = ((x < self.initial) | (x > (pos - self.recent)[:, None]) for x in (end, new))
+        return ends & (end < prompt), new & (prompt + torch.arange(new.shape[1], device=pos.device) <= pos[:, None])
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(length, new)
+        self.seen = ops.span(self.seen, max(length, self.count), self.shape.planned, self.shape.device)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        device, host = self.fetched_bytes(length)
+        return device + self.codes[0, ..., 0].numel() * length + self.centroids[0].nbytes, host
+
+    def overhead(self) -> dict[str, int]:
+        return self.slots_overhead() | {"code past the end": self.codes[..., 0].numel()}
+
+
+def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
+    """k-means from points at equal distances in the text: x [T,d] -> centroids [min(count,T),d], codes uint8 [T]."""
+    count = min(count, len(x))
+    centroids = x[torch.arange(count, device=x.device) * len(x) // count]
+
+    def nearest() -> Tensor:
+        step = max(1, ops.SCORES // count)
+        return torch.cat([(centroids.square().sum(1) - 2 * part @ centroids.mT).argmin(1) for part in x.split(step)])
+
+    for _ in range(rounds):
+        member = F.one_hot(nearest(), count).float()
+        size = member.sum(0)[:, None]
+        centroids = torch.where(size > 0, member.mT @ x / size.clamp(min=1), centroids)
+    return centroids, nearest().to(torch.uint8)
+
+
+def minimum(shape: Shape, options: Options) -> int:
+    return max(8, options.initial + 2)
+
+
+def memory(shape: Shape, budget: int, options: Options) -> int:
+    """K and V of the prompt; a byte a part and token, and the centroids in fp32."""
+    heads = shape.n_layer * shape.batch * shape.n_kv_head
+    codes = options.partitions * shape.planned + 4 * 2**options.codebits * shape.head_dim
+    return heads * (shape.max_prompt * shape.unit_bytes + codes)
+
+
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
+    workers, staged = offload.Workers(options.threads), options.staged_rows(shape, budget)
+    return [PQCache(shape, layer, budget, options, staged, workers) for layer in range(shape.n_layer)]

@@ -1,0 +1,63 @@
+"""PQCache against a slow reference."""
+
+from dataclasses import replace
+
+import pytest
+import references_tailor as slow
+import torch
+from runs import HEADS, Run, make_shape, tokens
+
+import kv
+from kv import ops
+from kv.pqcache import cluster
+
+CASES = [
+    ({}, 24), ({}, 8), ({"codebits": 3, "engine": "direct"}, 40), ({"partitions": 1, "initial": 0}, 24),
+    ({"partitions": 4, "codebits": 2, "offload": False}, 24), ({"rounds": 0, "engine": "threads"}, 30),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(ops, "SCORES", 500)  # keys are assigned to centroids in several blocks
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+def test_it_is_what_the_reference_computes(options, budget, heads):
+    shape = replace(make_shape(heads, new=60), n_layer=2)
+    known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
+    run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)
+    for prompt in (100, 61, 30, 3):
+        generator = torch.Generator().manual_seed(prompt)
+        inputs = tokens(shape, 1, prompt, generator)
+        run.prefill(0, inputs)
+        for layer, (q, k, v) in enumerate(inputs):
+            check.prefill(layer, q[0], k[0], v[0])
+        check.finish()
+        for _ in range(50):  # generated tokens leave the recent ones and are chosen
+            inputs = tokens(shape, 1, 1, generator)
+            found = run.step(inputs)
+            for layer, (q, k, v) in enumerate(inputs):
+                expected = check.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+        for layer, ours in enumerate(run.layers):
+            for head in range(shape.n_kv_head):
+                theirs = check.codes(layer, head)
+                assert ours.codes[0, head, :, : len(theirs[0])].tolist() == [list(map(int, part)) for part in theirs]
+    run.close()
+
+
+def test_k_means_finds_clusters_that_are_far_apart():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.tensor([[0.0, 0], [50, 0], [0, 50]])
+    which = torch.arange(90) // 30  # it starts at tokens 0, 30 and 60
+    centroids, codes = cluster(centres[which] + torch.randn(90, 2, generator=generator), 3, 8)
+    assert codes.tolist() == which.tolist()
+    assert (centroids - centres).abs().max() < 1
+
+
+def test_a_head_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match="16 channels has no 3 equal partitions"):
+        kv.build("pqcache", make_shape(), 24, {"partitions": 3})
