@@ -5,6 +5,9 @@ Writes kv_profile.json into the checkpoint, where every tool finds it. What it h
 - filter_ability, filter_layers (omnikv): how much of the next 8 layers' attention falls on the tokens to which a layer
   attends most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a), and which layers are to choose for the others:
   those whose choices catch the most of all layers' attention, with at most a quarter of the layers full.
+- dense_preference, quant_layers (tailorkv): how much of a layer's attention misses the 5% of the tokens to which it
+  attends most, head by head (TailorKV, arXiv 2505.19586, Equations 6 to 8: the mean over the last queries and the
+  heads), and the layers where that is more than --tau (Equation 9): attention that dense bears coarse keys and values.
 - head_scores (duo): for each KV head, the attention of the text's last queries to what lies between the first tokens
   and the recent ones; the mean over the queries, the most of its group. A stand-in for the gates that DuoAttention
   (arXiv 2410.10819) trains: a head that looks there retrieves.
@@ -31,6 +34,7 @@ from kv.omnikv import segments_of
 
 QUERIES = 32  # last ones of the text, that are looked at
 CHOSEN = 2048, 0.05  # tokens that a layer chooses at most, and their share of the text at most
+SPARSE = 0.05  # of the tokens: what a sparse layer would attend to
 AFTER = 8  # layers over which its choice is judged
 FILTERS = 3  # at most
 
@@ -45,6 +49,7 @@ class Probe(KV):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = k.shape[2]
         most, caught = q.new_zeros(QUERIES, length, dtype=torch.float32), [0.0] * len(self.chosen)
+        missed = 0.0
         last = torch.arange(length - QUERIES, length, device=k.device)[:, None]
         key = torch.arange(length, device=k.device)
         between = (key >= self.sinks) & (key <= last - self.recent_tokens)  # [queries,T]
@@ -55,9 +60,10 @@ class Probe(KV):
             mass = logits.masked_fill(key > last, -torch.inf).softmax(-1)
             self.head_scores.append((mass * between).sum(-1).mean(-1).max().item())
             most = torch.maximum(most, mass.amax(0))
+            missed += (1 - mass.topk(max(1, int(SPARSE * length + 0.5))).values.sum(-1)).sum().item()
             for i, index in enumerate(self.chosen):
                 caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item() / QUERIES / q.shape[1]
-        self.caught = caught
+        self.caught, self.dense = caught, missed / QUERIES / q.shape[1]
         self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length + 0.5)))))  # [queries,n]
         return ops.causal_attention(q, k, v)
 
@@ -71,7 +77,7 @@ class Probe(KV):
         return 0, 0
 
 
-def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int) -> dict:
+def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: float = 0.2) -> dict:
     """What kv_profile.json is to hold of a text. Raises ValueError if it is too short to say anything."""
     least = sinks + recent + QUERIES
     if len(ids) < least:
@@ -87,7 +93,9 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int) -> dict:
     filters = propose(caught)
     scores = [[round(s, 5) for s in p.head_scores] for p in probes]
     found = {"filter_ability": ability, "head_scores": scores} | ({"filter_layers": filters} if filters else {})
-    return {"format": 1, "tokens": len(ids)} | found
+    dense = [round(p.dense, 5) for p in probes]
+    quantised = [layer for layer, share in enumerate(dense) if share > tau]
+    return {"format": 1, "tokens": len(ids), "dense_preference": dense, "quant_layers": quantised} | found
 
 
 def propose(caught: list[list[float]]) -> list[int]:
@@ -110,15 +118,22 @@ def propose(caught: list[list[float]]) -> list[int]:
     return best
 
 
-def draw(ability: list[float | None], filters: list[int], path: str) -> None:
-    """The curve of Figure 6a, the filter layers marked."""
+def draw(found: dict, tau: float, path: str) -> None:
+    """OmniKV's Figure 6a and TailorKV's Figure 12: a curve each over the layers, the proposed ones marked."""
     pyplot = load_pyplot()
-    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axis.plot(range(len(ability) - 1), ability[:-1], marker="o")
-    axis.plot(filters, [ability[layer] for layer in filters], "o", markersize=12, fillstyle="none", label="proposed")
-    axis.set(xlabel="layer", ylabel=f"attention of the next {AFTER} layers to its choice", ylim=(0, 1))
-    axis.grid(alpha=0.3)
-    axis.legend()
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    filters = found["filter_ability"][:-1], found.get("filter_layers", []), "filter layers"
+    dense = found["dense_preference"], found["quant_layers"], "quantised layers"
+    for axis, (curve, marked, label) in zip(axes, (filters, dense), strict=True):
+        axis.plot(range(len(curve)), curve, marker="o")
+        axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
+        axis.set(xlabel="layer", ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"attention of the next {AFTER} layers to its choice")
+    axes[1].set_ylabel(f"attention beyond the best {SPARSE:.0%} of the tokens")
+    axes[1].axhline(tau, color="gray", linestyle="--", label="tau")
+    for axis in axes:
+        axis.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -130,7 +145,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--length", type=int, help="read the last so many tokens of the text (default: what the model can)")
     p.add_argument("--sinks", type=int, default=Duo.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=Duo.recent, help="newest tokens of a streaming head")
-    p.add_argument("--plot", metavar="FILE", help="draw the filter ability of each layer")
+    p.add_argument("--tau", type=float, default=0.2, help="dense preference beyond which a layer is quantised")
+    p.add_argument("--plot", metavar="FILE", help="draw filter ability and dense preference over the layers")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
@@ -144,23 +160,26 @@ def main(argv: list[str] | None = None) -> None:
     if len(ids) > length:  # the end of the text, behind the token that begins it
         begin = len(ids) - len(engine.encode(text, bos=False))
         ids = ids[:begin] + ids[len(ids) - length + begin :]
-    found = calibrate(engine, ids, args.sinks, args.recent)
+    found = calibrate(engine, ids, args.sinks, args.recent, args.tau)
     path = args.checkpoint / "kv_profile.json"
     old = read_json(path) if path.exists() else {}
     old.pop("filter_layers", None)  # of another model, if there are none now
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(old | {"text": Path(args.text).name} | found, indent=1) + "\n")
     partial.replace(path)
-    filters = found.get("filter_layers", [])
-    lines = [["layer", "filter ability", *(f"head {h}" for h in range(len(found["head_scores"][0])))]]
-    for layer, (ability, scores) in enumerate(zip(found["filter_ability"], found["head_scores"], strict=True)):
-        mark = "*" * (layer in filters)
-        shares = [*([] if ability is None else [ability]), *scores]
+    filters, quantised = found.get("filter_layers", []), found["quant_layers"]
+    heads = [f"head {h}" for h in range(len(found["head_scores"][0]))]
+    lines = [["layer", "filter ability", "dense preference", *heads]]
+    each = zip(found["filter_ability"], found["dense_preference"], found["head_scores"], strict=True)
+    for layer, (ability, dense, scores) in enumerate(each):
+        mark = "*" * (layer in filters) + "q" * (layer in quantised)
+        shares = [*([] if ability is None else [ability]), dense, *scores]
         lines.append([str(layer) + mark, *["-"] * (ability is None), *(f"{100 * share:.1f}%" for share in shares)])
     print(columns(lines))
     print("* proposed as filter layers" if filters else "too few layers for filter layers")
+    print("q proposed as quantised layers" if quantised else f"no layer's dense preference is above {args.tau}")
     if args.plot:
-        draw(found["filter_ability"], filters, args.plot)
+        draw(found, args.tau, args.plot)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 
 import pytest
+import references_tailor
 import torch
 from conftest import write_random
 
@@ -73,6 +74,22 @@ def test_filter_ability_is_what_a_layers_choice_catches_of_the_next(tmp_path):
     assert found["filter_ability"][3] is None and len(found["filter_layers"]) == 1
 
 
+def test_dense_preference_is_what_the_most_attended_tokens_miss(folder):
+    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = Engine.load(folder, compile=False)
+    found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
+    engine.use("full", max_prompt=90, max_new_tokens=1)
+    spies = [Spy(engine.shape) for _ in engine.layers]
+    engine.model.set_kv(spies, 1)
+    engine.model.prefill(torch.tensor(ids), 0)
+    expected = [references_tailor.dense_preference(*spy.seen) for spy in spies]
+    assert found["dense_preference"] == pytest.approx(expected, abs=2e-5)
+    assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > 0.2]
+    tau = sum(expected) / len(expected)
+    found = calibrate.calibrate(engine, ids, sinks=4, recent=16, tau=tau)
+    assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > tau] != []
+
+
 def test_the_best_filter_layers_are_proposed():
     nothing = [[0.1] * (11 - layer) for layer in range(12)]
     good = [list(row) for row in nothing]
@@ -97,13 +114,13 @@ def test_the_curve_is_drawn(text_checkpoint, tmp_path, capsys):
 
 def test_duo_finds_what_it_wrote(text_checkpoint, tmp_path, capsys):
     folder = shutil.copytree(text_checkpoint, tmp_path / "model")
-    (folder / "kv_profile.json").write_text(json.dumps({"quant_layers": [1]}))
+    (folder / "kv_profile.json").write_text(json.dumps({"of_others": [1]}))
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     text = str(tmp_path / "text.txt")
     calibrate.main(["--checkpoint", str(folder), "--text", text, "--sinks", "4", "--recent", "16"])
     assert "filter ability" in capsys.readouterr().out
     profile = json.loads((folder / "kv_profile.json").read_text())
-    assert profile["format"] == 1 and profile["text"] == "text.txt" and profile["quant_layers"] == [1]
+    assert profile["format"] == 1 and profile["text"] == "text.txt" and profile["of_others"] == [1]
     assert len(profile["head_scores"]) == 8 and len(profile["head_scores"][0]) == 2
     engine = Engine.load(folder, "duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, max_new_tokens=8, compile=False)
     chosen, others = [], []
