@@ -8,6 +8,8 @@ Writes kv_profile.json into the checkpoint, where every tool finds it. What it h
 - dense_preference, quant_layers (tailorkv): how much of a layer's attention misses the 5% of the tokens to which it
   attends most, head by head (TailorKV, arXiv 2505.19586, Equations 6 to 8: the mean over the last queries and the
   heads), and the layers where that is more than --tau (Equation 9): attention that dense bears coarse keys and values.
+- query_similarity (tailorkv): the cosine between a layer's queries and those that its weights make of the layer below's
+  input to attention, by which tailorkv knows early what to fetch (Equation 12 and Figure 11).
 - head_scores (duo): for each KV head, the attention of the text's last queries to what lies between the first tokens
   and the recent ones; the mean over the queries, the most of its group. A stand-in for the gates that DuoAttention
   (arXiv 2410.10819) trains: a head that looks there retrieves.
@@ -16,7 +18,8 @@ Writes kv_profile.json into the checkpoint, where every tool finds it. What it h
 import argparse
 import json
 import sys
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
@@ -31,12 +34,36 @@ from kv import ops
 from kv.base import KV
 from kv.duo import Options as Duo
 from kv.omnikv import segments_of
+from model import Block
 
 QUERIES = 32  # last ones of the text, that are looked at
 CHOSEN = 2048, 0.05  # tokens that a layer chooses at most, and their share of the text at most
 SPARSE = 0.05  # of the tokens: what a sparse layer would attend to
 AFTER = 8  # layers over which its choice is judged
 FILTERS = 3  # at most
+
+
+class Inputs:
+    """Each layer's input to attention at the text's last tokens, [1,queries,C]."""
+
+    def __init__(self, layers: Iterable[Block]):
+        self.layers, self.last = list(layers), {}
+        self.hooks = [layer.attention_norm.register_forward_hook(self.see) for layer in self.layers]
+
+    def see(self, norm: torch.nn.Module, inputs: tuple, x: Tensor) -> None:
+        self.last[norm] = torch.cat([*([self.last[norm]] if norm in self.last else []), x], dim=1)[:, -QUERIES:]
+
+    def similarities(self) -> list[float | None]:
+        """Of each layer's queries to what the input of the layer below predicts. RoPE turns both by the same angles."""
+        for hook in self.hooks:
+            hook.remove()
+        found: list[float | None] = [None]
+        for below, layer in pairwise(self.layers):
+            inputs = [self.last[x.attention_norm] for x in (below, layer)]
+            one = inputs[0].new_ones(layer.attention.head_dim // 2, dtype=torch.float32)
+            predicted, true = (layer.attention.query(x, one, 0 * one).float() for x in inputs)
+            found.append(torch.nn.functional.cosine_similarity(predicted, true, dim=-1).mean().item())
+        return found
 
 
 class Probe(KV):
@@ -87,7 +114,9 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
     probes = [Probe(sinks, recent, chosen) for _ in engine.model.layers]
     engine._release()
     engine.model.set_kv(probes, 1)
+    inputs = Inputs(engine.model.layers)
     engine.model.prefill(torch.tensor(ids, device=engine.device), 0)
+    similar = [None if x is None else round(x, 5) for x in inputs.similarities()]
     caught = [[probe.caught[layer] for probe in probes[layer + 1 :]] for layer in range(len(probes))]
     ability = [round(sum(c[:AFTER]) / len(c[:AFTER]), 5) if c else None for c in caught]
     filters = propose(caught)
@@ -95,7 +124,8 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
     found = {"filter_ability": ability, "head_scores": scores} | ({"filter_layers": filters} if filters else {})
     dense = [round(p.dense, 5) for p in probes]
     quantised = [layer for layer, share in enumerate(dense) if share > tau]
-    return {"format": 1, "tokens": len(ids), "dense_preference": dense, "quant_layers": quantised} | found
+    found |= {"dense_preference": dense, "quant_layers": quantised, "query_similarity": similar}
+    return {"format": 1, "tokens": len(ids)} | found
 
 
 def propose(caught: list[list[float]]) -> list[int]:
@@ -169,12 +199,12 @@ def main(argv: list[str] | None = None) -> None:
     partial.replace(path)
     filters, quantised = found.get("filter_layers", []), found["quant_layers"]
     heads = [f"head {h}" for h in range(len(found["head_scores"][0]))]
-    lines = [["layer", "filter ability", "dense preference", *heads]]
-    each = zip(found["filter_ability"], found["dense_preference"], found["head_scores"], strict=True)
-    for layer, (ability, dense, scores) in enumerate(each):
+    lines = [["layer", "filter ability", "dense preference", "query similarity", *heads]]
+    names = ("filter_ability", "dense_preference", "query_similarity", "head_scores")
+    for layer, (*shares, scores) in enumerate(zip(*map(found.get, names), strict=True)):
         mark = "*" * (layer in filters) + "q" * (layer in quantised)
-        shares = [*([] if ability is None else [ability]), dense, *scores]
-        lines.append([str(layer) + mark, *["-"] * (ability is None), *(f"{100 * share:.1f}%" for share in shares)])
+        cells = ["-" if share is None else f"{100 * share:.1f}%" for share in (*shares, *scores)]
+        lines.append([str(layer) + mark, *cells])
     print(columns(lines))
     print("* proposed as filter layers" if filters else "too few layers for filter layers")
     print("q proposed as quantised layers" if quantised else f"no layer's dense preference is above {args.tau}")

@@ -21,6 +21,22 @@ class Spy(Full):
         return super().prefill(row, q, k, v)
 
 
+class Seeker(Full):
+    wants_lookahead = True
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.offered, self.true = [], []
+
+    def lookahead(self, q, x, active):
+        self.offered.append(q)
+        return x
+
+    def decode(self, q, k, v, pos, active):
+        self.true.append(q)
+        return super().decode(q, k, v, pos, active)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_random(tmp_path_factory.mktemp("calibrate") / "llama")
@@ -88,6 +104,23 @@ def test_dense_preference_is_what_the_most_attended_tokens_miss(folder):
     tau = sum(expected) / len(expected)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16, tau=tau)
     assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > tau] != []
+
+
+def test_query_similarity_is_that_of_the_queries_which_layers_are_offered(folder):
+    """Decoding gives the same queries: a layer's own, and what the layer below offers to one that looks ahead."""
+    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = Engine.load(folder, compile=False)
+    found = calibrate.calibrate(engine, ids, sinks=4, recent=16)["query_similarity"]
+    engine.use("full", max_prompt=90, max_new_tokens=40)
+    seekers = [Seeker(engine.shape) for _ in engine.layers]
+    engine.model.set_kv(seekers, 1)
+    engine.model.prefill(torch.tensor(ids[:58]), 0)
+    for at in range(58, 90):
+        engine.model(torch.tensor([[ids[at]]]), torch.tensor([at]), torch.tensor([True]))
+    assert found[0] is None
+    for similarity, seeker in zip(found[1:], seekers[1:], strict=True):
+        expected = torch.cosine_similarity(torch.stack(seeker.offered), torch.stack(seeker.true), dim=-1).mean().item()
+        assert similarity == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_best_filter_layers_are_proposed():
