@@ -166,7 +166,7 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
     lines = [["published", "on", "method", "shape", "context", "batch", "figure", "there", "here, vs full", "vs naive"]]
     settings = [(name, p) for name, method in methods.METHODS.items() for p in method.published]
     for name, p in tqdm(settings, unit="setting", disable=None, leave=False):
-        case = new_case(args, SHAPES[p.shape], None, dtype, device, p.context, p.batch)
+        case = new_case(args, SHAPES[p.shape], p.quantize, dtype, device, p.context, p.batch)
         case.prefill = False  # the figures are of decoding
         chosen, found = Choice(name, p.budget, p.options), {}
         alone = "tokens_per_s" in p.figures  # where the full cache need not fit
@@ -194,7 +194,8 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
             if needed > free:
                 here = [f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "-"]
             context = f"{p.context} + {p.new}" if p.new else str(p.context)
-            setting = [p.source, p.hardware, chosen.label, p.shape, context, "max" if p.new else str(p.batch)]
+            shape = f"{p.shape} {p.quantize}" if p.quantize else p.shape
+            setting = [p.source, p.hardware, chosen.label, shape, context, "max" if p.new else str(p.batch)]
             lines.append([*setting, key, value(there, "g"), *here])
     return rows, columns(lines)
 

@@ -166,6 +166,7 @@ class Published:
     batch: int = 1
     new: int | None = None  # tokens of whole generations, with the largest batch that fits `memory` bytes
     memory: int = 80 * 10**9
+    quantize: str | None = None  # weights
 
 
 def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:

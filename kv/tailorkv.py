@@ -62,9 +62,18 @@ class Options(Budget):
 
 
 PUBLISHED = (
-    Published("TailorKV, section 5.3", "RTX 3090, PCIe 1.0", "llama-3.1-8b", 128 * 1024, 1024, {"memory": 0.463}),
-    Published("TailorKV, section 5.3", "RTX 3090, PCIe 1.0", "llama-2-7b", 128 * 1024, 1024, {"memory": 0.262}),
-)
+    *(
+        Published("TailorKV, Table 13", "A100", shape, k * 1024, 192, {"speedup": speedup})
+        for shape, k, speedup in (
+            ("llama-3.1-8b", 64, 0.93), ("llama-3.1-8b", 128, 1.46), ("llama-2-7b", 64, 1.43),
+            ("yi-6b", 128, 0.79), ("yi-9b", 128, 0.89),
+        )
+    ),
+    Published("TailorKV, section 5.3", "A100", "llama-2-7b", 128 * 1024, 192, {"memory": 0.262}),
+    Published("TailorKV, section 1", "RTX 3090", "llama-3.1-8b", 128 * 1024, 192, {"memory": 0.463}, quantize="int4"),
+    Published("TailorKV, section 1", "RTX 3090, PCIe 1.0", "llama-3.1-8b", 128 * 1024, 192, {"tokens_per_s": 12.2},
+              quantize="int4"),
+)  # fmt: skip
 
 
 class Fetched(KV):
