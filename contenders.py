@@ -84,7 +84,7 @@ class Naive(Full):
     """What papers often compare with: K and V repeated for every query head, products and softmax one by one."""
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        slot = self.slot(pos)
+        slot = ops.ring(pos, self.size, self.sinks)
         ops.store(self.k, k, slot, active)
         ops.store(self.v, v, slot, active)
         n, groups = self.span.shape[0], q.shape[1] // k.shape[1]
