@@ -51,10 +51,12 @@ class Method:
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
     published: tuple[Published, ...] = ()
 
-    def is_full(self, shape: Shape, budget: int | None, options: object) -> bool:
-        """Whether a budget leaves nothing to drop or to choose: full attention, unless something else is lossy."""
-        lossless = all(getattr(options, name) == value for name, value in self.lossless.items())
-        return budget is not None and budget >= shape.planned and lossless
+    def full_options(self, shape: Shape, budget: int | None, options: object) -> full.Options | None:
+        """Of the full cache that a budget amounts to, if it leaves nothing to drop or to choose and no option does."""
+        lossless = all(getattr(options, name) == value for name, value in self.lossless.items() if name != "bits")
+        if budget is None or budget < shape.planned or not lossless:
+            return None
+        return full.Options(options.bits if "bits" in self.lossless else 16)
 
 
 METHODS: dict[str, Method] = {
@@ -206,8 +208,8 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     tokens, least = shape.tokens(budget), method.minimum(shape, parsed)
     if tokens < least:
         raise ValueError(f"{name} needs a budget of at least {least} tokens, not {tokens}")
-    if method.is_full(shape, tokens, parsed):
-        return full.build(shape, None, full.Options())
+    if everything := method.full_options(shape, tokens, parsed):
+        return full.build(shape, None, everything)
     return method.build(shape, tokens, parsed)
 
 
@@ -220,8 +222,8 @@ def takes_budget(name: str, options: object) -> bool:
 def paper_bytes(name: str, shape: Shape, budget: int | None, options: object) -> int:
     """Bytes of all layers and rows by the paper's formula; `options` is the method's dataclass."""
     method = _method(name)
-    if method.is_full(shape, budget, options):
-        return full.memory(shape, None, full.Options())
+    if everything := method.full_options(shape, budget, options):
+        return full.memory(shape, None, everything)
     return method.memory(shape, budget, options)
 
 

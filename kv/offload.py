@@ -171,7 +171,7 @@ class ThreadedPool(Pool):
         self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows of a buffer
         self.handle = next(_handles)
         staged.owner = self.handle if staged.owner is None else staged.owner
-        workers.reserve(self, self.chunk * row)
+        workers.reserve(self, self.chunk * row if row < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
         # The row wanted in each slot, the row in it, and numbers of slots on their way to the device.
         self.ids, self.held, self.numbers = (torch.full((slots,), -1, **where) for _ in range(3))
@@ -273,13 +273,13 @@ class ThreadedPool(Pool):
 
     def bring(self, ids: Tensor, slots: Tensor, buffer: list) -> None:
         """Rows to slots, by way of a pinned buffer if they are short."""
-        if self.memory[:1].nbytes >= WIDE:
-            for row, slot in zip(ids.tolist(), slots.tolist(), strict=True):
-                self.staged.rows[slot].copy_(self.memory[row], non_blocking=True)
-            return
         if buffer[1] is not None:
             buffer[1].synchronize()
         try:
+            if self.memory[:1].nbytes >= WIDE:
+                for row, slot in zip(ids.tolist(), slots.tolist(), strict=True):
+                    self.staged.rows[slot].copy_(self.memory[row], non_blocking=True)
+                return
             size = len(ids) * self.memory[:1].nbytes
             found = self.gather(ids, buffer[0][:size].view(self.memory.dtype).view(len(ids), *self.memory.shape[1:]))
         except Exception as error:

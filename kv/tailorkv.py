@@ -262,7 +262,7 @@ def quantised_layers(shape: Shape, options: Options) -> list[int]:
         return [0, 1] if known else [0]
     if any(layer >= shape.n_layer for layer in options.quant_layers):
         raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {options.quant_layers}")
-    return options.quant_layers
+    return sorted(set(options.quant_layers))
 
 
 def minimum(shape: Shape, options: Options) -> int:

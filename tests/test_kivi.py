@@ -1,0 +1,234 @@
+"""KIVI against a slow reference; that the cache is never there in full precision; other methods' bits."""
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from references_tailor import SlowQuantised
+from runs import HEADS, Run, TensorSizes, make_shape, tokens
+from torch._inductor.utils import run_and_get_code
+
+import kv
+from kv import ops, quant
+
+PROMPTS = (100, 61, 16, 9, 5)
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+
+
+def same_codes(layer, slow: SlowQuantised, index: int) -> None:
+    """What a layer has packed of row 0 is what the reference has, to the bit."""
+    packed = layer.packed
+    count = slow.packed(index) // packed.group
+    for head in range(layer.shape.n_kv_head):
+        codes, scale, zero = slow.packed_keys(index, head)
+        found = quant.unpack(packed.k[0, head, :count], packed.bits, -2, packed.group)
+        assert torch.equal(found.flatten(0, 1).long(), codes)
+        assert torch.equal(packed.k_scale[0, head, :count, 0], scale)
+        assert torch.equal(packed.k_zero[0, head, :count, 0], zero)
+        codes, scale, zero = slow.packed_values(index, head)
+        found = quant.unpack(packed.v[0, head, :count], packed.bits, -2, packed.group)
+        assert torch.equal(found.flatten(0, 1).long(), codes)
+        assert torch.equal(packed.v_scale[0, head, :count].flatten(0, 1), scale)
+        assert torch.equal(packed.v_zero[0, head, :count].flatten(0, 1), zero)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("recent", (0, 8, 13, 500))
+@pytest.mark.parametrize("bits", (2, 4))
+def test_it_is_what_the_reference_computes(bits, recent, heads):
+    shape = replace(make_shape(heads, new=30), n_layer=2)
+    run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})
+    slow = SlowQuantised(shape, bits, 8, quant.channels(shape.head_dim), recent)
+    for prompt in PROMPTS:
+        generator = torch.Generator().manual_seed(prompt)
+        inputs = tokens(shape, 1, prompt, generator)
+        run.prefill(0, inputs)
+        for layer, (q, k, v) in enumerate(inputs):
+            slow.prefill(layer, q[0], k[0], v[0])
+        for _ in range(shape.max_new_tokens):
+            inputs = tokens(shape, 1, 1, generator)
+            found = run.step(inputs)
+            for layer, (q, k, v) in enumerate(inputs):
+                expected = slow.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+        for layer, ours in enumerate(run.layers):
+            assert slow.packed(layer) == max(0, prompt + shape.max_new_tokens - recent) // 8 * 8
+            same_codes(ours, slow, layer)
+
+
+def test_rows_of_a_batch_pack_their_groups_each_in_its_time():
+    shape = replace(make_shape(batch=3), n_layer=1)
+    options = {"bits": 4, "group": 8, "recent": 5}
+    run = Run("kivi", shape, None, options)
+    alone = [Run("kivi", replace(shape, batch=1), None, options) for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        for row, prompt in enumerate((100, 50, 3)):
+            inputs = tokens(shape, 1, prompt, generator)
+            run.prefill(row, inputs)
+            alone[row].prefill(0, inputs)
+        for _ in range(20):
+            inputs = tokens(shape, 3, 1, generator)
+            found = run.step(inputs)
+            for row, one in enumerate(alone):
+                mine = one.step([[x[row : row + 1] for x in qkv] for qkv in inputs])
+                assert (found[:, row] - mine[:, 0]).abs().max() <= 1e-5
+        for row, one in enumerate(alone):
+            n = one.layers[0].groups(one.position[0])
+            for ours, theirs in zip(run.layers[0].packed.buffers(), one.layers[0].packed.buffers(), strict=True):
+                assert torch.equal(ours[row, :, :n], theirs[0, :, :n])
+
+
+def test_in_bfloat16_the_codes_are_those_of_the_rounded_tokens():
+    shape = replace(make_shape(), n_layer=1, dtype=torch.bfloat16)
+    run, slow = Run("kivi", shape, None, {"group": 8, "recent": 4}), SlowQuantised(shape, 4, 8, 16, 4)
+    generator = torch.Generator().manual_seed(0)
+    (q, k, v) = (x.bfloat16() for x in tokens(shape, 1, 50, generator)[0])
+    run.prefill(0, [(q, k, v)])
+    slow.prefill(0, q[0], k[0], v[0])
+    for _ in range(20):
+        (q, k, v) = (x.bfloat16() for x in tokens(shape, 1, 1, generator)[0])
+        expected = slow.decode(0, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+        assert (run.step([(q, k, v)])[0, 0] - expected).abs().max() <= 2**-8 * expected.abs().max()
+    same_codes(run.layers[0], slow, 0)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("bits", (1, 2, 4, 8))
+def test_memory_is_table_2_and_the_window(bits, head_dim):
+    shape = replace(make_shape(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
+    table = 2 * 4096 * shape.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
+    rows = shape.n_layer * shape.batch
+    assert kv.paper_bytes("kivi", shape, None, kv.parse_options("kivi", {"bits": bits})) == rows * table
+    for recent in (0, 128):
+        options = {"bits": bits, "recent": recent}
+        over = kv.build("kivi", replace(shape, device=torch.device("meta")), None, options)[0].overhead()
+        device, host = kv.planned_bytes("kivi", shape, None, options)
+        packed = device - shape.n_layer * sum(over.values())
+        assert packed == rows * table * (1 - recent / 4096) and host == 0
+        assert over["tokens that wait"] == (recent + 64) * shape.batch * shape.n_kv_head * shape.unit_bytes
+        assert over["group past the end"] <= 0.02 * shape.batch * table
+
+
+class NewSizes(TensorSizes):
+    """Elements of every tensor that is no view of another."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if all(out.alias_info is None for out in func._schema.returns):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+LONG, PART = 4031, 256  # tokens of a text, whose next fills a group; of what may exist of it in full precision
+
+
+@pytest.fixture
+def long_step(monkeypatch):
+    """A layer, its prompt's K and V, and the inputs of the next step."""
+    monkeypatch.setattr(ops, "SPAN", 256)
+    monkeypatch.setattr(quant, "SLICE", PART)
+    shape = replace(make_shape(), n_layer=1, head_dim=64, max_prompt=LONG, max_new_tokens=500)
+    layer, generator = kv.build("kivi", shape, None, {"recent": 0})[0], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, LONG + 1, 64, generator=generator) for h in (6, 2, 2))
+    layer.prefill(0, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1])
+    layer.fit(LONG + 1, 1)
+    inputs = [x[:, :, -1:].contiguous() for x in (q, k, v)]
+    return layer, k[0, :, :-1], v[0, :, :-1], (*inputs, torch.tensor([LONG]), torch.tensor([True]))
+
+
+def test_the_cache_is_never_there_in_full_precision(long_step):
+    layer, k, v, inputs = long_step
+    count = layer.groups(LONG) * layer.group
+    with NewSizes() as filling:
+        layer.packed.fill(0, k[:, :count], v[:, :count])
+    with NewSizes() as step:
+        layer.decode(*inputs)
+    assert len(filling.found) > 100 and len(step.found) > 100
+    assert max(filling.found + step.found) <= k.shape[0] * PART * k.shape[2]
+
+
+def test_a_compiled_step_makes_nothing_larger_than_the_attention_weights(long_step):
+    layer, *_, inputs = long_step
+    before = [x.clone() for x in layer.packed.buffers()]
+    expected = layer.decode(*inputs)
+    packed = [x.clone() for x in layer.packed.buffers()]
+    for x, old in zip(layer.packed.buffers(), before, strict=True):
+        x.copy_(old)
+    found, (code,) = run_and_get_code(torch.compile(layer.decode, fullgraph=True), *inputs)
+    assert (found - expected).abs().max() <= 1e-5
+    for x, old, new in zip(layer.packed.buffers(), before, packed, strict=True):
+        assert torch.equal(x, new) and not torch.equal(old, new)
+    sizes = re.findall(r" = empty_strided_cpu\((\(.*?\)), \(", code)
+    variable = defaultdict(lambda: layer.span.shape[0])  # the one size that the code leaves open
+    sizes = [math.prod(eval(size, {}, variable)) for size in sizes]
+    assert len(sizes) > 10
+    assert max(sizes) <= inputs[0].shape[1] * (layer.span.shape[0] * layer.group + layer.window)
+
+
+# The other methods' bits
+
+
+def differences(name: str, budget: int | None) -> tuple:
+    """A method with 16, 8 and 4 bits, 20 steps after 600 tokens; how 8 and 4 differ from 16, [2,20,L,B,Hq,D]."""
+    shape = replace(make_shape(), n_layer=2, max_prompt=600)
+    runs, found = [Run(name, shape, budget, {"bits": bits}) for bits in (16, 8, 4)], []
+    generator = torch.Generator().manual_seed(0)
+    inputs = tokens(shape, 1, 600, generator)
+    for run in runs:
+        run.prefill(0, inputs)
+    for _ in range(20):
+        inputs = tokens(shape, 1, 1, generator)
+        found.append(torch.stack([run.step(inputs) for run in runs]))
+    found = torch.stack(found, dim=1)
+    return runs, (found[1:] - found[0]).abs()
+
+
+def test_full_in_fewer_bits_is_nearly_full_attention():
+    runs, (eight, four) = differences("full", None)
+    assert 0 < eight.max() < 0.005 < four.max() < 0.1
+    assert [layer.wait for layer in runs[1].layers] == [128, 128]
+
+
+@pytest.mark.parametrize("name", ("rocketkv", "hybrid"))
+def test_rocketkv_in_8_bits_chooses_nearly_as_in_16(name, monkeypatch):
+    pages, attend = [], ops.attend_pages
+
+    def noted(q, k, v, best, *args):
+        pages.extend(map(set, best.flatten(0, 1).tolist()))
+        return attend(q, k, v, best, *args)
+
+    monkeypatch.setattr(ops, "attend_pages", noted)
+    (exact, *coded), (eight, four) = differences(name, 100)
+    a, b = exact.layers[0], coded[0].layers[0]
+    for x, y in ((a.k, b.decoded(b.k)), (a.v, b.decoded(b.v))):
+        assert 0 < (x - y)[:, :, : a.keep].abs().max() < 0.02  # the same tokens, half a step away
+    runs = torch.arange(len(pages)) // (2 * 2) % 3  # of each layer's and KV head's pages
+    by_run = [[pages[i] for i in (runs == run).nonzero()] for run in range(3)]
+    same = [sum(len(x & y) / len(x) for x, y in zip(by_run[0], own, strict=True)) for own in by_run[1:]]
+    assert same[0] > 0.99 * len(by_run[0]) > same[1]
+    assert 0 < eight.mean() < 0.005 < four.mean()
+
+
+@pytest.mark.parametrize("name, known", [("full", "16, 8, 4"), ("rocketkv", "16, 8, 4"), ("omnikv", "16, 8, 4"),
+                                         ("kivi", "1, 2, 4, 8"), ("tailorkv", "1, 2, 4, 8")])  # fmt: skip
+def test_bits_that_do_not_pack_are_refused(name, known):
+    with pytest.raises(ValueError) as error:
+        kv.build(name, make_shape(), None, {"bits": 3})
+    assert str(error.value) == f"{name}: option bits=3: must be one of {known}"
+
+
+def test_a_window_that_the_codes_would_not_honour_is_refused():
+    shape = replace(make_shape(), window=64)
+    with pytest.raises(ValueError, match="^a cache in 4 bits does not honour .* sliding window: leave out --kv-bits$"):
+        kv.build("full", shape, None, {"bits": 4})
+    with pytest.raises(ValueError, match="^kivi does not honour this model's sliding window: use --kv full"):
+        kv.build("kivi", shape, None, {})
+    assert kv.build("full", replace(shape, window=shape.planned), None, {"bits": 4})

@@ -1,0 +1,143 @@
+"""Packed codes: what they stand for, to the bit, and attention that reads them as they are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references_tailor import dequantise
+from references_tailor import quantise as slow_quantise
+from runs import make_shape
+
+from kv import quant
+
+BITS = (1, 2, 4, 8)
+every_width = pytest.mark.parametrize("bits", BITS)
+# Scales and offsets of groups: 0 makes constant ones; 1e-6 is less than a step may be; 3e4 nearly ends fp16.
+KINDS = [(1.0, 0.0), (1.0, 100.0), (0.01, -3.0), (1e-6, 0.5), (0.0, 0.0), (0.0, 1 / 3), (200.0, 0.0), (1000.0, -3e4)]
+
+
+def groups(count: int, size: int) -> torch.Tensor:
+    """Random groups [kinds,count,size]."""
+    x = torch.randn(len(KINDS), count, size, generator=torch.Generator().manual_seed(size))
+    scale, offset = torch.tensor(KINDS)[:, :, None, None].unbind(1)
+    return x * scale + offset
+
+
+def decoded(x: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """What the reference makes of vectors x [...,D], `size` channels of which share a scale."""
+    parts = [dequantise(*slow_quantise(part, bits)) for part in x.reshape(-1, size)]
+    return torch.stack(parts).float().view(x.shape)
+
+
+@every_width
+@pytest.mark.parametrize("dim", (-1, -2))
+def test_codes_come_back_from_as_few_bytes_as_hold_them(dim, bits):
+    for length in range(1, 41):
+        every = torch.arange(2**bits).repeat(-(-3 * length // 2**bits) + 1)[: 3 * length]
+        codes = every.to(torch.uint8).view(3, length)
+        codes = codes if dim == -1 else codes.mT
+        packed = quant.pack(codes, bits, dim)
+        assert packed.dtype == torch.uint8 and packed.shape[dim] == -(-length * bits // 8)
+        assert packed.numel() == 3 * packed.shape[dim]
+        assert torch.equal(quant.unpack(packed, bits, dim, length), codes.int())
+
+
+def test_a_byte_holds_codes_that_are_far_apart():
+    codes = torch.tensor([1, 2, 3, 0, 2], dtype=torch.uint8)
+    assert quant.pack(codes, 2, -1).tolist() == [1 + (3 << 2) + (2 << 4), 2 + (0 << 2)]
+    assert quant.pack(codes, 4, -1).tolist() == [1 + (0 << 4), 2 + (2 << 4), 3]
+
+
+def both_ways(x: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Codes, scales and zero points of groups [...,n], and of the same along the last dimension but one."""
+    across = [part.mT for part in quant.quantise(x.mT.contiguous(), bits, -2)]
+    return [*quant.quantise(x, bits, -1), *across]
+
+
+@every_width
+@pytest.mark.parametrize("compiled", (False, True))
+def test_quantised_as_the_reference_does_to_the_bit(compiled, bits):
+    x = groups(20, 16)
+    found = (torch.compile(both_ways, dynamic=False) if compiled else both_ways)(x, bits)
+    assert [part.dtype for part in found] == [torch.uint8, torch.float16, torch.float16] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
+    for group, *parts in zip(x.flatten(0, 1), *(part.flatten(0, 1) for part in found[:3]), strict=True):
+        for part, expected in zip(parts, slow_quantise(group, bits), strict=True):
+            assert torch.equal(part.to(expected.dtype), expected.expand(part.shape))
+
+
+@every_width
+def test_a_value_is_missed_by_half_a_step_and_what_rounding_the_zero_point_cuts_off(bits):
+    x = groups(500, 16)
+    codes, scale, zero = quant.quantise(x, bits, -1)
+    missed = (dequantise(codes, scale, zero) - x.double()).abs()
+    cut = zero.double().abs() * 2**-11 + 2**-25  # fp16 has 11 significant bits, and steps of 2^-24 below 2^-14
+    assert (missed <= scale.double() * (0.5 + 1e-4) + cut).all()
+    assert codes.amin() == 0 and codes.amax() == 2**bits - 1
+
+
+@every_width
+@pytest.mark.parametrize("head_dim", (16, 64, 80, 96, 128))
+def test_vectors_come_back_from_rows_of_bytes(head_dim, bits):
+    x = torch.cat([groups(3, head_dim).flatten(0, 1), torch.zeros(1, head_dim)])
+    rows = quant.encode(x, bits)
+    assert rows.dtype == torch.uint8 and rows.shape == (len(x), quant.vector_bytes(head_dim, bits))
+    scales = {16: 1, 64: 1, 80: 5, 96: 3, 128: 2}[head_dim]
+    assert rows.shape[1] == head_dim * bits // 8 + 4 * scales
+    assert torch.equal(quant.decode(rows, bits, head_dim), decoded(x, bits, head_dim // scales))
+
+
+def test_a_compiled_round_trip_is_the_same_to_the_bit():
+    def trip(x, bits, head_dim):
+        rows = quant.encode(x, bits)
+        return rows, quant.decode(rows, bits, head_dim)
+
+    for bits, head_dim in ((1, 80), (4, 128), (8, 16)):
+        x = groups(3, head_dim)
+        for a, b in zip(torch.compile(trip, dynamic=False)(x, bits, head_dim), trip(x, bits, head_dim), strict=True):
+            assert torch.equal(a, b)
+
+
+def filled(bits: int, group: int, head_dim: int) -> tuple:
+    """Packed storage of two rows of five groups, four of them in use, and K and V [B,Hk,4 group,D]."""
+    shape = replace(make_shape(batch=2), head_dim=head_dim)
+    packed, generator = quant.Packed(shape, 5, group, bits), torch.Generator().manual_seed(bits)
+    k, v = (torch.randn(2, shape.n_kv_head, 4 * group, head_dim, generator=generator) for _ in range(2))
+    for row in range(2):
+        packed.fill(row, k[row], v[row])
+    return packed, k, v
+
+
+@every_width
+@pytest.mark.parametrize("group, head_dim", [(8, 16), (24, 80), (64, 64)])
+def test_attention_to_packed_tokens_is_attention_to_what_they_stand_for(group, head_dim, bits, monkeypatch):
+    packed, k, v = filled(bits, group, head_dim)
+    keys, values = packed.keys(0, 4), packed.values(0, 4)
+    assert torch.equal(keys, decoded(k.unflatten(2, (4, group)).mT, bits, group).mT.flatten(2, 3))
+    assert torch.equal(values, decoded(v, bits, quant.channels(head_dim)))
+    assert torch.equal(packed.keys(1, 2), keys[:, :, group : 3 * group])
+    assert torch.equal(packed.values(1, 2), values[:, :, group : 3 * group])
+    rows, weight = torch.randn(2, 2, 3, head_dim), torch.rand(2, 2, 3, 4 * group)
+    for tokens in (4096, 2 * group, group, 1):  # at once
+        monkeypatch.setattr(quant, "SLICE", tokens)
+        for n in (4, 3, 1):
+            seen, part = slice(0, n * group), weight[..., : n * group]
+            assert (packed.dots(rows, n) - rows @ keys[:, :, seen].mT).abs().max() <= 1e-4
+            assert (packed.sums(part, n) - part @ values[:, :, seen]).abs().max() <= 1e-4
+        again, *_ = filled(bits, group, head_dim)
+        assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), again.buffers(), strict=True))
+
+
+@every_width
+def test_a_group_is_stored_where_it_is_due_and_nowhere_else(bits):
+    packed, k, v = filled(bits, 16, 16)
+    whole = [x.clone() for x in packed.buffers()]
+    packed.store(k[:, :, 16:32], v[:, :, 16:32], torch.tensor([4, 0]), torch.tensor([True, False]))
+    for old, new in zip(whole, packed.buffers(), strict=True):
+        assert torch.equal(new[0, :, 4], old[0, :, 1]) and torch.equal(new[0, :, :4], old[0, :, :4])
+        assert torch.equal(new[1], old[1])
+
+
+def test_a_group_fills_whole_bytes():
+    with pytest.raises(ValueError, match="8, 16, 24, ... of them, not 12"):
+        quant.Packed(make_shape(), 1, 12, 4)

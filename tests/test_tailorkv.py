@@ -1,0 +1,381 @@
+"""TailorKV against a slow reference; what the layer below predicts, and what is fetched meanwhile."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import write_random
+from references_tailor import SlowTailorKV
+from runs import HEADS, Run, compare, make_shape, tokens
+
+import kv
+from engine import Engine
+from kv import offload, ops
+from kv.tailorkv import Fetched, Tailored
+from model import Attention
+
+HERE = {"offload": False}
+DIRECT, THREADS = ({"engine": engine, "threads": 3} for engine in ("direct", "threads"))
+CASES = [
+    ({"quant_layers": [0], "channels": 4} | THREADS, 24),
+    ({"quant_layers": [0], "channels": 1} | DIRECT, 8),
+    ({"quant_layers": [0], "bits": 2} | HERE, 200),
+    ({"quant_layers": [], "channels": 4} | THREADS, 90),
+    ({"quant_layers": [], "channels": 1} | HERE, 24),
+    ({"quant_layers": [1, 2], "channels": 4} | THREADS, 8),
+    ({"quant_layers": [1, 2], "channels": 1, "initial": 0} | DIRECT, 90),
+    ({"quant_layers": [1, 2], "channels": 16, "initial": 2, "local": 11} | THREADS, 24),
+]
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(ops, "SPAN", 8)
+
+
+def foreseen(q: torch.Tensor) -> torch.Tensor:
+    """A prediction of a query that is off."""
+    return q + 0.7 * q.roll(1, -1)
+
+
+class Tailor(Run):
+    """Layers that are driven as the model drives them; each row has generated a number of tokens of its own."""
+
+    def __init__(self, shape: kv.Shape, budget: int, options: dict):
+        super().__init__("tailorkv", shape, budget, {"group": 8} | options)
+        self.generated = [0] * shape.batch
+
+    def prefill(self, row: int, inputs: list) -> None:
+        super().prefill(row, inputs)
+        self.generated[row] = 0
+
+    def step(self, inputs: list, active: list[bool] | None = None) -> torch.Tensor:
+        active = torch.ones(self.shape.batch, dtype=torch.bool) if active is None else torch.tensor(active)
+        pos, found = torch.tensor(self.position) - ~active * 1, []
+        for layer in self.layers:
+            layer.fit(max(self.position) + 1, max(self.generated) + 1)
+        for layer, (q, k, v), after in zip(self.layers, inputs, [*range(1, len(inputs)), None], strict=True):
+            if after is not None and self.layers[after].wants_lookahead:
+                q = self.layers[after].lookahead(foreseen(inputs[after][0]), q, active)
+            found.append(layer.decode(q, k, v, pos, active)[:, :, 0])
+        for row in active.nonzero().flatten().tolist():
+            self.position[row], self.generated[row] = self.position[row] + 1, self.generated[row] + 1
+        return torch.stack(found)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+def test_it_is_what_the_reference_computes(options, budget, heads):
+    """Two rows, refilled in turn."""
+    shape = replace(make_shape(heads, batch=2), n_layer=4)
+    run = Tailor(shape, budget, options)
+    known = {key: value for key, value in options.items() if key not in THREADS | HERE}
+    slow = [SlowTailorKV(shape, budget, **{"group": 8, "value_group": 16} | known) for _ in range(2)]
+    generator = torch.Generator().manual_seed(budget)
+    for prompts in ({0: 100, 1: 61}, {0: 30}, {1: 9}, {0: 100}):
+        for row, prompt in prompts.items():
+            inputs = tokens(shape, 1, prompt, generator)
+            run.prefill(row, inputs)
+            for layer, (q, k, v) in enumerate(inputs):
+                slow[row].prefill(layer, q[0], k[0], v[0])
+        for _ in range(6):
+            inputs = tokens(shape, 2, 1, generator)
+            found = run.step(inputs)
+            for row, check in enumerate(slow):
+                for layer, (q, k, v) in enumerate(inputs):
+                    predicted = foreseen(q)[row, :, 0] if layer > 0 else None
+                    expected = check.decode(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], predicted)
+                    assert (found[layer, row] - expected).abs().max() <= 1e-5
+                    if not check.is_quantised(layer):
+                        for head, index in enumerate(run.layers[layer].index[row].tolist()):
+                            between = check.candidates(layer)
+                            chosen = [p for p in check.chosen(layer, head) if p in between]
+                            assert sorted(p for p in index if p >= 0) == chosen
+    run.close()
+
+
+@pytest.mark.parametrize("options", (DIRECT, THREADS, THREADS | {"wide": 1}), ids=("direct", "threads", "wide"))
+def test_offloaded_is_the_same_to_the_bit(options, monkeypatch):
+    """Rows of a batch, refilled; of wide rows each is copied by itself."""
+    options = dict(options)
+    monkeypatch.setattr(offload, "WIDE", options.pop("wide", offload.WIDE))
+    shape = make_shape(batch=3)
+    compare(Tailor(shape, 24, HERE), Tailor(shape, 24, options), torch.equal)
+
+
+@pytest.mark.parametrize("options", (HERE, DIRECT, THREADS), ids=("here", "direct", "threads"))
+def test_a_row_that_sleeps_does_not_change_where_layers_share_what_they_fetch_to(options):
+    shape = replace(make_shape(batch=2), n_layer=3)
+    run, generator = Tailor(shape, 24, {"quant_layers": []} | options), torch.Generator().manual_seed(0)
+    for row, prompt in enumerate((100, 50)):
+        run.prefill(row, tokens(shape, 1, prompt, generator))
+    run.step(tokens(shape, 2, 1, generator))
+    own = [x[1] for layer in run.layers for x in (layer.k, layer.v, layer.index, layer.prompt, layer.largest)]
+    before = [x.clone() for x in own]
+    for _ in range(3):
+        run.step(tokens(shape, 2, 1, generator), [True, False])
+    assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
+    run.close()
+
+
+# In the model
+
+MODELS = {
+    "biases": {"attention_bias": True, "rope_theta": 500.0},
+    "q_norm": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24, "attention_bias": True},
+}
+
+
+def engine_of(folder, changes: dict, options: dict, name: str = "tailorkv", budget: int | None = 24) -> Engine:
+    folder = write_random(folder / "m", num_hidden_layers=4, **changes)
+    options = {"group": 8, "quant_layers": [1]} | options if name == "tailorkv" else options
+    return Engine.load(folder, name, budget, options, batch=2, max_prompt=80, max_new_tokens=30, compile=False)
+
+
+def steps(engine: Engine, count: int) -> torch.Tensor:
+    """Logits of steps after two prompts, of 70 and 33 tokens."""
+    found = []
+    for row, n in enumerate((70, 33)):
+        engine.model.prefill(torch.arange(n) % 101, row)
+    for i in range(count):
+        pos = torch.tensor([70 + i, 33 + i])
+        found.append(engine.model(torch.tensor([[3 + i], [90 - i]]), pos, torch.ones(2, dtype=torch.bool)))
+    return torch.stack(found)
+
+
+def rotated(q: torch.Tensor, pos: int, theta: float) -> torch.Tensor:
+    """RoPE on q [Hq,D]."""
+    half = q.shape[-1] // 2
+    angle = pos * theta ** (-torch.arange(half).double() / half)
+    a, b = q.double().split(half, dim=-1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).float()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_query_is_predicted_from_what_the_layer_below_attends_with(name, tmp_path, monkeypatch):
+    engine = engine_of(tmp_path, MODELS[name], HERE)
+    layers, asked, normed, theirs = engine.model.layers, [], {}, []
+    for i, layer in enumerate(layers):
+        layer.attention_norm.register_forward_hook(lambda module, x, y, i=i: normed.update({i: y.clone()}))
+    lookahead, query = Tailored.lookahead, Attention.query
+
+    def noted(kv, q, x, active):
+        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is kv)
+        theirs.append((i, q.clone(), normed.get(i - 1)))
+        return lookahead(kv, q, x, active)
+
+    monkeypatch.setattr(Tailored, "lookahead", noted)
+    monkeypatch.setattr(Attention, "query", lambda a, *args: asked.append(a) or query(a, *args))
+    steps(engine, 10)
+    assert asked == [layers[i].attention for i in (2, 3)] * 10  # 0 is the first, 1 is quantised
+    assert [i for i, *_ in theirs] == [0, 2, 3] * 10
+    for n, (i, q, h) in enumerate(theirs):
+        if i == 0:
+            continue
+        a, c = layers[i].attention, engine.model.config
+        size = c.n_head * c.head_dim
+        expected = F.linear(h[:, 0], a.wqkv.weight[:size], a.wqkv.bias[:size]).view(2, c.n_head, c.head_dim)
+        if c.qk_norm:
+            expected = expected / (expected.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * a.q_norm.weight
+        for row, prompt in enumerate((70, 33)):
+            mine = rotated(expected[row], prompt + n // 3, c.rope["rope_theta"])
+            assert (q[row, :, 0] - mine).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name, options", [("full", {}), ("kivi", {}), ("tailorkv", {"quant_layers": [1, 2, 3]})])
+def test_who_does_not_look_ahead_costs_no_projection(name, options, tmp_path, monkeypatch):
+    engine = engine_of(tmp_path, {}, options, name, 24 if name == "tailorkv" else None)
+    monkeypatch.setattr(Attention, "query", None)
+    assert steps(engine, 2).isfinite().all()
+    engine.use("full")
+
+
+def test_channels_come_while_the_layer_below_computes(tmp_path, monkeypatch):
+    """No thread brings a channel before its layer waits for it: whoever waited earlier would wait in vain."""
+    expected = steps(engine_of(tmp_path / "here", {}, HERE), 5)
+    engine, log = engine_of(tmp_path / "there", {}, THREADS), []
+    kvs = [layer.attention.kv for layer in engine.model.layers]
+    for i, layer in enumerate(kvs):
+        monkeypatch.setattr(layer, "decode", lambda *a, i=i, f=layer.decode: (f(*a), log.append(("decoded", i)))[0])
+    for i in (2, 3):
+        pool, needed = kvs[i].lines, threading.Event()
+
+        def gather(*args, needed=needed, gather=pool.gather):
+            assert needed.wait(30), "nobody waits for it"
+            return gather(*args)
+
+        def finish(i=i, needed=needed, finish=pool.finish):
+            log.append(("waits", i))
+            needed.set()
+            found = finish()
+            needed.clear()
+            return found
+
+        monkeypatch.setattr(pool, "gather", gather)
+        monkeypatch.setattr(pool, "finish", finish)
+    assert torch.equal(steps(engine, 5), expected)
+    step = [("decoded", 0), ("decoded", 1), ("waits", 2), ("decoded", 2), ("waits", 3), ("decoded", 3)]
+    assert log == step * 5
+    engine.use("full")
+    assert not threads()
+
+
+def test_a_compiled_step_keeps_that_order(monkeypatch):
+    log = []
+
+    @torch.library.custom_op("kv_fast_test::attended", mutates_args=())
+    def mark(x: torch.Tensor) -> torch.Tensor:
+        log.append("attention")
+        return x.clone()
+
+    mark.register_fake(torch.empty_like)
+    attend = Fetched.attend
+    monkeypatch.setattr(Fetched, "attend", lambda *args: mark(attend(*args)))
+    for method in (offload.ThreadedPool.start, offload.ThreadedPool.finish):
+
+        def logged(pool, *args, method=method):
+            log.append(f"{method.__name__} {pool.what}")
+            return method(pool, *args)
+
+        monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
+    shape = replace(make_shape(), n_layer=2)
+    eager, compiled = (Tailor(shape, 24, {"quant_layers": []} | THREADS) for _ in range(2))
+
+    def step(inputs, pos, active):
+        x, found = inputs[0][0], []
+        for i, (layer, (q, k, v)) in enumerate(zip(compiled.layers, inputs, strict=True)):
+            q = q + 1e-30 * x  # each layer needs the one before
+            if i + 1 < len(inputs):
+                q = compiled.layers[i + 1].lookahead(foreseen(inputs[i + 1][0] + 1e-30 * x), q, active)
+            x = layer.decode(q, k, v, pos, active)
+            found.append(x[:, :, 0])
+        return torch.stack(found)
+
+    fast, generator = torch.compile(step, fullgraph=True), torch.Generator().manual_seed(0)
+    inputs = tokens(shape, 1, 100, generator)
+    for run in (eager, compiled):
+        run.prefill(0, inputs)
+    for i in range(3):
+        inputs = tokens(shape, 1, 1, generator)
+        expected = eager.step(inputs)
+        for layer in compiled.layers:
+            layer.fit(101 + i, i + 1)
+        log.clear()
+        assert (fast(inputs, torch.tensor([100 + i]), torch.tensor([True])) - expected).abs().max() <= 1e-5
+    begun, needed = (log.index(f"{what} the channels of layer 1") for what in ("start", "finish"))
+    assert log[begun:needed].count("attention") == 1 and log.count("attention") == 2
+    for run in (eager, compiled):
+        run.close()
+
+
+# Threads
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-offload")]
+
+
+@pytest.mark.parametrize("pool, what", [("lines", "the channels of layer 2"), ("pool", "layer 2")])
+def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(pool, what, monkeypatch):
+    shape = make_shape(batch=2)
+    here, there = Tailor(shape, 24, HERE), Tailor(shape, 24, THREADS)
+    generator = torch.Generator().manual_seed(0)
+    for row, prompt in enumerate((100, 50)):
+        inputs = tokens(shape, 1, prompt, generator)
+        here.prefill(row, inputs)
+        there.prefill(row, inputs)
+
+    def fails(*_):
+        raise OSError("bus error")
+
+    for _ in range(3):
+        inputs = tokens(shape, 2, 1, generator)
+        with monkeypatch.context() as broken:
+            broken.setattr(getattr(there.layers[2], pool), "gather", fails)
+            with pytest.raises(RuntimeError, match=rf"^{what}: rows \d+ to \d+ could not be fetched \(bus error\)$"):
+                there.step(inputs)
+        assert torch.equal(there.step(inputs), here.step(inputs))
+    assert threads()
+    there.close()
+    assert not threads()
+
+
+def test_the_engine_runs_it_with_rows_refilled_and_leaves_no_thread(tmp_path):
+    prompts = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
+
+    def answers(options: dict) -> list:
+        engine.use("tailorkv", 12, {"group": 8, "channels": 2} | options, batch=2, max_new_tokens=40)
+        found = engine.generate(prompts, max_new_tokens=10, follow_ups=[[[7, 8, 9]]] * 4)
+        return [[answer.tokens for answer in completion.answers] for completion in found]
+
+    folder = write_random(tmp_path / "m", num_hidden_layers=3)
+    engine = Engine.load(folder, batch=2, max_new_tokens=40, compile=False)
+    expected = answers(HERE)
+    assert expected != answers(HERE | {"channels": 16})
+    assert answers(DIRECT) == expected
+    assert answers(THREADS) == expected
+    assert threads()
+    engine.use("full")
+    assert not threads()
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("prompt, channels", [(32 * 1024, 8), (64 * 1024, 12)])
+def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
+    meta, heads, dim, new, t = torch.device("meta"), 2, 64, 64, 1024
+    shape = kv.Shape(4, 8, heads, dim, 512, "default", 1e4, torch.bfloat16, meta, 2, prompt, new)
+    rows, unit = shape.batch * heads, shape.unit_bytes
+    table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
+    layers = kv.build("tailorkv", shape, t, {})
+    over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
+    assert over.pop("slots") == 3 * rows * (t + new + 1) * unit
+    staged = rows * (t - 128) * unit  # tokens that arrive, of one layer after the other
+    beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "choice", "largest"))
+    device, host = kv.planned_bytes("tailorkv", shape, t, {})
+    assert device == table + 3 * rows * (t + new + 1) * unit + beside
+    assert device < 0.2 * shape.full_bytes()
+    assert over.keys() == {"staging", "channels"}  # what is left of them is the threads', on the host
+    assert host == 1.5 * 3 * rows * prompt * unit + sum(over.values()) - staged
+    lines = heads * channels * prompt * 2
+    assert layers[1].step_bytes(prompt) == (lines + heads * t * unit, lines + heads * (t - 128) * unit)
+
+
+def test_a_layer_that_is_named_twice_is_quantised_once():
+    once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
+    assert kv.paper_bytes("tailorkv", make_shape(), 24, twice) == kv.paper_bytes("tailorkv", make_shape(), 24, once)
+
+
+def test_what_stays_on_the_device_has_no_buffers_and_what_the_gpu_reads_itself_neither():
+    shape = replace(make_shape(), device=torch.device("meta"))
+    sizes = [kv.planned_bytes("tailorkv", shape, 24, options) for options in (HERE, DIRECT, THREADS)]
+    prompts = shape.n_kv_head * shape.max_prompt * shape.unit_bytes * (shape.n_layer - 1)
+    buffers = shape.n_kv_head * (2 * 8 * shape.max_prompt * 4 + 16 * shape.unit_bytes)
+    assert sizes[1] == (sizes[0][0] - 1.5 * prompts, 1.5 * prompts) and sizes[0][1] == 0
+    assert sizes[2][0] == sizes[1][0] + buffers and sizes[2][1] > sizes[1][1]
+
+
+def test_what_does_not_fit_the_model_or_the_method_is_refused_in_one_line():
+    def refused(budget: int, options: dict) -> str:
+        with pytest.raises(ValueError) as error:
+            kv.build("tailorkv", make_shape(), budget, options)
+        return str(error.value)
+
+    assert refused(24, {"quant_layers": [0, 8]}) == "tailorkv: quant_layers must lie below 8, not [0, 8]"
+    assert refused(24, {"quant_layers": "-1"}) == "tailorkv: option quant_layers=-1: must be at least 0"
+    assert refused(7, {}) == "tailorkv needs a budget of at least 8 tokens, not 7"
+    assert refused(12, {"initial": 12}) == "tailorkv needs a budget of at least 13 tokens, not 12"
+    assert refused(24, {"group": 12}).startswith("a group of tokens that are packed together has 8, 16, 24")
+
+
+def test_which_layers_are_quantised_unless_told():
+    def of(n_layer: int, n_kv_head: int) -> list[int]:
+        shape = replace(make_shape(), n_layer=n_layer, n_head=32, n_kv_head=n_kv_head, dim=4096)
+        layers = kv.build("tailorkv", replace(shape, device=torch.device("meta")), 24, {})
+        return [i for i, layer in enumerate(layers) if not layer.wants_lookahead]
+
+    assert of(32, 8) == [0]  # Llama-3.1-8B
+    assert of(32, 32) == of(32, 4) == of(48, 4) == [0, 1]  # Llama-2-7B, Yi-6B, Yi-9B
