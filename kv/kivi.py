@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kv import ops
 from kv.base import KV, Shape
-from kv.quant import Packed, channels
+from kv.quant import Packed, channels, widen
 
 GROUP = 64
 
@@ -60,7 +60,7 @@ class Quantised(KV):
         count = self.groups(pos + 1)
         if self.packed.groups:
             self.pack(count - 1, active & (count > self.groups(pos)))
-        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+        rows = widen(q.view(q.shape[0], k.shape[1], -1, q.shape[-1]))  # [B,Hk,G,D]
         n = self.span.shape[0]
         age = (pos[:, None] - torch.arange(self.window, device=q.device)) % self.window  # of what is in each slot
         waits = age <= (pos - count * self.group)[:, None]

@@ -96,6 +96,17 @@ def decode(rows: Tensor, bits: int, size: int) -> Tensor:
     return (codes * scale[..., None] + zero[..., None]).flatten(-2)
 
 
+_library = torch.library.Library("kv_fast", "FRAGMENT")
+_library.define("widen(Tensor x) -> Tensor")
+_library.impl("widen", lambda x: x.to(torch.float32, memory_format=torch.contiguous_format), "CPU")
+_library.impl("widen", lambda x: x.new_empty(x.shape, dtype=torch.float32), "Meta")
+
+
+def widen(x: Tensor) -> Tensor:
+    """16 bits as fp32; on a CPU ahead of the loop that uses it, in which a conversion is slower than all else."""
+    return torch.ops.kv_fast.widen(x) if x.device.type == "cpu" else x.float()
+
+
 class Packed(nn.Module):
     """`groups` groups of tokens a row and KV head, of `group` tokens each."""
 
@@ -151,13 +162,13 @@ class Packed(nn.Module):
     def keys(self, first: int, groups: int) -> Tensor:
         """[B,Hk,groups group,D] fp32"""
         codes, scale, zero = (x.narrow(2, first, groups) for x in (self.k, self.k_scale, self.k_zero))
-        return (unpack(codes, self.bits, -2, self.group) * scale.float() + zero.float()).flatten(2, 3)
+        return (unpack(codes, self.bits, -2, self.group) * widen(scale) + widen(zero)).flatten(2, 3)
 
     def values(self, first: int, groups: int) -> Tensor:
         """[B,Hk,groups group,D] fp32"""
         codes, scale, zero = (x.narrow(2, first, groups) for x in (self.v, self.v_scale, self.v_zero))
         codes = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels))
-        return (codes * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).flatten(2, 3)
+        return (codes * widen(scale)[..., None] + widen(zero)[..., None]).flatten(-2).flatten(2, 3)
 
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """rows [B,Hk,G,D] with the keys of the first groups -> [B,Hk,G,n]"""
