@@ -104,7 +104,9 @@ _library.impl("widen", lambda x: x.new_empty(x.shape, dtype=torch.float32), "Met
 
 def widen(x: Tensor) -> Tensor:
     """16 bits as fp32; on a CPU ahead of the loop that uses it, in which a conversion is slower than all else."""
-    return torch.ops.kv_fast.widen(x) if x.device.type == "cpu" else x.float()
+    if x.device.type != "cpu" or x.dtype == torch.float32:
+        return x.float()
+    return torch.ops.kv_fast.widen(x)  # not for fp32, which it would return as it is
 
 
 class Packed(nn.Module):

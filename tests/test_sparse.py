@@ -61,9 +61,9 @@ class Both:
         self.chosen = None
         attend = ops.attend_rows
 
-        def record(q, k, v, index, mask):
+        def record(q, k, v, index, mask, read=None):
             self.chosen = [sorted(row[kept].tolist()) for row, kept in zip(index[0], mask[0], strict=True)]
-            return attend(q, k, v, index, mask)
+            return attend(q, k, v, index, mask, read)
 
         monkeypatch.setattr(ops, "attend_rows", record)
         monkeypatch.setattr(ops, "SPAN", 8)
