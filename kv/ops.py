@@ -58,19 +58,20 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor |
 
     With `first` [B], multiples of BLOCK, each row's slots begin there.
     """
-    first = torch.zeros_like(length) if first is None else first
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     blocks = -(-k.shape[2] // BLOCK)
     whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: heads and the one block of queries
     cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
-    order = torch.arange(blocks, device=q.device) + (first // BLOCK)[:, None, None, None]  # a row's blocks come first
+    order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's blocks come first
+    if first is not None:
+        order = order + (first // BLOCK)[:, None, None, None]
     mask = BlockMask.from_kv_blocks(
         cut,
         ((order + whole[..., None]) % blocks).int(),  # the block that the end cuts comes after the whole ones
         whole,
         (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, i, slot: slot < first[b] + length[b],
+        mask_mod=lambda b, h, i, slot: slot < (length[b] if first is None else first[b] + length[b]),
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads them
     )
