@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kv import offload, ops
 from kv.base import KV, Shape
+from kv.fetched import Fetched
 
 
 @dataclass(frozen=True)
@@ -34,41 +35,24 @@ class Options(offload.Options):
         return replace(self, sinks=sinks, local=local)
 
 
-class InfLLM(KV):
-    """Slots: sinks, local tokens, the chosen blocks, generated tokens."""
-
-    recent = 1
+class InfLLM(Fetched):
+    """Its rows are blocks of a KV head, each head's own."""
 
     def __init__(self, shape: Shape, layer: int, count: int, options: Options, workers):
-        super().__init__()
-        self.shape, self.block, self.reps = shape, options.block, options.reps
-        self.sinks, self.local = options.sinks, options.local
-        self.ends = self.sinks + self.local
-        self.blocks = -(-max(1, shape.max_prompt - self.ends) // self.block)
-        self.count = min(count, self.blocks)
-        self.chosen = self.ends + self.count * self.block  # slots before the generated tokens
-        self.capacity = self.chosen + shape.max_new_tokens
-        b, h, d = shape.batch, shape.n_kv_head, shape.head_dim
-        self.register_slots(shape, self.capacity)
-        speakers = torch.zeros(b, h, self.blocks, d, device=shape.device)
+        ends, block = options.sinks + options.local, options.block
+        blocks = -(-max(1, shape.max_prompt - ends) // block)
+        count, heads = min(count, blocks), shape.batch * shape.n_kv_head
+        width = (2, block, shape.head_dim)
+        staged = options.staged(heads * count, width, shape)
+        pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
+        super().__init__(shape, options.sinks, ends, count, block, pool)
+        self.block, self.reps, self.local, self.blocks = block, options.reps, options.local, blocks
+        speakers = torch.zeros(shape.batch, shape.n_kv_head, blocks, shape.head_dim, device=shape.device)
         self.register_buffer("speakers", speakers, persistent=False)  # each block's representatives' keys, summed
-        prompt = torch.zeros(b, dtype=torch.int64, device=shape.device)
-        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
-        index = torch.full((b, h, self.count), -1, device=shape.device)
-        self.register_buffer("index", index, persistent=False)  # blocks chosen; -1: none
-        rows = b * h * self.blocks
-        width = (2, self.block, d)
-        staged = options.staged(b * h * self.count, width, shape)
-        self.pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
-        self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.prompt[row] = length = k.shape[2]
-        self.index[row] = -1
-        ends = torch.arange(min(length, self.ends), device=k.device)
-        ends = torch.where(ends < self.sinks, ends, ends + max(0, length - self.ends))
-        self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[0, :, ends], v[0, :, ends]
+        self.keep_ends(row, k[0], v[0])
+        length = k.shape[2]
         middle = slice(self.sinks, length - self.local)
         used = -(-max(0, length - self.ends) // self.block)
         if used:
@@ -97,13 +81,8 @@ class InfLLM(KV):
             sums.append(middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2])).sum(1))
         return torch.stack(sums)
 
-    def finish(self, row: int) -> None:
-        self.pool.settle()
-
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
-        ops.store(self.k, k, self.chosen + age, active)
-        ops.store(self.v, v, self.chosen + age, active)
+        age = self.store(k, v, pos, active)
         b, h = q.shape[0], k.shape[1]
         self.index.copy_(torch.where(active[:, None, None], self.choose(q), self.index))
         block = self.index
@@ -115,11 +94,10 @@ class InfLLM(KV):
         keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
         self.k[:, :, self.ends : self.chosen] = keys.flatten(2, 3)
         self.v[:, :, self.ends : self.chosen] = values.flatten(2, 3)
-        n = self.span.shape[0]
-        mask = self.mask(block, age, n)
-        rows = q.view(b, h, -1, q.shape[-1])
-        keys, values = self.k.narrow(2, 0, n), self.v.narrow(2, 0, n)
-        return torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask).view(q.shape)
+        place = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # behind the sinks
+        inside = (block[..., None] >= 0) & (place < (self.prompt - self.ends)[:, None, None, None])
+        ends, new = self.held(age)
+        return self.attend(q, ends, inside.flatten(2), new)
 
     def choose(self, q: Tensor) -> Tensor:
         """The best blocks, [B,Hk,count]; -1 where a row has fewer."""
@@ -129,28 +107,6 @@ class InfLLM(KV):
         empty = torch.arange(self.blocks, device=q.device) * self.block >= used
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)
         return torch.where(best * self.block < used, best, -1)
-
-    def mask(self, block: Tensor, age: Tensor, n: int) -> Tensor:
-        """Which of the first n slots hold what is attended to: [B,Hk,1,n]"""
-        b, h, _ = block.shape
-        ends = torch.arange(self.ends, device=age.device) < self.prompt[:, None]
-        place = block[..., None] * self.block + torch.arange(self.block, device=age.device)  # behind the sinks
-        inside = (block[..., None] >= 0) & (place < (self.prompt - self.ends)[:, None, None, None])
-        new = torch.arange(n - self.chosen, device=age.device) <= age[:, None]
-        parts = (ends[:, None].expand(b, h, -1), inside.flatten(2), new[:, None].expand(b, h, -1))
-        return torch.cat(parts, dim=2)[:, :, None]
-
-    def reset(self, row: int) -> None:
-        self.prompt[row], self.index[row] = 0, -1
-
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, self.chosen + max(new, 1), self.capacity, self.shape.device)
-
-    def host_bytes(self) -> int:
-        return self.pool.host_bytes
-
-    def fetched(self) -> tuple[int, int]:
-        return self.pool.counts
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
@@ -171,9 +127,6 @@ class InfLLM(KV):
             "chosen blocks": units * self.count * self.block, "ends of blocks": units * rest,
             "ends of a short prompt": units * max(0, self.ends - self.shape.max_prompt),
         }  # fmt: skip
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def blocks_of(budget: int, options: Options) -> int:

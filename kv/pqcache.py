@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kv import offload, ops
 from kv.base import KV, Shape
-from kv.tailorkv import Budget, Fetched
+from kv.tailorkv import Budget, FetchedTokens
 
 LONG = 64 * 1024  # tokens of a prompt beyond which one round of k-means must do
 
@@ -35,10 +35,10 @@ class Options(Budget):
         return local + more, count - more
 
 
-class PQCache(Fetched):
+class PQCache(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: Options, staged, workers):
         super().__init__(shape, layer, budget, options, staged, workers)
-        self.rounds, self.parts, self.recent = options.rounds, options.partitions, self.ends - self.initial
+        self.rounds, self.parts, self.recent = options.rounds, options.partitions, self.ends - self.sinks
         if shape.head_dim % self.parts:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.parts} equal partitions")
         size = (shape.batch, shape.n_kv_head, self.parts)
@@ -59,18 +59,17 @@ class PQCache(Fetched):
         return ops.causal_attention(q, k, v, self.shape.window)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
-        ops.store(self.k, k, self.chosen + age, active)
-        ops.store(self.v, v, self.chosen + age, active)
+        self.store(k, v, pos, active)
         self.encode(pos - self.recent, active)
         n = self.seen.shape[0]
         queries = q.view(*self.centroids.shape[:2], -1, *self.centroids.shape[2::2]).float().sum(2)  # [B,Hk,parts,d]
         products = (queries[:, :, :, None] * self.centroids).sum(4)
         scores = products.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
         place = torch.arange(n, device=q.device)
-        q = self.fetch(scores, (place >= self.initial) & (place <= (pos - self.recent)[:, None]), active, q)
+        q = self.fetch(scores, (place >= self.sinks) & (place <= (pos - self.recent)[:, None]), active, q)
         self.copy_generated()
-        return self.attend(q, *self.near(pos))
+        ends, new = self.near(pos)
+        return self.attend(q, ends, self.index >= 0, new)
 
     def encode(self, place: Tensor, active: Tensor) -> None:
         """The token at place [B], which is no longer recent, gets its codes if it was generated."""
@@ -92,10 +91,10 @@ class PQCache(Fetched):
     def near(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the ends of the prompt, and which of the generated tokens, are first or recent: two of [B,n]."""
         slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
-        end = torch.where(slot < self.initial, slot, slot + (prompt - self.ends).clamp(min=0))
+        end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))
         new = prompt + torch.arange(self.span.shape[0] - self.chosen, device=pos.device)
-        ends, new = ((x < self.initial) | (x > (pos - self.recent)[:, None]) for x in (end, new))
-        return ends & (end < prompt), new & (prompt + torch.arange(new.shape[1], device=pos.device) <= pos[:, None])
+        ends, news = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
+        return ends & (end < prompt), news & (new <= pos[:, None])
 
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)

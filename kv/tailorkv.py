@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv import offload, ops
 from kv.base import KV, Published, Shape
+from kv.fetched import Fetched
 from kv.kivi import GROUP, Quantised, layer_bytes
 from kv.offload import Staged
 
@@ -76,41 +76,20 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-class Fetched(KV):
-    """Slots: the tokens that stay, those that were fetched, the generated ones."""
-
-    recent = 1
+class FetchedTokens(Fetched):
+    """Its rows are single tokens of a KV head, each head's own."""
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: Budget, staged, workers):
-        super().__init__()
-        self.shape, self.initial = shape, options.initial
-        self.ends, count = options.split(budget)
-        self.count = min(count, max(1, shape.max_prompt - self.ends))
-        self.chosen = self.ends + self.count  # slots before the generated tokens
-        self.capacity = self.chosen + shape.max_new_tokens
-        self.register_slots(shape, self.capacity)
-        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
-        index = torch.full((shape.batch, shape.n_kv_head, self.count), -1, device=shape.device)
-        self.register_buffer("index", index, persistent=False)  # places of those fetched; -1: none
-        rows = shape.batch * shape.max_prompt * shape.n_kv_head
-        width = (2, shape.head_dim)
-        self.pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
-        self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.span = ops.span(None, self.capacity, self.capacity, shape.device)
+        ends, count = options.split(budget)
+        rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
+        pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
+        super().__init__(shape, options.initial, ends, min(count, max(1, shape.max_prompt - ends)), 1, pool)
 
     def keep(self, row: int, k: Tensor, v: Tensor) -> None:
         """Stores a prompt: k and v [Hk,T,D]."""
-        self.prompt[row] = length = k.shape[1]
-        self.index[row] = -1
-        ends = torch.arange(min(length, self.ends), device=k.device)
-        ends = torch.where(ends < self.initial, ends, ends + max(0, length - self.ends))
-        self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
+        self.keep_ends(row, k, v)
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt * len(k), x.transpose(0, 1).flatten(0, 1), i)
-
-    def finish(self, row: int) -> None:
-        self.pool.settle()
 
     def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
         """The best candidates [B,N] of the prompt by scores [B,Hk,N] into their slots; returns q, see Pool.issue."""
@@ -129,25 +108,6 @@ class Fetched(KV):
             slots.copy_(torch.where(active[:, None, None, None], new, slots))
         return q
 
-    def attend(self, q: Tensor, ends: Tensor, new: Tensor) -> Tensor:
-        """Attention to what was fetched, and to those of the ends and of the generated tokens, two of [B,n]."""
-        n, (b, h, _) = self.span.shape[0], self.index.shape
-        mask = torch.cat([ends[:, None].expand(b, h, -1), self.index >= 0, new[:, None].expand(b, h, -1)], dim=2)
-        rows, keys, values = q.view(b, h, -1, q.shape[-1]), self.k.narrow(2, 0, n), self.v.narrow(2, 0, n)
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
-
-    def reset(self, row: int) -> None:
-        self.prompt[row], self.index[row] = 0, -1
-
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, self.chosen + max(new, 1), self.capacity, self.shape.device)
-
-    def host_bytes(self) -> int:
-        return self.pool.host_bytes
-
-    def fetched(self) -> tuple[int, int]:
-        return self.pool.counts
-
     def fetched_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes of attention in one step."""
         new = max(0, length - self.shape.max_prompt)
@@ -162,11 +122,8 @@ class Fetched(KV):
             "staging": self.pool.overhead(),
         }  # fmt: skip
 
-    def close(self) -> None:
-        self.pool.close()
 
-
-class Tailored(Fetched):
+class Tailored(FetchedTokens):
     """A layer that is not quantised."""
 
     wants_lookahead = True
@@ -206,9 +163,7 @@ class Tailored(Fetched):
         return q.view(q.shape[0], self.shape.n_kv_head, -1, q.shape[-1]).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
-        ops.store(self.k, k, self.chosen + age, active)
-        ops.store(self.v, v, self.chosen + age, active)
+        age = self.store(k, v, pos, active)
         if self.pending is None:  # the first layer: nothing could look ahead
             q = self.lookahead(q, q, active)
         (channel, token), self.pending = self.pending, None
@@ -216,10 +171,10 @@ class Tailored(Fetched):
         part = self.mean(q).gather(2, channel)
         scores = (part[..., None] * lines.float()).sum(2)
         place = torch.arange(self.shape.max_prompt, device=q.device)
-        between = (place >= self.initial) & (place < (self.prompt - self.ends + self.initial)[:, None])
+        between = (place >= self.sinks) & (place < (self.prompt - self.ends + self.sinks)[:, None])
         q = self.fetch(scores, between, active, q)
-        new = torch.arange(self.span.shape[0] - self.chosen, device=q.device) <= age[:, None]
-        return self.attend(q, torch.arange(self.ends, device=q.device) < self.prompt[:, None], new)
+        ends, new = self.held(age)
+        return self.attend(q, ends, self.index >= 0, new)
 
     def host_bytes(self) -> int:
         return super().host_bytes() + self.lines.host_bytes

@@ -54,6 +54,23 @@ def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list
     return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(shape.n_layer)]
 
 
+def prefill_both(run: Run, slow, prompt: int, generator: torch.Generator) -> None:
+    """The same prompt for a method and a slow reference."""
+    inputs = tokens(run.shape, 1, prompt, generator)
+    run.prefill(0, inputs)
+    for layer, (q, k, v) in enumerate(inputs):
+        slow.prefill(layer, q[0], k[0], v[0])
+
+
+def step_both(run: Run, slow, generator: torch.Generator) -> None:
+    """One more token for both: they must agree."""
+    inputs = tokens(run.shape, 1, 1, generator)
+    found = run.step(inputs)
+    for layer, (q, k, v) in enumerate(inputs):
+        expected = slow.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
+        assert (found[layer, 0] - expected).abs().max() <= 1e-5
+
+
 def compare(here: Run, there: Run, same) -> None:
     """Two methods over rows of a batch that are refilled, with prompts of several lengths."""
     generator = torch.Generator().manual_seed(0)

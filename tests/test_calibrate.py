@@ -21,6 +21,15 @@ class Spy(Full):
         return super().prefill(row, q, k, v)
 
 
+def spy(engine: Engine, ids: list[int]) -> list[Spy]:
+    """What each layer sees of a prompt of 90 tokens."""
+    engine.use("full", max_prompt=90, max_new_tokens=1)
+    spies = [Spy(engine.shape) for _ in engine.layers]
+    engine.model.set_kv(spies, 1)
+    engine.model.prefill(torch.tensor(ids), 0)
+    return spies
+
+
 class Seeker(Full):
     wants_lookahead = True
 
@@ -46,12 +55,9 @@ def test_head_scores_are_the_attention_between_sinks_and_window(folder):
     ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)["head_scores"]
-    engine.use("full", max_prompt=90, max_new_tokens=1)
-    spies = [Spy(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(spies, 1)
-    engine.model.prefill(torch.tensor(ids), 0)
-    for scores, spy in zip(found, spies, strict=True):
-        q, k = spy.seen
+    spies = spy(engine, ids)
+    for scores, one in zip(found, spies, strict=True):
+        q, k = one.seen
         for head, score in enumerate(scores):
             most = 0.0
             for query_head in (2 * head, 2 * head + 1):
@@ -67,10 +73,7 @@ def test_filter_ability_is_what_a_layers_choice_catches_of_the_next(tmp_path):
     engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=4), compile=False)
     ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
-    engine.use("full", max_prompt=90, max_new_tokens=1)
-    spies = [Spy(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(spies, 1)
-    engine.model.prefill(torch.tensor(ids), 0)
+    spies = spy(engine, ids)
 
     def attention(layer: int, at: int) -> list[list[float]]:
         """Of each query head, over all positions."""
@@ -94,11 +97,8 @@ def test_dense_preference_is_what_the_most_attended_tokens_miss(folder):
     ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
-    engine.use("full", max_prompt=90, max_new_tokens=1)
-    spies = [Spy(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(spies, 1)
-    engine.model.prefill(torch.tensor(ids), 0)
-    expected = [references_tailor.dense_preference(*spy.seen) for spy in spies]
+    spies = spy(engine, ids)
+    expected = [references_tailor.dense_preference(*one.seen) for one in spies]
     assert found["dense_preference"] == pytest.approx(expected, abs=2e-5)
     assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > 0.2]
     tau = sum(expected) / len(expected)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references_tailor import SlowQuantised
-from runs import HEADS, Run, TensorSizes, make_shape, tokens
+from runs import HEADS, Run, TensorSizes, make_shape, prefill_both, step_both, tokens
 from torch._inductor.utils import run_and_get_code
 
 import kv
@@ -49,16 +49,9 @@ def test_it_is_what_the_reference_computes(bits, recent, heads):
     slow = SlowQuantised(shape, bits, 8, quant.channels(shape.head_dim), recent)
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
-        inputs = tokens(shape, 1, prompt, generator)
-        run.prefill(0, inputs)
-        for layer, (q, k, v) in enumerate(inputs):
-            slow.prefill(layer, q[0], k[0], v[0])
+        prefill_both(run, slow, prompt, generator)
         for _ in range(shape.max_new_tokens):
-            inputs = tokens(shape, 1, 1, generator)
-            found = run.step(inputs)
-            for layer, (q, k, v) in enumerate(inputs):
-                expected = slow.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
-                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+            step_both(run, slow, generator)
         for layer, ours in enumerate(run.layers):
             assert slow.packed(layer) == max(0, prompt + shape.max_new_tokens - recent) // 8 * 8
             same_codes(ours, slow, layer)

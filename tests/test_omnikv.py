@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import write_random
 from references_omni import SlowOmni
-from runs import HEADS, LAYERS, D, Run, compare, make_shape, tokens
+from runs import HEADS, LAYERS, D, Run, compare, make_shape, prefill_both, step_both, tokens
 
 import kv
 from engine import Engine
@@ -53,16 +53,9 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
     slow = SlowOmni(shape, budget, filters, **slow_options)
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
-        inputs = tokens(shape, 1, prompt, generator)
-        run.prefill(0, inputs)
-        for layer, (q, k, v) in enumerate(inputs):
-            slow.prefill(layer, q[0], k[0], v[0])
+        prefill_both(run, slow, prompt, generator)
         for _ in range(shape.max_new_tokens):
-            inputs = tokens(shape, 1, 1, generator)
-            found = run.step(inputs)
-            for layer, (q, k, v) in enumerate(inputs):
-                expected = slow.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
-                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+            step_both(run, slow, generator)
             for layer, chosen in run.selected().items():
                 assert chosen == sorted(slow.selected[layer])
         kinds = ["sparse" if isinstance(layer, Sparse) else "full" for layer in run.layers]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import references_tailor as slow
 import torch
-from runs import HEADS, Run, make_shape, tokens
+from runs import HEADS, Run, make_shape, prefill_both, step_both
 
 import kv
 from kv import ops
@@ -31,17 +31,10 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
     run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)
     for prompt in (100, 61, 30, 3):
         generator = torch.Generator().manual_seed(prompt)
-        inputs = tokens(shape, 1, prompt, generator)
-        run.prefill(0, inputs)
-        for layer, (q, k, v) in enumerate(inputs):
-            check.prefill(layer, q[0], k[0], v[0])
+        prefill_both(run, check, prompt, generator)
         check.finish()
         for _ in range(50):  # generated tokens leave the recent ones and are chosen
-            inputs = tokens(shape, 1, 1, generator)
-            found = run.step(inputs)
-            for layer, (q, k, v) in enumerate(inputs):
-                expected = check.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
-                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+            step_both(run, check, generator)
         for layer, ours in enumerate(run.layers):
             for head in range(shape.n_kv_head):
                 theirs = check.codes(layer, head)

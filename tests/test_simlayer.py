@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import references_d2o as slow
 import torch
-from runs import HEADS, MAX_PROMPT, Run, make_shape, tokens
+from runs import HEADS, MAX_PROMPT, Run, make_shape, step_both, tokens
 
 import kv
 from kv import ops
@@ -63,11 +63,7 @@ def test_it_is_what_the_reference_computes(large, threshold, heads):
         assert lazy == [check.is_lazy(i) for i in range(6)]
         assert torch.tensor(shared.masses[0]) == pytest.approx(torch.tensor(check.masses), abs=1e-5)
         for _ in range(30):
-            inputs = tokens(shape, 1, 1, generator)
-            found = run.step(inputs)
-            for layer, (q, k, v) in enumerate(inputs):
-                expected = check.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
-                assert (found[layer, 0] - expected).abs().max() <= 1e-5
+            step_both(run, check, generator)
 
 
 def test_rows_sort_the_layers_each_its_own_way_and_rows_can_be_refilled():

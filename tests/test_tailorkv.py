@@ -13,7 +13,8 @@ from runs import HEADS, Run, compare, make_shape, tokens
 import kv
 from engine import Engine
 from kv import offload, ops
-from kv.tailorkv import Fetched, Tailored
+from kv.fetched import Fetched
+from kv.tailorkv import Tailored
 from model import Attention
 
 HERE = {"offload": False}
