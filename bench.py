@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
         rows.append(row)
         contenders.append(contender)
     times = [[] for _ in contenders]
-    for _ in range(args.repeats):
+    for _ in range(args.repeats if contenders else 0):
         for own, contender in zip(times, contenders, strict=True):
             contender.step()  # brings its data back
             own += [1e3 * seconds(contender.step) for _ in range(args.steps)]
@@ -414,7 +414,9 @@ def shape_config(name: str) -> dict:
         return SHAPES[name]
     if not Path(name).is_file():
         raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
-    return {**json.loads(Path(name).read_text()), "max_position_embeddings": 2**20}
+    profile = Path(name).with_name("kv_profile.json")
+    known = {"kv_profile": json.loads(profile.read_text())} if profile.is_file() else {}
+    return {**json.loads(Path(name).read_text()), "max_position_embeddings": 2**20, **known}
 
 
 def default_shape(device: torch.device) -> str:

@@ -1,8 +1,21 @@
 #!/usr/bin/env bash
 # The benchmark with its defaults for this machine: bash bench.sh, or with any of bench.py's arguments.
 # bash bench.sh paper: the settings of the methods' papers, beside the figures that they print.
+# bash bench.sh compare [FOLDER]: every method on the needle checkpoint: answers, bytes, speed; goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
 make --quiet .venv/requirements
+if [ "${1-}" = compare ]; then
+  out=${2:-comparison}
+  mkdir -p "$out"
+  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv:gqa=true,snapkv++,pyramidkv,quest
+  methods+=,quest:skip_layers=0,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,omnikv:offload=true,infllm:block=32
+  methods+=,tailorkv,pqcache,kivi,full:bits=4,brute_offload
+  .venv/bin/python eval.py --checkpoint needle --tasks niah_multikey_1,niah_multikey_2,two_stage_lookup,perplexity \
+    --length 4096 --samples 10 --questions 3 --batch 5 --kv "$methods" --budget 128,512 --json "$out/answers.json"
+  .venv/bin/python bench.py --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
+    --json "$out/speed.json"
+  exec .venv/bin/python compare.py "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
+fi
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python bench.py "$@"

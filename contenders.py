@@ -102,7 +102,8 @@ class Ours:
         model = case.model()
         model.load_state_dict(weights, assign=True)
         pack(model)  # random weights are as good in any order
-        self.engine = engine = Engine(model.requires_grad_(False), None, set(), {}, case.compile, seed=0)
+        profile = case.config.get("kv_profile", {})
+        self.engine = engine = Engine(model.requires_grad_(False), None, set(), profile, case.compile, seed=0)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps)
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]

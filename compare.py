@@ -1,0 +1,131 @@
+"""Joins what eval.py and bench.py measured of the same methods: python compare.py ANSWERS.json SPEED.json
+
+Prints a table in Markdown, a row a method and budget: answers (percent; first question / later ones), perplexity, the
+bytes that a row's cache takes, those that a step reads, and ms a token. --plot draws answers over bytes read. `bash
+bench.sh compare` makes both files and calls this.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+from cli import Choice, check_output, load_pyplot, run
+
+
+def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
+    """(method, budget) -> what is known of it. Scores are means over the tasks, bytes those of the last of them."""
+    found, scores = defaultdict(dict), defaultdict(lambda: defaultdict(list))
+    for row in answers:
+        key = Choice(row["kv"], None, row["options"]).label, row["budget"]
+        if row["score"] is None:  # refused
+            continue
+        if row["task"] == "perplexity":
+            found[key]["perplexity"] = row["score"]
+        else:
+            for when in ("first", "later"):
+                if row[when] is not None:
+                    scores[key][when].append(row[when])
+            found[key] |= {name: row[name] for name in ("kv_device_bytes", "kv_host_bytes")}
+            found[key]["read"] = row["step_device_bytes"] + row["step_host_bytes"]
+    for key, own in scores.items():
+        found[key] |= {when: sum(values) / len(values) for when, values in own.items()}
+    for row in speed:
+        key = Choice(row["kv"], None, row["options"]).label, row["budget"]
+        if key in found:
+            found[key]["ms"] = row["ms_per_token"]
+    return dict(found)
+
+
+def table(found: dict[tuple, dict]) -> str:
+    head = ["method", "budget", "answers", "perplexity", "KV, MB", "on the host", "read a step, MB", "ms/token"]
+    lines = [head, ["---"] * len(head)]
+    for (method, budget), own in found.items():
+        answers = " / ".join(f"{own[when]:.0f}" for when in ("first", "later") if when in own)
+        numbers = [
+            format(own[name] * scale, spec) if name in own else "-"
+            for name, scale, spec in (
+                ("perplexity", 1, ".1f"), ("kv_device_bytes", 1e-6, ".2f"), ("kv_host_bytes", 1e-6, ".2f"),
+                ("read", 1e-6, ".2f"), ("ms", 1, ".1f"),
+            )
+        ]  # fmt: skip
+        lines.append([method, "" if budget is None else str(budget), answers or "-", *numbers])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def draw(found: dict[tuple, dict], path: str) -> None:
+    """A panel a budget: answers, of first and later questions alike, over the bytes that a step reads. One mark a
+    method, with its name."""
+    pyplot = load_pyplot()
+    budgets = sorted({budget for _, budget in found if budget is not None}) or [None]
+    size = (11, 7 * len(budgets))
+    figure, axes = pyplot.subplots(len(budgets), 1, figsize=size, layout="constrained", squeeze=False)
+    panels = {}
+    for axis, wanted in zip(axes[:, 0], budgets, strict=True):
+        panels[axis] = [
+            (name, own["read"] / 1e6, (own["first"] + own.get("later", own["first"])) / 2)
+            for (name, budget), own in found.items()
+            if budget in (None, wanted) and "first" in own
+        ]
+        for i, (_, x, y) in enumerate(panels[axis]):
+            axis.plot(x, y, "os^Dv"[i % 5], markersize=8, color=pyplot.get_cmap("tab20")(i % 20))
+        axis.set(xscale="log", xlabel="MB of cache read a step", ylabel="answers right, %", ylim=(-8, 116))
+        axis.set_title("" if wanted is None else f"budget {wanted}")
+        axis.margins(x=0.12)
+        axis.minorticks_off()
+        ticks = [step * 10.0**power for power in range(-3, 6) for step in (1, 2, 5)]
+        low, high = axis.get_xlim()
+        axis.set_xticks([x for x in ticks if low < x < high], [f"{x:g}" for x in ticks if low < x < high])
+        axis.grid(alpha=0.3)
+    figure.draw_without_rendering()  # the layout is settled, and names are placed in pixels
+    for axis, points in panels.items():
+        name_marks(axis, points)
+    figure.savefig(path, dpi=figure.dpi)
+    pyplot.close(figure)
+
+
+def name_marks(axis, points: list[tuple[str, float, float]]) -> None:
+    """Writes every mark's name as near to it as no other mark or name is, and draws a line to it."""
+    places = [(name, *axis.transData.transform((x, y))) for name, x, y in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for _, x, y in places]  # left, lower, right, upper: in pixels
+    left, lower, right, upper = axis.bbox.extents
+    for name, x, y in sorted(places, key=lambda place: place[1:]):
+        text = axis.text(x, y, name, fontsize=9, transform=None)  # pixels
+        width, height = text.get_window_extent().size
+        for radius, turn in itertools.product(range(10, 400, 6), range(24)):
+            angle = math.tau * turn / 24
+            near = x + radius * math.cos(angle), y + radius * math.sin(angle)  # a point of the name's box
+            corner = near[0] - width * (1 - math.cos(angle)) / 2, near[1] - height * (1 - math.sin(angle)) / 2
+            box = (corner[0] - 2, corner[1] - 2, corner[0] + width + 2, corner[1] + height + 2)
+            inside = left < box[0] and lower < box[1] and box[2] < right and box[3] < upper
+            if inside and not any(a < box[2] and box[0] < c and b < box[3] and box[1] < d for a, b, c, d in taken):
+                break
+        text.set_position(corner)
+        taken.append(box)
+        line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+        axis.annotate("", (x, y), near, "figure pixels", "figure pixels", arrowprops=line)
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("answers", type=Path, metavar="ANSWERS.json")
+    p.add_argument("speed", type=Path, metavar="SPEED.json")
+    p.add_argument("--plot", metavar="FILE", help="draw answers over bytes read")
+    args = p.parse_args(argv)
+    check_output(args.plot, "--plot")
+    try:
+        found = join(*(json.loads(path.read_text())["rows"] for path in (args.answers, args.speed)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{args.answers} and {args.speed} are to be what eval.py and bench.py wrote with --json "
+            f"({type(error).__name__}: {error})"
+        ) from None
+    print(table(found))
+    if args.plot:
+        draw(found, args.plot)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,63 @@
+"""compare.py joins what eval.py and bench.py really write, and draws marks whose names can be read."""
+
+import json
+from itertools import combinations
+
+import pytest
+from matplotlib import pyplot
+
+import bench
+import compare
+import eval as evaluation
+
+
+@pytest.fixture(scope="module")
+def measured(text_checkpoint, tmp_path_factory):
+    """[answers.json, speed.json] of two methods."""
+    folder = tmp_path_factory.mktemp("compare")
+    kv = ["--kv", "full,streaming:sinks=2", "--budget", "64"]
+    tasks = ["--tasks", "niah_multikey_1,needle,perplexity", "--questions", "2"]
+    plan = ["--length", "500", "--samples", "1", "--json", str(folder / "answers.json")]
+    evaluation.main(["--checkpoint", str(text_checkpoint), *tasks, *plan, *kv])
+    plan = ["--context", "200", "--steps", "1", "--repeats", "1", "--no-compile", "--no-prefill"]
+    out = ["--json", str(folder / "speed.json"), "--results", str(folder / "results.jsonl")]
+    bench.main(["--shape", str(text_checkpoint / "config.json"), *plan, *out, *kv])
+    return [str(folder / "answers.json"), str(folder / "speed.json")]
+
+
+def test_every_method_and_budget_is_a_row_with_all_that_was_measured(measured, capsys):
+    compare.main(measured)
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    head, _, *rows = lines
+    assert [row[:2] for row in rows] == [["full", ""], ["streaming:sinks=2", "64"]]
+    assert all(len(row) == len(head) and "-" not in row for row in rows)
+    answers, speed = (json.loads(open(path).read())["rows"] for path in measured)
+    of = {(r["kv"], r["budget"], r["task"]): r for r in answers}
+    own = dict(zip(head, rows[1], strict=True))
+    graded = [of["streaming", 64, task] for task in ("niah_multikey_1", "needle")]
+    first = sum(r["first"] for r in graded) / 2
+    assert own["answers"] == f"{first:.0f} / {graded[0]['later']:.0f}"  # one of them has later questions
+    assert own["perplexity"] == f"{of['streaming', 64, 'perplexity']['score']:.1f}"
+    assert own["read a step, MB"] == f"{graded[1]['step_device_bytes'] / 1e6:.2f}"
+    (timed,) = (r for r in speed if r["kv"] == "streaming" and r["budget"] == 64)
+    assert own["ms/token"] == f"{timed['ms_per_token']:.1f}"
+
+
+def test_names_lie_upon_no_other_name_even_where_marks_coincide(measured, tmp_path):
+    compare.main([*measured, "--plot", str(tmp_path / "out.png")])
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    figure, axis = pyplot.subplots(figsize=(8, 6))
+    axis.set(xlim=(0, 10), ylim=(0, 10))
+    points = [(f"a method's name {i}", 5 + i // 10, 5.0) for i in range(20)]
+    compare.name_marks(axis, points)
+    boxes = {text.get_text(): text.get_window_extent() for text in axis.texts if text.get_text()}
+    assert set(boxes) == {name for name, *_ in points}
+    assert not any(a.overlaps(b) for a, b in combinations(boxes.values(), 2))
+    pyplot.close(figure)
+
+
+def test_what_is_no_result_is_refused(measured, tmp_path):
+    for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', "no"):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ValueError, match="other.json .*what eval.py and bench.py wrote"):
+            compare.main([measured[0], str(tmp_path / "other.json")])
