@@ -79,7 +79,9 @@ class ModelConfig:
             value = get(key) if get(key) is not None else default
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
-            if value > (most := 1000 if key == "num_hidden_layers" else 2**31):
+            counts = {"num_hidden_layers": 1000, "vocab_size": 2**31}
+            lengths = {"max_position_embeddings": 2**31, "sliding_window": 2**31}
+            if value > (most := (counts | lengths).get(key, 2**19)):
                 raise ValueError(f"config.json: {key} must be at most {most}, not {value}")
             return value
 

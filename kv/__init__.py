@@ -259,6 +259,8 @@ def _convert(value: object, hint: object, help: str = "", min: float | None = No
         return next(arg for arg in args if str(arg) == str(value))
     if origin is list:
         parts = [] if value == "none" else value.replace(",", "+").split("+") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            raise ValueError("must be a list")
         return [_convert(part, args[0], help, min, max) for part in parts]
     if hint is bool:
         if str(value).lower() not in ("true", "false", "1", "0"):

@@ -33,6 +33,10 @@ LLAMA = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="what a run otherwise samples, whole: hours")
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

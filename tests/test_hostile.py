@@ -1,0 +1,324 @@
+"""Damaged checkpoints, senseless command lines, and kills: each ends in one clear line or in a correct run.
+A run samples them; `pytest tests/test_hostile.py --all` has 300 checkpoints, and 100 lines and 20 kills a tool."""
+
+import io
+import json
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+import torch
+from conftest import write_random
+from test_convert import hf_model, save
+
+import bench
+import calibrate
+import cli
+import compare
+import convert_hf_checkpoint
+import eval as evaluation
+import generate
+import quantize
+from checkpoint import open_weights, write_checkpoint
+from device import resident_bytes
+from engine import Engine
+
+ROOT = Path(__file__).parent.parent
+HOSTILE = (None, True, -1, 0, 3, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "x", "64", [], [1], {}, {"a": 1})
+SENSELESS = (
+    "", "x", "-1", "0", "1.5", "2", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, ",", ":", "=", "a=b=c", "full,",
+    "é☃", "\udcff", "/nowhere/x", "/", "full:bits=3", "streaming:sinks=-1", "none", "-", "--", "[", "%s", "~",
+)  # fmt: skip
+FLAGS = ("--nosuch", "--chat", "--json", "--batch", "--kv", "--budget", "--length", "--samples", "--force", "--device")
+METHODS = (["full"], ["omnikv", "--budget", "32"], ["tailorkv", "--budget", "48"], ["duo", "--budget", "0.5"])
+
+
+class Hangs(BaseException):
+    pass
+
+
+@contextmanager
+def guarded(seconds: int, bytes_: int):
+    """Fails what takes longer, or makes this process's memory grow by more."""
+
+    def hang(*_):
+        raise Hangs(f"more than {seconds} s")
+
+    old = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(seconds)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+    before = resident_bytes("VmRSS")
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    assert resident_bytes("VmHWM") - before < bytes_
+
+
+def outcome(main, args: list, bytes_: int = 300_000_000) -> tuple[int, str]:
+    """(exit code, stderr) of a command line, which must run, or be refused in one line, in little time and memory."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end, guarded(60, bytes_):
+        cli.run(lambda: main([str(arg) for arg in args]))
+    text = err.getvalue()
+    assert end.value.code in (0, 2) and "Traceback" not in text, text
+    if end.value.code == 2:
+        line = text.splitlines()[-1]
+        assert len(line.partition("error: ")[2]) > 10 and "object has no attribute" not in line, text
+    return end.value.code, text
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def whole(text_checkpoint, tmp_path_factory) -> Path:
+    """A small checkpoint that has everything: shards, a tokenizer, a chat format, a profile."""
+    root = tmp_path_factory.mktemp("hostile")
+    single = write_random(root / "single", vocab_size=1024, num_hidden_layers=4, bos_token_id=1, eos_token_id=2)
+    stored = open_weights(single)
+    tensors = {name: t.read() for name, t in stored.items()}
+    config = json.loads((single / "config.json").read_text())
+    config |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    del config["kv_fast"]
+    write_checkpoint(root / "whole", config, tensors, tensors.__getitem__, shard_bytes=400_000)
+    whole = root / "whole"
+    assert len(list(whole.glob("*.safetensors"))) > 1
+    shutil.copy(text_checkpoint / "tokenizer.model", whole)
+    profile = {"filter_layers": [1], "quant_layers": [0], "head_scores": [[1.0, 2.0]] * 4}
+    files = {
+        "tokenizer_config.json": {"chat_template": "{{ '[INST] <<SYS>>' }}", "add_bos_token": True},
+        "generation_config.json": {"eos_token_id": [2, 3]},
+        "kv_profile.json": profile,
+    }
+    for name, content in files.items():
+        (whole / name).write_text(json.dumps(content))
+    return whole
+
+
+def change_json(folder: Path, draw: random.Random) -> str:
+    """A field, perhaps one within another, gets a value that it must not have, or goes."""
+    file = draw.choice(sorted(folder.glob("*.json")) + [folder / "config.json"] * 8)
+    content = json.loads(file.read_text())
+    place = content
+    while True:
+        key = draw.choice(sorted(place))
+        if not isinstance(place[key], dict) or not place[key] or draw.random() < 0.3:
+            break
+        place = place[key]
+    if draw.random() < 0.1:
+        del place[key]
+        said = f"{file.name} without {key}"
+    else:
+        place[key] = draw.choice(HOSTILE)
+        said = f"{file.name}: {key}={place[key]!r}"
+    file.write_text(json.dumps(content))
+    return said
+
+
+def cut(folder: Path, draw: random.Random) -> str:
+    file = draw.choice([f for f in sorted(folder.iterdir()) if f.is_file()])
+    data = file.read_bytes()
+    n = draw.choice((0, 1, 7, draw.randrange(len(data)), len(data) - 1))
+    file.write_bytes(data[:n])
+    return f"{file.name} cut to {n} of {len(data)} bytes"
+
+
+def flip(folder: Path, draw: random.Random) -> str:
+    """Bits of a header or of data: flips in data must be read, as nobody can know that they are wrong."""
+    file = draw.choice([f for f in sorted(folder.iterdir()) if f.is_file()])
+    data = bytearray(file.read_bytes())
+    end = len(data)
+    if file.suffix == ".safetensors" and draw.random() < 0.8:
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+    places = [draw.randrange(end) for _ in range(draw.choice((1, 1, 3)))]
+    for place in places:
+        data[place] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+    return f"{file.name} with other bits at {places}"
+
+
+def swap(folder: Path, draw: random.Random) -> str:
+    one, two = draw.sample(sorted(folder.glob("*.safetensors")), 2)
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first if draw.random() < 0.5 else second)
+    return f"{one.name} and {two.name} swapped"
+
+
+def lose(folder: Path, draw: random.Random) -> str:
+    file = draw.choice(sorted(folder.iterdir()))
+    file.unlink()
+    if draw.random() < 0.3:
+        file.mkdir()
+    return f"{file.name} lost, or a folder"
+
+
+def borrow(folder: Path, draw: random.Random) -> str:
+    """The tokenizer of another model, or what is none."""
+    kind = draw.choice(("needle", "json", "text"))
+    if kind == "needle":
+        shutil.copy(ROOT / "needle" / "tokenizer.model", folder)
+    elif kind == "json":
+        (folder / "tokenizer.model").unlink()
+        vocab = {"a": draw.choice((0, 5000)), "b": draw.choice((0, 1))}
+        model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+    else:
+        (folder / "tokenizer.model").write_text("the tokenizer of nothing\n" * 50)
+    return f"a tokenizer of {kind}"
+
+
+MUTATIONS = (change_json, change_json, change_json, cut, flip, swap, lose, borrow)
+ANSWER = ("--prompt", "The keeper " * 30, "--max-new-tokens", 4, "--no-compile", "--kv")
+
+
+def pytest_generate_tests(metafunc):
+    everything = metafunc.config.getoption("--all")
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(300 if everything else 40))
+    if "lines" in metafunc.fixturenames:
+        metafunc.parametrize("lines", [100 if everything else 8])
+    if "kills" in metafunc.fixturenames:
+        metafunc.parametrize("kills", [20 if everything else 2])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method[0])
+def test_the_whole_checkpoint_answers(whole, method):
+    assert outcome(generate.main, ["--checkpoint", whole, *ANSWER, *method]) == (0, ANY)
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_line_or_answers(whole, tmp_path, seed):
+    folder, draw = tmp_path / "damaged", random.Random(seed)
+    shutil.copytree(whole, folder)
+    said = MUTATIONS[seed % len(MUTATIONS)](folder, draw)
+    code, text = outcome(generate.main, ["--checkpoint", folder, *ANSWER, *draw.choice(METHODS)])
+    print(said, code, text.splitlines()[-1] if code else "answered")
+
+
+# Command lines
+
+
+@pytest.fixture(scope="module")
+def lines_of(whole, tmp_path_factory) -> dict:
+    """tool -> its main, and a command line that works."""
+    root = tmp_path_factory.mktemp("lines")
+    source = save(hf_model(), root / "hf")
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    (root / "text.txt").write_text("The keeper rowed to the light. " * 60)
+    rows = [
+        {"kv": "full", "budget": None, "options": {}, "task": "x", "score": 50.0, "first": 50.0, "later": None}
+        | dict.fromkeys(("kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes"), 10**6)
+    ]
+    (root / "answers.json").write_text(json.dumps({"rows": rows}))
+    (root / "speed.json").write_text(json.dumps({"rows": [rows[0] | {"ms_per_token": 3.0}]}))
+    tiny = ["--steps", 1, "--repeats", 1, "--no-compile"]
+    return {
+        "generate": (generate.main, ["--checkpoint", whole, "--prompt", "x", "--kv", "streaming", "--budget", 32,
+                                     "--max-new-tokens", 3, "--no-compile", "--seed", 1, "--temperature", 0.5]),
+        "eval": (evaluation.main, ["--checkpoint", whole, "--tasks", "niah_single_1,perplexity", "--length", 400,
+                                   "--samples", 1, "--kv", "full,streaming:sinks=2", "--budget", "32,0.5",
+                                   "--json", root / "out.json", "--batch", 2, "--seed", 3]),
+        "bench": (bench.main, ["--shape", whole / "config.json", "--kv", "full,streaming", "--budget", 32, "--context",
+                               "64", "--batch", 1, "--quantize", "none", *tiny, "--results", root / "results.jsonl"]),
+        "quantize": (quantize.main, ["--checkpoint", whole, "--mode", "int4", "--groupsize", 32, "--out", root / "q",
+                                     "--force"]),
+        "convert": (convert_hf_checkpoint.main, [source, "--out", root / "c", "--dtype", "float32", "--force"]),
+        "calibrate": (calibrate.main, ["--checkpoint", whole, "--text", root / "text.txt", "--length", 200,
+                                       "--tau", 0.3, "--sinks", 4, "--recent", 16]),
+        "compare": (compare.main, [root / "answers.json", root / "speed.json", "--plot", root / "plot.png"]),
+    }  # fmt: skip
+
+
+TOOLS = ("generate", "eval", "bench", "quantize", "convert", "calibrate", "compare")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_senseless_command_line_is_refused_in_one_line_or_runs(lines_of, tmp_path, monkeypatch, tool, lines):
+    main, args = lines_of[tool]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert outcome(main, args) == (0, ANY)
+    draw = random.Random(TOOLS.index(tool))
+    for _ in range(lines):
+        own, place = list(args), draw.randrange(len(args))
+        kind = draw.random()
+        if kind < 0.6:
+            own[place] = draw.choice(SENSELESS)
+        elif kind < 0.75:
+            del own[place]
+        elif kind < 0.9:
+            own.insert(place, draw.choice((*SENSELESS, *FLAGS)))
+        else:
+            own += [draw.choice(FLAGS), draw.choice(SENSELESS)]
+        print(own)
+        outcome(main, own)
+
+
+# Kills
+
+KILLED = """
+import importlib, json, sys
+import cli
+tool, args = importlib.import_module(sys.argv[1]), json.loads(sys.argv[2])
+print("ready", flush=True)
+cli.run(lambda: tool.main(args))
+"""
+
+
+def run_for(tool: str, args: list, seconds: float | None) -> tuple[int, float]:
+    """(exit code, seconds it worked) of a tool that is killed after so many seconds of work."""
+    command = [sys.executable, "-c", KILLED, tool, json.dumps([str(arg) for arg in args])]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        begin = time.perf_counter()
+        try:
+            process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return process.wait(), time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("tool", ("quantize", "convert_hf_checkpoint"))
+def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp_path, tool, kills):
+    _, args = lines_of[tool.removesuffix("_hf_checkpoint")]
+    args = [tmp_path / "out" if str(arg).endswith(("/q", "/c")) else arg for arg in args if arg != "--force"]
+    code, whole_run = run_for(tool, args, None)
+    assert code == 0
+    expected = Engine.load(tmp_path / "out", compile=False).logits([1, 2, 3], [4, 5])
+    draw = random.Random(0)
+    for _ in range(kills):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        run_for(tool, args, draw.uniform(0, whole_run))
+        if (tmp_path / "out").exists():
+            assert torch.equal(Engine.load(tmp_path / "out", compile=False).logits([1, 2, 3], [4, 5]), expected)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert run_for(tool, args, None)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_evaluation_that_is_killed_goes_on_to_the_same_result(lines_of, tmp_path, kills):
+    _, args = lines_of["eval"]
+    args = [*args, "--samples", 6]
+
+    def results(name: str) -> dict:
+        found = json.loads((tmp_path / name).read_text())
+        return {key: found[key] for key in ("rows", "samples")}
+
+    code, whole_run = run_for("eval", [*args, "--json", tmp_path / "whole.json"], None)
+    assert code == 0
+    draw = random.Random(0)
+    for _ in range(kills):
+        run_for("eval", [*args, "--json", tmp_path / "out.json"], draw.uniform(0, 2 * whole_run / kills))
+    assert run_for("eval", [*args, "--json", tmp_path / "out.json"], None)[0] == 0
+    assert results("out.json") == results("whole.json")

@@ -1,0 +1,110 @@
+"""Every combination of a method with dtypes, weights, batches, compilation, chat and options of storage works, or is
+refused in one line. A run samples them; `pytest tests/test_matrix.py --all` takes hours and has them all."""
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import write_random
+
+import quantize
+from engine import Engine
+from kv import METHODS, parse_options
+
+AXES = {
+    "dtype": ("float32", "bfloat16"),
+    "weights": (None, "int8", "int4"),
+    "batch": (1, 3),
+    "compile": (False, True),
+    "chat": (False, True),
+    "storage": ({}, {"offload": "true"}, {"bits": "4"}),
+}
+EVERY = [(name, *values) for name in METHODS for values in itertools.product(*AXES.values())]
+PROMPTS = ["The keeper rowed out to the light before the tide had turned. " * n for n in (9, 4, 1)]
+QUESTIONS = ["And the fog?", "Who was it?", "And then?"]
+NEW, MAX_PROMPT, BUDGET = 5, 256, 96
+TIES = {"float32": 1e-3, "bfloat16": 1.0}  # logits so near to the best are as good; their deviation is 2.5
+
+
+def sample() -> list[tuple]:
+    """Of every method two eager combinations, of every ninth one that is compiled, and one that it has to refuse."""
+    chosen, draw = [], random.Random(0)
+    for i, name in enumerate(METHODS):
+        own = [c for c in EVERY if c[0] == name and (c[6] == {} or accepts(name, c[6]))]
+        chosen += draw.sample([c for c in own if not c[4]], 2)
+        chosen += draw.sample([c for c in own if c[4]], 1) if i % 9 == 0 else []
+        chosen += draw.sample([c for c in EVERY if c[0] == name and c not in own], 1) if len(own) < 144 else []
+    return chosen
+
+
+def accepts(name: str, storage: dict) -> bool:
+    return set(storage) <= {f.name for f in dataclasses.fields(METHODS[name].options)}
+
+
+def pytest_generate_tests(metafunc):
+    if "combination" in metafunc.fixturenames:
+        chosen = EVERY if metafunc.config.getoption("--all") else sample()
+        ids = ["-".join(f"{x}" for x in c if not isinstance(x, dict)) + "-".join(["", *c[-1]]) for c in chosen]
+        metafunc.parametrize("combination", chosen, ids=ids)
+
+
+@pytest.fixture(scope="module")
+def folders(text_checkpoint, tmp_path_factory) -> dict:
+    """(dtype, weights) -> a checkpoint with a tokenizer and a chat format."""
+    found, root = {}, tmp_path_factory.mktemp("matrix")
+    for dtype in AXES["dtype"]:
+        plain = write_random(
+            root / dtype, dtype=getattr(torch, dtype), num_hidden_layers=4, vocab_size=1024, bos_token_id=1,
+            eos_token_id=2,
+        )  # fmt: skip
+        shutil.copy(text_checkpoint / "tokenizer.model", plain)
+        chat = {"chat_template": "{{ '[INST] <<SYS>>' }}", "add_bos_token": True}
+        (plain / "tokenizer_config.json").write_text(json.dumps(chat))
+        found[dtype, None] = plain
+        for mode in ("int8", "int4"):
+            found[dtype, mode] = root / f"{dtype}-{mode}"
+            flags = ["--mode", mode, "--groupsize", "32", "--out", str(found[dtype, mode])]
+            quantize.main(["--checkpoint", str(plain), *flags])
+    return found
+
+
+def load(folder, name: str, storage: dict, **more) -> Engine:
+    engine = Engine.load(folder, batch=1, compile=False, seed=0, max_new_tokens=1)
+    engine.eos = set()  # every answer has its full length
+    engine.compile = more.pop("compile", False)
+    method, takes = METHODS[name], None
+    if method.minimum:
+        shape = dataclasses.replace(engine._plan(MAX_PROMPT, 40), device=torch.device("meta"))
+        takes = max(BUDGET, method.minimum(shape, parse_options(name, storage)))
+    return engine.use(name, takes, storage, max_prompt=MAX_PROMPT, max_new_tokens=40, **more)
+
+
+def test_a_combination_works_or_is_refused(folders, combination):
+    """What a batch generates, compiled or not, is what an eager engine with one row would say to the same tokens."""
+    name, dtype, weights, batch, compiled, chat, storage = combination
+    folder = folders[dtype, weights]
+    if not accepts(name, storage):
+        with pytest.raises(ValueError, match=f"^{re.escape(name)} has no option"):
+            load(folder, name, storage)
+        return
+    engine = load(folder, name, storage, batch=batch, compile=compiled)
+    code = engine.tokenizer
+    prompts = [code.chat(p) if chat else engine.encode(p) for p in PROMPTS[:batch]]
+    questions = [[code.chat_next(q)] if chat else [] for q in QUESTIONS[:batch]]
+    completions = engine.generate(prompts, max_new_tokens=NEW, follow_ups=questions)
+    alone = load(folder, name, storage)
+    for prompt, question, completion in zip(prompts, questions, completions, strict=True):
+        answers = [answer.tokens for answer in completion.answers]
+        assert [len(tokens) for tokens in answers] == [NEW] * (1 + chat)
+        said = answers[0] + (question[0] + answers[1] if chat else [])
+        logits = alone.logits(prompt, said)
+        assert logits.isfinite().all() and logits.std() > 2  # far from uniform: a wrong token is a wrong token
+        drawn = [*range(NEW), *range(len(said) - NEW, len(said))]
+        behind = logits.amax(1) - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
+        assert behind[drawn].max() < TIES[dtype]
+    assert (engine.kv_bytes()[1] > 0) <= ("offload" in storage or name in ("tailorkv", "pqcache", "brute_offload"))
