@@ -193,9 +193,11 @@ def main(argv: list[str] | None = None) -> None:
     found = calibrate(engine, ids, args.sinks, args.recent, args.tau)
     path = args.checkpoint / "kv_profile.json"
     old = read_json(path) if path.exists() else {}
-    old.pop("filter_layers", None)  # of another model, if there are none now
+    profile = old | {"text": Path(args.text).name} | found
+    if "filter_layers" not in found:
+        profile.pop("filter_layers", None)  # what was found before
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(old | {"text": Path(args.text).name} | found, indent=1) + "\n")
+    partial.write_text(json.dumps(profile, indent=1) + "\n")
     partial.replace(path)
     filters, quantised = found.get("filter_layers", []), found["quant_layers"]
     heads = [f"head {h}" for h in range(len(found["head_scores"][0]))]

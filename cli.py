@@ -23,9 +23,11 @@ def run(main: Callable[[], object]) -> NoReturn:
 
 
 def check_output(name: str | None, flag: str) -> None:
-    """Raises ValueError if a file of that name (- is stdout) could not be written once the work is done."""
+    """Raises ValueError if a file of that name (- is stdout) could not be written, or drawn, once the work is done."""
     if name not in (None, "-") and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
         raise ValueError(f"{flag} {name}: not a file in an existing folder")
+    if name is not None and flag == "--plot":
+        load_pyplot()
 
 
 def number(text: str) -> int | float:

@@ -222,8 +222,9 @@ def evaluate(
                 missing = [i for i, key in enumerate(keys) if key not in progress.known]
                 if job.task == "fidelity":
                     reference.prepare(job, missing)
+                size = args.batch if job.graded else 1
                 try:
-                    bytes_ = use(engine, method, job, args.batch)
+                    bytes_ = use(engine, method, job, size)
                 except ValueError as error:
                     if not is_too_small(method, error):
                         raise
@@ -232,7 +233,6 @@ def evaluate(
                     continue
                 bar.update(len(job.items) - len(missing))
                 before = engine.fetched()
-                size = args.batch if job.graded else 1
                 for at in range(0, len(missing), size):
                     part = missing[at : at + size]
                     if job.graded:
@@ -338,8 +338,6 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--{flag} must be at least 1")
     tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
     chosen = choices(args.kv, numbers(args.budget, "--budget", number))
-    if args.plot:
-        from tasks.plot import draw  # says now if matplotlib is not there
     engine = Engine.load(
         args.checkpoint, device=args.device, dtype=args.dtype, compile=bool(args.compile), max_new_tokens=1, seed=0
     )
@@ -359,6 +357,8 @@ def main(argv: list[str] | None = None) -> None:
     elif args.json:
         Path(args.json).write_text(json.dumps(result) + "\n")
     if args.plot:
+        from tasks.plot import draw  # imports matplotlib, which takes a second
+
         draw(rows, samples, args.plot)
 
 

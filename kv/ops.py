@@ -132,8 +132,10 @@ def top(scores: Tensor, k: int, ordered: bool = False) -> Tensor:
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
     """q [B,Hk,G,D] with every one of k [B,Hk,N,D] -> [B,Hk,G,N] fp32; a vector is read once for the group."""
-    k = k.float()
-    return torch.stack([(row[:, :, None] * k).sum(3) for row in q.float().unbind(2)], dim=2)
+    q, k = q.float(), k.float()
+    if not torch.compiler.is_compiling():
+        return q @ k.mT
+    return torch.stack([(row[:, :, None] * k).sum(3) for row in q.unbind(2)], dim=2)
 
 
 def sums(weight: Tensor, v: Tensor) -> Tensor:

@@ -257,3 +257,10 @@ def test_the_demo_answers_without_arguments():
     text = (NEEDLE / "demo.txt").read_text()
     number = re.search(r"magic numbers for .* is: (\d{7})\.", text)[1]
     assert number in result.stdout and "What is the special magic number" in result.stderr
+
+
+def test_a_plot_that_could_not_be_drawn_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="--plot needs matplotlib"):
+        cli.check_output(str(tmp_path / "out.png"), "--plot")
+    cli.check_output(str(tmp_path / "out.json"), "--json")
