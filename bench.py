@@ -15,19 +15,18 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import kv as methods
 import throughput
+from checkpoint import read_json
 from cli import Choice, check_output, choices, columns, load_pyplot, number, numbers, run
-from contenders import SHAPES, Case, Ours, Theirs, random_weights
-from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype, resident_bytes
+from contenders import SHAPES, Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
+from device import DTYPES, cap_memory, free_bytes, machine, memory_errors, pick_device, pick_dtype, resident_bytes
 from quantize import MODES
 
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
@@ -39,18 +38,9 @@ WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes/s of a large sum."""
-    data = torch.ones(2**30 if device.type == "cuda" else 2**29, dtype=torch.float32, device=device)
-    return data.nbytes / statistics.median(seconds(partial(read, data)) for _ in range(11))
-
-
-def read(data: Tensor) -> None:
-    data.sum().item()
-
-
-def seconds(step) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
+    most = 2**30 if device.type == "cuda" else 2**29
+    data = torch.ones(min(most, free_bytes(device) // 16), dtype=torch.float32, device=device)
+    return data.nbytes / statistics.median(seconds(lambda: data.sum().item()) for _ in range(11))
 
 
 def rise(device: torch.device, what) -> tuple:
@@ -106,23 +96,23 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
     """One row of the JSON object a contender, all of them timed in turns."""
     weights = random_weights(case)
     weight_bytes = sum(t.nbytes for t in weights.values())
-    tied = case.config.get("tie_word_embeddings")
-    step_weights = weight_bytes - (0 if tied else weights["tok_embeddings.weight"].nbytes)
     rows, contenders = [], []
     for make in makers(args, case, chosen, weights):
         try:
-            contender = make()
+            with memory_errors():
+                contender = make()
+                prefill_s, prefill_rise = rise(case.device, contender.start)
+                for _ in range(3):
+                    contender.step()
+                _, decode_rise = rise(case.device, contender.step)
         except ValueError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        prefill_s, prefill_rise = rise(case.device, contender.start)
-        for _ in range(3):
-            contender.step()
-        _, decode_rise = rise(case.device, contender.step)
         row = {
             "shape": args.shape, "context": case.context, "batch": case.batch,
             "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize, "prefill_s": prefill_s,
-            **contender.about(), "weight_bytes": weight_bytes, "step_weight_bytes": step_weights, "graphs": None,
+            **contender.about(), "weight_bytes": weight_bytes, "graphs": None,
+            "step_weight_bytes": step_weights(case, weights),
         }  # fmt: skip
         if isinstance(contender, Ours):
             held = weight_bytes + row["kv_device_bytes"]
@@ -130,7 +120,8 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
                 row[f"peak_{when}_bytes"] = None if more is None else held + more
             if not case.prefill:
                 row["peak_prefill_bytes"] = None  # what rose was the filling with random keys and values
-            row["floor_ms"] = floor_ms(case, row, bandwidth)
+            read = row["step_weight_bytes"] + row["step_device_bytes"]
+            row["floor_ms"] = floor_ms(case.device, read, row["step_host_bytes"], bandwidth)
             if case.device.type == "cuda":
                 row["graphs"] = graphs(contender)
             if row["kv"] in ("full", "naive"):
@@ -209,26 +200,6 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
         caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
         found += [partial(Theirs, case, cache) for cache in caches]
     return found
-
-
-def floor_ms(case: Case, row: dict, bandwidth: float) -> float:
-    """Milliseconds that the bytes of a step take; what comes from the host of a GPU may come at the same time."""
-    device = row["step_weight_bytes"] + row["step_device_bytes"]
-    if case.device.type == "cpu" or not row["step_host_bytes"]:
-        return 1e3 * (device + row["step_host_bytes"]) / bandwidth
-    return 1e3 * max(device / bandwidth, row["step_host_bytes"] / copy_bandwidth(case.device))
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes/s from pinned host memory."""
-    host = torch.ones(2**28, dtype=torch.uint8, pin_memory=True)
-    copy = torch.empty_like(host, device=device)
-
-    def once() -> None:
-        copy.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    return host.nbytes / statistics.median(seconds(once) for _ in range(7))
 
 
 def profile(contenders: list, path: str) -> None:
@@ -349,6 +320,8 @@ def main(argv: list[str] | None = None) -> None:
     for flag in ("steps", "repeats", "groupsize", "generate"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
+    if args.paper and args.generate:
+        raise ValueError("--paper has settings of its own: leave out --generate")
     if args.peer and not importlib.util.find_spec(args.peer):
         raise ValueError(f"--peer {args.peer} needs it: pip install {args.peer}")
     if args.memory_cap is not None and args.memory_cap <= 0:
@@ -362,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.batch == "max" and args.generate is None:
         raise ValueError("--batch max needs --generate N")
     batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
-    budgets = numbers(args.budget, "--budget", number)
+    budgets = numbers(args.budget, "--budget", number) if args.budget else []
     chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, budgets)
     modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
     if unknown := set(modes) - {None, *MODES}:
@@ -415,8 +388,8 @@ def shape_config(name: str) -> dict:
     if not Path(name).is_file():
         raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
     profile = Path(name).with_name("kv_profile.json")
-    known = {"kv_profile": json.loads(profile.read_text())} if profile.is_file() else {}
-    return {**json.loads(Path(name).read_text()), "max_position_embeddings": 2**20, **known}
+    known = {"kv_profile": read_json(profile)} if profile.is_file() else {}
+    return {**read_json(Path(name)), "max_position_embeddings": 2**20, **known}
 
 
 def default_shape(device: torch.device) -> str:

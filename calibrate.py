@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from checkpoint import read_json
-from cli import check_output, columns, load_pyplot, run
+from cli import check_output, columns, load_pyplot, read_text, run
 from device import DTYPES
 from engine import Engine
-from generate import read_text
 from kv import ops
 from kv.base import KV
 from kv.duo import Options as Duo
@@ -112,7 +111,7 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
                          f"least {least}")
     chosen: list[Tensor] = []
     probes = [Probe(sinks, recent, chosen) for _ in engine.model.layers]
-    engine._release()
+    engine.close()
     engine.model.set_kv(probes, 1)
     inputs = Inputs(engine.model.layers)
     engine.model.prefill(torch.tensor(ids, device=engine.device), 0)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 FORMAT = 1
 DTYPES = {
@@ -307,9 +308,15 @@ def write_checkpoint(
     dtype = next(t.dtype for t in layout.values() if t.is_floating_point())
     about = {"format": FORMAT, "dtype": str(dtype).removeprefix("torch."), "quantization": quantization}
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+
+    def read_one(name: str) -> Tensor:
+        bar.update(layout[name].nbytes)
+        return read(name)
+
     try:
         partial.mkdir(parents=True)
-        _write_shards(partial, layout, read, shard_bytes)
+        with tqdm(total=total, unit="B", unit_scale=True, desc=str(out), disable=None) as bar:  # on a terminal only
+            _write_shards(partial, layout, read_one, shard_bytes)
         for name in COMPANIONS:
             if copy_from is not None and (Path(copy_from) / name).is_file():
                 shutil.copyfile(Path(copy_from) / name, partial / name)

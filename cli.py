@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import kv as methods
+from device import memory_errors
 
 
 def run(main: Callable[[], object]) -> NoReturn:
     """Exits with 0; with 2 and `error: one line` for the user's mistake (ValueError, OSError); with 130 for Ctrl-C."""
     try:
-        main()
+        with memory_errors():
+            main()
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
@@ -23,11 +25,26 @@ def run(main: Callable[[], object]) -> NoReturn:
 
 
 def check_output(name: str | None, flag: str) -> None:
-    """Raises ValueError if a file of that name (- is stdout) could not be written, or drawn, once the work is done."""
-    if name not in (None, "-") and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
+    """Raises ValueError if a file of that name could not be written, or drawn, once the work is done; --json - is
+    stdout."""
+    if name is None or (name, flag) == ("-", "--json"):
+        return
+    if name == "-" or Path(name).is_dir() or not Path(name).absolute().parent.is_dir():
         raise ValueError(f"{flag} {name}: not a file in an existing folder")
-    if name is not None and flag == "--plot":
+    if flag == "--plot":
         load_pyplot()
+
+
+def read_text(name: str) -> str:
+    """A text file's content, or stdin's for `-`. Raises ValueError if it cannot be read or is not UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = "stdin" if name == "-" else name
+        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the file {name!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def number(text: str) -> int | float:
@@ -39,12 +56,12 @@ def number(text: str) -> int | float:
 
 
 def numbers(text: str, flag: str, kind: Callable[[str], int | float]) -> list:
-    """Positive numbers with commas between. Raises ValueError for anything else."""
+    """Positive numbers with commas between, one at least. Raises ValueError for anything else."""
     try:
         found = [kind(part) for part in text.split(",") if part]
     except ValueError:
         raise ValueError(f"{flag} {text}: numbers with commas between are expected") from None
-    if any(value <= 0 for value in found):
+    if not found or any(value <= 0 for value in found):
         raise ValueError(f"{flag} {text}: must be positive")
     return found
 

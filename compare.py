@@ -34,6 +34,8 @@ def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
         found[key] |= {when: sum(values) / len(values) for when, values in own.items()}
     for row in speed:
         key = Choice(row["kv"], None, row["options"]).label, row["budget"]
+        if "ms" in found.get(key, {}):
+            raise ValueError(f"{' '.join(map(str, key))} was timed more than once")
         if key in found:
             found[key]["ms"] = row["ms_per_token"]
     return dict(found)

@@ -15,8 +15,6 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from tqdm import tqdm
 
 from checkpoint import COMPANIONS, Stored, check_output, check_weights, open_weights, read_config, write_checkpoint
 from cli import run
@@ -82,16 +80,9 @@ def download(repo: str, revision: str | None) -> Path:
     return folder if any(folder.glob("model*.safetensors")) else fetch(repo, revision, SMALL_FILES + BINS)
 
 
-class NoNormal(TorchFunctionMode):
-    """Skips normal_: on a meta tensor it does nothing but make torch import its compiler (75 MB, half a second)."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return None if function is torch.nn.init.normal_ else function(*args, **kwargs or {})
-
-
 def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """The converted checkpoint's tensors, without data. Raises ValueError if the source's do not make them."""
-    with torch.device("meta"), NoNormal():
+    with torch.device("meta"):
         layout = Transformer(config).to(dtype).state_dict()
     rows = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     shapes = {}
@@ -136,12 +127,9 @@ def convert(
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         if to == torch.float16 and not tensor.isfinite().all():
             raise ValueError(f"tensor {name} has values that float16 cannot hold; choose --dtype bfloat16")
-        bar.update(tensor.nbytes)
         return tensor
 
-    total = sum(t.nbytes for t in layout.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc=str(out), disable=None) as bar:  # on a terminal only
-        write_checkpoint(out, config, layout, read, copy_from=folder, force=force)
+    write_checkpoint(out, config, layout, read, copy_from=folder, force=force)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -36,7 +36,7 @@ def cap_memory(limit: int, device: torch.device) -> None:
     _caps[device.type] = limit
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
 
 def machine(device: torch.device) -> str:
@@ -72,7 +72,7 @@ def pick_device(name: str | torch.device | None) -> torch.device:
     here = {"cpu": 1, "cuda": torch.cuda.device_count()}
     if (device.index or 0) >= here.get(device.type, 0):
         raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * torch.cuda.is_available())
-    return device
+    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 def pick_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -58,12 +58,13 @@ class Engine:
         self.eos = eos  # ids that end an answer
         self.profile, self.compile = profile, compile
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # its streams are then the current ones
         self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
         self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
         self.requests = itertools.count()
         self.stats = Stats()
         self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
-        self.waited_s = 0.0  # for the next follow-up
 
     def use(
         self, kv: str, budget: int | float | None = None, options: dict | None = None, batch: int = 1,
@@ -75,11 +76,12 @@ class Engine:
             _check_count(name, value)
         self.method, self.arguments = kv, (budget, options or {}, self.profile)
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
-        self._release()
+        self.close()
         if max_prompt is not None:
             self._reserve(max_prompt, max_new_tokens)
         else:  # say now, before the first prompt, what is wrong with the method's budget or options
-            likely = min(self.config.window or self.config.max_length, self.config.max_length)
+            window = self.config.window
+            likely = min(self.config.max_length, max(1, window - max_new_tokens) if window else self.config.max_length)
             methods.planned_bytes(kv, self._plan(likely, max_new_tokens), *self.arguments)
         return self
 
@@ -107,8 +109,6 @@ class Engine:
         """
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # its streams are then the current ones
         config = read_config(folder)
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(config))
@@ -182,7 +182,7 @@ class Engine:
         fed = [sum(map(len, f)) if isinstance(f, list) else 0 for f in asked]
         decoded = [limit * a + f for a, f in zip(answers, fed, strict=True)]
         self._reserve(max(map(len, ids)), max(decoded))
-        self._warm_up(sampling, max(map(len, ids)))
+        self.warm_up(sampling, max(map(len, ids)))
         self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
         waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
         completions = [row.completion for row in waiting]
@@ -197,13 +197,13 @@ class Engine:
         """
         prompt, forced = self.encode(prompt_ids), self.encode(continuation_ids, bos=False)
         self._reserve(len(prompt), len(forced))
-        self._warm_up(Sampling(), len(prompt))
+        self.warm_up(Sampling(), len(prompt))
         found = torch.empty(len(forced), self.config.vocab_size, device=self.device)
-        found[0] = self._prefill(0, prompt)
+        found[0] = self.prefill(0, prompt)
         self.decoder.start(0, 0, len(prompt), 0)
         for i, token in enumerate(forced[:-1], 1):
             command = [token] + [SLEEP] * (self.batch - 1)
-            found[i] = self._step(command, len(prompt) + i, i)[1][0]
+            found[i] = self.launch(command, len(prompt) + i, i)[1][0]
         return found
 
     def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
@@ -226,12 +226,22 @@ class Engine:
             raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
         return (*methods.total_bytes(self.layers), self.shape.full_bytes())
 
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """(device, host) bytes of its cache that a step reads for a row of so many tokens."""
+        read = [layer.step_bytes(length) for layer in self.layers]
+        return sum(device for device, _ in read), sum(host for _, host in read)
+
     def fetched(self) -> tuple[int, int]:
         """Rows that steps wanted from the host since the caches were allocated, and those that had to be fetched."""
-        wanted, brought = zip(*(layer.fetched() for layer in self.layers), strict=True)
-        return sum(wanted), sum(brought)
+        found = [layer.fetched() for layer in self.layers]
+        return sum(wanted for wanted, _ in found), sum(brought for _, brought in found)
 
     # Caches
+
+    @property
+    def endless(self) -> bool:
+        """Whether rows can decode any number of tokens."""
+        return all(layer.endless for layer in self.layers)
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
@@ -247,12 +257,12 @@ class Engine:
         new = max(new, self.max_new_tokens)
         if self.shape is None:
             return self._allocate(self._plan(prompt, new))
-        if prompt > self.shape.max_prompt or (new > self.shape.max_new_tokens and not self.layers[0].endless):
+        if prompt > self.shape.max_prompt or (new > self.shape.max_new_tokens and not self.endless):
             prompt, new = max(prompt, self.shape.max_prompt), max(new, self.shape.max_new_tokens)
             print(f"allocating the caches anew, for prompts of {prompt} tokens and {new} more", file=sys.stderr)
             self._allocate(self._plan(prompt, new))
 
-    def _release(self) -> None:
+    def close(self) -> None:
         for layer in getattr(self, "layers", []):
             layer.close()
         self.shape: Shape | None = None
@@ -263,7 +273,7 @@ class Engine:
             layer.attention.kv = None
 
     def _allocate(self, shape: Shape) -> None:
-        self._release()  # the old caches go first
+        self.close()  # the old caches go first
         device, host = methods.planned_bytes(self.method, shape, *self.arguments)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
@@ -289,7 +299,7 @@ class Engine:
             self.step = torch.compile(own, fullgraph=True, options=options)
         self.shape, self.warm = shape, set()
 
-    def _warm_up(self, sampling: Sampling, prompt: int) -> None:
+    def warm_up(self, sampling: Sampling, prompt: int) -> None:
         """Compiles (and on CUDA captures) the step before anything is timed, with every row asleep."""
         if sampling != self.sampling:
             self.sampling, self.knobs = sampling, sampling.tensors(self.device)
@@ -297,7 +307,7 @@ class Engine:
             begin = time.perf_counter()
             try:
                 for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
-                    self._step([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
+                    self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             except BackendCompilerFailed as error:
                 if not isinstance(error.inner_exception, (InvalidCxxCompiler, CppCompileError)):
                     raise
@@ -310,14 +320,14 @@ class Engine:
 
     # The device's work
 
-    def _prefill(self, row: int, prompt: list[int]) -> Tensor:
+    def prefill(self, row: int, prompt: list[int]) -> Tensor:
         """Resets row `row` and fills it: logits [vocab] after the prompt."""
         for layer in self.layers:
             layer.reset(row)
         self.decoder.reset(row)
         return self.model.prefill(torch.tensor(prompt, device=self.device), row)
 
-    def _step(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
+    def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
 
         Returns what was sampled [B] and the logits [B, vocab], good until the next step.
@@ -334,7 +344,7 @@ class Engine:
         self.stats.compiles += counters["stats"]["unique_graphs"] - compiled
         return out
 
-    def _copy(self, tokens: Tensor) -> Callable[[], list[int]]:
+    def read_later(self, tokens: Tensor) -> Callable[[], list[int]]:
         """Starts a copy of tokens to the host; the function returned waits for it."""
         if self.device.type != "cuda":
             values = tokens.tolist()
@@ -360,7 +370,8 @@ class Engine:
 
         rows: list[Row | None] = [None] * self.batch
         flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
-        begin, self.waited_s = time.perf_counter(), 0.0
+        begin = time.perf_counter()
+        self.waited_s = 0.0  # for follow-ups
         while waiting or flight or any(rows):
             for b in range(self.batch):
                 if rows[b] and rows[b].idle and not self._ask(rows[b], limit):
@@ -375,9 +386,9 @@ class Engine:
             launch = any(command != SLEEP for command, _ in commands)
             if launch:
                 length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
-                tokens, _ = self._step([command for command, _ in commands], length, new)
+                tokens, _ = self.launch([command for command, _ in commands], length, new)
                 owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
-                flight.append((owed, self._copy(tokens)))
+                flight.append((owed, self.read_later(tokens)))
                 self.stats.steps += 1
             while len(flight) > (self.lag if launch else 0):
                 owed, tokens = flight.popleft()
@@ -392,7 +403,7 @@ class Engine:
         """Prefills a prompt into batch row b: the token that would begin its answer."""
         begin = time.perf_counter()
         request = next(self.requests)
-        logits = self._prefill(b, row.prompt)
+        logits = self.prefill(b, row.prompt)
         counter = torch.tensor([[request], [len(row.prompt)]], device=self.device)
         token = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
         self.decoder.start(b, token, len(row.prompt), request)
@@ -407,7 +418,7 @@ class Engine:
         if question is None:
             return False
         ids = row.unfed + self.encode(question, bos=False)
-        room = limit if self.layers[0].endless else self.shape.max_new_tokens - row.new - len(ids) + 1
+        room = limit if self.endless else self.shape.max_new_tokens - row.new - len(ids) + 1
         if room < 1:
             new = self.shape.max_new_tokens
             print(f"no room for another question: the caches hold {new} tokens after the prompt", file=sys.stderr)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli import Choice, check_output, choices, columns, number, numbers, run
+from cli import Choice, check_output, choices, columns, number, numbers, read_text, run
 from device import DTYPES
 from engine import Engine
-from generate import read_text
+from kv import BudgetTooSmall
 from tasks import Sample, Setting, Task, shipped_haystack, texts
 from tasks.registry import GROUPS, TASKS
 
@@ -110,15 +110,19 @@ def chosen_tasks(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def prepare(args: argparse.Namespace, engine: Engine, tasks: list[str], lengths: list[int]) -> list[Job]:
-    """Every task's samples at every length. Raises ValueError or FileNotFoundError for what cannot be made."""
-    haystack = read_text(args.haystack) if args.haystack else None
-    jobs = []
+def prepare(
+    args: argparse.Namespace, given: dict[str, str], engine: Engine, tasks: list[str], lengths: list[int]
+) -> list[Job]:
+    """Every task's samples at every length; `given` has the texts of --haystack and --text, where these are given.
+
+    Raises ValueError or FileNotFoundError for what cannot be made.
+    """
+    haystack, jobs = given.get("haystack"), []
     for task, length in tqdm([(t, n) for n in lengths for t in tasks], unit="task", desc="samples", leave=False):
         if length > engine.config.max_length:
             raise ValueError(f"--length {length}: the model's context is {engine.config.max_length}")
         if TASKS[task] is None:
-            text = read_text(args.text) if args.text else haystack or shipped_haystack()
+            text = given.get("text") or haystack or shipped_haystack()
             ids = engine.encode(text)
             bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
             items = texts.excerpts(ids[len(bos) :], length, args.samples, bos)
@@ -135,6 +139,8 @@ def prepare(args: argparse.Namespace, engine: Engine, tasks: list[str], lengths:
             items = [graded.sample(setting, i) for i in range(count)]
         except ValueError as error:
             raise ValueError(f"{task}: {error}") from None
+        except KeyError as error:
+            raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
         later = 0 if args.blind else 1  # the first question that is fed
         fed = max(sum(len(engine.encode(q.text, bos=False)) for q in s.questions[later:]) for s in items)
         new = fed + graded.max_new_tokens * max(len(s.questions) for s in items)
@@ -194,23 +200,26 @@ def force(engine: Engine, job: Job, index: int, reference: Reference) -> dict:
     return found | {"score": 100 * same, "kl": kl}
 
 
-def key_of(args: argparse.Namespace, method: Choice, job: Job, index: int) -> str:
-    """What a result depends on."""
-    text = "".join(f"{name}={read_text(file)}" for name in ("haystack", "text") if (file := getattr(args, name)))
-    return json.dumps(
-        {"kv": method.kv, "options": method.options, "budget": method.budget, "task": job.task, "length": job.length,
-         "seed": args.seed, "index": index, "questions": args.questions, "blind": args.blind,
-         "checkpoint": str(args.checkpoint.resolve()), "dtype": args.dtype, "data": str(args.data),
-         "text": hashlib.sha256(text.encode()).hexdigest()[:12] if text else None},
-        sort_keys=True,
-    )  # fmt: skip
+def digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def evaluate(
-    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress
-) -> tuple[list[dict], list[dict]]:
+    args: argparse.Namespace, given: dict[str, str], engine: Engine, jobs: list[Job], chosen: list[Choice],
+    progress: Progress,
+) -> tuple[list[dict], list[dict]]:  # fmt: skip
     """(rows, samples) of the JSON object."""
     rows, samples, reference = [], [], Reference(engine)
+    common = {name: getattr(args, name) for name in ("seed", "questions", "blind", "dtype")}
+    common |= {"checkpoint": str(args.checkpoint.resolve()), "data": str(args.data)}
+    common |= {"texts": digest(given), "profile": digest(engine.profile)}
+
+    def key_of(method: Choice, job: Job, index: int) -> str:
+        """What a result depends on."""
+        own = {"kv": method.kv, "options": method.options, "budget": method.budget}
+        own |= {"task": job.task, "length": job.length, "index": index}
+        return json.dumps(common | own, sort_keys=True)
+
     total = len(chosen) * sum(len(job.items) for job in jobs)
     with tqdm(total=total, unit="sample") as bar:
         for method in chosen:
@@ -218,17 +227,16 @@ def evaluate(
                 bar.set_description(f"{method.label} {job.task} {job.length}")
                 about = {"kv": method.kv, "budget": method.budget, "options": method.options}
                 about |= {"task": job.task, "length": job.length}
-                keys = [key_of(args, method, job, i) for i in range(len(job.items))]
+                keys = [key_of(method, job, i) for i in range(len(job.items))]
                 missing = [i for i, key in enumerate(keys) if key not in progress.known]
                 if job.task == "fidelity":
                     reference.prepare(job, missing)
                 size = args.batch if job.graded else 1
                 try:
                     bytes_ = use(engine, method, job, size)
-                except ValueError as error:
-                    if not is_too_small(method, error):
-                        raise
-                    rows.append(about | {"n": 0, "score": None, "first": None, "later": None, "why": str(error)})
+                except BudgetTooSmall as error:  # the cell stays empty, the rest goes on
+                    nothing = {"n": 0, "score": None, "first": None, "later": None}
+                    rows.append(about | nothing | {"why": str(error), "minimum": error.least})
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))
@@ -246,14 +254,8 @@ def evaluate(
                 wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
                 rate = {"fetch_hit_rate": 1 - fetched / wanted if wanted else None}
                 rows.append(about | summary(job, results) | bytes_ | rate)
-                short = {"kv": method.kv, "budget": method.budget, "task": job.task, "length": job.length}
-                samples += [short | {"index": i} | result for i, result in enumerate(results)]
+                samples += [about | {"index": i} | result for i, result in enumerate(results)]
     return rows, samples
-
-
-def is_too_small(method: Choice, error: ValueError) -> bool:
-    """Whether a method was refused for its budget: a cell stays empty, the rest goes on."""
-    return method.budget is not None and f"{method.kv} needs a budget of at least" in str(error)
 
 
 def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
@@ -263,13 +265,13 @@ def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
     if wanted != has or engine.shape is None:  # no shape: what was asked for last was refused
         engine.use(method.kv, method.budget, method.options, batch, job.prompt, job.new)
     device, host, full = engine.kv_bytes()
-    read = [layer.step_bytes(job.prompt + 1) for layer in engine.layers]
+    read_device, read_host = engine.step_bytes(job.prompt + 1)
     return {
         "kv_device_bytes": device // batch,
         "kv_host_bytes": host // batch,
         "share_of_full": (device + host) / full,
-        "step_device_bytes": sum(device for device, _ in read),
-        "step_host_bytes": sum(host for _, host in read),
+        "step_device_bytes": read_device,
+        "step_host_bytes": read_host,
     }
 
 
@@ -300,7 +302,7 @@ def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
 
     def cell(row: dict) -> str:
         if row["score"] is None:
-            return f"min {row['why'].split('at least ')[1].split()[0]}"
+            return f"min {row['minimum']}"
         if row["task"] == "fidelity":
             return f"{row['score']:.1f}% kl {row['kl']:.4f}"
         later = "" if row["later"] is None else f" / {row['later']:.1f}"
@@ -337,17 +339,18 @@ def main(argv: list[str] | None = None) -> None:
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
-    chosen = choices(args.kv, numbers(args.budget, "--budget", number))
+    chosen = choices(args.kv, numbers(args.budget, "--budget", number) if args.budget else [])
+    given = {name: read_text(file) for name in ("haystack", "text") if (file := getattr(args, name))}
     engine = Engine.load(
-        args.checkpoint, device=args.device, dtype=args.dtype, compile=bool(args.compile), max_new_tokens=1, seed=0
+        args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0
     )
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
         raise ValueError(f"{args.checkpoint} has no tokenizer files, and the tasks are text")
-    jobs = prepare(args, engine, tasks, lengths)
+    jobs = prepare(args, given, engine, tasks, lengths)
     beside = f"{args.json}.progress.jsonl" if args.json not in (None, "-") else None
     progress = Progress(Path(path) if (path := args.progress or beside) else None)
-    rows, samples = evaluate(args, engine, jobs, chosen, progress)
+    rows, samples = evaluate(args, given, engine, jobs, chosen, progress)
     out = sys.stderr if args.json == "-" else sys.stdout
     print(table(rows, jobs, chosen), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}

@@ -5,7 +5,6 @@ Without arguments it answers a question about the long text in needle/, with the
 
 import argparse
 import json
-import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 import kv
-from cli import check_output, number, run
-from device import DTYPES
+from cli import check_output, number, read_text, run
+from device import DTYPES, resident_bytes
 from engine import Engine
 
 __all__ = ["Engine"]
@@ -51,18 +50,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (default: yes)")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     return p
-
-
-def read_text(name: str) -> str:
-    """A text file's content, or stdin's for `-`. Raises ValueError if it is not UTF-8."""
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        where = "stdin" if name == "-" else name
-        raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the prompt file {name!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -166,14 +153,9 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "kv_host_bytes": host_bytes,
         "kv_full_bytes": full_bytes,
         "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else peak_resident(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
         "completions": [completion.to_dict() for completion in completions],
     }
-
-
-def peak_resident() -> int:
-    """The most memory this process has had at once, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def print_report(r: dict) -> None:

@@ -7,10 +7,8 @@ module (kv/base.py), which stores what it wants and returns the attention output
 Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head dim, C model dim.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -59,15 +57,8 @@ class ModelConfig:
     qk_norm: bool = False
 
     @classmethod
-    def from_json(cls, path: str | Path) -> "ModelConfig":
-        """Reads Hugging Face's config.json. Raises ValueError naming whatever this engine does not know."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON ({error})") from None
-
-    @classmethod
     def from_dict(cls, config: dict) -> "ModelConfig":
+        """From what Hugging Face's config.json holds. Raises ValueError naming whatever this engine does not know."""
         names = config.get("architectures") or ["none"]
         name = str(names[0] if isinstance(names, list) else names)
         if name not in ARCHITECTURES:
@@ -250,6 +241,9 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing: weights are loaded. (On a meta tensor normal_ makes torch import its compiler: half a second.)"""
+
     def logits(self, x: Tensor) -> Tensor:
         """The table as the head that is tied to it."""
         return linear(x, self.weight)

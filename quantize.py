@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
 from cli import run
@@ -196,8 +195,10 @@ def finish(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:
     """Replaces a model's linear layers, on the meta device, by modules for quantised weights.
 
-    Raises ValueError for an int4 group size that is odd or does not divide a layer's input.
+    Raises ValueError for an unknown mode, and an int4 group size that is odd or does not divide a layer's input.
     """
+    if mode not in MODES:
+        raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear) and (embeddings or child is not model.output):
@@ -267,14 +268,10 @@ def quantize(
 
     def read(name: str) -> Tensor:
         module, _, part = name.rpartition(".")
-        tensor = parts(module)[part] if f"{module}.scales" in layout and part != "bias" else stored[name].read()
-        bar.update(tensor.nbytes)
-        return tensor
+        return parts(module)[part] if f"{module}.scales" in layout and part != "bias" else stored[name].read()
 
     about = {"mode": mode, "groupsize": groupsize if mode == "int4" else None, "embeddings": embeddings}
-    total = sum(t.nbytes for t in layout.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc=str(out), disable=None) as bar:
-        write_checkpoint(out, config, layout, read, copy_from=folder, quantization=about, force=force)
+    write_checkpoint(out, config, layout, read, copy_from=folder, quantization=about, force=force)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,6 +18,8 @@ class Answer:
 
 @dataclass
 class Completion:
+    """What `Engine.generate` returns for one prompt."""
+
     prompt_tokens: int
     answers: list[Answer] = field(default_factory=list)  # to the prompt, then to each follow-up
 
@@ -28,7 +30,8 @@ class Completion:
     def to_dict(self) -> dict:
         """text, tokens and finish_reason are the first answer's, new_tokens those of all answers."""
         answers = [dataclasses.asdict(answer) for answer in self.answers]
-        return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
+        first = answers[0] if answers else dataclasses.asdict(Answer())
+        return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **first, "answers": answers}
 
 
 class Row:

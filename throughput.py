@@ -1,8 +1,7 @@
 """bench.py --generate: tokens/s of whole generations, with as many rows as fit the memory.
 
 A step is timed at evenly spaced lengths between the prompt's and the last one; between them the rows' positions are
-moved on, and what the caches hold there does not matter to the time. The ceiling is the same from the floors: bytes
-that each step must read over the bandwidth.
+moved on, and what the caches hold there does not matter to the time. The ceiling is the same from the floors.
 """
 
 import statistics
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 import kv as methods
 from cli import Choice, columns, load_pyplot
-from contenders import Case, Ours, random_weights
+from contenders import Case, Ours, floor_ms, random_weights, step_weights
 from device import free_bytes
 
 POINTS = 16  # lengths at which steps are timed
@@ -27,16 +26,21 @@ def largest_batch(case: Case, method: Choice, free: int) -> int:
     logits = 3 * 4 * case.config["vocab_size"]
     layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
 
-    def needed(batch: int) -> int:
+    def fits(batch: int) -> bool:
         shape = replace(case, batch=batch).shape()
-        return sum(methods.planned_bytes(method.kv, shape, method.budget, method.options)) + batch * logits + layer
+        device, host = methods.planned_bytes(method.kv, shape, method.budget, method.options)
+        device += batch * logits + layer
+        if case.device.type == "cpu":
+            return device + host <= free
+        return device <= free and host <= free_bytes(torch.device("cpu"))
 
     low, high = 0, 1
-    while high <= LARGEST and needed(high) <= free:
+    while high <= LARGEST and fits(high):
         low, high = high, 2 * high
+    high = min(high, LARGEST + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= free else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
@@ -45,9 +49,6 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, 
     contender = Ours(case, method, weights)
     engine, batch = contender.engine, case.batch
     contender.start()
-    step_weights = sum(t.nbytes for t in weights.values())
-    if not case.config.get("tie_word_embeddings"):
-        step_weights -= weights["tok_embeddings.weight"].nbytes
     times, floors, lengths = [], [], [case.context + (new - 1) * i // (POINTS - 1) for i in range(POINTS)]
     for length in lengths:
         engine.decoder.pos.fill_(length)
@@ -58,12 +59,13 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, 
             contender.step()
             own.append(time.perf_counter() - begin)
         times.append(1e3 * statistics.median(own[1:]))
-        read = sum(sum(layer.step_bytes(length + 1)) for layer in engine.layers)
-        floors.append(1e3 * (step_weights + batch * read) / bandwidth)
+        device, host = (batch * bytes_ for bytes_ in engine.step_bytes(length + 1))
+        floors.append(floor_ms(case.device, step_weights(case, weights) + device, host, bandwidth))
     device, host, full = engine.kv_bytes()
     return {
         "kv": method.kv, "budget": method.budget, "options": method.options, "context": case.context, "new": new,
-        "batch": batch, "ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1],
+        "batch": batch, "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize,
+        "ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1],
         "lengths": lengths, "ms": times, "tokens_per_s": 1e3 * batch / statistics.mean(times),
         "ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors), "kv_device_bytes": device, "kv_host_bytes": host,
         "full_bytes": full, "weight_bytes": sum(t.nbytes for t in weights.values()),
@@ -89,12 +91,16 @@ def generations(
 
 
 def table(rows: list[dict]) -> str:
-    lines = [["method", "prompt + new", "batch", "tokens/s", "ceiling", "vs full", "ms first", "ms last", "KV"]]
+    """Beside the full cache with as many rows, if that ran, or else with those that it had."""
+    head = ["method", "weights", "prompt + new", "batch", "tokens/s", "ceiling", "vs full", "ms first", "ms last", "KV"]
+    lines = [head]
     for r in rows:
-        same = ("context", "new")
-        full = next((f for f in rows if f["kv"] == "full" and all(f[key] == r[key] for key in same)), None)
+        same = ("context", "new", "quantize")
+        fulls = [f for f in rows if f["kv"] == "full" and all(f[key] == r[key] for key in same)]
+        full = max(fulls, key=lambda f: f["batch"] == r["batch"], default=None)
         lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label, f"{r['context']} + {r['new']}", str(r["batch"]),
+            Choice(r["kv"], r["budget"], r["options"]).label, r["quantize"] or r["dtype"],
+            f"{r['context']} + {r['new']}", str(r["batch"]),
             f"{r['tokens_per_s']:.1f}", f"{r['ceiling_tokens_per_s']:.1f}",
             f"{r['tokens_per_s'] / full['tokens_per_s']:.2f}" if full else "-",
             f"{r['first_ms']:.2f}", f"{r['last_ms']:.2f}", f"{r['kv_device_bytes'] / 1e6:.1f} MB",

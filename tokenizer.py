@@ -114,10 +114,10 @@ def load_tokenizer(folder: str | Path) -> "Tokenizer":
     # beside it lacks. Where there is a sentencepiece model the json is a conversion of it: the model is the source.
     if files.byte_level:
         return _from_json(files)
-    for path in (folder / "tokenizer.model", folder / "original" / "tokenizer.model"):
-        if path.is_file():
-            data = path.read_bytes()
-            return (_from_ranks if RANK_LINE.match(data) else SentencePieceTokenizer)(files, path, data)
+    path = folder / "tokenizer.model"
+    if path.is_file():
+        data = path.read_bytes()
+        return (_from_ranks if RANK_LINE.match(data) else SentencePieceTokenizer)(files, path, data)
     if files.json:
         model = files.json["model"]
         kind = f"{model.get('type')}{' with byte fallback' if model.get('byte_fallback') else ''}"

@@ -34,9 +34,15 @@ from kv import (
 from kv.base import KV, Published, Shape, total_bytes
 
 __all__ = [
-    "KV", "METHODS", "Method", "Published", "Shape", "build", "describe", "paper_bytes", "parse_options",
-    "planned_bytes", "takes_budget", "total_bytes",
+    "KV", "METHODS", "BudgetTooSmall", "Method", "Published", "Shape", "build", "describe", "paper_bytes",
+    "parse_options", "planned_bytes", "takes_budget", "total_bytes",
 ]  # fmt: skip
+
+
+class BudgetTooSmall(ValueError):
+    def __init__(self, name: str, least: int, tokens: int):
+        super().__init__(f"{name} needs a budget of at least {least} tokens, not {tokens}")
+        self.least = least
 
 
 @dataclass(frozen=True)
@@ -192,10 +198,10 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     known = {f.name for f in dataclasses.fields(method.options)}
     given = {key: value for key, value in (profile or {}).items() if key in known} | options
     parsed = parse_options(name, given)
-    if shape.window is not None and shape.max_prompt > shape.window and not method.windowed:
+    if shape.window is not None and shape.planned > shape.window and not method.windowed:
         raise ValueError(
-            f"{name} does not honour this model's sliding window: use --kv full, or prompts of at most {shape.window} "
-            "tokens"
+            f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
+            "prompts and answers"
         )
     if not takes_budget(name, parsed):
         if budget is not None:
@@ -203,11 +209,11 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
         return method.build(shape, None, parsed)
     if budget is None:
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
-    if not 0 < budget <= (1 if isinstance(budget, float) else budget):
+    if not budget > 0 or isinstance(budget, float) and budget > 1:
         raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
     tokens, least = shape.tokens(budget), method.minimum(shape, parsed)
     if tokens < least:
-        raise ValueError(f"{name} needs a budget of at least {least} tokens, not {tokens}")
+        raise BudgetTooSmall(name, least, tokens)
     if everything := method.full_options(shape, tokens, parsed):
         return full.build(shape, None, everything)
     return method.build(shape, tokens, parsed)
@@ -282,5 +288,7 @@ def describe(name: str) -> str:
     lines = [sys.modules[method.build.__module__].__doc__.strip(), "", f"budget: {takes}"]
     for option in dataclasses.fields(method.options):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
+        if typing.get_origin(option.type) is typing.Literal:
+            kind = " or ".join(map(str, typing.get_args(option.type)))
         lines.append(f"--kv-opt {option.name}=... ({kind}, default {option.default}): {meaning}")
     return "\n".join(lines)

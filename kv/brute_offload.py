@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kv import ops
 from kv.base import KV, Shape
+from kv.fetched import Fetched
 from kv.full import Full
 from kv.offload import Staged, ThreadedPool, Workers
 
@@ -36,29 +37,18 @@ class Ahead(Full):
         return super().decode(q, k, v, pos, active)
 
 
-class Loaded(KV):
-    """A layer on the host, but for its generated tokens."""
+class Loaded(Fetched):
+    """A layer on the host, but for its generated tokens: the ends of a prompt are empty, and all between is fetched."""
 
-    def __init__(self, shape: Shape, pool: ThreadedPool, counts_staged: bool):
-        super().__init__()
-        self.counts_staged = counts_staged  # rather than another layer that shares the buffer
-        self.shape, self.pool, self.loads = shape, pool, ()
-        self.recent = shape.planned
-        self.register_slots(shape, shape.max_new_tokens)
-        self.register_buffer("staged", pool.buffer, persistent=False)
-        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
-        self.span = ops.span(None, shape.max_new_tokens, shape.max_new_tokens, shape.device)
-        self.pending = None
+    def __init__(self, shape: Shape, pool: ThreadedPool):
+        super().__init__(shape, 0, 0, 0, 0, pool)
+        self.recent, self.loads, self.pending = shape.planned, (), None
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.prompt[row] = k.shape[2]
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
-        return ops.causal_attention(q, k, v, self.shape.window)
-
-    def finish(self, row: int) -> None:
-        self.pool.settle()
+        return ops.causal_attention(q, k, v)
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
         """Begins to bring the whole prompt, before the q returned, an earlier layer's, is used."""
@@ -71,9 +61,7 @@ class Loaded(KV):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
             q = layer.load(q, active)
-        age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
-        ops.store(self.k, k, age, active)
-        ops.store(self.v, v, age, active)
+        age = self.store(k, v, pos, active)
         loaded, self.pending = self.pool.wait(self.pending, q), None
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [x.narrow(2, 0, self.span.shape[0]) for x in (self.k, self.v)]
@@ -83,29 +71,13 @@ class Loaded(KV):
         mask = torch.where(place < 0, first, place <= age[:, None])
         return ops.attend(q, keys, values, mask)
 
-    def reset(self, row: int) -> None:
-        self.prompt[row] = 0
-
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, max(new, 1), self.shape.max_new_tokens, self.shape.device)
-
-    def host_bytes(self) -> int:
-        return self.pool.host_bytes
-
-    def fetched(self) -> tuple[int, int]:
-        return self.pool.counts
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         units = self.shape.n_kv_head * self.shape.unit_bytes
         return units * length, units * min(length, self.shape.max_prompt)
 
     def overhead(self) -> dict[str, int]:
         slot = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
-        staging = self.pool.overhead() - self.staged.nbytes * (not self.counts_staged)
-        return {"slot past the end": slot, "staging": staging, "prompt lengths": self.prompt.nbytes}
-
-    def close(self) -> None:
-        self.pool.close()
+        return {"slot past the end": slot, "staging": self.pool.overhead(), "prompt lengths": self.prompt.nbytes}
 
 
 def memory(shape: Shape, budget: None, options: Options) -> int:
@@ -120,7 +92,7 @@ def build(shape: Shape, budget: None, options: Options) -> list[KV]:
     layers: list[KV] = [Ahead(shape) for _ in range(first)]
     for layer in range(first, shape.n_layer):
         pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], threads, False)
-        layers.append(Loaded(shape, pool, layer - first < len(ring)))
+        layers.append(Loaded(shape, pool))
         begins = layers[max(0, layer - options.ahead)]
         begins.loads = (*begins.loads, layers[-1])
     return layers

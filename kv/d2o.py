@@ -38,17 +38,21 @@ class Options:
     )
     merge: Literal["weighted", "average", "none"] = field(default="weighted", metadata={"help": "how tokens merge"})
     keep: float = field(default=0.0, metadata={"help": "least weight of a kept token in a merge", "min": 0, "max": 1})
-    full_layers: list[int] | None = field(default=None, metadata={"help": "layers that keep all, of the same budget"})
+    full_layers: list[int] | None = field(
+        default=None, metadata={"help": "layers that keep all, of the same budget", "min": 0}
+    )
     park: Literal["host", "device"] = field(default="host", metadata={"help": "where the prompt's K and V wait"})
 
     def layers(self, shape: Shape) -> list[int]:
-        """Those that share slots."""
+        """Those that share slots. Raises ValueError for full layers that the model has not."""
+        if any(layer >= shape.n_layer for layer in self.full_layers or []):
+            raise ValueError(f"d2o: full_layers must lie below {shape.n_layer}, not {self.full_layers}")
         return [layer for layer in range(shape.n_layer) if layer not in (self.full_layers or [])]
 
     def tokens(self, shape: Shape, budget: int) -> int:
         """For each of those."""
         layers = len(self.layers(shape))
-        return (budget * shape.n_layer - (shape.n_layer - layers) * shape.planned) // layers if layers else 0
+        return (budget * shape.n_layer - (shape.n_layer - layers) * shape.planned) // layers
 
 
 def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
@@ -204,7 +208,7 @@ class D2O(H2O):
 
         key, value = at(keys, slot), at(values, slot)  # [B,Hk,D]
         others = (place >= 0) & (torch.arange(place.shape[2], device=slot.device) != slot[..., None])
-        products = (keys.float() * key[:, :, None]).sum(3)
+        products = ops.dots(key[:, :, None], keys)[:, :, 0]
         norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
         likeness, to = (products / norms).masked_fill(~others, -2.0).max(2)
         if self.options.merge != "none":
@@ -274,8 +278,6 @@ def memory(shape: Shape, budget: int, options: Options) -> int:
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
     layers = options.layers(shape)
-    if not layers:
-        raise ValueError("d2o: full_layers leaves no layer to share a budget")
     shared = Shared(shape, len(layers), options.tokens(shape, budget), options)
     found = {layer: D2O(shape, shared, index, options) for index, layer in enumerate(layers)}
     return [found.get(layer) or Full(shape) for layer in range(shape.n_layer)]

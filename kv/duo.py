@@ -90,7 +90,8 @@ class Duo(KV):
 
 def read_scores(path: str) -> list[list[float]]:
     try:
-        return json.loads(Path(path).read_text())["head_scores"]
+        found = json.loads(Path(path).read_text())["head_scores"]
+        return [[float(score) for score in row] for row in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
 

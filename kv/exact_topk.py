@@ -4,14 +4,19 @@ What a method that guesses the scores can hope for at the same budget. Memory: t
 the budget's K and V.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kv import ops
 from kv.base import KV, Shape
-from kv.full import Full, Options
+from kv.full import Full
 
-__all__ = ["Options", "build", "memory", "minimum"]
+
+@dataclass(frozen=True)
+class Options:
+    pass
 
 
 class ExactTopK(Full):
@@ -24,11 +29,8 @@ class ExactTopK(Full):
         ops.store(self.k, k, pos, active)
         ops.store(self.v, v, pos, active)
         keys = self.k.narrow(2, 0, self.span.shape[0])
-        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
-        logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        weight = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1).sum(2)  # [B,Hk,S]
-        index = ops.top(weight, self.budget)
+        index = ops.top(ops.weights(q, keys, later[:, None, None]).sum(2), self.budget)
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
 
     def fit(self, length: int, new: int) -> None:

@@ -124,9 +124,7 @@ class H2O(KV):
         for name in self.known:
             self.put(getattr(self, name), self.spare, live, 0.0)
         keys, values, place = (self.read(x) for x in (self.k, self.v, self.place))
-        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
-        logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
-        weight = logits.masked_fill(place[:, :, None] < 0, -torch.inf).softmax(-1)
+        weight = ops.weights(q, keys, place[:, :, None] < 0)
         y = (weight.to(values.dtype) @ values).view(q.shape)
         seen = torch.where(live[..., None], weight.sum(2), 0.0)  # [B,Hk,n]
         known = [self.add(getattr(self, name), seen**power) for power, name in enumerate(self.known, 1)]

@@ -62,7 +62,7 @@ class InfLLM(Fetched):
                 for head in range(heads):
                     self.pool.write((row * heads + head) * self.blocks, blocks[head], i)
             self.speakers[row, :, :used] = self.speak(q, k, used)
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def speak(self, q: Tensor, k: Tensor, used: int) -> Tensor:
         """The sum of the keys that represent each block, [Hk,blocks,D] fp32."""
@@ -101,8 +101,8 @@ class InfLLM(Fetched):
 
     def choose(self, q: Tensor) -> Tensor:
         """The best blocks, [B,Hk,count]; -1 where a row has fewer."""
-        queries = q.view(q.shape[0], self.shape.n_kv_head, -1, q.shape[-1]).float().sum(2)  # [B,Hk,D]
-        scores = (queries[:, :, None] * self.speakers).sum(3)
+        query = q.view(q.shape[0], self.shape.n_kv_head, -1, q.shape[-1]).float().sum(2, keepdim=True)  # [B,Hk,1,D]
+        scores = ops.dots(query, self.speakers)[:, :, 0]
         used = (self.prompt - self.ends).clamp(min=0)[:, None, None]
         empty = torch.arange(self.blocks, device=q.device) * self.block >= used
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)

@@ -52,7 +52,7 @@ class Quantised(KV):
         self.packed.fill(row, k[0, :, :count], v[0, :, :count])
         slot = torch.arange(count, length, device=k.device) % self.window
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, count:], v[0, :, count:]
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         ops.store(self.k, k, pos % self.window, active)

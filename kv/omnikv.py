@@ -208,10 +208,8 @@ class Filter(Full):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         y = super().decode(q, k, v, pos, active)
         keys = self.k.narrow(2, 0, self.span.shape[0])
-        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
-        logits = ops.dots(rows, keys) * q.shape[-1] ** -0.5
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        scores = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1).amax((1, 2))  # [B,N]
+        scores = ops.weights(q, keys, later[:, None, None]).amax((1, 2))  # [B,N]
         return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
 
     def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -255,7 +253,7 @@ class Sparse(KV):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.segment.write(row, self.layer, k[0], v[0])
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def finish(self, row: int) -> None:
         self.segment.pool.settle()

@@ -138,6 +138,13 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([(row[:, :, None] * k).sum(3) for row in q.unbind(2)], dim=2)
 
 
+def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
+    """What one query q [B,Hq,1,D] pays of its attention to each of k [B,Hk,N,D]: [B,Hk,G,N] fp32, which `empty`
+    broadcasts to, and where it holds there is no key."""
+    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
+    return (dots(rows, k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
+
+
 def sums(weight: Tensor, v: Tensor) -> Tensor:
     """Values v [B,Hk,N,D] by their weight [B,Hk,G,N] -> [B,Hk,G,D] fp32; a vector is read once for the group."""
     if not torch.compiler.is_compiling():
@@ -152,8 +159,7 @@ def channel_weights(rows: Tensor, channel: Tensor, lines: Tensor, empty: Tensor)
     `empty` [B,N] keys get nothing. The temperature is SparQ's (arXiv 2312.04985): it allows for the channels left out.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
-    lines = lines.float()
-    logits = torch.stack([(row[..., None] * lines).sum(2) for row in part.unbind(2)], dim=2)
+    logits = sums(part.float(), lines.float())
     heat = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
     return (logits / heat).masked_fill(empty[:, None, None], -torch.inf).softmax(-1)
 
@@ -196,13 +202,21 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> list[Tensor]:
 
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor]]:
     """`causal_attention` of a whole prompt, and its `column_sums`: [1,Hq,T,D] and `powers` of [Hk,T]."""
-    if powers > 1 or (q.device.type == "cuda" and q.dtype == torch.float32):  # no flash attention in fp32 there
+    if powers > 1 or not _flashes(q):
         return causal_attention(q, k, v), column_sums(q, k, powers)
     y, sums, groups = torch.empty_like(q), torch.zeros(k.shape[1:3], device=q.device), q.shape[1] // k.shape[1]
     for g in range(groups):
         y[:, g::groups], total = _flash_attention(q[:, g::groups], k, v)
         sums += _flash_sums(q[:, g::groups], k, total)
     return y, [sums]
+
+
+def _flashes(q: Tensor) -> bool:
+    """Whether torch's flash attention takes q as it is, and with 8 channels more; SDPA would pad, or try another."""
+    if q.device.type == "cpu":
+        return True
+    sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= 248
+    return q.dtype != torch.float32 and sizes and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:

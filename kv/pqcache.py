@@ -56,7 +56,7 @@ class PQCache(FetchedTokens):
                 self.centroids[row, head, part] = torch.inf  # no key is near one that there is not
                 self.centroids[row, head, part, : len(centroids)] = centroids
                 self.codes[row, head, part, : len(x)] = codes
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)

@@ -77,7 +77,8 @@ def minimum(shape: Shape, options: Options) -> int:
     """Two pages."""
     if options.page is not None:
         return 2 * options.page
-    return next(t for t in range(1, shape.planned + 1) if t // 2 >= 2 * sizes(shape, t, options)[0])
+    enough = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * sizes(shape, t, options)[0])
+    return next(enough, shape.planned)
 
 
 def memory(shape: Shape, budget: int, options: Options) -> int:

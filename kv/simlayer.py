@@ -93,7 +93,7 @@ class SimLayer(KV):
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
         mass = 1 - ops.window_scores(q, k, 1)[..., between].sum(2).mean()
         self.shared.take(row, self.index, mass.item(), k[0], v[0])
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         shared, first, size = self.shared, self.shared.first[self.index], self.shared.size[self.index]
@@ -108,11 +108,12 @@ class SimLayer(KV):
         return ops.attend_rows(q, shared.k, shared.v, index, (place < length[:, None])[:, None])
 
     def reset(self, row: int) -> None:
-        pass  # a row's length says which slots hold tokens
+        self.shared.sizes[row][self.index] = 0  # its length says which slots hold tokens
 
     def held(self, length: int) -> int:
-        """Tokens of a row that holds so many in all: of the one for which the layer keeps most."""
-        return min(length, max(sizes[self.index] for sizes in self.shared.sizes))
+        """Tokens of a row that holds so many in all: of the one for which the layer keeps most; as planned, if none."""
+        planned = self.shape.planned if self.index < self.shared.large else self.shared.window
+        return min(length, max(sizes[self.index] for sizes in self.shared.sizes) or planned)
 
     def fit(self, length: int, new: int) -> None:
         self.span = ops.span(self.span, self.held(length), self.shape.planned, self.shape.device)

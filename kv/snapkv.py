@@ -82,7 +82,7 @@ class SnapKV(Full):
         head, n = torch.arange(kept.shape[0], device=k.device)[:, None] // self.repeats, kept.shape[1]
         self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
         self.shift[row] = n - k.shape[2]
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def coded(self, x: Tensor) -> Tensor:
         """Vectors as they are stored."""

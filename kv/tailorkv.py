@@ -144,7 +144,7 @@ class Tailored(FetchedTokens):
         length, lines = k.shape[2], k.shape[1] * k.shape[3]
         self.lines.write(row * lines, k[0].mT.flatten(0, 1), slice(0, length))
         self.largest[row] = k[0].abs().amax(1)
-        return ops.causal_attention(q, k, v, self.shape.window)
+        return ops.causal_attention(q, k, v)
 
     def finish(self, row: int) -> None:
         super().finish(row)
@@ -168,8 +168,8 @@ class Tailored(FetchedTokens):
             q = self.lookahead(q, q, active)
         (channel, token), self.pending = self.pending, None
         lines = self.lines.take(self.lines.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
-        part = self.mean(q).gather(2, channel)
-        scores = (part[..., None] * lines.float()).sum(2)
+        part = self.mean(q).gather(2, channel)[:, :, None]
+        scores = ops.sums(part, lines.float())[:, :, 0]
         place = torch.arange(self.shape.max_prompt, device=q.device)
         between = (place >= self.sinks) & (place < (self.prompt - self.ends + self.sinks)[:, None])
         q = self.fetch(scores, between, active, q)

@@ -48,7 +48,7 @@ def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", type=Path, default=Path(__file__).parent)
-    p.add_argument("--task", default="niah_multikey_1")
+    p.add_argument("--task", default="niah_multikey_1", choices=[name for name in TASKS if name.startswith("niah")])
     p.add_argument("--length", type=int, default=4096)
     p.add_argument("--samples", type=int, default=20)
     args = p.parse_args()

@@ -111,8 +111,7 @@ class Alike(Drawer):
     """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
 
     def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "digits", self.rng.sample("123456789", 3))
+        self.digits = self.rng.sample("123456789", 3)
 
     def words(self) -> str:
         words = super().words().split("-")

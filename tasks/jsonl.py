@@ -44,13 +44,16 @@ def line_starts(path: Path) -> list[int]:
 
 
 def record(path: Path, index: int) -> dict:
-    """The object on a line of a jsonl file. Raises IndexError past the last, ValueError for what is not JSON."""
+    """The object on a line of a jsonl file. Raises IndexError past the last, ValueError for what is no JSON object."""
     with path.open("rb") as file:
         file.seek(line_starts(path)[index])
         try:
-            return json.loads(file.readline())
+            found = json.loads(file.readline())
         except ValueError as error:
             raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"record {index} of {path} is no JSON object; fetch the file again")
+    return found
 
 
 def cut_middle(setting: Setting, text: str, question: str, reserve: int) -> tuple[str, str]:

@@ -80,7 +80,7 @@ def needle_grids(samples: list[dict]) -> dict[str, dict]:
     """Per method, (length, depth) -> the mean score."""
     cells: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for s in samples:
-        label = s["kv"] + (f" {s['budget']}" if s["budget"] is not None else "")
+        label = Choice(s["kv"], s["budget"], s["options"]).label
         cells[label][s["length"], s["depth"]].append(s["score"])
     return {label: {at: sum(v) / len(v) for at, v in grid.items()} for label, grid in cells.items()}
 

@@ -15,7 +15,7 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -33,15 +33,13 @@ def wordlist(kind: str) -> list[str]:
     return sorted(RandomWord().filter(include_parts_of_speech=[kind]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drawer:
     """Draws keys and values, none of them twice. `keep` says which words and numbers may be drawn."""
 
     rng: random.Random
     keep: Callable[[str], bool] = lambda _: True
-
-    def __post_init__(self):
-        object.__setattr__(self, "drawn", set())
+    drawn: set[str] = field(default_factory=set, init=False)
 
     def draw(self, kind: str) -> str:
         while (found := getattr(self, kind)()) in self.drawn:
@@ -140,8 +138,8 @@ class Niah:
     queries: int = 1
     wording: Wording | None = None  # default, RULER's
 
-    def sample(self, setting: Setting, drawer: Drawer, n: int, first: int = 0) -> Sample:
-        """n: words of the essay (from word `first` on), lines of noise, or other needles."""
+    def sample(self, setting: Setting, drawer: Drawer, n: int) -> Sample:
+        """n: words of the essay, lines of noise, or other needles."""
         rng, single = drawer.rng, self.queries * self.values == 1
         wording = self.wording or (ONE if single else MANY)
         keys = [drawer.draw(self.key) for _ in range(max(self.keys, self.queries))]
@@ -154,7 +152,7 @@ class Niah:
         needles = [needle(key, value) for key, values in facts.items() for value in values]
         rng.shuffle(needles)
         if self.haystack == "essay":
-            context = insert(rng, essay(setting.haystack, n, first), needles)
+            context = insert(rng, essay(setting.haystack, n), needles)
         else:
             lines = [NOISE] * n
             if self.haystack == "needle":

@@ -140,7 +140,7 @@ MISTAKES = {
     "unknown flag": (["--prompt", "x", "--nosuch"], ["--nosuch"]),
     "json nowhere": (["--prompt", "x", "--json", "/nowhere/x.json"], ["--json", "/nowhere/x.json"]),
     "empty chat": (["--prompt", "", "--chat"], ["empty"]),
-    "a folder": (["--prompt-file", "/tmp"], ["prompt file", "/tmp", "directory"]),
+    "a folder": (["--prompt-file", "/tmp"], ["/tmp", "directory"]),
     "far too large": (["--prompt", "x", "--max-new-tokens", "1" + "0" * 30], ["GB", "--max-new-tokens"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }

@@ -664,7 +664,7 @@ def test_a_failed_download_is_one_line_that_says_what_to_do(failure, word, tmp_p
 
 def meta_model(folder):
     with torch.device("meta"):
-        return Transformer(ModelConfig.from_json(folder / "config.json"))
+        return Transformer(ModelConfig.from_dict(checkpoint.read_json(folder / "config.json")))
 
 
 def test_shards_and_integer_tensors_survive_writing_and_loading(tmp_path):

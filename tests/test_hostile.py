@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 HOSTILE = (None, True, -1, 0, 3, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "x", "64", [], [1], {}, {"a": 1})
 SENSELESS = (
     "", "x", "-1", "0", "1.5", "2", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, ",", ":", "=", "a=b=c", "full,",
-    "é☃", "\udcff", "/nowhere/x", "/", "full:bits=3", "streaming:sinks=-1", "none", "-", "--", "[", "%s", "~",
+    "é☃", "\udcff", "/proc/nowhere/x", "/", "full:bits=3", "streaming:sinks=-1", "none", "-", "--", "[", "%s", "~",
 )  # fmt: skip
 FLAGS = ("--nosuch", "--chat", "--json", "--batch", "--kv", "--budget", "--length", "--samples", "--force", "--device")
 METHODS = (["full"], ["omnikv", "--budget", "32"], ["tailorkv", "--budget", "48"], ["duo", "--budget", "0.5"])

@@ -61,7 +61,7 @@ def test_brute_offload_has_most_layers_on_the_host_and_room_for_those_under_way(
     layers = kv.build("brute_offload", shape, None, {})  # 20 of 32: 5 of 8
     unit = shape.n_kv_head * shape.unit_bytes
     assert [layer.host_bytes() > 0 for layer in layers] == [False] * 3 + [True] * 5
-    prompts = len({layer.staged.data_ptr() for layer in layers[3:]})
+    prompts = len({layer.pool_buffer.data_ptr() for layer in layers[3:]})
     assert prompts == 5  # four ahead, and the one that is read
     assert [layer.step_bytes(110) for layer in layers] == [(110 * unit, 0)] * 3 + [(110 * unit, 100 * unit)] * 5
     loads = [[layers.index(later) for later in layer.loads] for layer in layers]

@@ -132,5 +132,5 @@ def test_requests_leave_nothing_behind(tmp_path, name, compiled, total):
     assert ended == {"stop", "length"} and (gone or total < 1000)
     assert tasks() <= threads and resident_bytes("VmRSS") - memory < 20e6
     for each in (engine, other):
-        each._release()
+        each.close()
     assert not [t.name for t in set(threading.enumerate()) - others]

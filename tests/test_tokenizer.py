@@ -372,8 +372,7 @@ def test_whatever_the_config_calls_eos_ends_an_answer(folders, tmp_path):
 
 def test_the_json_is_read_before_a_rank_file_and_a_sentencepiece_model_before_the_json(folders, tmp_path):
     both = edited(folders["llama-3"], tmp_path / "both")
-    (both / "original").mkdir()
-    shutil.copy(folders["ranks"] / "tokenizer.model", both / "original")
+    shutil.copy(folders["ranks"] / "tokenizer.model", both)
     shuffle_ids(both)
     assert load_tokenizer(both).encode("hello") == ids_of(PreTrainedTokenizerFast.from_pretrained(both), "hello")
     (both / "tokenizer.json").unlink()
