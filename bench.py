@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
     weights = random_weights(case)
     weight_bytes = sum(t.nbytes for t in weights.values())
     rows, contenders = [], []
-    for make in makers(args, case, chosen, weights):
+    for make in tqdm(makers(args, case, chosen, weights), unit="method", disable=None, leave=False):
         try:
             with memory_errors():
                 contender = make()

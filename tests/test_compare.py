@@ -56,6 +56,13 @@ def test_names_lie_upon_no_other_name_even_where_marks_coincide(measured, tmp_pa
     pyplot.close(figure)
 
 
+def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
+    rows = json.loads(open(measured[1]).read())["rows"]
+    (tmp_path / "twice.json").write_text(json.dumps({"rows": rows + rows}))
+    with pytest.raises(ValueError, match="full .*timed more than once"):
+        compare.main([measured[0], str(tmp_path / "twice.json")])
+
+
 def test_what_is_no_result_is_refused(measured, tmp_path):
     for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', "no"):
         (tmp_path / "other.json").write_text(content)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import write_random
 
+from device import pick_device
 from engine import Engine
 
 METHODS = {"full": {}, "streaming": {"budget": 16}}
@@ -346,3 +347,20 @@ def test_on_a_gpu_the_step_is_one_graph_and_gives_what_eager_gives(checkpoint, m
     found, expected = (e.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS) for e in (graph, eager))
     assert outcome(found) == outcome(expected)
     assert not counters["inductor"]["cudagraph_skips"] and graph.stats.compiles == 1
+
+
+def test_caches_grow_for_longer_answers_if_a_single_layer_needs_it(tmp_path):
+    """duo with a layer that sees everything above one that sees a window, which could go on for ever."""
+    folder = write_random(tmp_path / "model")
+    options = {"head_scores": [[0.0, 0.0], [1.0, 1.0]], "sinks": 2, "recent": 6}
+    engine, large = (Engine.load(folder, "duo", 0.5, options, compile=False, max_new_tokens=n) for n in (4, 60))
+    assert engine.generate([PROMPTS[0]]) and large.generate([PROMPTS[0]])
+    assert [layer.endless for layer in engine.layers] == [True, False]
+    longer = engine.generate([PROMPTS[0]], max_new_tokens=60)
+    assert engine.shape.max_new_tokens == 60 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
+
+
+def test_a_gpu_is_known_by_its_index(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [pick_device(name) for name in (None, "cuda", "cuda:1")] == [torch.device("cuda", i) for i in (0, 0, 1)]

@@ -1,6 +1,7 @@
 """eval.py on a random checkpoint: what it runs, continues, refuses and writes; the scores themselves mean nothing."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -90,6 +91,16 @@ def test_a_rerun_continues_where_the_run_was_stopped(result, text_checkpoint, mo
     length = len(progress.read_text().splitlines())
     arguments(text_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
     assert len(progress.read_text().splitlines()) == length == len(lines) + 1  # nothing was computed twice
+
+
+def test_answers_are_not_taken_from_before_the_profile_changed(text_checkpoint, tmp_path):
+    folder, out = tmp_path / "own", tmp_path / "out.json"
+    shutil.copytree(text_checkpoint, folder)
+    for layer in (1, 2, 2):
+        (folder / "kv_profile.json").write_text(json.dumps({"filter_layers": [layer]}))
+        arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
+    lines = out.with_name("out.json.progress.jsonl").read_text().splitlines()
+    assert len(lines) == 2
 
 
 def test_a_plot_is_drawn(result):

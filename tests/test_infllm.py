@@ -71,3 +71,12 @@ def test_brute_offload_has_most_layers_on_the_host_and_room_for_those_under_way(
 def test_infllm_needs_room_for_a_block():
     with pytest.raises(ValueError, match="infllm needs a budget of at least 339"):
         kv.build("infllm", make_shape(new=1000), 300, {})
+
+
+def test_brute_offload_declares_what_it_takes_where_layers_share_room():
+    shape, options = make_shape(), {"ahead": 1}
+    layers = kv.build("brute_offload", shape, None, options)  # five on the host, and room for two
+    over = [layer.overhead() for layer in layers]
+    assert all(n >= 0 for named in over for n in named.values())
+    declared = sum(sum(named.values()) for named in over)
+    assert sum(kv.total_bytes(layers)) == shape.full_bytes() + declared

@@ -1,6 +1,7 @@
 """StreamingLLM against its definition: the first tokens and the newest, each token where it always was."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,3 +77,35 @@ def test_prompts_beyond_a_sliding_window_are_refused_by_name():
     with pytest.raises(ValueError, match="streaming does not honour this model's sliding window"):
         kv.build("streaming", beyond, 24, {})
     assert kv.build("full", beyond, None, {})[0].size == 127
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("exact_topk", {"bits": 4}, "no option 'bits'"),
+        ("d2o", {"full_layers": [LAYERS]}, f"must lie below {LAYERS}"),
+        ("d2o", {"full_layers": [-1]}, "at least 0"),
+        ("tailorkv", {"quant_layers": 3.5}, "must be a list"),
+    ],
+)
+def test_options_that_a_method_does_not_know_are_refused(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        kv.build(name, make_shape(), 24, options)
+
+
+@pytest.mark.parametrize("content", ('{"head_scores": 5}', '{"head_scores": [["x", 1.0], [1.0, 1.0]]}', "[]", "{"))
+def test_a_file_without_scores_of_heads_is_refused(tmp_path, content):
+    (tmp_path / "heads.json").write_text(content)
+    with pytest.raises(ValueError, match="holds no head_scores"):
+        kv.build("duo", make_shape(), 60, {"heads": str(tmp_path / "heads.json"), "sinks": 2, "recent": 6})
+
+
+def test_quest_finds_no_page_for_a_cache_of_a_few_tokens_but_a_minimum():
+    shape = replace(make_shape(), max_prompt=4, max_new_tokens=2)
+    with pytest.raises(ValueError, match="at least 6"):
+        kv.build("quest", shape, 3, {"page": None, "skip_layers": 0})
+
+
+def test_the_help_names_the_choices_of_an_option():
+    assert "(16 or 8 or 4, default 16)" in kv.describe("full")
+    assert "(weighted or average or none, default weighted)" in kv.describe("d2o")
