@@ -110,7 +110,8 @@ def keep(drawn: str) -> bool:
 class Alike(Drawer):
     """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
 
-    def __post_init__(self):
+    def __init__(self, *args):
+        super().__init__(*args)
         self.digits = self.rng.sample("123456789", 3)
 
     def words(self) -> str:

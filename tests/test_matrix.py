@@ -107,4 +107,7 @@ def test_a_combination_works_or_is_refused(folders, combination):
         drawn = [*range(NEW), *range(len(said) - NEW, len(said))]
         behind = logits.amax(1) - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
         assert behind[drawn].max() < TIES[dtype]
-    assert (engine.kv_bytes()[1] > 0) <= ("offload" in storage or name in ("tailorkv", "pqcache", "brute_offload"))
+    on_host = engine.kv_bytes()[1] > 0
+    engine.close()
+    alone.close()
+    assert on_host <= ("offload" in storage or name in ("tailorkv", "pqcache", "brute_offload"))

@@ -18,8 +18,16 @@ ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
 
 
+OTHERS: set[threading.Thread] = set()  # of caches that other tests have left to the garbage collector
+
+
+@pytest.fixture(autouse=True)
+def others():
+    OTHERS.update(threading.enumerate())
+
+
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-offload")]
+    return [t for t in threading.enumerate() if t.name.startswith("kv-offload") and t not in OTHERS]
 
 
 def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
