@@ -263,6 +263,7 @@ class Engine:
             self._allocate(self._plan(prompt, new))
 
     def close(self) -> None:
+        """Gives up the caches, and threads that fetched for them; the next call allocates them anew."""
         for layer in getattr(self, "layers", []):
             layer.close()
         self.shape: Shape | None = None
