@@ -24,9 +24,10 @@ from tqdm import tqdm
 import kv as methods
 import throughput
 from checkpoint import read_json
-from cli import Choice, check_output, choices, columns, load_pyplot, number, numbers, run
+from cli import Choice, check_output, choices, columns, load_pyplot, number, numbers, run, write_json
 from contenders import SHAPES, Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
 from device import DTYPES, cap_memory, free_bytes, machine, memory_errors, pick_device, pick_dtype, resident_bytes
+from papers import SETTINGS
 from quantize import MODES
 
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
@@ -152,14 +153,13 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
 
 
 def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, bandwidth: float) -> tuple:
-    """(rows, table) of what the methods' papers measured, as far as this machine is large enough for it."""
-    rows, free = [], free_bytes(device)
+    """(rows, rows of whole generations, table) of the settings that this machine is large enough for."""
+    rows, whole, free = [], [], free_bytes(device)
     lines = [["published", "on", "method", "shape", "context", "batch", "figure", "there", "here, vs full", "vs naive"]]
-    settings = [(name, p) for name, method in methods.METHODS.items() for p in method.published]
-    for name, p in tqdm(settings, unit="setting", disable=None, leave=False):
-        case = new_case(args, SHAPES[p.shape], p.quantize, dtype, device, p.context, p.batch)
+    for p in tqdm(SETTINGS, unit="setting", disable=None, leave=False):
+        case = new_case(args, SHAPES[p.shape], p.quantize, dtype, device, p.context, 1)
         case.prefill = False  # the figures are of decoding
-        chosen, found = Choice(name, p.budget, p.options), {}
+        chosen, found = Choice(p.kv, p.budget, p.options), {}
         alone = "tokens_per_s" in p.figures  # where the full cache need not fit
         arguments = (chosen.kv, case.shape(), chosen.budget, chosen.options)
         caches = methods.planned_bytes(*arguments)[0] if alone else 2 * case.shape().full_bytes()
@@ -168,6 +168,7 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
             case.steps = p.new + args.steps + 2
             own = throughput.generations(case, [Choice("full", None, {}), chosen], None, p.new, args.steps, bandwidth,
                                          p.memory)  # fmt: skip
+            whole += own
             if len(own) == 2:
                 found = {"speedup_vs_full": own[1]["tokens_per_s"] / own[0]["tokens_per_s"]}
                 found |= {"rows_vs_full": own[1]["batch"] / own[0]["batch"]}
@@ -176,7 +177,7 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
             baseline = {"shape": p.shape, "baseline": None if alone else "naive", "peer": None}
             own_args = argparse.Namespace(**vars(args) | baseline)
             own = measure(own_args, case, [*([] if alone else [Choice("full", None, {})]), chosen], bandwidth)
-            found, rows = next((row for row in own if row["kv"] == name), {}), rows + own
+            found, rows = next((row for row in own if row["kv"] == p.kv), {}), rows + own
             torch._dynamo.reset()
         for key, there in p.figures.items():
             here = [value(found.get(f"{key}_vs_{base}"), ".2f") for base in ("full", "naive")]
@@ -186,9 +187,9 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
                 here = [f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "-"]
             context = f"{p.context} + {p.new}" if p.new else str(p.context)
             shape = f"{p.shape} {p.quantize}" if p.quantize else p.shape
-            setting = [p.source, p.hardware, chosen.label, shape, context, "max" if p.new else str(p.batch)]
+            setting = [p.source, p.hardware, chosen.label, shape, context, "max" if p.new else "1"]
             lines.append([*setting, key, value(there, "g"), *here])
-    return rows, columns(lines)
+    return rows, whole, columns(lines)
 
 
 def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list:
@@ -346,7 +347,7 @@ def main(argv: list[str] | None = None) -> None:
     out = sys.stderr if args.json == "-" else sys.stdout
     print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {args.shape}", file=out)
     if args.paper:
-        rows, text = published(args, device, dtype, bandwidth)
+        rows, about["generations"], text = published(args, device, dtype, bandwidth)
         print(text, file=out)
     elif args.generate:
         for mode, context in itertools.product(modes, contexts):
@@ -369,10 +370,7 @@ def main(argv: list[str] | None = None) -> None:
     result = about | {"bandwidth_gbs": bandwidth / 1e9, "rows": rows}
     with open(args.results, "a") as file:
         file.write(json.dumps(result) + "\n")
-    if args.json == "-":
-        print(json.dumps(result))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(result) + "\n")
+    write_json(args.json, result)
     if args.plot:
         throughput.draw(rows, args.plot) if args.generate else draw(rows, args.plot)
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from checkpoint import read_json
 from cli import check_output, columns, load_pyplot, read_text, run
 from device import DTYPES
-from engine import Engine
+from engine import Engine, shape_of
 from kv import ops
-from kv.base import KV
+from kv.base import KV, Shape
 from kv.duo import Options as Duo
 from kv.omnikv import segments_of
 from model import Block
@@ -68,8 +68,8 @@ class Inputs:
 class Probe(KV):
     """Keeps nothing but what it sees of a prompt's attention; `chosen` is what the layers before chose."""
 
-    def __init__(self, sinks: int, recent: int, chosen: list[Tensor]):
-        super().__init__()
+    def __init__(self, shape: Shape, sinks: int, recent: int, chosen: list[Tensor]):
+        super().__init__(shape)
         self.sinks, self.recent_tokens, self.chosen = sinks, recent, chosen
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -110,7 +110,8 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
         raise ValueError(f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it takes at "
                          f"least {least}")
     chosen: list[Tensor] = []
-    probes = [Probe(sinks, recent, chosen) for _ in engine.model.layers]
+    shape = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0)
+    probes = [Probe(shape, sinks, recent, chosen) for _ in engine.model.layers]
     engine.close()
     engine.model.set_kv(probes, 1)
     inputs = Inputs(engine.model.layers)

@@ -1,5 +1,6 @@
 """What the command lines share: mistakes that are not bugs, lists of methods and budgets, tables."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ def read_text(name: str) -> str:
         raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the file {name!r}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def write_json(name: str | None, found: dict) -> None:
+    """Where --json said: to a file, to stdout for `-`, nowhere without it."""
+    if name == "-":
+        print(json.dumps(found))
+    elif name is not None:
+        Path(name).write_text(json.dumps(found) + "\n")
 
 
 def number(text: str) -> int | float:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli import Choice, check_output, choices, columns, number, numbers, read_text, run
+from cli import Choice, check_output, choices, columns, number, numbers, read_text, run, write_json
 from device import DTYPES
 from engine import Engine
 from kv import BudgetTooSmall
@@ -354,10 +354,7 @@ def main(argv: list[str] | None = None) -> None:
     print(table(rows, jobs, chosen), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     result = {"args": arguments, "rows": rows, "samples": samples}
-    if args.json == "-":
-        print(json.dumps(result))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(result) + "\n")
+    write_json(args.json, result)
     if args.plot:
         from tasks.plot import draw  # imports matplotlib, which takes a second
 

@@ -4,7 +4,6 @@ Without arguments it answers a question about the long text in needle/, with the
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 import kv
-from cli import check_output, number, read_text, run
+from cli import check_output, number, read_text, run, write_json
 from device import DTYPES, resident_bytes
 from engine import Engine
 
@@ -124,10 +123,7 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: 
             print(f"{prompt[:60]} -> {completion.answers[0].text}", file=out)
     report = measured(engine, args, checkpoint, completions)
     print_report(report)
-    if args.json == "-":
-        print(json.dumps(report))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(report) + "\n")
+    write_json(args.json, report)
 
 
 def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, completions: list) -> dict:

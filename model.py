@@ -250,6 +250,8 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
+    """The projections; attention itself, and what is kept for it, is the KV module's."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)
@@ -277,6 +279,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.w1 = Linear(c.dim, c.ffn_dim, bias=c.mlp_bias)  # gate
@@ -288,6 +292,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: attention and feed-forward, each on a normed copy of x and added to it."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.attention = Attention(c)
@@ -321,6 +327,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    """A whole prompt of one row (`prefill`), or one token of every row (`forward`); KV modules are set before."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config

@@ -31,10 +31,10 @@ from kv import (
     streaming,
     tailorkv,
 )
-from kv.base import KV, Published, Shape, total_bytes
+from kv.base import KV, Shape, total_bytes
 
 __all__ = [
-    "KV", "METHODS", "BudgetTooSmall", "Method", "Published", "Shape", "build", "describe", "paper_bytes",
+    "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "paper_bytes",
     "parse_options", "planned_bytes", "takes_budget", "total_bytes",
 ]  # fmt: skip
 
@@ -55,7 +55,11 @@ class Method:
     instead: str | None = None  # an option that may stand in for the budget
     windowed: bool = False  # honours the model's sliding window
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
-    published: tuple[Published, ...] = ()
+
+    @classmethod
+    def of(cls, file: types.ModuleType, help: str, **more) -> "Method":
+        """The method of a file that has one."""
+        return cls(file.build, file.Options, file.memory, help, getattr(file, "minimum", None), **more)
 
     def full_options(self, shape: Shape, budget: int | None, options: object) -> full.Options | None:
         """Of the full cache that a budget amounts to, if it leaves nothing to drop or to choose and no option does."""
@@ -66,119 +70,45 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "full": Method(
-        full.build, full.Options, full.memory, "every token's K and V; --kv-bits", windowed=True, lossless={"bits": 16}
-    ),
-    "streaming": Method(
-        streaming.build, streaming.Options, streaming.memory, "sinks and a recent window", streaming.minimum
-    ),
-    "rocketkv": Method(
-        rocketkv.build,
-        rocketkv.Options,
-        rocketkv.memory,
-        "evicts at the prompt, then selects pages at every step",
-        rocketkv.minimum,
-        lossless={"bits": 16},
-        published=rocketkv.PUBLISHED,
-    ),
+    "full": Method.of(full, "every token's K and V; --kv-bits", windowed=True, lossless={"bits": 16}),
+    "streaming": Method.of(streaming, "sinks and a recent window"),
+    "rocketkv": Method.of(rocketkv, "evicts at the prompt, then selects pages at every step", lossless={"bits": 16}),
     "hybrid": Method(
-        rocketkv.hybrid_build,
-        rocketkv.Skip,
-        rocketkv.hybrid_memory,
-        "rocketkv's selection of pages alone",
-        rocketkv.minimum,
-        lossless={"bits": 16},
+        rocketkv.hybrid_build, rocketkv.Stage2, rocketkv.hybrid_memory, "rocketkv's selection of pages alone",
+        rocketkv.minimum, lossless={"bits": 16},
     ),
-    "snapkv": Method(
-        snapkv.build, snapkv.SnapOptions, snapkv.memory, "what the prompt's end attends to", snapkv.minimum
-    ),
+    "snapkv": Method.of(snapkv, "what the prompt's end attends to"),
     "snapkv++": Method(
-        snapkv.plus_build,
-        snapkv.PlusOptions,
-        snapkv.memory,
-        "the same, shared by a group, pooled widely",
+        snapkv.plus_build, snapkv.PlusOptions, snapkv.memory, "the same, shared by a group, pooled widely",
         snapkv.plus_minimum,
     ),
     "pyramidkv": Method(
-        snapkv.pyramid_build,
-        snapkv.PyramidOptions,
-        snapkv.memory,
-        "snapkv with more tokens in lower layers",
+        snapkv.pyramid_build, snapkv.PyramidOptions, snapkv.memory, "snapkv with more tokens in lower layers",
         snapkv.pyramid_minimum,
     ),
-    "exact_topk": Method(
-        exact_topk.build,
-        exact_topk.Options,
-        exact_topk.memory,
-        "the best tokens by exact scores: an oracle",
-        exact_topk.minimum,
+    "exact_topk": Method.of(exact_topk, "the best tokens by exact scores: an oracle"),
+    "quest": Method.of(quest, "pages by a bound of their scores"),
+    "sparq": Method.of(sparq, "tokens by the query's largest channels"),
+    "omnikv": Method.of(
+        omnikv, "a few full layers choose what the others read; --offload", instead="mem", lossless={"bits": 16}
     ),
-    "quest": Method(quest.build, quest.Options, quest.memory, "pages by a bound of their scores", quest.minimum),
-    "sparq": Method(sparq.build, sparq.Options, sparq.memory, "tokens by the query's largest channels", sparq.minimum),
-    "omnikv": Method(
-        omnikv.build,
-        omnikv.Options,
-        omnikv.memory,
-        "a few full layers choose what the others read; --offload",
-        omnikv.minimum,
-        instead="mem",
-        lossless={"bits": 16},
-        published=omnikv.PUBLISHED,
-    ),
-    "infllm": Method(
-        infllm.build,
-        infllm.Options,
-        infllm.memory,
-        "blocks by representative keys; --offload",
-        infllm.minimum,
-    ),
-    "brute_offload": Method(
-        brute_offload.build,
-        brute_offload.Options,
-        brute_offload.memory,
-        "all of it, most layers' from the host at every step",
-    ),
-    "d2o": Method(
-        d2o.build,
-        d2o.Options,
-        d2o.memory,
-        "h2o with layer budgets, and merging",
-        d2o.minimum,
-        published=d2o.PUBLISHED,
-    ),
-    "h2o": Method(
-        h2o.build,
-        h2o.Options,
-        h2o.memory,
-        "recent tokens, and those that got most attention",
-        h2o.minimum,
-        published=h2o.PUBLISHED,
-    ),
+    "infllm": Method.of(infllm, "blocks by representative keys; --offload"),
+    "brute_offload": Method.of(brute_offload, "all of it, most layers' from the host at every step"),
+    "d2o": Method.of(d2o, "h2o with layer budgets, and merging"),
+    "h2o": Method.of(h2o, "recent tokens, and those that got most attention"),
     "roco": Method(h2o.roco_build, h2o.RoCoOptions, h2o.memory, "the same by its mean and deviation", h2o.roco_minimum),
     "cam": Method(h2o.cam_build, h2o.CaMOptions, h2o.memory, "h2o that spreads the values it drops", h2o.minimum),
-    "kivi": Method(kivi.build, kivi.Options, kivi.memory, "all in 4 bits", lossless={"recent": 2**30}),
-    "tailorkv": Method(
-        tailorkv.build,
-        tailorkv.Options,
-        tailorkv.memory,
-        "dense layers in one bit, tokens of the others from the host by predicted queries",
-        tailorkv.minimum,
+    "kivi": Method.of(kivi, "all in 4 bits", lossless={"recent": 2**30}),
+    "tailorkv": Method.of(
+        tailorkv, "dense layers in one bit, tokens of the others from the host by predicted queries",
         lossless={"quant_layers": []},
-        published=tailorkv.PUBLISHED,
     ),
-    "pqcache": Method(
-        pqcache.build, pqcache.Options, pqcache.memory, "tokens from the host, by codes of their keys", pqcache.minimum
+    "pqcache": Method.of(pqcache, "tokens from the host, by codes of their keys"),
+    "simlayer": Method.of(
+        simlayer, "everything in some layers, for each prompt, streaming in the others", lossless={"threshold": 1.0}
     ),
-    "simlayer": Method(
-        simlayer.build,
-        simlayer.Options,
-        simlayer.memory,
-        "everything in some layers, for each prompt, streaming in the others",
-        simlayer.minimum,
-        lossless={"threshold": 1.0},
-    ),
-    "duo": Method(duo.build, duo.Options, duo.memory, "everything in some heads, streaming in the others", duo.minimum),
-}
+    "duo": Method.of(duo, "everything in some heads, streaming in the others"),
+}  # fmt: skip
 
 
 def _method(name: str) -> Method:
@@ -247,18 +177,18 @@ def parse_options(name: str, given: dict) -> object:
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(fields) or 'none'}")
         try:
-            values[key] = _convert(value, hints[key], **fields[key].metadata)
+            values[key] = _convert(value, hints[key], *map(fields[key].metadata.get, ("min", "max")))
         except ValueError as error:
             raise ValueError(f"{name}: option {key}={value}: {error}") from None
     return cls(**values)
 
 
-def _convert(value: object, hint: object, help: str = "", min: float | None = None, max: float | None = None) -> object:
+def _convert(value: object, hint: object, min: float | None, max: float | None) -> object:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None or value == "auto":
             return None
-        return _convert(value, next(a for a in args if a is not type(None)), help, min, max)
+        return _convert(value, next(a for a in args if a is not type(None)), min, max)
     if origin is typing.Literal:
         if str(value) not in map(str, args):
             raise ValueError(f"must be one of {', '.join(map(str, args))}")
@@ -267,7 +197,7 @@ def _convert(value: object, hint: object, help: str = "", min: float | None = No
         parts = [] if value == "none" else value.replace(",", "+").split("+") if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             raise ValueError("must be a list")
-        return [_convert(part, args[0], help, min, max) for part in parts]
+        return [_convert(part, args[0], min, max) for part in parts]
     if hint is bool:
         if str(value).lower() not in ("true", "false", "1", "0"):
             raise ValueError("must be true or false")

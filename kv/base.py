@@ -28,7 +28,7 @@ The laws, which tests/test_contract.py checks for every registered method:
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,18 @@ class Shape:
         """One K and one V vector of one KV head."""
         return 2 * self.head_dim * self.dtype.itemsize
 
+    @property
+    def slot_bytes(self) -> int:
+        """One slot of a layer: a unit for each KV head of each row."""
+        return self.batch * self.n_kv_head * self.unit_bytes
+
+    def bytes(self, tokens: int) -> int:
+        """So many slots of every layer."""
+        return self.n_layer * tokens * self.slot_bytes
+
     def full_bytes(self) -> int:
         """What the full cache of all layers and rows takes at the planned length."""
-        return self.n_layer * self.batch * self.n_kv_head * self.planned * self.unit_bytes
+        return self.bytes(self.planned)
 
     def tokens(self, budget: int | float) -> int:
         """A budget in tokens a KV head: an int is that already, a float in (0, 1) a share of max_prompt, 1.0 all."""
@@ -73,19 +82,32 @@ class Shape:
         return self.planned if budget == 1.0 else int(budget * self.max_prompt + 0.5)
 
 
-class KV(nn.Module, ABC):
-    """One layer's cache. Subclasses allocate their buffers in `__init__` with `register_buffer`."""
+class Buffers(nn.Module):
+    """Tensors of a row's state, which a compiled step may write in place and a checkpoint does not hold."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+
+    def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0) -> None:
+        """A buffer [B,*size], of the cache's dtype unless told."""
+        shape = self.shape
+        buffer = torch.full((shape.batch, *size), fill, dtype=dtype or shape.dtype, device=shape.device)
+        self.register_buffer(name, buffer, persistent=False)
+
+
+class KV(Buffers, ABC):
+    """One layer's cache. Subclasses allocate their buffers in `__init__`."""
 
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache is fixed: a row may generate any number of tokens
     recent = 0  # newest tokens, the current one included, that every step attends to
 
-    def register_slots(self, shape: Shape, count: int, width: int | None = None) -> None:
+    def allocate_slots(self, count: int, width: int | None = None) -> None:
         """Buffers k and v [B,Hk,count+1,D], or of `width` bytes: one slot past the end, see ops.span."""
-        size = (shape.batch, shape.n_kv_head, count + 1, width or shape.head_dim)
-        dtype = torch.uint8 if width else shape.dtype
         for name in ("k", "v"):
-            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=shape.device), persistent=False)
+            size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
+            self.allocate(name, self.shape.n_kv_head, count + 1, size, dtype=dtype)
 
     @abstractmethod
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,24 +171,6 @@ class KV(nn.Module, ABC):
     def overhead(self) -> dict[str, int]:
         """What is allocated beyond the paper's formula, by name, in bytes."""
         return {}
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a paper measured, for bench.py --paper to measure here."""
-
-    source: str  # paper and figure or table
-    hardware: str
-    shape: str  # of bench.SHAPES
-    context: int
-    budget: int | float | None
-    # speedup, memory (peak in decode) over the paper's full cache, tokens_per_s without one; None: drawn only
-    figures: dict[str, float | None]
-    options: dict = field(default_factory=dict)
-    batch: int = 1
-    new: int | None = None  # tokens of whole generations, with the largest batch that fits `memory` bytes
-    memory: int = 80 * 10**9
-    quantize: str | None = None  # weights
 
 
 def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:

@@ -76,8 +76,8 @@ class Loaded(Fetched):
         return units * length, units * min(length, self.shape.max_prompt)
 
     def overhead(self) -> dict[str, int]:
-        slot = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
-        return {"slot past the end": slot, "staging": self.pool.overhead(), "prompt lengths": self.prompt.nbytes}
+        staging, state = self.pool.overhead(), self.prompt.nbytes
+        return {"slot past the end": self.shape.slot_bytes, "staging": staging, "prompt lengths": state}
 
 
 def memory(shape: Shape, budget: None, options: Options) -> int:

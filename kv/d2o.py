@@ -18,20 +18,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Buffers, Shape
 from kv.full import Full
-from kv.h2o import H2O, published, slots
+from kv.h2o import H2O, allocate_known
+from kv.streaming import SINKS
 
 LEAST = 4  # tokens of a layer beside the sinks
-PUBLISHED = published((2.34, 2.49, 2.80, 3.04))
 
 
 @dataclass(frozen=True)
 class Options:
-    sinks: int = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})
+    sinks: int = SINKS
     beta: float = field(default=0.7, metadata={"help": "weight of the newest similarity", "min": 0, "max": 1})
     allocation: Literal["softmax", "uniform", "reciprocal", "exponential"] = field(
         default="softmax", metadata={"help": "how the layers share the budget, by the variances (Table 4)"}
@@ -93,15 +94,13 @@ def most_slots(layers: int, shape: Shape, budget: int, options: Options) -> int:
     return budget
 
 
-class Shared(nn.Module):
+class Shared(Buffers):
     """The slots of all layers, a region for each layer and row, and prompts that wait for every layer to be seen."""
 
     def __init__(self, shape: Shape, layers: int, budget: int, options: Options):
-        super().__init__()
-        self.shape, self.budget, self.options = shape, budget, options
-        self.total = layers * (budget + 1)
-        for name, buffer in slots(shape, self.total, D2O.known).items():
-            self.register_buffer(name, buffer, persistent=False)
+        super().__init__(shape)
+        self.budget, self.options, self.total = budget, options, layers * (budget + 1)
+        allocate_known(self, self.total, D2O.known)
         self.parked: list[tuple[list[Tensor], Tensor, Tensor]] = []
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # on the host
 
@@ -110,7 +109,7 @@ class Shared(nn.Module):
             k, v = k.cpu(), v.cpu()
         self.parked.append((known, k, v))
 
-    def allocate(self, row: int) -> None:
+    def divide(self, row: int) -> None:
         """How many slots each layer has of the row."""
         variances = [known[0].var(dim=1, correction=0).mean().item() for known, _, _ in self.parked]
         prompt = self.parked[0][1].shape[1]
@@ -124,18 +123,16 @@ class D2O(H2O):
     recent = 1
 
     def __init__(self, shape: Shape, shared: Shared, index: int, options: Options):
-        KV.__init__(self)
-        self.shape, self.shared, self.index, self.options = shape, shared, index, options
+        KV.__init__(self, shape)
+        self.shared, self.index, self.options = shared, index, options
         self.sinks, self.size = options.sinks, shared.budget
         for name in ("k", "v", "place", *self.known):
             self.register_buffer(name, getattr(shared, name), persistent=False)
         self.most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        rows = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("first", rows + index * (shared.budget + 1), persistent=False)
-        self.register_buffer("slots", rows + shared.budget, persistent=False)
-        self.register_buffer("spare", rows[:, None].repeat(1, shape.n_kv_head), persistent=False)
-        threshold = torch.full((shape.batch, shape.n_kv_head), -torch.inf, device=shape.device)
-        self.register_buffer("threshold", threshold, persistent=False)  # tau; -inf: nothing has gone yet
+        self.allocate("first", dtype=torch.int64, fill=index * (shared.budget + 1))
+        self.allocate("slots", dtype=torch.int64, fill=shared.budget)
+        self.allocate("spare", shape.n_kv_head, dtype=torch.int64)
+        self.allocate("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
         self.span = ops.span(None, self.most + 1, self.most + 1, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +144,7 @@ class D2O(H2O):
 
     def finish(self, row: int) -> None:
         if self.index == 0:
-            self.shared.allocate(row)
+            self.shared.divide(row)
         sizes = self.shared.sizes[row]
         first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
         self.first[row], self.slots[row], self.threshold[row] = first, size, -torch.inf
@@ -176,10 +173,10 @@ class D2O(H2O):
 
     def merge_prompt(self, k: Tensor, v: Tensor, goes: Tensor, keys: Tensor, values: Tensor) -> tuple:
         """One KV head's keys and values [n,D] after k and v [T,D] at places `goes` have merged, and their threshold."""
-        ours = nn.functional.normalize(keys.float(), dim=1)
+        ours = F.normalize(keys.float(), dim=1)
         best = []  # similarity and slot
         for part in goes.split(max(1, ops.SCORES // len(keys))):
-            best.append((nn.functional.normalize(k[part].float(), dim=1) @ ours.mT).max(1))
+            best.append((F.normalize(k[part].float(), dim=1) @ ours.mT).max(1))
         likeness, slot = (torch.cat(x) for x in zip(*best, strict=True))
         mean = likeness.mean()
         if self.options.merge == "none":
@@ -259,11 +256,10 @@ class D2O(H2O):
         return self.shape.n_kv_head * read * (unit + 12), 0
 
     def overhead(self) -> dict[str, int]:
-        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
         state = sum(x.nbytes for x in (self.first, self.slots, self.spare, self.threshold))
         if self.index == 0:
             state += self.place.nbytes + self.score.nbytes
-        return {"spare slot": units, "scores and places": state}
+        return {"spare slot": self.shape.slot_bytes, "scores and places": state}
 
 
 def minimum(shape: Shape, options: Options) -> int:
@@ -273,7 +269,7 @@ def minimum(shape: Shape, options: Options) -> int:
 
 
 def memory(shape: Shape, budget: int, options: Options) -> int:
-    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
+    return shape.bytes(budget)
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

@@ -38,7 +38,7 @@ class Duo(KV):
     """One layer: `retrieval` says of each KV head whether it sees everything."""
 
     def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
-        super().__init__()
+        super().__init__(shape)
         order = sorted(range(len(retrieval)), key=lambda h: not retrieval[h])
         count = sum(retrieval)
         sizes = ((count, None, 0), (len(order) - count, sinks + recent, sinks))
@@ -50,14 +50,13 @@ class Duo(KV):
         self.counts = [part.shape.n_kv_head for part in self.parts]
         self.endless = not count
         self.recent = min(part.recent for part in self.parts)
-        self.kv_heads = shape.n_kv_head
         place = torch.tensor(order, device=shape.device)
         self.register_buffer("order", place, persistent=False)
         self.register_buffer("back", place.argsort(), persistent=False)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """[B,H,T,D], H the KV heads or G times as many, as each part's heads."""
-        groups = x.unflatten(1, (self.kv_heads, -1)).index_select(1, self.order)
+        groups = x.unflatten(1, (self.shape.n_kv_head, -1)).index_select(1, self.order)
         return [part.flatten(1, 2) for part in groups.split(self.counts, dim=1)]
 
     def join(self, ys: list[Tensor]) -> Tensor:

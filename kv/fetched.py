@@ -1,11 +1,36 @@
 """What methods have in common that keep both ends of a prompt on the device and fetch some of what lies between."""
 
+from dataclasses import dataclass, field
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv import offload, ops
 from kv.base import KV, Shape
+from kv.offload import Pool, Staged
+
+
+@dataclass(frozen=True)
+class SplitOptions(offload.Options):
+    """How a budget is split; of every method that keeps both ends of a prompt and fetches what lies between."""
+
+    offload: bool = field(default=True, metadata={"help": "the prompt lives on the host"})
+    initial: int = field(default=4, metadata={"help": "first tokens, which stay on the device", "min": 0})
+    local: int | None = field(
+        default=None, metadata={"help": "first and last tokens on the device; auto: a third, at most 128", "min": 1}
+    )
+
+    def split(self, budget: int) -> tuple[int, int]:
+        """(n_local, n_topk): tokens that stay, the initial ones among them, and tokens that are fetched."""
+        local = min(128, budget // 3) if self.local is None else self.local
+        local = min(max(local, self.initial), budget - 1)
+        return local, budget - local
+
+    def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
+        """Where the rows of one layer after the other arrive."""
+        local, count = self.split(budget)
+        slots = shape.batch * shape.n_kv_head * min(count, max(1, shape.max_prompt - local))
+        return self.staged(slots, (2, shape.head_dim), shape)
 
 
 class Fetched(KV):
@@ -16,16 +41,14 @@ class Fetched(KV):
 
     recent = 1
 
-    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, width: int, pool: offload.Pool):
-        super().__init__()
-        self.shape, self.sinks, self.ends, self.count = shape, sinks, ends, count
+    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, width: int, pool: Pool):
+        super().__init__(shape)
+        self.sinks, self.ends, self.count = sinks, ends, count
         self.chosen = ends + count * width  # slots before the generated tokens
         self.capacity = self.chosen + shape.max_new_tokens
-        self.register_slots(shape, self.capacity)
-        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
-        index = torch.full((shape.batch, shape.n_kv_head, count), -1, device=shape.device)
-        self.register_buffer("index", index, persistent=False)  # what was chosen; -1: none
+        self.allocate_slots(self.capacity)
+        self.allocate("prompt", dtype=torch.int64)  # tokens of each row's
+        self.allocate("index", shape.n_kv_head, count, dtype=torch.int64, fill=-1)  # what was chosen; -1: none
         self.pool = pool
         self.register_buffer("pool_buffer", pool.buffer, persistent=False)
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
@@ -57,8 +80,7 @@ class Fetched(KV):
         """Attention to those slots of the ends [B,n], of what was fetched [B,Hk,n], of the generated tokens [B,n]."""
         n, (b, h, _) = self.span.shape[0], chosen.shape
         mask = torch.cat([ends[:, None].expand(b, h, -1), chosen, new[:, None].expand(b, h, -1)], dim=2)
-        rows, keys, values = q.view(b, h, -1, q.shape[-1]), self.k.narrow(2, 0, n), self.v.narrow(2, 0, n)
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
+        return ops.attend(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), mask)
 
     def reset(self, row: int) -> None:
         self.prompt[row], self.index[row] = 0, -1
@@ -74,3 +96,49 @@ class Fetched(KV):
 
     def close(self) -> None:
         self.pool.close()
+
+
+class FetchedTokens(Fetched):
+    """Its rows are single tokens of a KV head, each head's own."""
+
+    def __init__(self, shape: Shape, layer: int, budget: int, options: SplitOptions, staged, workers):
+        ends, count = options.split(budget)
+        rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
+        pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
+        super().__init__(shape, options.initial, ends, min(count, max(1, shape.max_prompt - ends)), 1, pool)
+
+    def keep(self, row: int, k: Tensor, v: Tensor) -> None:
+        """Stores a prompt: k and v [Hk,T,D]."""
+        self.keep_ends(row, k, v)
+        for i, x in enumerate((k, v)):
+            self.pool.write(row * self.shape.max_prompt * len(k), x.transpose(0, 1).flatten(0, 1), i)
+
+    def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
+        """The best candidates [B,N] of the prompt by scores [B,Hk,N] into their slots; returns q, see Pool.issue."""
+        scores = scores.masked_fill(~candidates[:, None], -torch.inf)
+        best = ops.top(scores, self.count, ordered=True)  # in another order sums would round differently
+        best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
+        self.index.copy_(torch.where(active[:, None, None], best, self.index))
+        b, h = best.shape[:2]
+        row, head = torch.arange(b, device=q.device)[:, None, None], torch.arange(h, device=q.device)[:, None]
+        there = (self.index >= 0) & (self.index < self.prompt[:, None, None])
+        wanted = torch.where(there, (row * self.shape.max_prompt + self.index) * h + head, -1).flatten()
+        token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), q)
+        rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
+        for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
+            slots = buffer[:, :, self.ends : self.chosen]
+            slots.copy_(torch.where(active[:, None, None, None], new, slots))
+        return q
+
+    def fetched_bytes(self, length: int) -> tuple[int, int]:
+        """(device, host) bytes of attention in one step."""
+        new = max(0, length - self.shape.max_prompt)
+        ends = min(length - new, self.ends)
+        chosen, unit = min(self.count, length - new - ends), self.shape.n_kv_head * self.shape.unit_bytes
+        return (ends + chosen + new) * unit, chosen * unit * (self.pool.host_bytes > 0)
+
+    def slots_overhead(self) -> dict[str, int]:
+        return {
+            "slots": self.shape.slot_bytes * (self.capacity + 1), "choice": self.prompt.nbytes + self.index.nbytes,
+            "staging": self.pool.overhead(),
+        }  # fmt: skip

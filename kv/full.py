@@ -25,11 +25,10 @@ class Full(KV):
     """`size` slots a row, all planned tokens by default. Tokens beyond that overwrite the oldest but `sinks`."""
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape)
         self.size = min(size or shape.planned, shape.planned)
         self.sinks = min(sinks, self.size - 1)
-        self.register_slots(shape, self.size)
+        self.allocate_slots(self.size)
         self.recent = self.size - self.sinks
         self.span = ops.span(None, self.size, self.size, shape.device)
 
@@ -57,7 +56,7 @@ class Full(KV):
         return self.shape.n_kv_head * min(length, self.size) * self.shape.unit_bytes, 0
 
     def overhead(self) -> dict[str, int]:
-        return {"slot past the end": self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes}
+        return {"slot past the end": self.shape.slot_bytes}
 
 
 def memory(shape: Shape, budget: None, options: Options) -> int:

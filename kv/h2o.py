@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Published, Shape
+from kv.base import KV, Buffers, Shape
+from kv.streaming import SINKS
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,12 @@ class Options:
 
 @dataclass(frozen=True)
 class RoCoOptions:
-    sinks: int = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})
+    sinks: int = SINKS
 
 
 @dataclass(frozen=True)
 class CaMOptions:
     spread: int = field(default=32, metadata={"help": "kept tokens among which a value is divided", "min": 1})
-
-
-def published(figures: tuple[float, ...]) -> tuple[Published, ...]:
-    """D2O's Table 5: tokens/s over those of the full cache, each with as many rows as fit, the budget the prompt's."""
-    return tuple(
-        Published("D2O, Table 5", "A100 80 GB, fp16", "llama-3.1-8b", n, n, {"speedup": figure, "rows": 4.0}, new=4 * n)
-        for n, figure in zip((256, 512, 1024, 2048), figures, strict=True)
-    )
-
-
-PUBLISHED = published((2.45, 2.57, 2.90, 3.10))
 
 
 class H2O(KV):
@@ -57,12 +47,10 @@ class H2O(KV):
     known = ("score",)  # buffers of what is known of each token: sums of powers of the attention that it has had
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
-        super().__init__()
-        self.shape, self.size, self.sinks, self.recent = shape, size, sinks, recent
-        for name, buffer in slots(shape, size + 2, self.known).items():  # the last one is never used: see ops.span
-            self.register_buffer(name, buffer, persistent=False)
-        spare = torch.zeros(shape.batch, shape.n_kv_head, dtype=torch.int64, device=shape.device)
-        self.register_buffer("spare", spare, persistent=False)  # the slot of the next token
+        super().__init__(shape)
+        self.size, self.sinks, self.recent = size, sinks, recent
+        allocate_known(self, size + 2, self.known)  # the last one is never used: see ops.span
+        self.allocate("spare", shape.n_kv_head, dtype=torch.int64)  # the slot of the next token
         self.span = ops.span(None, size + 1, size + 1, shape.device)
 
     # The prompt
@@ -171,17 +159,19 @@ class H2O(KV):
         return self.shape.n_kv_head * slots * (self.shape.unit_bytes + 8 + 4 * len(self.known)), 0
 
     def overhead(self) -> dict[str, int]:
-        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
         state = sum(getattr(self, name).nbytes for name in (*self.known, "place", "spare"))
-        return {"spare slot": units, "slot past the end": units, "scores and places": state}
+        return {"spare slot": self.shape.slot_bytes, "slot past the end": self.shape.slot_bytes,
+                "scores and places": state}  # fmt: skip
 
 
-def slots(shape: Shape, count: int, known: tuple[str, ...]) -> dict[str, Tensor]:
-    """Buffers of so many slots: keys, values, what is known of their tokens, and their places in the text, -1: none."""
-    size, device = (shape.batch, shape.n_kv_head, count), shape.device
-    found = {name: torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=device) for name in ("k", "v")}
-    found |= {name: torch.zeros(size, device=device) for name in known}
-    return found | {"place": torch.full(size, -1, device=device)}
+def allocate_known(owner: Buffers, count: int, known: tuple[str, ...]) -> None:
+    """So many slots: keys, values, what is known of their tokens, and their places in the text, -1: none."""
+    size = (owner.shape.n_kv_head, count)
+    for name in ("k", "v"):
+        owner.allocate(name, *size, owner.shape.head_dim)
+    for name in known:
+        owner.allocate(name, *size, dtype=torch.float32)
+    owner.allocate("place", *size, dtype=torch.int64, fill=-1)
 
 
 class RoCo(H2O):
@@ -246,7 +236,7 @@ def roco_minimum(shape: Shape, options: RoCoOptions) -> int:
 
 
 def memory(shape: Shape, budget: int, options: object) -> int:
-    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
+    return shape.bytes(budget)
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

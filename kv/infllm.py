@@ -47,8 +47,8 @@ class InfLLM(Fetched):
         pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
         super().__init__(shape, options.sinks, ends, count, block, pool)
         self.block, self.reps, self.local, self.blocks = block, options.reps, options.local, blocks
-        speakers = torch.zeros(shape.batch, shape.n_kv_head, blocks, shape.head_dim, device=shape.device)
-        self.register_buffer("speakers", speakers, persistent=False)  # each block's representatives' keys, summed
+        size = (shape.n_kv_head, blocks, shape.head_dim)
+        self.allocate("speakers", *size, dtype=torch.float32)  # each block's representatives' keys, summed
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keep_ends(row, k[0], v[0])
@@ -89,7 +89,7 @@ class InfLLM(Fetched):
         first = torch.arange(b * h, device=q.device).view(b, h, 1) * self.blocks
         wanted = torch.where(block < 0, -1, block + first).flatten()
         asked = active.repeat_interleave(h * self.count)
-        token, q = self.pool.issue(wanted, asked, wanted, q)
+        token, q = self.pool.issue(wanted, asked, q)
         fetched = self.pool.take(self.pool.wait(token, q))  # [B Hk count,2,block,D]
         keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
         self.k[:, :, self.ends : self.chosen] = keys.flatten(2, 3)
@@ -101,7 +101,7 @@ class InfLLM(Fetched):
 
     def choose(self, q: Tensor) -> Tensor:
         """The best blocks, [B,Hk,count]; -1 where a row has fewer."""
-        query = q.view(q.shape[0], self.shape.n_kv_head, -1, q.shape[-1]).float().sum(2, keepdim=True)  # [B,Hk,1,D]
+        query = ops.grouped(q, self.shape.n_kv_head).float().sum(2, keepdim=True)  # [B,Hk,1,D]
         scores = ops.dots(query, self.speakers)[:, :, 0]
         used = (self.prompt - self.ends).clamp(min=0)[:, None, None]
         empty = torch.arange(self.blocks, device=q.device) * self.block >= used
@@ -119,7 +119,7 @@ class InfLLM(Fetched):
         return heads * device, heads * chosen * unit if self.pool.host_bytes else 0
 
     def overhead(self) -> dict[str, int]:
-        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
+        units = self.shape.slot_bytes
         rest = self.blocks * self.block - max(0, self.shape.max_prompt - self.ends)
         return {
             "slot past the end": units, "staging": self.pool.overhead(),

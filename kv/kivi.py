@@ -31,14 +31,13 @@ class Quantised(KV):
     """Tokens 0 to P(n) of n are packed, the others wait in a ring."""
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
-        super().__init__()
-        self.shape, self.group, self.wait = shape, group, min(recent, shape.planned)
+        super().__init__(shape)
+        self.group, self.wait = group, min(recent, shape.planned)
         self.recent = shape.planned  # all are attended to
-        self.window = -(-self.wait // group) * group + group
+        self.ring = -(-self.wait // group) * group + group
         self.packed = Packed(shape, max(0, shape.planned - self.wait) // group, group, bits)
-        size = (shape.batch, shape.n_kv_head, self.window, shape.head_dim)
         for name in ("k", "v"):
-            self.register_buffer(name, torch.zeros(size, dtype=shape.dtype, device=shape.device), persistent=False)
+            self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim)
         self.span = self.groups_read(None, shape.planned)
 
     def groups(self, count: Tensor | int) -> Tensor | int:
@@ -50,19 +49,19 @@ class Quantised(KV):
         length = k.shape[2]
         count = self.groups(length) * self.group
         self.packed.fill(row, k[0, :, :count], v[0, :, :count])
-        slot = torch.arange(count, length, device=k.device) % self.window
+        slot = torch.arange(count, length, device=k.device) % self.ring
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, count:], v[0, :, count:]
         return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        ops.store(self.k, k, pos % self.window, active)
-        ops.store(self.v, v, pos % self.window, active)
+        ops.store(self.k, k, pos % self.ring, active)
+        ops.store(self.v, v, pos % self.ring, active)
         count = self.groups(pos + 1)
         if self.packed.groups:
             self.pack(count - 1, active & (count > self.groups(pos)))
-        rows = widen(q.view(q.shape[0], k.shape[1], -1, q.shape[-1]))  # [B,Hk,G,D]
+        rows = widen(ops.grouped(q, k.shape[1]))  # [B,Hk,G,D]
         n = self.span.shape[0]
-        age = (pos[:, None] - torch.arange(self.window, device=q.device)) % self.window  # of what is in each slot
+        age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of what is in each slot
         waits = age <= (pos - count * self.group)[:, None]
         logits = ops.dots(rows, self.k)
         if self.packed.groups:
@@ -71,15 +70,15 @@ class Quantised(KV):
             waits = torch.cat([full, waits], dim=1)
         logits = logits.masked_fill(~waits[:, None, None], -torch.inf) * q.shape[-1] ** -0.5
         weight = logits.softmax(-1)
-        y = ops.sums(weight[..., -self.window :], self.v.float())
+        y = ops.sums(weight[..., -self.ring :], self.v.float())
         if self.packed.groups:
-            y = y + self.packed.sums(weight[..., : -self.window], n)
+            y = y + self.packed.sums(weight[..., : -self.ring], n)
         return y.view(q.shape).to(q.dtype)
 
     def pack(self, at: Tensor, due: Tensor) -> None:
         """The tokens of group at [B] leave the ring, where due [B]."""
         at = at.clamp(min=0)
-        slot = (at[:, None] * self.group + torch.arange(self.group, device=at.device)) % self.window
+        slot = (at[:, None] * self.group + torch.arange(self.group, device=at.device)) % self.ring
         index = slot[:, None].expand(-1, self.k.shape[1], -1)
         self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
 
@@ -95,7 +94,7 @@ class Quantised(KV):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Of the ring all is read, and what of it may be packed once more."""
-        waits = self.window + self.group * (self.packed.groups > 0)
+        waits = self.ring + self.group * (self.packed.groups > 0)
         packed = self.groups(length) * self.packed.group_bytes
         return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
 

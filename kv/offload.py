@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary, finalize, ref
 import torch
 from torch import Tensor
 
+from device import free_bytes
 from kv.base import Shape
 
 CHUNK = 4 << 20  # bytes of a staging buffer
@@ -102,11 +103,12 @@ class Pool:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
 
-    def issue(self, ids: Tensor, asked: Tensor, after: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Says which rows are wanted: ids [N] int64, below 0 none; slots that are not `asked` [N] keep what they have.
 
-        Returns a token for `wait`, and y: not before `after` is known, and not after y is used, as long as the caller
-        goes on with the y returned. Nothing else holds a compiler to an order of two ops that share no data.
+        Returns a token for `wait`, and y: not before `after` (default: ids) is known, and not after y is used, as long
+        as the caller goes on with the y returned. Nothing else holds a compiler to an order of two ops that share no
+        data.
         """
         return ids, y
 
@@ -207,8 +209,8 @@ class ThreadedPool(Pool):
         super().settle(left)
         torch.set_num_threads(torch.get_num_threads())  # for threads to come, what a worker has set for itself
 
-    def issue(self, ids: Tensor, asked: Tensor, after: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        token = torch.ops.kv_fast.issue(torch.where(asked, ids, -1), after, self.handle)
+    def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        token = torch.ops.kv_fast.issue(torch.where(asked, ids, -1), ids if after is None else after, self.handle)
         return token, y + token.to(y.dtype)  # it is 0
 
     def wait(self, token: Tensor, before: Tensor) -> Tensor:
@@ -317,7 +319,7 @@ def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: to
         memory = torch.empty(size, dtype=dtype, device=device)
         return memory, memory
     needed = torch.empty(size, dtype=dtype, device="meta").nbytes
-    free = available()
+    free = free_bytes(torch.device("cpu"))
     asked = f"{what} need {needed / 1e9:.2f} GB of host memory"
     if needed > free:
         raise ValueError(f"{asked} and {free / 1e9:.2f} GB are free: shorten the prompt, or lower --batch")
@@ -349,12 +351,6 @@ def as_device(memory: Tensor, device: torch.device) -> Tensor:
     view = view.view(memory.dtype)
     torch._dynamo.mark_static_address(view)
     return view
-
-
-def available() -> int:
-    """Bytes of host memory that could still be allocated."""
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
 # A compiled step names its pools by number.

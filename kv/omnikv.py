@@ -21,10 +21,11 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from kv import full, offload, ops, quant
-from kv.base import KV, Published, Shape
+from kv.base import KV, Buffers, Shape
 from kv.full import Full
 
 
@@ -38,13 +39,6 @@ class Options(offload.Options):
     )
     delta: bool = field(default=False, metadata={"help": "threads fetch only what the device does not hold already"})
     bits: quant.Bits = quant.BITS
-
-
-PUBLISHED = (
-    Published("OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 128 * 1024, 2048, {"speedup": 1.68}),
-    Published("OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 450 * 1000, None, {"tokens_per_s": 7.5},
-              {"mem": 0.3, "offload": True}),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,18 +89,16 @@ def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
     return {first: list(range(first + 2, end)) for first, end in zip(filters, ends, strict=True)}
 
 
-class Segment(nn.Module):
+class Segment(Buffers):
     """What a filter layer has chosen, and the sparse layers' rows to choose from."""
 
     def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: Options, workers):
-        super().__init__()
-        self.shape, self.layers, self.k, self.share = shape, layers, plan.k, plan.share
+        super().__init__(shape)
+        self.layers, self.k, self.share = layers, plan.k, plan.share
         self.delta, self.bits = options.delta, options.bits
-        index = torch.full((shape.batch, plan.k), -1, device=shape.device)
-        self.register_buffer("index", index, persistent=False)  # prompt positions; -1: none
-        prompt = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("prompt", prompt, persistent=False)  # tokens of each row's
-        self.register_buffer("count", prompt.clone(), persistent=False)  # tokens to choose of it
+        self.allocate("index", plan.k, dtype=torch.int64, fill=-1)  # prompt positions; -1: none
+        self.allocate("prompt", dtype=torch.int64)  # tokens of each row's
+        self.allocate("count", dtype=torch.int64)  # tokens to choose of it
         what = "layers " + ", ".join(map(str, layers))
         width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
@@ -144,7 +136,7 @@ class Segment(nn.Module):
         self.index.copy_(torch.where(active[:, None], best, self.index))
         first = torch.arange(len(best), device=best.device)[:, None] * self.shape.max_prompt
         rows = torch.where(self.index < 0, -1, self.index + first).flatten()
-        self.pending, y = self.pool.issue(rows, active.repeat_interleave(self.k), rows, y)
+        self.pending, y = self.pool.issue(rows, active.repeat_interleave(self.k), y)
         return y
 
     def keep_places(self, best: Tensor) -> Tensor:
@@ -183,8 +175,7 @@ class Filter(Full):
         self.segment, self.selector = segment, selector
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
         if self.window > 1:  # the scores that past queries gave, a ring by position
-            past = torch.zeros(shape.batch, self.window, self.size + 1, device=shape.device)
-            self.register_buffer("past", past, persistent=False)
+            self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.segment.begin(row, k.shape[2])
@@ -245,10 +236,10 @@ class Sparse(KV):
     recent = 1
 
     def __init__(self, shape: Shape, segment: Segment, layer: int):
-        super().__init__()
-        self.shape, self.segment, self.layer = shape, segment, layer
+        super().__init__(shape)
+        self.segment, self.layer = segment, layer
         self.capacity = segment.k + shape.max_new_tokens
-        self.register_slots(shape, self.capacity)
+        self.allocate_slots(self.capacity)
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -267,7 +258,7 @@ class Sparse(KV):
         self.k[:, :, :chosen], self.v[:, :, :chosen] = keys, values
         n = self.span.shape[0]
         generated = torch.arange(n, device=q.device) - chosen <= age[:, None]
-        first = nn.functional.pad(self.segment.index >= 0, (0, n - chosen), value=True)
+        first = F.pad(self.segment.index >= 0, (0, n - chosen), value=True)
         return ops.attend(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), first & generated)
 
     def reset(self, row: int) -> None:
@@ -291,10 +282,9 @@ class Sparse(KV):
         return (generated + chosen, chosen) if self.segment.pool.host_bytes else (generated + chosen, 0)
 
     def overhead(self) -> dict[str, int]:
-        slot = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
-        pool, declared = self.segment.pool, {"slot past the end": slot}
+        pool, declared = self.segment.pool, {"slot past the end": self.shape.slot_bytes}
         if not pool.host_bytes:
-            declared["chosen tokens"] = slot * self.segment.k
+            declared["chosen tokens"] = self.segment.k * self.shape.slot_bytes
         elif self.layer == self.segment.layers[0]:
             declared["staging"] = pool.overhead()
         return declared

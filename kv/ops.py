@@ -37,13 +37,18 @@ def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -
         y[:, :, rows] = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, seen], v[:, :, seen], attn_mask=mask)
 
 
+def grouped(q: Tensor, heads: int) -> Tensor:
+    """One query a row, [B,Hq,1,D], as the rows of a matrix for each of so many KV heads: [B,Hk,G,D]"""
+    return q.view(q.shape[0], heads, -1, q.shape[-1])
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query a row against S slots: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] -> [B,Hq,1,D].
+    """One query a row against S slots: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] or [B,Hk,S] -> [B,Hq,1,D].
 
     The G queries of a group are the rows of one small matrix, so K and V are read once and never repeated.
     """
-    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask[:, None, None]).view(q.shape)
+    mask = (mask[:, None] if mask.dim() == 2 else mask)[:, :, None]
+    return F.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, attn_mask=mask).view(q.shape)
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
@@ -58,7 +63,7 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor |
 
     With `first` [B], multiples of BLOCK, each row's slots begin there.
     """
-    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
+    rows = grouped(q, k.shape[1])
     blocks = -(-k.shape[2] // BLOCK)
     whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: heads and the one block of queries
     cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
@@ -83,11 +88,10 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
 
     `read` makes vectors of what is stored, where that is something else.
     """
-    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,Hk,G,D]
     keys, values = gather(k, index), gather(v, index)
     if read is not None:
         keys, values = read(keys), read(values)
-    return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask[:, :, None]).view(q.shape)
+    return attend(q, keys, values, mask)
 
 
 def attend_pages(
@@ -141,8 +145,7 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
 def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     """What one query q [B,Hq,1,D] pays of its attention to each of k [B,Hk,N,D]: [B,Hk,G,N] fp32, which `empty`
     broadcasts to, and where it holds there is no key."""
-    rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
-    return (dots(rows, k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
+    return (dots(grouped(q, k.shape[1]), k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
 
 
 def sums(weight: Tensor, v: Tensor) -> Tensor:

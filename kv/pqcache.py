@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kv import offload, ops
 from kv.base import KV, Shape
-from kv.tailorkv import Budget, FetchedTokens
+from kv.fetched import FetchedTokens, SplitOptions
 
 LONG = 64 * 1024  # tokens of a prompt beyond which one round of k-means must do
 
 
 @dataclass(frozen=True)
-class Options(Budget):
+class Options(SplitOptions):
     partitions: int = field(default=2, metadata={"help": "parts of a key", "min": 1})
     codebits: int = field(default=6, metadata={"help": "of a part's code: 2^n centroids", "min": 1, "max": 8})
     rounds: int = field(default=8, metadata={"help": "of k-means; 1 for prompts beyond 64K tokens", "min": 0})
@@ -41,11 +41,9 @@ class PQCache(FetchedTokens):
         self.rounds, self.parts, self.recent = options.rounds, options.partitions, self.ends - self.sinks
         if shape.head_dim % self.parts:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.parts} equal partitions")
-        size = (shape.batch, shape.n_kv_head, self.parts)
-        centroids = torch.zeros(*size, 2**options.codebits, shape.head_dim // self.parts, device=shape.device)
-        self.register_buffer("centroids", centroids, persistent=False)
-        codes = torch.zeros(*size, shape.planned + 1, dtype=torch.uint8, device=shape.device)
-        self.register_buffer("codes", codes, persistent=False)
+        parts, centroid = (shape.n_kv_head, self.parts), (2**options.codebits, shape.head_dim // self.parts)
+        self.allocate("centroids", *parts, *centroid, dtype=torch.float32)
+        self.allocate("codes", *parts, shape.planned + 1, dtype=torch.uint8)
         self.seen = ops.span(None, shape.planned, shape.planned, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ class PQCache(FetchedTokens):
         self.store(k, v, pos, active)
         self.encode(pos - self.recent, active)
         n = self.seen.shape[0]
-        queries = q.view(*self.centroids.shape[:2], -1, *self.centroids.shape[2::2]).float().sum(2)  # [B,Hk,parts,d]
+        queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.parts, -1))  # [B,Hk,parts,d]
         products = (queries[:, :, :, None] * self.centroids).sum(4)
         scores = products.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
         place = torch.arange(n, device=q.device)

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kv import ops
-from kv.base import Shape
+from kv.base import Buffers, Shape
 
 BITS = field(default=16, metadata={"help": "of a stored value: 16 is the model's own dtype"})  # an option of methods
 Bits = Literal[16, 8, 4]
@@ -109,21 +109,19 @@ def widen(x: Tensor) -> Tensor:
     return torch.ops.kv_fast.widen(x)  # not for fp32, which it would return as it is
 
 
-class Packed(nn.Module):
+class Packed(Buffers):
     """`groups` groups of tokens a row and KV head, of `group` tokens each."""
 
     def __init__(self, shape: Shape, groups: int, group: int, bits: int):
-        super().__init__()
+        super().__init__(shape)
         if group % 8:
             raise ValueError(f"a group of tokens that are packed together has 8, 16, 24, ... of them, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
-        size, d = (shape.batch, shape.n_kv_head, groups + 1), shape.head_dim  # one past the end, see ops.span
+        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one past the end, see ops.span
         for name, more in (("k", (1, d)), ("v", (group, d // self.channels))):
-            codes = torch.zeros(*size, group * bits // 8, d, dtype=torch.uint8, device=shape.device)
-            self.register_buffer(name, codes, persistent=False)
+            self.allocate(name, *size, group * bits // 8, d, dtype=torch.uint8)
             for part in ("scale", "zero"):
-                constant = torch.zeros(*size, *more, dtype=torch.float16, device=shape.device)
-                self.register_buffer(f"{name}_{part}", constant, persistent=False)
+                self.allocate(f"{name}_{part}", *size, *more, dtype=torch.float16)
 
     @property
     def group_bytes(self) -> int:

@@ -36,9 +36,8 @@ class Quest(Full):
         self.recent = 1
         count = -(-self.size // page)
         self.page, self.pages = page, min(pages, count)
-        buffer = (shape.batch, shape.n_kv_head, count, shape.head_dim)
         for name in ("low", "high"):
-            self.register_buffer(name, torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+            self.allocate(name, shape.n_kv_head, count, shape.head_dim)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y, n = super().prefill(row, q, k, v), k.shape[2]
@@ -56,7 +55,7 @@ class Quest(Full):
             ops.store(buffer, torch.where(begins, k, extreme(old, k)), newest, active)
         used = -(-self.span.shape[0] // self.page)
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
-        rows = q.view(q.shape[0], k.shape[1], -1, 1, q.shape[-1]).float().unbind(2)  # G of [B,Hk,1,D]
+        rows = ops.grouped(q, k.shape[1])[:, :, :, None].float().unbind(2)  # G of [B,Hk,1,D]
         bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in rows], dim=2) * q.shape[-1] ** -0.5
         page = torch.arange(used, device=q.device)
         weight = bound.masked_fill((page > newest[:, None])[:, None, None], -torch.inf).softmax(-1).sum(2)
@@ -84,8 +83,7 @@ def minimum(shape: Shape, options: Options) -> int:
 def memory(shape: Shape, budget: int, options: Options) -> int:
     """S units a KV head, and one more a page."""
     pages = -(-shape.planned // sizes(shape, budget, options)[0])
-    bounds = shape.batch * shape.n_kv_head * pages * shape.unit_bytes
-    return shape.full_bytes() + max(0, shape.n_layer - options.skip_layers) * bounds
+    return shape.full_bytes() + max(0, shape.n_layer - options.skip_layers) * pages * shape.slot_bytes
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

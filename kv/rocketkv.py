@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from kv import full, ops, quant
-from kv.base import KV, Published, Shape
+from kv.base import KV, Shape
 from kv.full import Full
 from kv.snapkv import Pooling, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
-class Skip:
+class Stage2:
+    """Of the selection at every step, which is all that hybrid does."""
+
     skip_layers: int | None = field(default=None, metadata={"help": "first layers that stay full", "min": 0})
     bits: quant.Bits = quant.BITS
 
 
 @dataclass(frozen=True)
-class Options(Skip, Pooling):
+class Options(Stage2, Pooling):
     split: Literal["even", "adaptive"] = field(default="even", metadata={"help": "how much of it stage 1 compresses"})
 
 
@@ -58,14 +60,6 @@ class Sizes:
         return cls(slots, slots - new, page, channels, max(1, budget // 2 // page))
 
 
-PUBLISHED = tuple(  # section 4.3 prints the figures of the longest context; the others are drawn in Figure 5
-    Published("RocketKV, Figure 5", "H100, fp16", "llama-3.1-8b", 1024 * k, budget, {"speedup": s, "memory": m})
-    for k in (16, 32, 64, 96)
-    for budget in (256, 512, 1024, 2048, 4096)
-    for s, m in [{256: (3.0, 0.686), 512: (2.9, 0.7)}.get(budget * (k == 96), (None, None))]
-)
-
-
 class RocketKV(SnapKV):
     def __init__(
         self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
@@ -73,14 +67,12 @@ class RocketKV(SnapKV):
         super().__init__(shape, sizes.keep, min(window, sizes.keep // 2), kernel, long_kernel, threshold)
         self.bits = bits
         if bits < 16:
-            self.register_slots(shape, self.size, quant.vector_bytes(shape.head_dim, bits))
+            self.allocate_slots(self.size, quant.vector_bytes(shape.head_dim, bits))
         self.page, self.channels, self.recent = sizes.page, sizes.channels, 0
         count = -(-self.size // self.page)
         self.pages = min(sizes.pages, count)
         # Channel-major: the D least, then the D greatest of every page. Those of one token are the same.
-        lines = shape.head_dim * (2 if self.page > 1 else 1)
-        buffer = (shape.batch, shape.n_kv_head, lines, count)
-        self.register_buffer("bounds", torch.zeros(buffer, dtype=shape.dtype, device=shape.device), persistent=False)
+        self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y = super().prefill(row, q, k, v)
@@ -117,7 +109,7 @@ class RocketKV(SnapKV):
 
     def score(self, q: Tensor, slot: Tensor) -> Tensor:
         """How much of the group's attention each page may get, [B,Hk,pages]. Step 2."""
-        rows = q.view(q.shape[0], self.bounds.shape[1], -1, q.shape[-1]).float()  # [B,Hk,G,D]
+        rows = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
         line = channel
         if self.page > 1:
@@ -145,18 +137,18 @@ def minimum(shape: Shape, options: Options) -> int:
     return 8
 
 
-def skipped(shape: Shape, options: Skip) -> int:
+def skipped(shape: Shape, options: Stage2) -> int:
     """Layers that stay full: 2 of LongChat (RocketKV, A.2), else none."""
     return 2 * is_longchat(shape) if options.skip_layers is None else min(options.skip_layers, shape.n_layer)
 
 
-def build_with(shape: Shape, budget: int, options: Skip, split: str | None, *stage1) -> list[KV]:
+def build_with(shape: Shape, budget: int, options: Stage2, split: str | None, *stage1) -> list[KV]:
     skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
     layers = [full.layer(shape, options.bits) for _ in range(skip)]
     return layers + [RocketKV(shape, sizes, options.bits, *stage1) for _ in range(shape.n_layer - skip)]
 
 
-def memory_with(shape: Shape, budget: int, options: Skip, split: str | None) -> int:
+def memory_with(shape: Shape, budget: int, options: Stage2, split: str | None) -> int:
     skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
     pages = -(-sizes.slots // sizes.page)
     bounds = (1 if sizes.page == 1 else 2) * pages * shape.unit_bytes // 2
@@ -173,10 +165,10 @@ def memory(shape: Shape, budget: int, options: Options) -> int:
     return memory_with(shape, budget, options, options.split)
 
 
-def hybrid_build(shape: Shape, budget: int, options: Skip) -> list[KV]:
+def hybrid_build(shape: Shape, budget: int, options: Stage2) -> list[KV]:
     return build_with(shape, budget, options, None, 1, 1, 1, None)
 
 
-def hybrid_memory(shape: Shape, budget: int, options: Skip) -> int:
+def hybrid_memory(shape: Shape, budget: int, options: Stage2) -> int:
     """S + ceil(S / p) units a KV head."""
     return memory_with(shape, budget, options, None)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Buffers, Shape
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,18 @@ def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int]:
     return min((budget - window) * shape.n_layer // (shape.planned - window), shape.n_layer), window
 
 
-class Shared(nn.Module):
+class Shared(Buffers):
     """The slots of all layers: `large` regions for everything, and small ones. Each layer has one of them a row."""
 
     def __init__(self, shape: Shape, large: int, window: int, options: Options):
-        super().__init__()
+        super().__init__(shape)
         self.large, self.window, self.planned, self.threshold = large, window, shape.planned, options.threshold
         self.sinks = min(options.sinks, window - 1)
         whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix wants a region to begin with a block
         sizes = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in sizes)]
-        units = (shape.batch, shape.n_kv_head, self.starts[-1], shape.head_dim)
         for name in ("k", "v"):
-            self.register_buffer(name, torch.zeros(units, dtype=shape.dtype, device=shape.device), persistent=False)
+            self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
         table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
         self.register_buffer("first", table, persistent=False)  # where a layer's slots of a row begin
         self.register_buffer("size", table + window, persistent=False)  # how many of them it uses, as a ring
@@ -84,8 +83,8 @@ class Shared(nn.Module):
 
 class SimLayer(KV):
     def __init__(self, shape: Shape, shared: Shared, index: int):
-        super().__init__()
-        self.shape, self.shared, self.index = shape, shared, index
+        super().__init__(shape)
+        self.shared, self.index = shared, index
         self.recent = shared.window - shared.sinks
         self.span = ops.span(None, shape.planned, shape.planned, shape.device)
 
@@ -125,10 +124,9 @@ class SimLayer(KV):
         shared = self.shared
         if self.index:
             return {}
-        slots = shared.k.nbytes + shared.v.nbytes
         units = shared.large * self.shape.planned + (self.shape.n_layer - shared.large) * shared.window
-        exact = self.shape.batch * self.shape.n_kv_head * units * self.shape.unit_bytes
-        return {"whole blocks": slots - exact, "regions": shared.first.nbytes + shared.size.nbytes}
+        beyond = shared.k.nbytes + shared.v.nbytes - units * self.shape.slot_bytes
+        return {"whole blocks": beyond, "regions": shared.first.nbytes + shared.size.nbytes}
 
 
 def minimum(shape: Shape, options: Options) -> int:
@@ -137,8 +135,7 @@ def minimum(shape: Shape, options: Options) -> int:
 
 def memory(shape: Shape, budget: int, options: Options) -> int:
     large, window = plan(shape, budget, options)
-    units = large * shape.planned + (shape.n_layer - large) * window
-    return shape.batch * shape.n_kv_head * units * shape.unit_bytes
+    return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

@@ -21,6 +21,10 @@ from kv import ops
 from kv.base import KV, Shape
 from kv.full import Full
 
+# Options of more than one method
+KERNEL = field(default=7, metadata={"help": "tokens that the max-pooling spans", "min": 1})
+DEDUCT = field(default=False, metadata={"help": "generated tokens count: the prompt keeps fewer"})
+
 
 @dataclass(frozen=True)
 class Window:
@@ -28,15 +32,15 @@ class Window:
 
 
 @dataclass(frozen=True)
-class SnapOptions(Window):
-    kernel: int = field(default=7, metadata={"help": "tokens that the max-pooling spans", "min": 1})
+class Options(Window):
+    kernel: int = KERNEL
     gqa: bool = field(default=False, metadata={"help": "the query heads of a group share what they keep"})
-    deduct: bool = field(default=False, metadata={"help": "generated tokens count: the prompt keeps fewer"})
+    deduct: bool = DEDUCT
 
 
 @dataclass(frozen=True)
 class Pooling(Window):
-    """Stage 1 of RocketKV."""
+    """Of RocketKV's stage 1."""
 
     kernel: int = field(default=63, metadata={"help": "tokens that the max-pooling spans", "min": 1})
     long_kernel: int = field(default=511, metadata={"help": "the same for long prompts", "min": 1})
@@ -50,12 +54,12 @@ class Pooling(Window):
 
 @dataclass(frozen=True)
 class PlusOptions(Pooling):
-    deduct: bool = field(default=False, metadata={"help": "generated tokens count: the prompt keeps fewer"})
+    deduct: bool = DEDUCT
 
 
 @dataclass(frozen=True)
 class PyramidOptions(Window):
-    kernel: int = field(default=7, metadata={"help": "tokens that the max-pooling spans", "min": 1})
+    kernel: int = KERNEL
 
 
 class SnapKV(Full):
@@ -74,8 +78,7 @@ class SnapKV(Full):
         self.keep, self.kernel, self.long_kernel, self.threshold = keep, kernel, long_kernel, threshold
         self.repeats = stored.n_kv_head // shape.n_kv_head  # heads that store a KV head's tokens
         self.recent = self.window = window
-        shift = torch.zeros(shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("shift", shift, persistent=False)  # from a token's position to its slot
+        self.allocate("shift", dtype=torch.int64)  # from a token's position to its slot
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept = self.choose(q, k)
@@ -122,8 +125,8 @@ class SnapKV(Full):
         return super().step_bytes(self.stored(length))
 
     def overhead(self) -> dict[str, int]:
-        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
-        return super().overhead() | {"generated": units * self.shape.max_new_tokens, "row state": self.shift.nbytes}
+        generated = self.shape.max_new_tokens * self.shape.slot_bytes
+        return super().overhead() | {"generated": generated, "row state": self.shift.nbytes}
 
 
 def threshold_of(shape: Shape) -> int | None:
@@ -140,15 +143,15 @@ def is_longchat(shape: Shape) -> bool:
 # snapkv
 
 
-def minimum(shape: Shape, options: SnapOptions) -> int:
+def minimum(shape: Shape, options: Options) -> int:
     return 2 * shape.n_head // shape.n_kv_head + options.deduct * shape.max_new_tokens
 
 
-def keep_of(shape: Shape, budget: int, options: SnapOptions | PlusOptions) -> int:
+def keep_of(shape: Shape, budget: int, options: Options | PlusOptions) -> int:
     return budget - shape.max_new_tokens if options.deduct else budget
 
 
-def build(shape: Shape, budget: int, options: SnapOptions) -> list[KV]:
+def build(shape: Shape, budget: int, options: Options) -> list[KV]:
     keep, groups = keep_of(shape, budget, options), shape.n_head // shape.n_kv_head
     per_query = not options.gqa and groups > 1
     keep = keep // groups if per_query else keep
@@ -158,7 +161,7 @@ def build(shape: Shape, budget: int, options: SnapOptions) -> list[KV]:
 
 def memory(shape: Shape, budget: int, options: Window) -> int:
     """The budget's tokens in every layer; those generated are declared as overhead."""
-    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
+    return shape.bytes(budget)
 
 
 # snapkv++

@@ -26,10 +26,8 @@ class SparQ(Full):
         self.recent = 0
         self.channels = max(1, shape.head_dim * budget // shape.planned)
         self.count = max(1, budget // 2)
-        table = (shape.batch, shape.n_kv_head, shape.head_dim, self.size + 1)
-        self.register_buffer("kt", torch.zeros(table, dtype=shape.dtype, device=shape.device), persistent=False)
-        mean = torch.zeros(shape.batch, shape.n_kv_head, shape.head_dim, device=shape.device)
-        self.register_buffer("mean", mean, persistent=False)
+        self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel by channel
+        self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # of all V
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kt[row, :, :, : k.shape[2]] = k[0].mT
@@ -43,7 +41,7 @@ class SparQ(Full):
         self.kt[row, :, :, pos] = torch.where(live, k[:, :, 0], self.kt[row, :, :, pos])
         mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
         self.mean.copy_(torch.where(live, mean, self.mean))
-        rows = q.view(q.shape[0], k.shape[1], -1, q.shape[-1]).float()  # [B,Hk,G,D]
+        rows = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         weight = self.guess(rows, pos)  # [B,Hk,G,S]
         index = ops.top(weight.sum(2), self.count)
         mask = index <= pos[:, None, None]
@@ -68,9 +66,7 @@ class SparQ(Full):
         return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
 
     def overhead(self) -> dict[str, int]:
-        past = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes // 2
-        slots = super().overhead()["slot past the end"] + past
-        return {"slot past the end": slots, "mean of V": self.mean.nbytes}
+        return {"slot past the end": self.shape.slot_bytes * 3 // 2, "mean of V": self.mean.nbytes}
 
 
 def minimum(shape: Shape, options: Options) -> int:

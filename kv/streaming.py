@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from kv.base import KV, Shape
 from kv.full import Full
 
+SINKS = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})  # an option of methods
+
 
 @dataclass(frozen=True)
 class Options:
-    sinks: int = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})
+    sinks: int = SINKS
 
 
 class Streaming(Full):
@@ -25,7 +27,7 @@ def minimum(shape: Shape, options: Options) -> int:
 
 
 def memory(shape: Shape, budget: int, options: Options) -> int:
-    return shape.n_layer * shape.batch * shape.n_kv_head * budget * shape.unit_bytes
+    return shape.bytes(budget)
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:

@@ -20,107 +20,21 @@ import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Published, Shape
-from kv.fetched import Fetched
+from kv.base import KV, Shape
+from kv.fetched import FetchedTokens, SplitOptions
 from kv.kivi import GROUP, Quantised, layer_bytes
-from kv.offload import Staged
 
 LONG = 32 * 1024  # tokens of a prompt beyond which more channels are fetched
 
 
 @dataclass(frozen=True)
-class Budget(offload.Options):
-    """How a budget is split; of every method that keeps both ends of a prompt and fetches what lies between."""
-
-    offload: bool = field(default=True, metadata={"help": "the prompt lives on the host"})
-    initial: int = field(default=4, metadata={"help": "first tokens, which stay on the device", "min": 0})
-    local: int | None = field(
-        default=None, metadata={"help": "first and last tokens on the device; auto: a third, at most 128", "min": 1}
-    )
-
-    def split(self, budget: int) -> tuple[int, int]:
-        """(n_local, n_topk): tokens that stay, the initial ones among them, and tokens that are fetched."""
-        local = min(128, budget // 3) if self.local is None else self.local
-        local = min(max(local, self.initial), budget - 1)
-        return local, budget - local
-
-    def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
-        """Where the rows of one layer after the other arrive."""
-        local, count = self.split(budget)
-        slots = shape.batch * shape.n_kv_head * min(count, max(1, shape.max_prompt - local))
-        return self.staged(slots, (2, shape.head_dim), shape)
-
-
-@dataclass(frozen=True)
-class Options(Budget):
+class Options(SplitOptions):
     quant_layers: list[int] | None = field(default=None, metadata={"help": "layers that are quantised", "min": 0})
     bits: Literal[1, 2, 4, 8] = field(default=1, metadata={"help": "of a value in them"})
     group: int = field(default=GROUP, metadata={"help": "tokens over which a channel of K is quantised", "min": 8})
     channels: int | None = field(
         default=None, metadata={"help": "of K that are fetched; auto: 8, or 12 for plans beyond 32K tokens", "min": 1}
     )
-
-
-PUBLISHED = (
-    *(
-        Published("TailorKV, Table 13", "A100", shape, k * 1024, 192, {"speedup": speedup})
-        for shape, k, speedup in (
-            ("llama-3.1-8b", 64, 0.93), ("llama-3.1-8b", 128, 1.46), ("llama-2-7b", 64, 1.43),
-            ("yi-6b", 128, 0.79), ("yi-9b", 128, 0.89),
-        )
-    ),
-    Published("TailorKV, section 5.3", "A100", "llama-2-7b", 128 * 1024, 192, {"memory": 0.262}),
-    Published("TailorKV, section 1", "RTX 3090", "llama-3.1-8b", 128 * 1024, 192, {"memory": 0.463}, quantize="int4"),
-    Published("TailorKV, section 1", "RTX 3090, PCIe 1.0", "llama-3.1-8b", 128 * 1024, 192, {"tokens_per_s": 12.2},
-              quantize="int4"),
-)  # fmt: skip
-
-
-class FetchedTokens(Fetched):
-    """Its rows are single tokens of a KV head, each head's own."""
-
-    def __init__(self, shape: Shape, layer: int, budget: int, options: Budget, staged, workers):
-        ends, count = options.split(budget)
-        rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
-        pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
-        super().__init__(shape, options.initial, ends, min(count, max(1, shape.max_prompt - ends)), 1, pool)
-
-    def keep(self, row: int, k: Tensor, v: Tensor) -> None:
-        """Stores a prompt: k and v [Hk,T,D]."""
-        self.keep_ends(row, k, v)
-        for i, x in enumerate((k, v)):
-            self.pool.write(row * self.shape.max_prompt * len(k), x.transpose(0, 1).flatten(0, 1), i)
-
-    def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
-        """The best candidates [B,N] of the prompt by scores [B,Hk,N] into their slots; returns q, see Pool.issue."""
-        scores = scores.masked_fill(~candidates[:, None], -torch.inf)
-        best = ops.top(scores, self.count, ordered=True)  # in another order sums would round differently
-        best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
-        self.index.copy_(torch.where(active[:, None, None], best, self.index))
-        b, h = best.shape[:2]
-        row, head = torch.arange(b, device=q.device)[:, None, None], torch.arange(h, device=q.device)[:, None]
-        there = (self.index >= 0) & (self.index < self.prompt[:, None, None])
-        wanted = torch.where(there, (row * self.shape.max_prompt + self.index) * h + head, -1).flatten()
-        token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), wanted, q)
-        rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
-        for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
-            slots = buffer[:, :, self.ends : self.chosen]
-            slots.copy_(torch.where(active[:, None, None, None], new, slots))
-        return q
-
-    def fetched_bytes(self, length: int) -> tuple[int, int]:
-        """(device, host) bytes of attention in one step."""
-        new = max(0, length - self.shape.max_prompt)
-        ends = min(length - new, self.ends)
-        chosen, unit = min(self.count, length - new - ends), self.shape.n_kv_head * self.shape.unit_bytes
-        return (ends + chosen + new) * unit, chosen * unit * (self.pool.host_bytes > 0)
-
-    def slots_overhead(self) -> dict[str, int]:
-        units = self.shape.batch * self.shape.n_kv_head * self.shape.unit_bytes
-        return {
-            "slots": units * (self.capacity + 1), "choice": self.prompt.nbytes + self.index.nbytes,
-            "staging": self.pool.overhead(),
-        }  # fmt: skip
 
 
 class Tailored(FetchedTokens):
@@ -131,10 +45,9 @@ class Tailored(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: Options, shared: "Shared"):
         super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
         self.channels = shared.channels
-        size = (shape.batch, shape.n_kv_head, shape.head_dim)
-        self.register_buffer("largest", torch.zeros(size, device=shape.device), persistent=False)  # max |K|
+        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # max |K|
         what = f"the channels of layer {layer}"
-        rows, width = size[0] * size[1] * size[2], (shape.max_prompt,)
+        rows, width = self.largest.numel(), (shape.max_prompt,)
         self.lines = options.pool(what, rows, width, shared.lines[layer % 2], shape, shared.line_workers)
         self.register_buffer("line_buffer", self.lines.buffer, persistent=False)
         self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
@@ -154,13 +67,13 @@ class Tailored(FetchedTokens):
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
         b, h, d = self.largest.shape
         wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + channel).flatten()
-        token, x = self.lines.issue(wanted, active.repeat_interleave(h * self.channels), wanted, x)
+        token, x = self.lines.issue(wanted, active.repeat_interleave(h * self.channels), x)
         self.pending = channel, token
         return x
 
     def mean(self, q: Tensor) -> Tensor:
         """Of a group's queries: [B,Hq,1,D] -> [B,Hk,D] fp32"""
-        return q.view(q.shape[0], self.shape.n_kv_head, -1, q.shape[-1]).float().mean(2)
+        return ops.grouped(q, self.shape.n_kv_head).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         age = self.store(k, v, pos, active)
@@ -228,7 +141,7 @@ def memory(shape: Shape, budget: int, options: Options) -> int:
     """Table 2, and on the host K, V and K again."""
     quantised = len(quantised_layers(shape, options))
     sparse = shape.n_layer - quantised
-    prompt = shape.batch * shape.n_kv_head * shape.max_prompt * shape.unit_bytes
+    prompt = shape.max_prompt * shape.slot_bytes
     buffers = 2 * shape.batch * shape.n_kv_head * fetched_channels(shape, options) * shape.max_prompt
     layers = quantised * layer_bytes(shape, options.bits, options.group) + sparse * prompt * 3 // 2
     return layers + buffers * shape.dtype.itemsize * (sparse > 0)

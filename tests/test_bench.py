@@ -1,6 +1,5 @@
 """The benchmark: what it counts, what it writes, what it refuses. How long things take is not tested."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ import kv
 from cli import Choice
 from cli import run as run_main
 from kv.full import Full
+from papers import Setting
 
 SMALL = ["--context", "96", "--steps", "2", "--repeats", "2", "--no-compile", "--dtype", "float32"]
 KEYS = """kv budget options shape context batch dtype quantize ms_per_token p10 p90 tokens_per_s prefill_s compile_s
@@ -148,16 +148,14 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
 
 def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
     monkeypatch.setitem(bench.SHAPES, "tiny", LLAMA)
-    published = [
-        kv.Published("Small, Table 1", "H100", "tiny", context, 16, {"speedup": 3.0, "memory": 0.7})
+    steps = [
+        Setting("streaming", "Small, Table 1", "H100", "tiny", context, 16, {"speedup": 3.0, "memory": 0.7})
         for context in (96, 10**9)
     ]
-    monkeypatch.setitem(
-        kv.METHODS, "streaming", dataclasses.replace(kv.METHODS["streaming"], published=tuple(published))
-    )
-    whole = kv.Published("Small, Table 2", "H100", "tiny", 64, 16, {"speedup": 2.0}, new=32, memory=2 * 10**6)
-    monkeypatch.setitem(kv.METHODS, "h2o", dataclasses.replace(kv.METHODS["h2o"], published=(whole,)))
-    rows = result("--paper")["rows"]
+    whole = Setting("h2o", "Small, Table 2", "H100", "tiny", 64, 16, {"speedup": 2.0}, new=32, memory=2 * 10**6)
+    monkeypatch.setattr(bench, "SETTINGS", (*steps, whole))
+    found = result("--paper")
+    rows = found["rows"]
     assert [r["kv"] for r in rows] == ["full", "streaming", "naive"]
     out = capsys.readouterr().out
     fits, _, too_large, _ = [line for line in out.splitlines() if "Small, Table 1" in line]
@@ -165,6 +163,8 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
     assert "needs" in too_large and "free" in too_large
     (line,) = [line for line in out.splitlines() if "Small, Table 2" in line]
     assert "64 + 32" in line and "max" in line and " 2 " in line and line.split()[-2] != "-"
+    full, h2o = found["generations"]
+    assert f"{h2o['tokens_per_s'] / full['tokens_per_s']:.2f}" in line and h2o["kv"] == "h2o"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_compiled_step_makes_nothing_larger_than_the_attention_weights(long_st
     variable = defaultdict(lambda: layer.span.shape[0])  # the one size that the code leaves open
     sizes = [math.prod(eval(size, {}, variable)) for size in sizes]
     assert len(sizes) > 10
-    assert max(sizes) <= inputs[0].shape[1] * (layer.span.shape[0] * layer.group + layer.window)
+    assert max(sizes) <= inputs[0].shape[1] * (layer.span.shape[0] * layer.group + layer.ring)
 
 
 # The other methods' bits

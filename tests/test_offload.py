@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device import free_bytes
 from kv import offload
 
 ROWS, WIDTH, SLOTS = 64, (2, 3), 20
@@ -36,7 +37,7 @@ def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
 
 
 def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
-    token, _ = pool.issue(ids, torch.ones(len(ids), dtype=torch.bool), ids, torch.zeros(1))
+    token, _ = pool.issue(ids, torch.ones(len(ids), dtype=torch.bool), torch.zeros(1))
     return pool.wait(token, ids)
 
 
@@ -112,7 +113,7 @@ def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
     def step(ids):
         tokens, x = [], ids.float()
         for pool in pools:
-            token, x = pool.issue(ids, ids >= -1, ids, x)
+            token, x = pool.issue(ids, ids >= -1, x)
             tokens.append(token)
         x = x @ torch.ones(SLOTS, SLOTS)  # a layer that computes meanwhile
         return [pool.take(pool.wait(token, x), 1) for pool, token in zip(pools, tokens, strict=True)], x
@@ -144,12 +145,12 @@ def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch):
     for pool in pools:
         slow = pool.gather
         monkeypatch.setattr(pool, "gather", lambda *a, gather=slow: (time.sleep(0.1), gather(*a))[1])
-    pools[0].issue(ids, ids >= 0, ids, ids)
+    pools[0].issue(ids, ids >= 0, ids)
     rows[0] = fill(pools[0], 5)  # another prompt
     assert torch.equal(fetch(pools[0], ids), rows[0][ids])
-    pools[0].issue(ids + 1, ids >= 0, ids, ids)
+    pools[0].issue(ids + 1, ids >= 0, ids)
     assert torch.equal(fetch(pools[1], ids), rows[1][ids])  # in the same buffer
-    pools[0].issue(ids, ids >= 0, ids, ids)
+    pools[0].issue(ids, ids >= 0, ids)
     pools[0].write(0, torch.zeros(5, 7), 0)  # fails, and so may what is under way: all can still be closed
     for pool in pools:
         pool.close()
@@ -161,7 +162,7 @@ def test_slots_that_are_not_asked_for_are_left_alone():
         pool = make_pool(2, delta)
         rows, ids, asked = fill(pool), torch.arange(SLOTS), torch.arange(SLOTS) % 2 == 0
         first = fetch(pool, ids).clone()
-        token, _ = pool.issue(ids + 30, asked, ids, ids)
+        token, _ = pool.issue(ids + 30, asked, ids)
         found = pool.wait(token, ids)
         assert torch.equal(found[asked], rows[30 + ids[asked]]) and torch.equal(found[~asked], first[~asked])
         assert pool.counts == (SLOTS + SLOTS // 2,) * 2
@@ -187,14 +188,14 @@ def test_python_exits_while_a_fetch_is_under_way():
         pool = offload.ThreadedPool("x", 8, (2,), staged, offload.Workers(2), False)
         pool.gather = lambda *_: time.sleep(0.5)
         ids = torch.arange(4)
-        pool.issue(ids, ids >= 0, ids, ids)
+        pool.issue(ids, ids >= 0, ids)
     """
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, env={**os.environ}, timeout=60, check=True)
 
 
 def test_too_much_host_memory_is_refused_with_what_there_is():
-    for host in (2**50, offload.available() * 2):
+    for host in (2**50, free_bytes(CPU) * 2):
         with pytest.raises(ValueError, match=r"layers 2, 3 need .* GB of host memory and .* GB are free"):
             offload.Pool("layers 2, 3", host // 4, (1,), torch.float32, CPU, host=True)
 
