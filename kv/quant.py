@@ -32,7 +32,7 @@ def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    scale = ((high - low) / low.new_tensor(2.0**bits - 1)).clamp(min=EPS).half()
+    scale = ((high - low) / torch.full_like(low, 2**bits - 1)).clamp(min=EPS).half()
     zero = low.half()
     codes = ((x - rounded(zero)) / rounded(scale)).round().clamp(0, 2**bits - 1)
     return codes.to(torch.uint8), scale, zero
