@@ -74,7 +74,7 @@ class Engine:
         counts = {"batch": batch, "max_new_tokens": max_new_tokens}
         for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
             _check_count(name, value)
-        self.method, self.arguments = kv, (budget, options or {}, self.profile)
+        self.method, self.budget, self.options = kv, budget, options or {}
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self.close()
         if max_prompt is not None:
@@ -82,7 +82,7 @@ class Engine:
         else:  # say now, before the first prompt, what is wrong with the method's budget or options
             window = self.config.window
             likely = min(self.config.max_length, max(1, window - max_new_tokens) if window else self.config.max_length)
-            methods.planned_bytes(kv, self._plan(likely, max_new_tokens), *self.arguments)
+            self._planned_bytes(self._plan(likely, max_new_tokens))
         return self
 
     @classmethod
@@ -249,6 +249,9 @@ class Engine:
                              "--max-new-tokens or --batch")  # fmt: skip
         return shape_of(self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens)
 
+    def _planned_bytes(self, shape: Shape) -> tuple[int, int]:
+        return methods.planned_bytes(self.method, shape, self.budget, self.options, self.profile)
+
     def _reserve(self, prompt: int, new: int) -> None:
         """Caches for prompts of that many tokens and `new` more; those there are stay if they are large enough."""
         for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
@@ -275,7 +278,7 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self.close()  # the old caches go first
-        device, host = methods.planned_bytes(self.method, shape, *self.arguments)
+        device, host = self._planned_bytes(shape)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
             if bytes_ > (free := free_bytes(torch.device(place))):
@@ -284,7 +287,7 @@ class Engine:
                     f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
                     "--budget, or choose a --kv that keeps less"
                 )
-        self.layers = methods.build(self.method, shape, *self.arguments)
+        self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers, self.batch)
         self.step = self.decoder = Decoder(self.model, self.batch, sorted(self.eos), self.device)
         if self.compile:

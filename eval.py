@@ -259,8 +259,8 @@ def evaluate(
 
 def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
     """Gives the engine the caches for a job, unless it has them; their bytes a row, and those that a step reads."""
-    wanted = (method.kv, (method.budget, method.options, engine.profile), batch, job.prompt, job.new)
-    has = (engine.method, engine.arguments, engine.batch, engine.max_prompt, engine.max_new_tokens)
+    wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new)
+    has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
     if wanted != has or engine.shape is None:  # no shape: what was asked for last was refused
         engine.use(method.kv, method.budget, method.options, batch, job.prompt, job.new)
     device, host, full = engine.kv_bytes()

@@ -134,7 +134,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
     return {
         "kv": args.kv,
         "budget": args.budget,
-        "options": engine.arguments[1],
+        "options": engine.options,
         "checkpoint": str(checkpoint),
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
