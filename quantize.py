@@ -22,6 +22,7 @@ from model import Embedding, Linear, ModelConfig, Transformer
 
 MODES = ("int8", "int4")
 BLOCK = 2**21  # weights quantised at a time: bounds what is held in fp32
+STREAMED = 8  # rows that a weight is read for at once, as it is stored
 
 # The numbers
 
@@ -134,16 +135,16 @@ def few(x: Tensor) -> bool:
 
 
 def streams(x: Tensor) -> bool:
-    """Whether x is one token in a compiled step: a product and sum is then as fast as the weight can be read."""
-    return x.numel() == x.shape[-1] and torch.compiler.is_compiling()
+    """Whether x has few rows, in a compiled step: products and sums then read the weight once, as it is stored."""
+    return x.numel() <= STREAMED * x.shape[-1] and torch.compiler.is_compiling()
 
 
-def single_row(x: Tensor) -> Tensor:
-    """x [1,...,1,I] -> [1,I], by as_strided so that Inductor stores x first.
+def rows_of(x: Tensor) -> Tensor:
+    """x [...,I] as [rows,I] fp32, by as_strided so that Inductor stores x first.
 
     Else it computes x (a norm, say) anew for every row of a weight.
     """
-    return x.contiguous().as_strided((1, x.shape[-1]), (x.shape[-1], 1))
+    return x.contiguous().as_strided((x.numel() // x.shape[-1], x.shape[-1]), (x.shape[-1], 1)).float()
 
 
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,7 +152,8 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     if few(x):
         return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
     if streams(x):
-        return finish((single_row(x).float() * weight.float()).sum(-1) * scales.float(), x, bias)
+        y = torch.stack([(row * weight.float()).sum(-1) for row in rows_of(x)])
+        return finish(y * scales.float(), x, bias)
     return F.linear(x, weight.to(x.dtype) * scales[:, None], bias)
 
 
@@ -161,11 +163,13 @@ def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
         groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
         return F.linear(x, restore(groups, scales).to(x.dtype), bias)
     groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]
-    parts = single_row(x).float().view(1, scales.shape[0], 2, -1)
     low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
-    sums = (low * parts[:, :, 0] + high * parts[:, :, 1]).sum(-1)  # [O,groups]
+    parts = rows_of(x).unflatten(1, (scales.shape[0], 2, -1))  # [rows,groups,2,groupsize/2]
     scale, zero = scales.float().transpose(0, 1).unbind(-1)
-    return finish((sums * scale + parts.sum((2, 3)) * zero).sum(-1), x, bias)
+    y = []
+    for part, total in zip(parts, parts.sum((2, 3)), strict=True):
+        y.append(((low * part[:, 0] + high * part[:, 1]) * scale[..., None]).sum((1, 2)) + (total * zero).sum(-1))
+    return finish(torch.stack(y), x, bias)
 
 
 def levels_of(weight: Tensor, groupsize: int) -> Tensor:
