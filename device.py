@@ -8,6 +8,14 @@ import torch
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of weights and caches
 
 
+def _multiplies(bits: str) -> bool:
+    """Whether torch has matrix products of such numbers for this CPU; without them its fallback is far behind fp32."""
+    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{bits}_supported")()
+
+
+WIDENED = [dtype for bits, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if not _multiplies(bits)]
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that could still be allocated, within `cap_memory`."""
     if device.type == "cuda":

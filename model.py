@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from device import WIDENED
+
+MANY = 8  # tokens for which a weight is worth widening, where that speeds its products up
 SLICE = 4096  # prompt tokens that norms, projections and MLPs see at a time: bounds prefill's transients
 
 # What an architecture takes for granted where config.json is silent, and what it has whatever config.json says.
@@ -224,11 +227,15 @@ _library.impl("mv", lambda weight, x: x.new_empty(weight.shape[0]), "Meta")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; for one bf16 token on a CPU, the product that reads the weight fastest."""
-    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.numel() > x.shape[-1]:
-        return F.linear(x, weight, bias)
-    y = torch.ops.kv_fast.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
-    return y if bias is None else y + bias
+    """F.linear; on a CPU the product that reads the weight fastest for one bf16 token, and for many tokens fp32 where
+    the CPU knows no product of 16-bit numbers."""
+    rows = x.numel() // x.shape[-1]
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and rows == 1:
+        y = torch.ops.kv_fast.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+    if x.device.type == "cpu" and x.dtype in WIDENED and rows >= MANY:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
 
 
 class Linear(nn.Linear):

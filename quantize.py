@@ -13,12 +13,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
 from cli import run
-from model import Embedding, Linear, ModelConfig, Transformer
+from model import Embedding, Linear, ModelConfig, Transformer, linear
 
 MODES = ("int8", "int4")
 BLOCK = 2**21  # weights quantised at a time: bounds what is held in fp32
@@ -100,7 +99,7 @@ class Int4Linear(nn.Module):
         self.register_buffer("weight", linear.weight.new_empty(out, size // 2, dtype=torch.uint8))
         self.register_buffer("scales", linear.weight.new_empty(size // groupsize, out, 2))
         self.bias = linear.bias
-        self.packed = False  # in the order of torch's CPU kernel
+        self.packed = 0  # rows whose low levels share bytes with as many others', in the order of torch's CPU kernel
 
     def pack(self) -> None:
         """Reorders the weight in place for torch's CPU kernel, where there is one that takes its sizes."""
@@ -110,10 +109,11 @@ class Int4Linear(nn.Module):
         for block in self.weight.split(1024):
             levels = levels_of(block, self.groupsize)
             new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
-            if not torch.equal(levels_of_packed(new), levels):  # this CPU's kernel has another order than AVX-512's
+            half = next((n for n in (32, 16) if torch.equal(levels_of_packed(new, n), levels)), 0)  # AVX-512, AVX2
+            if not half:  # this CPU's kernel has another order
                 return
             block.copy_(new)
-        self.packed = True
+        self.packed = half
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x, self.weight.shape[0])
@@ -124,8 +124,8 @@ class Int4Linear(nn.Module):
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.flatten(0, -2), self.weight, self.groupsize, self.scales)
             return finish(y[:, :rows], x, bias)
         if self.packed:
-            levels = levels_of_packed(self.weight)[:rows].unflatten(1, (-1, self.groupsize))
-            return F.linear(x, restore(levels, self.scales[:, :rows]).to(x.dtype), bias)
+            levels = levels_of_packed(self.weight, self.packed)[:rows].unflatten(1, (-1, self.groupsize))
+            return linear(x, restore(levels, self.scales[:, :rows]).to(x.dtype), bias)
         return int4_linear(x, self.weight[:rows], self.scales[:, :rows], bias)
 
 
@@ -154,14 +154,14 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     if streams(x):
         y = torch.stack([(row * weight.float()).sum(-1) for row in rows_of(x)])
         return finish(y * scales.float(), x, bias)
-    return F.linear(x, weight.to(x.dtype) * scales[:, None], bias)
+    return linear(x, weight.to(x.dtype) * scales[:, None], bias)
 
 
 def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """x [...,I] times packed int4 weight [O,I/2] with its scales and zeros [groups,O,2] -> [...,O]"""
     if not streams(x):
         groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
-        return F.linear(x, restore(groups, scales).to(x.dtype), bias)
+        return linear(x, restore(groups, scales).to(x.dtype), bias)
     groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]
     low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
     parts = rows_of(x).unflatten(1, (scales.shape[0], 2, -1))  # [rows,groups,2,groupsize/2]
@@ -178,9 +178,9 @@ def levels_of(weight: Tensor, groupsize: int) -> Tensor:
     return torch.cat((groups & 15, groups >> 4), dim=-1).flatten(1)
 
 
-def levels_of_packed(weight: Tensor) -> Tensor:
-    """The same from the order of torch's CPU kernel: of 64 rows, column by column, the first 32 and the last 32."""
-    blocks = weight.view(-1, 2 * weight.shape[1], 32)
+def levels_of_packed(weight: Tensor, half: int) -> Tensor:
+    """The same from the order of torch's CPU kernel: of 2 x half rows, column by column, the first and second half."""
+    blocks = weight.view(-1, 2 * weight.shape[1], half)
     return torch.cat((blocks & 15, blocks >> 4), dim=-1).transpose(1, 2).reshape(-1, 2 * weight.shape[1])
 
 

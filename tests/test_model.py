@@ -250,6 +250,24 @@ def test_bfloat16_stays_close_to_fp32(tmp_path):
     assert gap(rounded, exact) > TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("widened", (False, True), ids=("as it is", "widened"))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_a_linear_layer_is_the_product_to_a_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
+    monkeypatch.setattr(model_py, "WIDENED", [dtype] if widened else [])
+    torch._dynamo.reset()
+    run = torch.compile(model_py.linear, fullgraph=True) if compiled else model_py.linear
+    weight, bias = torch.randn(24, 64).to(dtype), torch.randn(24).to(dtype)
+    for tokens in (1, 7, 8, 50):
+        x = torch.randn(1, tokens, 64).to(dtype)
+        for b in (None, bias):
+            y, exact = run(x, weight, b), F.linear(x.double(), weight.double(), None if b is None else b.double())
+            assert y.dtype == dtype
+            roundings = 1 if widened and tokens >= model_py.MANY else 3  # the product, the bias and their sum
+            close = exact.abs() + exact.abs().amax() / 8
+            assert ((y.double() - exact).abs() <= roundings * torch.finfo(dtype).eps / 2 * close + 1e-5).all()
+
+
 def test_sharded_and_single_file_checkpoints_give_identical_logits(tmp_path):
     theirs = hf_model(LLAMA)
     single = converted(theirs, LLAMA, tmp_path / "single")
