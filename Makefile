@@ -7,7 +7,7 @@ demo: .venv/requirements
 	.venv/bin/python generate.py
 
 test: .venv/requirements-test
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/requirements-test
 	.venv/bin/ruff check .

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # Before torch is imported: compiled kernels are shared by all tests, and by the subprocesses they start.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "kv-fast-test-inductor"))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits leaves its core to the other test process
 
 import pytest
 import sentencepiece
