@@ -13,6 +13,7 @@ def _multiplies(bits: str) -> bool:
     return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{bits}_supported")()
 
 
+# Dtypes that this CPU multiplies faster as fp32, where there is enough to multiply.
 WIDENED = [dtype for bits, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if not _multiplies(bits)]
 
 
