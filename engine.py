@@ -26,7 +26,7 @@ from checkpoint import load_checkpoint, read_config, read_eos_ids, read_json
 from decoder import SLEEP, Decoder, Sampling, sample
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, rope_frequencies
 from quantize import pack, quantize_modules, read_quantization
 from rows import Answer, Completion, Row
 from tokenizer import Stream, Tokenizer, load_tokenizer
@@ -442,7 +442,8 @@ def shape_of(
     return Shape(
         n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
         rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=dtype, device=device,
-        batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window,
+        batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window, max_length=c.max_length,
+        rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device import WIDENED
+from kv.ops import rotate
 
 MANY = 8  # tokens for which a weight is worth widening, where that speeds its products up
 SLICE = 4096  # prompt tokens that norms, projections and MLPs see at a time: bounds prefill's transients
@@ -201,12 +202,6 @@ def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor,
     return speed * (1 - interpolate + interpolate / factor), rope.get("attention_factor", attention)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on x [..., D] in Hugging Face's channel order: channel i pairs with i + D/2. cos, sin: [..., D/2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -369,6 +364,8 @@ class Transformer(nn.Module):
         """tokens [T] of one prompt -> logits [vocab] after its last token; row `row` of every layer is filled."""
         speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, tokens.numel())
         self.rope_speed[row] = speed.to(self.rope_speed.device)
+        for layer in self.layers:
+            layer.attention.kv.set_speed(row, self.rope_speed[row])
         cos, sin = self.cos_sin(torch.arange(tokens.numel(), device=tokens.device)[None], self.rope_speed[row, None])
         x = self.tok_embeddings(tokens[None])
         for layer in self.layers:

@@ -51,6 +51,8 @@ class Shape:
     max_prompt: int
     max_new_tokens: int
     window: int | None = None  # the model's sliding window in tokens, where it has one
+    max_length: int = 2**31  # the model's context in tokens
+    rope_speeds: tuple[float, ...] = ()  # radians a position for each of D / 2 channel pairs; empty: from rope_theta
 
     @property
     def planned(self) -> int:
@@ -102,6 +104,23 @@ class KV(Buffers, ABC):
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache is fixed: a row may generate any number of tokens
     recent = 0  # newest tokens, the current one included, that every step attends to
+
+    def __init__(self, shape: Shape):
+        super().__init__(shape)
+        self.register_buffer("rope_speed", None, persistent=False)  # [B,D/2] fp32, for methods that turn keys
+
+    def allocate_speeds(self) -> None:
+        """The RoPE speeds of each row's keys: what `ops.turn` needs to move a key to another position."""
+        pairs, shape = self.shape.head_dim // 2, self.shape
+        speeds = shape.rope_speeds or [shape.rope_theta ** (-i / pairs) for i in range(pairs)]
+        self.register_buffer(
+            "rope_speed", torch.tensor(speeds, device=shape.device).repeat(shape.batch, 1), persistent=False
+        )
+
+    def set_speed(self, row: int, speed: Tensor) -> None:
+        """Called before a prompt: RoPE turns the keys of row `row` by speed [D/2] (dynamic NTK: by length)."""
+        if self.rope_speed is not None:
+            self.rope_speed[row] = speed
 
     def allocate_slots(self, count: int, width: int | None = None) -> None:
         """Buffers k and v [B,Hk,count+1,D], or of `width` bytes: one slot past the end, see ops.span."""

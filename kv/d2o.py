@@ -133,6 +133,7 @@ class D2O(H2O):
         self.allocate("slots", dtype=torch.int64, fill=shared.budget)
         self.allocate("spare", shape.n_kv_head, dtype=torch.int64)
         self.allocate("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
+        self.allocate_speeds()
         self.span = ops.span(None, self.most + 1, self.most + 1, shape.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -245,6 +246,7 @@ class D2O(H2O):
         self.spare[row], self.threshold[row] = 0, -torch.inf
 
     def fit(self, length: int, new: int) -> None:
+        self.past = length > self.shape.max_length
         largest = max(sizes[self.index] for sizes in self.shared.sizes)
         self.span = ops.span(self.span, min(length, largest + 1), self.most + 1, self.shape.device)
 
@@ -256,7 +258,7 @@ class D2O(H2O):
         return self.shape.n_kv_head * read * (unit + 12), 0
 
     def overhead(self) -> dict[str, int]:
-        state = sum(x.nbytes for x in (self.first, self.slots, self.spare, self.threshold))
+        state = sum(x.nbytes for x in (self.first, self.slots, self.spare, self.threshold, self.rope_speed))
         if self.index == 0:
             state += self.place.nbytes + self.score.nbytes
         return {"spare slot": self.shape.slot_bytes, "scores and places": state}

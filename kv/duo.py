@@ -6,6 +6,7 @@ Memory and traffic: that mean.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kv.base import KV, Shape
 from kv.full import Full
+from kv.streaming import Streaming
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class Duo(KV):
         super().__init__(shape)
         order = sorted(range(len(retrieval)), key=lambda h: not retrieval[h])
         count = sum(retrieval)
-        sizes = ((count, None, 0), (len(order) - count, sinks + recent, sinks))
+        sizes = ((Full, count), (Streaming, len(order) - count, sinks + recent, sinks))
         self.parts = torch.nn.ModuleList(
-            Full(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), size, first)
-            for n, size, first in sizes
+            kind(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *size)
+            for kind, n, *size in sizes
             if n
         )
         self.counts = [part.shape.n_kv_head for part in self.parts]
@@ -72,8 +74,13 @@ class Duo(KV):
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
         return self.join([part.decode(*qkv, pos, active) for part, *qkv in inputs])
 
+    def set_speed(self, row: int, speed: Tensor) -> None:
+        for part in self.parts:
+            part.set_speed(row, speed)
+
     def reset(self, row: int) -> None:
-        pass
+        for part in self.parts:
+            part.reset(row)
 
     def fit(self, length: int, new: int) -> None:
         for part in self.parts:
@@ -83,8 +90,8 @@ class Duo(KV):
         return sum(part.step_bytes(length)[0] for part in self.parts), 0
 
     def overhead(self) -> dict[str, int]:
-        past = sum(part.overhead()["slot past the end"] for part in self.parts)
-        return {"slot past the end": past, "order of heads": self.order.nbytes + self.back.nbytes}
+        parts = sum((Counter(part.overhead()) for part in self.parts), Counter())
+        return dict(parts) | {"order of heads": self.order.nbytes + self.back.nbytes}
 
 
 def read_scores(path: str) -> list[list[float]]:

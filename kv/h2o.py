@@ -9,7 +9,8 @@ What a token matters is the attention that it has had from all queries so far, s
 - cam (Zhang et al., ICML 2024): h2o, but the value of a token that goes is spread over the next ones that are kept,
   with a probability that grows with what it mattered.
 
-Memory and traffic: the budget, and a slot for the newest token. Any number of tokens can be generated.
+Memory and traffic: the budget, and a slot for the newest token. Any number of tokens can be generated: past the model's
+context, queries see the tokens that are kept side by side, at the positions that these have in the cache.
 """
 
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class H2O(KV):
     """
 
     endless = True
+    past = False  # whether a row may have left the model's context
     known = ("score",)  # buffers of what is known of each token: sums of powers of the attention that it has had
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
@@ -51,6 +53,7 @@ class H2O(KV):
         self.size, self.sinks, self.recent = size, sinks, recent
         allocate_known(self, size + 2, self.known)  # the last one is never used: see ops.span
         self.allocate("spare", shape.n_kv_head, dtype=torch.int64)  # the slot of the next token
+        self.allocate_speeds()
         self.span = ops.span(None, size + 1, size + 1, shape.device)
 
     # The prompt
@@ -112,7 +115,8 @@ class H2O(KV):
         for name in self.known:
             self.put(getattr(self, name), self.spare, live, 0.0)
         keys, values, place = (self.read(x) for x in (self.k, self.v, self.place))
-        weight = ops.weights(q, keys, place[:, :, None] < 0)
+        near = self.in_cache(keys, place, pos) if self.past else keys
+        weight = ops.weights(q, near, place[:, :, None] < 0)
         y = (weight.to(values.dtype) @ values).view(q.shape)
         seen = torch.where(live[..., None], weight.sum(2), 0.0)  # [B,Hk,n]
         known = [self.add(getattr(self, name), seen**power) for power, name in enumerate(self.known, 1)]
@@ -126,6 +130,16 @@ class H2O(KV):
         self.put(self.place, leaves, evicts, -1)
         self.spare.copy_(torch.where(evicts, leaves, torch.where(live, held, self.spare)))
         return y
+
+    def in_cache(self, keys: Tensor, place: Tensor, pos: Tensor) -> Tensor:
+        """The keys [B,Hk,n,D], in rows past the model's context as if the held tokens stood side by side up to `pos`.
+
+        No distance then exceeds the cache (StreamingLLM, arXiv 2309.17453, section 3.2). What is stored stays.
+        """
+        pos = pos[:, None, None]
+        rank = place.argsort(2, descending=True).argsort(2)  # 0: the newest
+        moves = (place >= 0) & (pos >= self.shape.max_length)
+        return ops.turn(keys, torch.where(moves, pos - rank - place, 0), self.rope_speed)
 
     def leave(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, place: Tensor, score: Tensor) -> None:
         """Called before the tokens at slot [B,Hk] go, where `evicts` [B,Hk]; the rest are all slots, [B,Hk,n,...]."""
@@ -152,6 +166,7 @@ class H2O(KV):
         self.place[row], self.spare[row] = -1, 0
 
     def fit(self, length: int, new: int) -> None:
+        self.past = length > self.shape.max_length
         self.span = ops.span(self.span, min(length, self.size + 1), self.size + 1, self.shape.device)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
@@ -159,7 +174,7 @@ class H2O(KV):
         return self.shape.n_kv_head * slots * (self.shape.unit_bytes + 8 + 4 * len(self.known)), 0
 
     def overhead(self) -> dict[str, int]:
-        state = sum(getattr(self, name).nbytes for name in (*self.known, "place", "spare"))
+        state = sum(getattr(self, name).nbytes for name in (*self.known, "place", "spare", "rope_speed"))
         return {"spare slot": self.shape.slot_bytes, "slot past the end": self.shape.slot_bytes,
                 "scores and places": state}  # fmt: skip
 

@@ -109,6 +109,21 @@ def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return low.amin(2), high.amax(2)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on x [..., D] in Hugging Face's channel order: channel i pairs with i + D/2. cos, sin: [..., D/2]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def turn(x: Tensor, shift: Tensor, speed: Tensor) -> Tensor:
+    """Keys (or queries) as RoPE would have them `shift` positions later: rotations add.
+
+    x [B,H,N,D], shift [B,H,N] or what broadcasts to it, speed [B,D/2] in radians a position.
+    """
+    angle = shift[..., None].float() * speed[:, None, None]
+    return rotate(x, angle.cos(), angle.sin())
+
+
 def ring(place: Tensor, size: Tensor | int, sinks: int) -> Tensor:
     """The slots, of `size`, where the tokens at some places of the text live: the ring turns behind the sinks."""
     return torch.where(place < size, place, sinks + (place - sinks) % (size - sinks))

@@ -1,12 +1,17 @@
 """streaming: attention sinks and a recent window (StreamingLLM, Xiao et al., arXiv 2309.17453).
 
 Keeps the first `sinks` tokens and the newest budget - sinks, the current one among them, in a ring of fixed size.
-Keys keep their original positions (the paper renumbers them inside the cache). Memory and traffic: `budget` tokens a
-KV head, however long the text.
+Within the model's context keys keep their original positions. Once a row is longer, its sinks move along: to the
+positions just before the window, as in the paper (section 3.2), so that no distance exceeds the cache. Memory and
+traffic: `budget` tokens a KV head, however long the text.
 """
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from kv import ops
 from kv.base import KV, Shape
 from kv.full import Full
 
@@ -20,6 +25,38 @@ class Options:
 
 class Streaming(Full):
     endless = True
+
+    def __init__(self, shape: Shape, size: int, sinks: int):
+        super().__init__(shape, size, sinks)
+        self.allocate_speeds()
+        self.allocate("shift", dtype=torch.int64)  # positions that each row's sinks have moved by
+        self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)  # as they were before
+        self.past = False  # whether a row may have left the model's context
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        if self.past and self.sinks:
+            self.move_sinks(pos, active)
+        return super().decode(q, k, v, pos, active)
+
+    def move_sinks(self, pos: Tensor, active: Tensor) -> None:
+        """Sink j of a row past the context gets position pos - (size - 1) + j."""
+        past = active & (pos >= self.shape.max_length)
+        first, past = (x[:, None, None, None] for x in (past & (self.shift == 0), past))
+        keys = self.k[:, :, : self.sinks]
+        self.sink_keys.copy_(torch.where(first, keys, self.sink_keys))
+        self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
+        keys.copy_(torch.where(past, ops.turn(self.sink_keys, self.shift[:, None, None], self.rope_speed), keys))
+
+    def reset(self, row: int) -> None:
+        self.shift[row] = 0
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(length, new)
+        self.past = length > self.shape.max_length
+
+    def overhead(self) -> dict[str, int]:
+        state = self.rope_speed.nbytes + self.shift.nbytes
+        return super().overhead() | {"sinks as they were": self.sink_keys.nbytes, "row state": state}
 
 
 def minimum(shape: Shape, options: Options) -> int:
