@@ -1,8 +1,9 @@
 """sparq: scores from the query's largest channels, then attention to the best tokens (Ribar et al., arXiv 2312.04985).
 
 A copy of K is stored channel by channel. A step reads the r channels in which the group's query is largest, guesses
-every token's share of the attention from them, attends to the best t / 2 tokens, and gives what share is left to the
-mean of all V. Memory: one and a half times the full cache. Traffic: t / 2 units to choose, t / 2 to attend.
+every token's share of the attention from them, attends to t / 2 tokens, the newest quarter of them and the best of the
+others, and gives what share is left to the mean of all V. Memory: one and a half times the full cache. Traffic: t / 2
+units to choose, t / 2 to attend.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ class Options:
 class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
-        self.recent = 0
-        self.channels = max(1, shape.head_dim * budget // shape.planned)
+        self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
         self.count = max(1, budget // 2)
+        self.recent = self.count // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel by channel
         self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # of all V
 
@@ -43,7 +44,9 @@ class SparQ(Full):
         self.mean.copy_(torch.where(live, mean, self.mean))
         rows = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         weight = self.guess(rows, pos)  # [B,Hk,G,S]
-        index = ops.top(weight.sum(2), self.count)
+        place = torch.arange(weight.shape[3], device=q.device)
+        newest = (place > (pos - self.recent)[:, None]) & (place <= pos[:, None])  # [B,S]
+        index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.count)
         mask = index <= pos[:, None, None]
         y = ops.attend_rows(q, self.k, self.v, index, mask).view(rows.shape).float()
         share = weight.gather(3, index[:, :, None].expand(-1, -1, rows.shape[2], -1)).sum(3, keepdim=True)

@@ -352,7 +352,8 @@ class SlowQuest(Slow):
 class SlowSparQ(Slow):
     """SparQ: k = t / 2 tokens by approximate scores on r = D t / S channels, the rest stands in as the mean of V.
 
-    y = a attention(selected) + (1 - a) mean V, a = the query head's approximate mass on the selected tokens.
+    The newest k / 4 tokens are always selected, the others by the group's sum. y = a attention(selected) +
+    (1 - a) mean V, a = the query head's approximate mass on the selected tokens.
     """
 
     def step(self, head: int, q: Tensor) -> tuple[list[int], Tensor]:
@@ -361,9 +362,10 @@ class SlowSparQ(Slow):
         if self.full or count >= len(stored):
             return stored, self.attend(head, q, stored)
         keys, values = self.keys[self.kv_head(head)], self.values[self.kv_head(head)]
-        channels = largest_channels(q, max(1, q.shape[1] * self.budget // self.shape.planned))
+        channels = largest_channels(q, max(1, half_up(Fraction(q.shape[1] * self.budget, self.shape.planned))))
         approximate = [partial_weights(one, keys, channels) for one in q]
-        positions = best(torch.stack(approximate).sum(0), count)
+        older = len(stored) - count // 4
+        positions = best(torch.stack(approximate).sum(0)[:older], count - count // 4) + stored[older:]
         y = self.attend(head, q, positions)
         for i in range(q.shape[0]):
             mass = approximate[i][positions].sum()

@@ -271,6 +271,20 @@ def test_quest_attends_to_the_newest_page(monkeypatch):
             assert all(99 + step in positions for positions in chosen)
 
 
+def test_sparq_attends_to_the_newest_quarter_of_what_it_selects(monkeypatch):
+    both = Both("sparq", make_shape("gqa"), 48, {}, monkeypatch)
+    both.prefill(99)
+    for step in range(20):
+        for _, _, chosen, _ in both.step():
+            newest = set(range(94 + step, 100 + step))
+            assert all(len(positions) == 24 and newest <= set(positions) for positions in chosen)
+
+
+def test_sparq_rounds_its_channels_half_up():
+    shape = make_shape("gqa")  # 16 channels, 130 planned tokens
+    assert [kv.build("sparq", shape, t, {})[0].channels for t in (2, 12, 13, 60)] == [1, 1, 2, 7]
+
+
 def test_duo_needs_to_know_its_heads(tmp_path):
     shape = make_shape("gqa")
     with pytest.raises(ValueError, match="calibrate.py"):
