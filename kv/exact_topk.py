@@ -1,10 +1,11 @@
 """exact_topk: the oracle of sparse attention. Exact scores of every token, then attention to the best alone.
 
+Every query head attends to its own best tokens; with `shared` a group attends to those of the highest summed scores.
 What a method that guesses the scores can hope for at the same budget. Memory: the full cache. Traffic: every K, and
-the budget's K and V.
+the K and V of the budget's tokens for every query head, or for the group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,28 +17,30 @@ from kv.full import Full
 
 @dataclass(frozen=True)
 class Options:
-    pass
+    shared: bool = field(default=False, metadata={"help": "a group's query heads attend to the same tokens"})
 
 
 class ExactTopK(Full):
-    def __init__(self, shape: Shape, budget: int):
+    def __init__(self, shape: Shape, budget: int, shared: bool):
         super().__init__(shape)
         self.recent = 0
-        self.budget = min(budget, self.size)
+        self.budget, self.shared = min(budget, self.size), shared
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         ops.store(self.k, k, pos, active)
         ops.store(self.v, v, pos, active)
         keys = self.k.narrow(2, 0, self.span.shape[0])
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        index = ops.top(ops.weights(q, keys, later[:, None, None]).sum(2), self.budget)
+        weight = ops.weights(q, keys, later[:, None, None])  # [B,Hk,G,S]
+        index = ops.top(weight.sum(2) if self.shared else weight.flatten(1, 2), self.budget)
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
 
     def fit(self, length: int, new: int) -> None:
         super().fit(max(length, self.budget), new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        units = length / 2 + min(self.budget, length)
+        choices = 1 if self.shared else self.shape.n_head // self.shape.n_kv_head
+        units = length / 2 + min(choices * self.budget, length)  # at most: query heads may choose the same tokens
         return int(self.shape.n_kv_head * units * self.shape.unit_bytes), 0
 
 
@@ -50,4 +53,4 @@ def memory(shape: Shape, budget: int, options: Options) -> int:
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    return [ExactTopK(shape, budget) for _ in range(shape.n_layer)]
+    return [ExactTopK(shape, budget, options.shared) for _ in range(shape.n_layer)]

@@ -84,11 +84,12 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor |
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
-    """`attend` to chosen slots alone: index and mask [B,Hk,N], the same for the queries of a group.
+    """`attend` to chosen slots alone: index and mask [B,Hk,N], the same for the queries of a group, or [B,Hq,N].
 
     `read` makes vectors of what is stored, where that is something else.
     """
-    keys, values = gather(k, index), gather(v, index)
+    place = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # of a KV head, one choice after the other
+    keys, values = (gather(x, place).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
     if read is not None:
         keys, values = read(keys), read(values)
     return attend(q, keys, values, mask)

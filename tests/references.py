@@ -5,7 +5,8 @@ They follow the equations and share no code with kv/. RocketKV (arXiv 2502.14051
 2410.10819).
 
 A head of storage holds one list of tokens: a KV head, whose G query heads h G ... h G + G - 1 share what is chosen, or
-one query head where a method keeps tokens for each of them. All arithmetic is fp32; sizes are exact integers.
+one query head where a method keeps or chooses tokens for each of them. All arithmetic is fp32; sizes are exact
+integers.
 """
 
 import math
@@ -164,7 +165,7 @@ class Slow:
         self.shape, self.budget, self.layer = shape, budget, layer
         self.option = {**self.defaults, **options}
         self.groups = shape.n_head // shape.n_kv_head
-        self.shared = self.option.get("gqa", True)  # by the query heads of a group
+        self.shared = self.option.get("gqa", self.option.get("shared", True))  # by the query heads of a group
         self.full = budget >= shape.planned or layer < self.option.get("skip_layers", 0)
         self.keys = self.values = torch.empty(0)  # [Hk,N,D]: every token of the text; `stored` says which are there
         self.kept: list[list[int]] = []  # prompt positions per head of storage
@@ -311,7 +312,12 @@ class SlowPyramid(Slow):
 
 
 class SlowExactTopK(Slow):
-    """The oracle: the t tokens of the highest sum over the group of exact softmax scores."""
+    """The oracle: each query head attends to its t tokens of the highest exact softmax scores.
+
+    With `shared` a group attends to the t tokens of the highest sum over its query heads.
+    """
+
+    defaults = {"shared": False}
 
     def choose(self, head: int, q: Tensor) -> list[int]:
         keys = self.keys[self.kv_head(head)]

@@ -22,7 +22,7 @@ CASES = {  # method: options, and budgets that make the choice hard
     "snapkv": [({"kernel": 5, "window": 8}, (24, 60)), ({"gqa": True, "window": 8}, (24,)), ({"deduct": True}, (70,))],
     "snapkv++": [({"kernel": 5, "window": 8}, (24, 60)), ({"threshold": 50, "long_kernel": 9}, (24,))],
     "pyramidkv": [({"kernel": 5, "window": 8}, (24, 60))],
-    "exact_topk": [({}, (1, 24, 60))],
+    "exact_topk": [({}, (1, 24, 60)), ({"shared": True}, (24,))],
     "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48,))],
     "sparq": [({}, (2, 24, 60))],
     "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
@@ -269,6 +269,15 @@ def test_quest_attends_to_the_newest_page(monkeypatch):
     for step in range(20):
         for _, _, chosen, _ in both.step():
             assert all(99 + step in positions for positions in chosen)
+
+
+def test_exact_topk_chooses_for_every_query_head_or_for_a_group(monkeypatch):
+    for options, lists in (({}, 6), ({"shared": True}, 2)):
+        both = Both("exact_topk", make_shape("gqa"), 24, options, monkeypatch)
+        both.prefill(100)
+        for _, _, chosen, _ in both.step():
+            assert [len(positions) for positions in chosen] == [24] * lists
+            assert len(set(map(tuple, chosen))) == lists
 
 
 def test_sparq_attends_to_the_newest_quarter_of_what_it_selects(monkeypatch):
