@@ -11,6 +11,7 @@ generated tokens.
 - pyramidkv (Cai et al., arXiv 2406.02069): shared by a group, more tokens in lower layers than in higher ones.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -184,16 +185,19 @@ def pyramid_minimum(shape: Shape, options: PyramidOptions) -> int:
     return 2
 
 
-def pyramid_budgets(n_layer: int, budget: int, window: int) -> list[int]:
-    """Tokens that each layer's prompt keeps, the window included: they fall linearly, their mean is the budget."""
+def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
+    """Tokens that each layer's prompt keeps, the window included: they fall linearly, their mean is the budget.
+
+    No layer keeps more than a prompt has: what the lowest layers cannot use goes to the highest.
+    """
     window = min(window, budget // 2)
     mean = budget - window
-    least = mean / 20
-    most = 2 * mean - least
+    most = min(2 * mean - mean / 20, prompt - window)
+    least = min(2 * mean - most, most)
     falls = [0.5 if n_layer == 1 else layer / (n_layer - 1) for layer in range(n_layer)]
-    return [int(most - fall * (most - least) + 0.5) + window for fall in falls]
+    return [math.floor(most - fall * (most - least) + 0.5) + window for fall in falls]
 
 
 def pyramid_build(shape: Shape, budget: int, options: PyramidOptions) -> list[KV]:
-    keeps = pyramid_budgets(shape.n_layer, budget, options.window)
+    keeps = pyramid_budgets(shape.n_layer, budget, options.window, shape.max_prompt)
     return [SnapKV(shape, keep, min(options.window, budget // 2), options.kernel) for keep in keeps]

@@ -57,17 +57,23 @@ def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, 
     return {"n1": slots, "keep": slots - max_new_tokens, **hybrid_sizes(slots, budget, head_dim)}
 
 
-def pyramid_budgets(n_layer: int, budget: int, window: int) -> list[int]:
+def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
     """PyramidKV: the prompt tokens that each layer keeps, the window (at most half of the budget) included.
 
     n = t - window, min = n / 20, max = 2 n - min: layer l keeps round(max - l (max - min) / (L - 1)) and the window.
+    Where max and the window exceed the prompt, max is what the prompt has and min rises until the mean is n again.
     """
     window = min(window, budget // 2)
-    n = budget - window
+    n, available = budget - window, prompt - window
+    if n >= available:
+        return [prompt] * n_layer
     if n_layer == 1:
         return [budget]
     low = Fraction(n, 20)
     high = 2 * n - low
+    if high > available:
+        high = Fraction(available)
+        low = 2 * n - high
     return [half_up(high - layer * (high - low) / (n_layer - 1)) + window for layer in range(n_layer)]
 
 
@@ -307,7 +313,7 @@ class SlowPyramid(Slow):
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
         window = min(self.option["window"], self.budget // 2)
-        share = pyramid_budgets(self.shape.n_layer, self.budget, window)[self.layer]
+        share = pyramid_budgets(self.shape.n_layer, self.budget, window, self.shape.max_prompt)[self.layer]
         return snap(q, keys, share - window, window, self.option["kernel"])
 
 

@@ -21,7 +21,7 @@ CASES = {  # method: options, and budgets that make the choice hard
     "hybrid": [({}, (8, 24, 60))],
     "snapkv": [({"kernel": 5, "window": 8}, (24, 60)), ({"gqa": True, "window": 8}, (24,)), ({"deduct": True}, (70,))],
     "snapkv++": [({"kernel": 5, "window": 8}, (24, 60)), ({"threshold": 50, "long_kernel": 9}, (24,))],
-    "pyramidkv": [({"kernel": 5, "window": 8}, (24, 60))],
+    "pyramidkv": [({"kernel": 5, "window": 8}, (24, 60, 80))],
     "exact_topk": [({}, (1, 24, 60)), ({"shared": True}, (24,))],
     "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48,))],
     "sparq": [({}, (2, 24, 60))],
@@ -225,10 +225,18 @@ def test_of_equal_scores_the_first_are_taken():
 
 def test_pyramid_budgets():
     for layers in (1, 2, 32):
-        for budget in (2, 40, 256, 2048):
-            assert our_pyramid(layers, budget, 32) == pyramid_budgets(layers, budget, 32)
-    budgets = our_pyramid(32, 1024, 32)
+        for budget in (2, 40, 256, 1843, 2048, 3000):
+            for prompt in (20, 1900, 100_000):
+                assert our_pyramid(layers, budget, 32, prompt) == pyramid_budgets(layers, budget, 32, prompt)
+    budgets = our_pyramid(32, 1024, 32, 4096)
     assert budgets == sorted(budgets, reverse=True) and sum(budgets) / 32 == pytest.approx(1024, rel=0.01)
+
+
+def test_pyramidkv_gives_higher_layers_what_lower_ones_cannot_use():
+    shape = replace(make_shape("gqa"), n_layer=32, max_prompt=2048, device=torch.device("meta"))
+    keeps = [layer.keep for layer in kv.build("pyramidkv", shape, 1843, {})]
+    assert max(keeps) == 2048 and keeps == sorted(keeps, reverse=True)
+    assert sum(keeps) / 32 == pytest.approx(1843, abs=1)
 
 
 def test_wide_pooling_begins_at_the_threshold(monkeypatch):
