@@ -21,7 +21,8 @@ class Setting:
 
 ROCKETKV = tuple(  # section 4.3 prints the figures of the longest context; the others are drawn
     Setting(
-        "rocketkv", "RocketKV, Figure 5", "H100, fp16", "llama-3.1-8b", 1024 * k, budget, {"speedup": s, "memory": m}
+        "rocketkv", "RocketKV, Figure 5", "H100, fp16", "llama-3.1-8b", 1024 * k, budget, {"speedup": s, "memory": m},
+        {"split": "even"},
     )
     for k in (16, 32, 64, 96)
     for budget in (256, 512, 1024, 2048, 4096)

@@ -5,6 +5,10 @@ least and greatest key of every page of p stored tokens, channel by channel; a s
 largest channels and attends to the tokens of the best pages. Half of the budget t is read to choose, half to attend.
 `hybrid` is stage 2 alone, n1 = S.
 
+The default is what the authors use since: stage 1 compresses more of a high ratio than of a low one (split=adaptive),
+with one pooling kernel for prompts of every length. split=even is their first paper's, both stages alike and a wide
+kernel for long prompts.
+
 Memory: n1 + n1 / p units of one K and one V vector a KV head (n1 / 2 for pages of one token). Traffic: t units. With
 bits=8 or 4 the n1 vectors are quantised one by one, and those that are attended to are unpacked.
 """
@@ -32,7 +36,13 @@ class Stage2:
 
 @dataclass(frozen=True)
 class Options(Stage2, Pooling):
-    split: Literal["even", "adaptive"] = field(default="even", metadata={"help": "how much of it stage 1 compresses"})
+    split: Literal["adaptive", "even"] = field(
+        default="adaptive", metadata={"help": "how much of it stage 1 compresses; even: half, as in the first paper"}
+    )
+
+    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
+        kernel, long_kernel, threshold = super().kernels(shape)
+        return kernel, long_kernel, threshold if self.split == "even" else self.threshold
 
 
 @dataclass(frozen=True)

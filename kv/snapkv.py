@@ -24,6 +24,7 @@ from kv.full import Full
 
 # Options of more than one method
 KERNEL = field(default=7, metadata={"help": "tokens that the max-pooling spans", "min": 1})
+THRESHOLD = "tokens of a long prompt; auto: the model's, for rocketkv with split=even alone"
 DEDUCT = field(default=False, metadata={"help": "generated tokens count: the prompt keeps fewer"})
 
 
@@ -45,7 +46,7 @@ class Pooling(Window):
 
     kernel: int = field(default=63, metadata={"help": "tokens that the max-pooling spans", "min": 1})
     long_kernel: int = field(default=511, metadata={"help": "the same for long prompts", "min": 1})
-    threshold: int | None = field(default=None, metadata={"help": "tokens of a long prompt; default: the model's"})
+    threshold: int | None = field(default=None, metadata={"help": THRESHOLD})
 
     def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
         """What SnapKV takes: the kernel, that of long prompts, and how long those are."""

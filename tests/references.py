@@ -37,11 +37,11 @@ def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
     return {"page": page, "channels": channels, "pages": max(1, budget // (2 * page))}
 
 
-def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, split: str = "even") -> dict[str, int]:
+def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, split: str) -> dict[str, int]:
     """RocketKV's sizes: n1 slots after stage 1, of which the prompt may `keep` some, and those of stage 2.
 
-    c = S / t, n1 = max(round(S / c ** e), min(2 max_new_tokens, S)), keep = n1 - max_new_tokens; e = 0.5 if the split
-    is even, min(0.2 + 0.06 log2 c, 0.8) if it is adaptive.
+    c = S / t, n1 = max(round(S / c ** e), min(2 max_new_tokens, S)), keep = n1 - max_new_tokens; e =
+    min(0.2 + 0.06 log2 c, 0.8) if the split is adaptive, 0.5 if it is even, as in the first paper.
     """
     budget = min(budget, planned)
     if split == "even":  # S / sqrt(S / t) = sqrt(S t); the root of an integer never ends in .5
@@ -232,7 +232,7 @@ class SlowSnapPlus(Slow):
     """RocketKV's first stage alone (Algorithm 1): a group keeps t prompt tokens, and every generated one."""
 
     defaults = {
-        "window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "even", "skip_layers": 0,
+        "window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "adaptive", "skip_layers": 0,
     }  # fmt: skip
 
     def prompt_share(self) -> int:

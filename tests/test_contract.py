@@ -19,7 +19,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
     "quest:auto": ("quest", {"page": None, "skip_layers": 0}),
     "snapkv:gqa": ("snapkv", {"gqa": True, "window": 8}),
-    "rocketkv:adaptive": ("rocketkv", {"split": "adaptive", "window": 8, "kernel": 5}),
+    "rocketkv:even": ("rocketkv", {"split": "even", "window": 8, "kernel": 5}),
     "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
     "tailorkv": ("tailorkv", {"group": 8, "threads": 2, "engine": "threads", "channels": 4}),
     "tailorkv:direct": ("tailorkv", {"quant_layers": [1], "group": 8, "engine": "direct", "channels": 4}),
@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 }
 
 BUDGETS = {"simlayer": 72}  # one layer of two can keep everything
-SAME_CODE = {"rocketkv:adaptive", "quest:auto", "omnikv:mem"}  # as another variant: compiled once
+SAME_CODE = {"rocketkv:even", "quest:auto", "omnikv:mem"}  # as another variant: compiled once
 
 
 def layers_of(name: str) -> int:

@@ -8,6 +8,7 @@ from references import SLOW, pyramid_budgets, rocket_sizes
 from runs import TensorSizes
 
 import kv
+import papers
 from kv import METHODS, Shape, ops
 from kv.rocketkv import Sizes
 from kv.snapkv import SnapKV
@@ -16,7 +17,7 @@ from kv.snapkv import pyramid_budgets as our_pyramid
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
 D = 16
 CASES = {  # method: options, and budgets that make the choice hard
-    "rocketkv": [({"kernel": 5, "window": 8}, (8, 24, 60)), ({"kernel": 5, "split": "adaptive"}, (24,)),
+    "rocketkv": [({"kernel": 5, "window": 8}, (8, 24, 60)), ({"kernel": 5, "split": "even"}, (24, 60)),
                  ({"kernel": 3, "long_kernel": 9, "threshold": 50, "window": 4}, (24,))],
     "hybrid": [({}, (8, 24, 60))],
     "snapkv": [({"kernel": 5, "window": 8}, (24, 60)), ({"gqa": True, "window": 8}, (24,)), ({"deduct": True}, (70,))],
@@ -161,7 +162,7 @@ def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, chann
     sizes = Sizes.of(shape, budget, "even")
     assert (sizes.slots, sizes.page, sizes.channels) == (slots, page, channels)
     assert sizes.keep == slots - new
-    (layer, *_) = kv.build("rocketkv", shape, budget, {})
+    (layer, *_) = kv.build("rocketkv", shape, budget, {"split": "even"})
     unit = shape.n_kv_head * shape.unit_bytes
     pages = -(-slots // page)
     assert layer.device_bytes() - sum(layer.overhead().values()) == (slots + pages) * unit
@@ -253,13 +254,39 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
     assert kernels == [3, 9]
 
 
-def test_only_the_models_of_the_paper_have_a_threshold():
-    eight_b = replace(make_shape("gqa"), rope_theta=5e5)
-    longchat = replace(make_shape("mha"), n_layer=32, n_head=32, n_kv_head=32, rope_type="linear")
-    for shape, threshold, full in ((eight_b, 48 * 1024, 0), (longchat, 12 * 1024, 2), (make_shape("gqa"), None, 0)):
-        layers = kv.build("rocketkv", replace(shape, device=torch.device("meta")), 24, {})
-        assert layers[-1].threshold == threshold
+def paper_shapes() -> tuple[Shape, Shape]:
+    """Of Llama-3.1-8B, and of LongChat, nothing allocated."""
+    shape = replace(make_shape("gqa"), device=torch.device("meta"))
+    longchat = replace(shape, n_layer=32, n_head=32, n_kv_head=32, rope_type="linear")
+    return replace(shape, rope_theta=5e5), longchat
+
+
+@pytest.mark.parametrize("name, options", [("rocketkv", {"split": "even"}), ("snapkv++", {})])
+def test_only_the_models_of_the_paper_have_a_threshold(name, options):
+    shapes = (*paper_shapes(), make_shape("gqa"))
+    for shape, threshold in zip(shapes, (48 * 1024, 12 * 1024, None), strict=True):
+        layer = kv.build(name, shape, 24, options)[-1]
+        assert (layer.kernel, layer.long_kernel, layer.threshold) == (63, 511, threshold)
+
+
+def test_longchat_has_two_full_layers():
+    for shape, full in zip(paper_shapes(), (0, 2), strict=True):
+        layers = kv.build("rocketkv", shape, 24, {})
         assert [type(layer).__name__ for layer in layers].count("Full") == full
+
+
+def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length():
+    for shape in (*paper_shapes(), make_shape("gqa")):
+        layer = kv.build("rocketkv", shape, 24, {})[-1]
+        assert (layer.kernel, layer.threshold) == (63, None)
+        assert layer.size == Sizes.of(shape, 24, "adaptive").slots != Sizes.of(shape, 24, "even").slots
+    layer = kv.build("rocketkv", shape, 24, {"threshold": 50})[-1]
+    assert layer.threshold == 50  # as the user says
+
+
+def test_the_paper_settings_are_those_of_the_first_rocketkv_paper():
+    settings = [setting for setting in papers.SETTINGS if setting.kv == "rocketkv"]
+    assert settings and all(setting.options == {"split": "even"} for setting in settings)
 
 
 def test_the_transient_of_stage_1_is_one_heads_window_scores(monkeypatch):
