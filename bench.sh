@@ -10,7 +10,7 @@ if [ "${1-}" = compare ]; then
   mkdir -p "$out"
   methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv:gqa=true,snapkv++,pyramidkv,quest
   methods+=,quest:skip_layers=0,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,omnikv:offload=true,infllm:block=32
-  methods+=,tailorkv,pqcache,kivi,full:bits=4,brute_offload
+  methods+=,tailorkv,tailorkv:bits=2,pqcache,kivi,full:bits=4,brute_offload
   .venv/bin/python eval.py --checkpoint needle --tasks niah_multikey_1,niah_multikey_2,two_stage_lookup,perplexity \
     --length 4096 --samples 10 --questions 3 --batch 5 --kv "$methods" --budget 128,512 --json "$out/answers.json"
   .venv/bin/python bench.py --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \

@@ -1,11 +1,13 @@
 """duo: some heads see everything, the others sinks and a recent window (DuoAttention, Xiao et al., arXiv 2410.10819).
 
-Which KV heads are retrieval heads is known before: by a file, or by the `head_scores` that calibrate.py writes beside
-the checkpoint. The budget is the mean of all heads: x S + (1 - x)(sinks + recent), x the share of retrieval heads.
-Memory and traffic: that mean.
+Which KV heads are retrieval heads is known before: by a file, this engine's or the gates that the authors publish for
+their models (full_attention_heads.tsv), or by the `head_scores` that calibrate.py writes beside the checkpoint. The
+budget is the mean of all heads: x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffic: that
+mean.
 """
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from kv.streaming import Streaming
 
 @dataclass(frozen=True)
 class Options:
-    heads: str | None = field(default=None, metadata={"help": "JSON file with head_scores, a list a layer"})
+    heads: str | None = field(default=None, metadata={"help": "file of head_scores: JSON, or DuoAttention's TSV"})
     head_scores: list[list[float]] | None = field(default=None, metadata={"help": "how much each KV head retrieves"})
     sinks: int = field(default=128, metadata={"help": "first tokens that the other heads keep", "min": 0})
     recent: int = field(default=512, metadata={"help": "newest tokens that the other heads keep", "min": 1})
@@ -95,11 +97,32 @@ class Duo(KV):
 
 
 def read_scores(path: str) -> list[list[float]]:
+    """Scores [layer][KV head] of a JSON file with `head_scores`, or of DuoAttention's published gates.
+
+    These are a line a layer with tabs between KV heads, clipped to [0, 1] as the authors do when they read them.
+    """
     try:
-        found = json.loads(Path(path).read_text())["head_scores"]
-        return [[float(score) for score in row] for row in found]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = Path(path).read_text()
+    except (OSError, ValueError) as error:
         raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
+    if not text.lstrip().startswith("{"):
+        return read_gates(path, text)
+    try:
+        return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
+
+
+def read_gates(path: str, text: str) -> list[list[float]]:
+    try:
+        gates = [[float(gate) for gate in line.split("\t")] for line in text.splitlines() if line.strip()]
+    except ValueError:
+        gates = []
+    if not gates:
+        raise ValueError(f"duo: {path} is neither JSON with head_scores nor a line of numbers with tabs for each layer")
+    if not all(math.isfinite(gate) for row in gates for gate in row):
+        raise ValueError(f"duo: every gate of {path} must be finite")
+    return [[min(max(gate, 0.0), 1.0) for gate in row] for row in gates]
 
 
 def choose(shape: Shape, count: int, options: Options) -> list[list[bool]]:

@@ -1,7 +1,7 @@
 """simlayer: layers that look only at the first and the newest tokens keep only these (SimLayerKV, arXiv 2410.13846).
 
 A layer is lazy for a prompt if the attention of its last query, the mean over the heads, gives the first `sinks` and
-the newest `recent` tokens more than `threshold`; it then streams, and the others keep everything.
+the newest `recent` tokens more than `threshold`, which is the model's; it then streams, and the others keep everything.
 
 What that saves is known only after the prompt, memory is taken before. So the budget, the mean over the layers, says
 how many layers can keep everything: x of L, where x S + (L - x)(sinks + recent) = L t. If a prompt wants more, the
@@ -23,11 +23,23 @@ from kv.base import KV, Buffers, Shape
 
 @dataclass(frozen=True)
 class Options:
-    threshold: float = field(
-        default=0.9, metadata={"help": "attention above which a layer is lazy; 1: none", "min": 0, "max": 1}
+    threshold: float | None = field(
+        default=None,
+        metadata={"help": "attention above which a layer is lazy; 1: none; auto: the model's", "min": 0, "max": 1},
     )
     sinks: int = field(default=4, metadata={"help": "first tokens that lazy layers keep", "min": 0})
     recent: int = field(default=1024, metadata={"help": "newest tokens that lazy layers keep", "min": 1})
+
+
+def threshold_of(shape: Shape) -> float:
+    """The paper's for Llama-2-7B, Mistral-7B and Qwen2.5-7B; for others that of Llama-3-8B."""
+    known = {
+        (32, 4096, 32, 1e4): 0.65,
+        (32, 4096, 8, 1e4): 0.8, (32, 4096, 8, 1e6): 0.8,  # v0.1 and later
+        (28, 3584, 4, 1e6): 0.85,
+    }  # fmt: skip
+    scaled = shape.rope_type == "linear"  # LongChat has Llama-2's shape
+    return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.n_kv_head, shape.rope_theta), 0.9)
 
 
 def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int]:
@@ -43,7 +55,8 @@ class Shared(Buffers):
 
     def __init__(self, shape: Shape, large: int, window: int, options: Options):
         super().__init__(shape)
-        self.large, self.window, self.planned, self.threshold = large, window, shape.planned, options.threshold
+        self.large, self.window, self.planned = large, window, shape.planned
+        self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
         self.sinks = min(options.sinks, window - 1)
         whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix wants a region to begin with a block
         sizes = [shape.planned] * large + [window] * (shape.n_layer - large)

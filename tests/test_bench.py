@@ -211,5 +211,12 @@ def test_bench_sh_hands_its_arguments_on(tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/bash\necho "$@"\n')
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
-    done = subprocess.run(["bash", tmp_path / "bench.sh", "paper", "--steps", "3"], capture_output=True, text=True)
-    assert done.stdout.split("\n") == ["installed", "bench.py --paper --steps 3", ""]
+
+    def lines(*args):
+        return subprocess.run(["bash", tmp_path / "bench.sh", *args], capture_output=True, text=True).stdout.split("\n")
+
+    assert lines("paper", "--steps", "3") == ["installed", "bench.py --paper --steps 3", ""]
+    _, answers, speed, table, _ = lines("compare", tmp_path / "out")
+    methods = answers.split(" --kv ")[1].split()[0]
+    assert f" --kv {methods} " in speed and table.startswith("compare.py")
+    assert {"full", "tailorkv", "tailorkv:bits=2", "brute_offload"} <= set(methods.split(","))

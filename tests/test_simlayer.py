@@ -66,6 +66,31 @@ def test_it_is_what_the_reference_computes(large, threshold, heads):
             step_both(run, check, generator)
 
 
+SEEN = {  # n_layer, n_head, n_kv_head, dim, RoPE base -> threshold
+    "llama-2-7b": (32, 32, 32, 4096, 1e4, 0.65),
+    "mistral-7b": (32, 32, 8, 4096, 1e6, 0.8),
+    "mistral-7b v0.1": (32, 32, 8, 4096, 1e4, 0.8),
+    "qwen2.5-7b": (28, 28, 4, 3584, 1e6, 0.85),
+    "llama-3-8b": (32, 32, 8, 4096, 5e5, 0.9),
+    "needle": (8, 8, 2, 256, 1e4, 0.9),
+}
+
+
+@pytest.mark.parametrize("n_layer, n_head, n_kv_head, dim, theta, threshold", SEEN.values(), ids=SEEN)
+def test_the_threshold_is_the_models(n_layer, n_head, n_kv_head, dim, theta, threshold):
+    shape = replace(
+        make_shape(), n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, dim=dim, rope_theta=theta,
+        device=torch.device("meta"),
+    )  # fmt: skip
+    assert kv.build("simlayer", shape, 40, WINDOW)[0].shared.threshold == threshold
+    assert kv.build("simlayer", shape, 40, WINDOW | {"threshold": 0.3})[0].shared.threshold == 0.3
+
+
+def test_longchat_is_no_llama_2():
+    shape = replace(make_shape(), n_layer=32, n_head=32, n_kv_head=32, dim=4096, rope_type="linear")
+    assert kv.build("simlayer", replace(shape, device=torch.device("meta")), 40, WINDOW)[0].shared.threshold == 0.9
+
+
 def test_rows_sort_the_layers_each_its_own_way_and_rows_can_be_refilled():
     shape = replace(make_shape(batch=3), n_layer=6)
     budget = 12 + -(-2 * (shape.planned - 12) // 6)  # two layers keep everything

@@ -344,6 +344,20 @@ def test_duo_needs_to_know_its_heads(tmp_path):
         kv.build("duo", shape, 60, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "none.json")})
 
 
+def test_duo_reads_the_published_gates(tmp_path):
+    """As numpy.savetxt writes them: a line a layer, tabs; training leaves gates a little outside 0 to 1."""
+    shape, window, file = make_shape("gqa"), {"sinks": 4, "recent": 8}, tmp_path / "full_attention_heads.tsv"
+    file.write_text("-2.2e-04\t1.000000000000000000e+00\n8.593750000000000000e-01\t-9.250640869140625000e-05\n")
+    for budget, retrieval in ((48, [[1], []]), (80, [[1], [0]]), (100, [[0, 1], [0]])):
+        layers = kv.build("duo", shape, budget, window | {"heads": str(file)})
+        whole = [sum(p.shape.n_kv_head for p in layer.parts if p.size == shape.planned) for layer in layers]
+        assert [layer.order[:n].tolist() for layer, n in zip(layers, whole, strict=True)] == retrieval
+    for text, words in (("0.5\tnan\n1\t0\n", "finite"), ("0.5\t1\n", "2 layers of 2"), ("0.5 1\n0 1\n", "tabs")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            kv.build("duo", shape, 60, window | {"heads": str(file)})
+
+
 def test_duo_streams_as_the_budget_says():
     shape = replace(make_shape("gqa"), max_prompt=4000)
     for budget, sinks in ((200, 40), (640, 128), (300, 128)):
