@@ -55,11 +55,18 @@ class Method:
     instead: str | None = None  # an option that may stand in for the budget
     windowed: bool = False  # honours the model's sliding window
     lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
+    approximates: str | None = None  # what `build` computes with a budget for everything, if not full attention
+    approximates_with: dict = field(default_factory=dict)  # the options with which it does
 
     @classmethod
     def of(cls, file: types.ModuleType, help: str, **more) -> "Method":
         """The method of a file that has one."""
         return cls(file.build, file.Options, file.memory, help, getattr(file, "minimum", None), **more)
+
+    def approximation(self, options: object) -> str | None:
+        """What `build` computes with a budget for everything, where that is not full attention."""
+        approximates = all(getattr(options, name) == value for name, value in self.approximates_with.items())
+        return self.approximates if approximates else None
 
     def full_options(self, shape: Shape, budget: int | None, options: object) -> full.Options | None:
         """Of the full cache that a budget amounts to, if it leaves nothing to drop or to choose and no option does."""
@@ -69,15 +76,21 @@ class Method:
         return full.Options(options.bits if "bits" in self.lossless else 16)
 
 
+HALF = "half of the budget is read to choose the tokens that a step attends to, and those are the other half"
 METHODS: dict[str, Method] = {
     "full": Method.of(full, "every token's K and V; --kv-bits", windowed=True, lossless={"bits": 16}),
     "streaming": Method.of(streaming, "sinks and a recent window"),
-    "rocketkv": Method.of(rocketkv, "evicts at the prompt, then selects pages at every step", lossless={"bits": 16}),
+    "rocketkv": Method.of(
+        rocketkv, "evicts at the prompt, then selects pages at every step", lossless={"bits": 16}, approximates=HALF
+    ),
     "hybrid": Method(
         rocketkv.hybrid_build, rocketkv.Stage2, rocketkv.hybrid_memory, "rocketkv's selection of pages alone",
-        rocketkv.minimum, lossless={"bits": 16},
+        rocketkv.minimum, lossless={"bits": 16}, approximates=HALF,
     ),
-    "snapkv": Method.of(snapkv, "what the prompt's end attends to"),
+    "snapkv": Method.of(
+        snapkv, "what the prompt's end attends to", approximates_with={"gqa": False},
+        approximates="every query head keeps its share of the budget: of G in a group, a G-th",
+    ),
     "snapkv++": Method(
         snapkv.plus_build, snapkv.PlusOptions, snapkv.memory, "the same, shared by a group, pooled widely",
         snapkv.plus_minimum,
@@ -87,8 +100,13 @@ METHODS: dict[str, Method] = {
         snapkv.pyramid_minimum,
     ),
     "exact_topk": Method.of(exact_topk, "the best tokens by exact scores: an oracle"),
-    "quest": Method.of(quest, "pages by a bound of their scores"),
-    "sparq": Method.of(sparq, "tokens by the query's largest channels"),
+    "quest": Method.of(
+        quest, "pages by a bound of their scores", approximates=HALF, approximates_with={"page": None}
+    ),
+    "sparq": Method.of(
+        sparq, "tokens by the query's largest channels",
+        approximates="a step attends to half of the budget, and the mean of V stands for the rest",
+    ),
     "omnikv": Method.of(
         omnikv, "a few full layers choose what the others read; --offload", instead="mem", lossless={"bits": 16}
     ),
@@ -216,6 +234,9 @@ def describe(name: str) -> str:
     method = _method(name)
     takes = "none" if method.minimum is None else "--budget, in tokens a KV head or as a share of the prompt"
     lines = [sys.modules[method.build.__module__].__doc__.strip(), "", f"budget: {takes}"]
+    if method.approximates:
+        options = "".join(f" with {key}={value}" for key, value in method.approximates_with.items())
+        lines.append(f"a budget for everything:{options} {method.approximates}; so the full cache stands in")
     for option in dataclasses.fields(method.options):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
         if typing.get_origin(option.type) is typing.Literal:

@@ -14,7 +14,9 @@ nothing that outlives the step, every write in place into a registered buffer.
 
 The laws, which tests/test_contract.py checks for every registered method:
 
-1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off) a method equals full attention.
+1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off) a method, as its own `build`
+   makes it, equals full attention. If its paper approximates even then, the registry says so, and it equals its slow
+   reference.
 2. Compiled equals eager.
 3. A row's output does not depend on the other rows.
 4. Slots that hold no token are never read: whatever lies there, no output changes.

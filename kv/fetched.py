@@ -26,10 +26,18 @@ class SplitOptions(offload.Options):
         local = min(max(local, self.initial), budget - 1)
         return local, budget - local
 
+    def reach(self, shape: Shape) -> int:
+        """The tokens of a row, those that stay among them, that may ever be fetched: the prompt's."""
+        return shape.max_prompt
+
+    def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
+        """`split`, but no more tokens fetched than lie between those that stay."""
+        local, count = self.split(budget)
+        return local, min(count, max(1, self.reach(shape) - local))
+
     def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
         """Where the rows of one layer after the other arrive."""
-        local, count = self.split(budget)
-        slots = shape.batch * shape.n_kv_head * min(count, max(1, shape.max_prompt - local))
+        slots = shape.batch * shape.n_kv_head * self.sizes(shape, budget)[1]
         return self.staged(slots, (2, shape.head_dim), shape)
 
 
@@ -102,10 +110,10 @@ class FetchedTokens(Fetched):
     """Its rows are single tokens of a KV head, each head's own."""
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: SplitOptions, staged, workers):
-        ends, count = options.split(budget)
+        ends, count = options.sizes(shape, budget)
         rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
-        super().__init__(shape, options.initial, ends, min(count, max(1, shape.max_prompt - ends)), 1, pool)
+        super().__init__(shape, options.initial, ends, count, 1, pool)
 
     def keep(self, row: int, k: Tensor, v: Tensor) -> None:
         """Stores a prompt: k and v [Hk,T,D]."""

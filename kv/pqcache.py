@@ -34,6 +34,10 @@ class Options(SplitOptions):
         more = max(0, self.initial + 1 - local)
         return local + more, count - more
 
+    def reach(self, shape: Shape) -> int:
+        """Generated tokens too, once they are no longer local."""
+        return shape.planned
+
 
 class PQCache(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: Options, staged, workers):

@@ -157,8 +157,8 @@ def partial_weights(q: Tensor, keys: Tensor, channels: list[int]) -> Tensor:
 class Slow:
     """Full attention, and what the methods have in common.
 
-    A method says what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`). With a budget
-    of the planned length, and in the first `skip_layers` layers, everything is kept and attended to.
+    A method says what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`). In the first
+    `skip_layers` layers everything is kept and attended to.
     """
 
     defaults: dict = {}
@@ -172,7 +172,7 @@ class Slow:
         self.option = {**self.defaults, **options}
         self.groups = shape.n_head // shape.n_kv_head
         self.shared = self.option.get("gqa", self.option.get("shared", True))  # by the query heads of a group
-        self.full = budget >= shape.planned or layer < self.option.get("skip_layers", 0)
+        self.full = layer < self.option.get("skip_layers", 0)
         self.keys = self.values = torch.empty(0)  # [Hk,N,D]: every token of the text; `stored` says which are there
         self.kept: list[list[int]] = []  # prompt positions per head of storage
         self.stored: list[list[int]] = []  # those and the generated tokens, in sequence order

@@ -14,6 +14,7 @@ from kv.pqcache import cluster
 CASES = [
     ({}, 24), ({}, 8), ({"codebits": 3, "engine": "direct"}, 40), ({"partitions": 1, "initial": 0}, 24),
     ({"partitions": 4, "codebits": 2, "offload": False}, 24), ({"rounds": 0, "engine": "threads"}, 30),
+    ({}, 130),  # of the prompt's tokens and of those generated more are chosen than the prompt has
 ]  # fmt: skip
 
 

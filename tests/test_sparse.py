@@ -28,6 +28,10 @@ CASES = {  # method: options, and budgets that make the choice hard
     "sparq": [({}, (2, 24, 60))],
     "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
 }  # fmt: skip
+EVERYTHING = 130  # planned tokens of make_shape
+for name, options in {"rocketkv": {}, "hybrid": {}, "snapkv": {}, "sparq": {}, "quest": {"page": None}}.items():
+    more = {"skip_layers": 0} if name == "quest" else {}
+    CASES[name].append((options | more, (EVERYTHING,)))
 EVERY = [
     pytest.param(name, options, budget, id=f"{name}-{i}-{budget}")
     for name, cases in CASES.items()
@@ -48,8 +52,16 @@ def test_every_sparse_method_is_here():
     assert set(CASES) == set(SLOW) == set(METHODS) - elsewhere
 
 
+def test_methods_that_approximate_with_a_budget_for_everything_are_held_to_their_reference():
+    held = {name for name, cases in CASES.items() for _, budgets in cases if EVERYTHING in budgets}
+    assert held == {name for name, method in METHODS.items() if method.approximates}
+
+
 class Both:
-    """A method and its reference, fed the same tokens; `chosen` holds the slots that the method selected last."""
+    """A method, as its own build makes it, and its reference, fed the same tokens.
+
+    `chosen` holds the slots that the method selected last.
+    """
 
     def __init__(self, name, shape, budget, options, monkeypatch):
         options = dict(options)
@@ -57,7 +69,7 @@ class Both:
             flat = [[2.0 - layer - 0.1 * h for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
             options["head_scores"] = flat
         self.name, self.shape = name, shape
-        self.layers = kv.build(name, shape, budget, options)
+        self.layers = METHODS[name].build(shape, budget, kv.parse_options(name, options))
         self.slow = [self.reference(layer, budget, options) for layer in range(shape.n_layer)]
         self.chosen = None
         attend = ops.attend_rows
