@@ -76,7 +76,7 @@ class Method:
         return full.Options(options.bits if "bits" in self.lossless else 16)
 
 
-HALF = "half of the budget is read to choose the tokens that a step attends to, and those are the other half"
+HALF = "half of the budget is read to choose, and a step attends to the other half"
 METHODS: dict[str, Method] = {
     "full": Method.of(full, "every token's K and V; --kv-bits", windowed=True, lossless={"bits": 16}),
     "streaming": Method.of(streaming, "sinks and a recent window"),
@@ -89,7 +89,7 @@ METHODS: dict[str, Method] = {
     ),
     "snapkv": Method.of(
         snapkv, "what the prompt's end attends to", approximates_with={"gqa": False},
-        approximates="every query head keeps its share of the budget: of G in a group, a G-th",
+        approximates="the query heads of a group share the budget",
     ),
     "snapkv++": Method(
         snapkv.plus_build, snapkv.PlusOptions, snapkv.memory, "the same, shared by a group, pooled widely",
@@ -235,8 +235,8 @@ def describe(name: str) -> str:
     takes = "none" if method.minimum is None else "--budget, in tokens a KV head or as a share of the prompt"
     lines = [sys.modules[method.build.__module__].__doc__.strip(), "", f"budget: {takes}"]
     if method.approximates:
-        options = "".join(f" with {key}={value}" for key, value in method.approximates_with.items())
-        lines.append(f"a budget for everything:{options} {method.approximates}; so the full cache stands in")
+        given = "".join(f" and {key}={'auto' if x is None else x}" for key, x in method.approximates_with.items())
+        lines.append(f"with a budget for everything{given} the full cache stands in, for {method.approximates}")
     for option in dataclasses.fields(method.options):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
         if typing.get_origin(option.type) is typing.Literal:
