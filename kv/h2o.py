@@ -6,8 +6,9 @@ What a token matters is the attention that it has had from all queries so far, s
 - roco (Ren & Zhu, arXiv 2402.06262): the mean of that attention in place of the sum, over the queries that could see
   the token. Sinks stay too, and half of what is left beside them and the newest goes to the tokens whose attention
   varies most.
-- cam (Zhang et al., ICML 2024): h2o, but the value of a token that goes is spread over the next ones that are kept,
-  with a probability that grows with what it mattered.
+- cam (Zhang et al., ICML 2024): h2o, but a step spreads the value of the token that it evicts over the next ones that
+  are kept, with a probability that grows with what the token mattered. The prompt's end spreads none: thousands of
+  values would go into a few hundred.
 
 Memory and traffic: the budget, and a slot for the newest token. Any number of tokens can be generated: past the model's
 context, queries see the tokens that are kept side by side, at the positions that these have in the cache.
@@ -213,21 +214,6 @@ class CaM(H2O):
         """A number in [0, 1) for the token of each KV head at place [..., Hk, n], always the same one."""
         head = torch.arange(place.shape[-2], device=place.device)[:, None]
         return ops.hashed(ops.hashed(place + ops.hashed(head + 4096 * self.layer))) / 2.0**32
-
-    def absorb(self, row: int, score: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().absorb(row, score, k, v, kept)
-        n, place = kept.shape[1], torch.arange(k.shape[1], device=k.device).expand(len(k), -1)
-        stays = torch.zeros_like(score, dtype=torch.bool).scatter(1, kept, True)
-        first = stays.long().cumsum(1)  # kept tokens up to each place: for one that goes, the index of the next
-        last = (first + self.spread).clamp(max=n)
-        sums = torch.nn.functional.pad(score.double().gather(1, kept).cumsum(1), (1, 0))
-        mean = (sums.gather(1, last) - sums.gather(1, first)) / (last - first)
-        goes = ~stays & (last > first) & (self.chance(place) < score / mean)
-        share = torch.where(goes[..., None], v.double() / self.spread, 0.0)
-        change = torch.zeros(len(v), n + 1, v.shape[2], dtype=torch.float64, device=v.device)
-        for at, sign in ((first, 1), (last, -1)):
-            change.scatter_add_(1, at[..., None].expand_as(share), sign * share)
-        return keys, (values + change.cumsum(1)[:, :n]).to(v.dtype)
 
     def leave(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, place: Tensor, score: Tensor) -> None:
         at = place.gather(2, slot[..., None])  # [B,Hk,1]

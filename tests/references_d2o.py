@@ -321,10 +321,10 @@ class SlowRoCo(SlowH2O):
 
 
 class SlowCaM(SlowH2O):
-    """CaM: as H2O, but a part of an evicted value may go to the next m kept tokens, at random.
+    """CaM: as H2O, but a part of a value that a step evicts may go to the next m kept tokens, at random.
 
-    With probability clip(s_i / mean s of those tokens, 0, 1), which `u(layer, kv_head, position)` in [0, 1) falls
-    below or not, v_i / m is added to each of them.
+    What the prompt's end evicts goes as in H2O. With probability clip(s_i / mean s of those tokens, 0, 1), which
+    `u(layer, kv_head, position)` in [0, 1) falls below or not, v_i / m is added to each of them.
     """
 
     def __init__(self, shape: Shape, budget: int, u: Callable[[int, int, int], float], m: int = 32):
@@ -332,7 +332,8 @@ class SlowCaM(SlowH2O):
         self.u, self.m = u, m
 
     def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
-        for token in evicted:
+        decoding = self.length[layer] > self.prompt
+        for token in evicted if decoding else []:
             following = [other for other in kept if other.position > token.position][: self.m]
             if not following:
                 continue

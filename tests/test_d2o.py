@@ -220,6 +220,21 @@ def test_layers_that_stay_full_count():
         kv.build("d2o", shape, 7, {})
 
 
+def test_cam_merges_no_value_of_the_prompt():
+    shape, generator = make_shape(), torch.Generator().manual_seed(0)
+    cam, h2o = (Run(name, shape, 24, {}) for name in ("cam", "h2o"))
+    inputs = tokens(shape, 1, 100, generator)
+    for run in (cam, h2o):
+        run.prefill(0, inputs)
+    for ours, plain in zip(cam.layers, h2o.layers, strict=True):
+        assert torch.equal(ours.v[:, :, :24], plain.v[:, :, :24]) and torch.equal(ours.place, plain.place)
+    for _ in range(20):
+        inputs = tokens(shape, 1, 1, generator)
+        for run in (cam, h2o):
+            run.step(inputs)
+    assert any(not torch.equal(ours.v, plain.v) for ours, plain in zip(cam.layers, h2o.layers, strict=True))
+
+
 def test_no_prompt_makes_a_square_matrix(monkeypatch):
     monkeypatch.setattr(ops, "SCORES", 1 << 16)
     shape = replace(make_shape(), n_layer=1, max_prompt=3000)
