@@ -4,8 +4,8 @@ What a token matters is the attention that it has had from all queries so far, s
 
 - h2o (Zhang et al., arXiv 2306.14048): the newest half of the budget stays, and of the rest the highest sums.
 - roco (Ren & Zhu, arXiv 2402.06262): the mean of that attention in place of the sum, over the queries that could see
-  the token. Sinks stay too, and half of what is left beside them and the newest goes to the tokens whose attention
-  varies most.
+  the token. Protected are the sinks, the newest 10 (of small budgets the newest half) and, with 30% of the budget, the
+  tokens whose attention has the highest standard deviation.
 - cam (Zhang et al., ICML 2024): h2o, but a step spreads the value of the token that it evicts over the next ones that
   are kept, with a probability that grows with what the token mattered. The prompt's end spreads none: thousands of
   values would go into a few hundred.
@@ -86,7 +86,7 @@ class H2O(KV):
         recent = self.newest(size)
         place = torch.arange(length, device=known[0].device).expand(heads, -1)
         count = size - self.sinks - recent
-        merit = self.merit(known, place, length - 1, count)[:, self.sinks : length - recent]
+        merit = self.merit(known, place, length - 1)[:, self.sinks : length - recent]
         best = ops.top(merit, count).sort().values + self.sinks
         return torch.cat([place[:, : self.sinks], best, place[:, length - recent :]], dim=1)
 
@@ -94,8 +94,8 @@ class H2O(KV):
         """How many of `size` tokens are the newest."""
         return self.recent
 
-    def merit(self, known: list[Tensor], place: Tensor, pos: Tensor | int, count: int) -> Tensor:
-        """What the tokens at `place` matter, fp32, when the newest is at `pos` and `count` of those exposed stay."""
+    def merit(self, known: list[Tensor], place: Tensor, pos: Tensor | int) -> Tensor:
+        """What the tokens at `place` matter, fp32, when the newest is at `pos`."""
         return known[0]
 
     def exposed(self, place: Tensor, pos: Tensor | int, recent: Tensor | int) -> Tensor:
@@ -124,7 +124,7 @@ class H2O(KV):
         held, size = (place >= 0).sum(2), self.sizes()  # [B,Hk], and what broadcasts to it
         pos, recent = pos[:, None, None], self.newest(size)
         recent = recent if isinstance(recent, int) else recent[..., None]
-        merit = self.merit(known, place, pos, self.size - self.sinks - self.recent)
+        merit = self.merit(known, place, pos)
         leaves = merit.masked_fill(~self.exposed(place, pos, recent), torch.inf).argmin(2)  # slots, [B,Hk]
         evicts = live & (held > size)
         self.leave(leaves, evicts, keys, values, place, known[0])
@@ -193,12 +193,19 @@ def allocate_known(owner: Buffers, count: int, known: tuple[str, ...]) -> None:
 class RoCo(H2O):
     known = ("score", "squares")
 
-    def merit(self, known: list[Tensor], place: Tensor, pos: Tensor | int, count: int) -> Tensor:
+    def __init__(self, shape: Shape, size: int, sinks: int):
+        super().__init__(shape, size, sinks, min(10, size // 2))
+        self.varied = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
+
+    def fit(self, length: int, new: int) -> None:
+        super().fit(max(length, self.varied), new)  # `merit` chooses so many of the slots that it reads
+
+    def merit(self, known: list[Tensor], place: Tensor, pos: Tensor | int) -> Tensor:
         """The mean, and without bound for the tokens that vary most."""
         visits = pos - place + 1
         mean = known[0] / visits
         deviation = (known[1] / visits - mean**2).clamp(min=0).sqrt()
-        varied = ops.top(deviation.masked_fill(~self.exposed(place, pos, self.recent), -1.0), count // 2)
+        varied = ops.top(deviation.masked_fill(~self.exposed(place, pos, self.recent), -1.0), self.varied)
         return mean.scatter(-1, varied, torch.inf)
 
 
@@ -245,7 +252,7 @@ def build(shape: Shape, budget: int, options: Options) -> list[KV]:
 
 
 def roco_build(shape: Shape, budget: int, options: RoCoOptions) -> list[KV]:
-    return [RoCo(shape, budget, options.sinks, budget // 2) for _ in range(shape.n_layer)]
+    return [RoCo(shape, budget, options.sinks) for _ in range(shape.n_layer)]
 
 
 def cam_build(shape: Shape, budget: int, options: CaMOptions) -> list[KV]:

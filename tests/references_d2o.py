@@ -12,6 +12,7 @@ position.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from references_omni import dots, probabilities
@@ -302,19 +303,23 @@ class SlowH2O(SlowEvict):
 class SlowRoCo(SlowH2O):
     """RoCo: as H2O, but a token is worth its mean attention a visit, and those that vary most stay as well.
 
-    Besides sinks and the floor(t / 2) recent tokens, the floor((t - sinks - M) / 2) of the highest standard deviation
-    are protected.
+    Protected are the sinks, the newest 10 (of small budgets the newest half) and, of the others, those of the highest
+    standard deviation: 30% of the budget, rounded half up, or as many as it has beside sinks and the newest.
     """
 
     def __init__(self, shape: Shape, budget: int, sinks: int = 4):
         super().__init__(shape, budget)
         self.sinks = sinks
 
+    def recent(self, size: int) -> int:
+        return min(10, size // 2)
+
     def protected(self, layer: int, tokens: list[Token]) -> list[Token]:
         size = self.sizes[layer]
         fixed = super().protected(layer, tokens)
         others = [token for token in tokens if token not in fixed]
-        return fixed + highest(others, (size - self.sinks - self.recent(size)) // 2, lambda token: token.std)
+        count = min(math.floor(Fraction(3, 10) * size + Fraction(1, 2)), size - self.sinks - self.recent(size))
+        return fixed + highest(others, count, lambda token: token.std)
 
     def worth(self, token: Token) -> float:
         return token.mean

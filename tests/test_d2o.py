@@ -220,6 +220,32 @@ def test_layers_that_stay_full_count():
         kv.build("d2o", shape, 7, {})
 
 
+def test_roco_protects_the_newest_ten_and_a_share_that_varies():
+    """A token that varies stays though its mean is the lowest of all."""
+    shape = replace(make_shape(), n_layer=1)
+    for budget, recent, varied in ((60, 10, 18), (24, 10, 7), (25, 10, 8), (15, 7, 4), (12, 6, 2)):
+        layer = kv.build("roco", shape, budget, {})[0]
+        assert (layer.recent, layer.varied) == (recent, varied)
+    layer = kv.build("roco", shape, 24, {})[0]  # 4 sinks, 10 recent, 7 that vary, 3 by their mean
+    visits = 100.0 - torch.arange(100)
+    mean = torch.linspace(0.5, 1.5, 100)
+    mean[20:28] = torch.linspace(0.01, 0.08, 8)  # low, and all but place 27 vary
+    deviation = torch.zeros(100)
+    deviation[20:28] = torch.linspace(2.0, 1.3, 8)
+    known = [mean * visits, (mean**2 + deviation**2) * visits]
+    kept = layer.choose([x[None] for x in known], 24)
+    assert kept.tolist() == [[*range(4), *range(20, 27), *range(87, 100)]]
+
+
+def test_a_text_may_be_shorter_than_the_share_of_the_tokens_that_vary():
+    shape = replace(make_shape(), n_layer=1)
+    run = Run("roco", shape, 90, {})
+    inputs = tokens(shape, 1, 9, torch.Generator().manual_seed(0))
+    run.prefill(0, inputs)
+    run.step(tokens(shape, 1, 1, torch.Generator().manual_seed(1)))
+    assert sorted_slots(run.layers[0], 0, 0)[0] == list(range(10))
+
+
 def test_cam_merges_no_value_of_the_prompt():
     shape, generator = make_shape(), torch.Generator().manual_seed(0)
     cam, h2o = (Run(name, shape, 24, {}) for name in ("cam", "h2o"))
