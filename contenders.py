@@ -165,7 +165,9 @@ class Ours:
         """Random keys and values, without the cost of a prefill."""
         c, attention, observed = self.engine.config, ops.causal_attention, ops.observed_attention
         ops.causal_attention = lambda q, k, v, window=None: q
-        ops.observed_attention = lambda q, k, v, powers=1: (q, [torch.rand(k.shape[1:3], device=k.device)] * powers)
+        ops.observed_attention = lambda q, k, v, powers=1: (
+            q, [torch.rand(k.shape[1:3], device=k.device)] * powers, torch.rand(q.shape[1], device=k.device)
+        )  # fmt: skip
         try:
             for layer in self.engine.layers:
                 layer.reset(row)

@@ -1,19 +1,23 @@
 """d2o: h2o with a budget for each layer, and tokens that merge into the ones kept when they go (D2O, arXiv 2406.13035).
 
-Layers share L t slots of a KV head and row. A layer whose tokens get attention of little variance gets more of them
-(Equation 5; the variances are scaled to 0 ... 1 over the layers, or the softmax would have one winner): every layer's
-prompt must have been seen, so K and V wait on the host until then. Of a layer's slots 4 are the sinks', a quarter of
-the others the newest tokens', the rest those with the highest sums of attention (Equations 6 to 8).
+Layers share L t slots of a KV head and row. The variances of the attention that tokens receive decide a layer's share
+(Equation 5): every layer's prompt must have been seen, so K and V wait on the host until then. Raw variances would give
+the softmax one winner, so each query head's is scaled to 0 ... 1 over the heads of its layer, and a layer counts with
+the mean of its heads: a layer gets more the further most of its heads are below the one that varies most. Of a layer's
+slots 4 are the sinks'; `ratio` divides the others between the tokens with the highest sums of attention and the newest
+ones (Equations 6 to 8), 3:1.
 
 A token that goes merges into the kept one whose key is most like its own by cosine (Equation 9), if that is like it
 enough: at the prompt, as much as the mean of all that go; at a step, as much as a moving average (Equation 10).
 Weights are e^similarity, e for the kept token itself (Equations 11 and 12).
 
-Memory: the budget, a spare slot a layer. Any number of tokens can be generated. Traffic: a layer reads as many slots as
-its largest row has, on CUDA as many as it could have, and the keys a second time for the similarities.
+Memory: the budget, a spare slot a layer, and every planned token in `uncounted` layers. Any number of tokens can be
+generated, unless some layers keep all. Traffic: a layer reads as many slots as its largest row has, on CUDA as many as
+it could have, and the keys a second time for the similarities.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,35 +43,68 @@ class Options:
     )
     merge: Literal["weighted", "average", "none"] = field(default="weighted", metadata={"help": "how tokens merge"})
     keep: float = field(default=0.0, metadata={"help": "least weight of a kept token in a merge", "min": 0, "max": 1})
+    ratio: str = field(default="3:1", metadata={"help": "N:M, important to newest tokens; or N+M, as d2o:ratio=3+1"})
     full_layers: list[int] | None = field(
         default=None, metadata={"help": "layers that keep all, of the same budget", "min": 0}
     )
+    uncounted: list[int] | None = field(
+        default=None, metadata={"help": "layers that keep all, beside the budget", "min": 0}
+    )
     park: Literal["host", "device"] = field(default="host", metadata={"help": "where the prompt's K and V wait"})
 
-    def layers(self, shape: Shape) -> list[int]:
-        """Those that share slots. Raises ValueError for full layers that the model has not."""
-        if any(layer >= shape.n_layer for layer in self.full_layers or []):
-            raise ValueError(f"d2o: full_layers must lie below {shape.n_layer}, not {self.full_layers}")
-        return [layer for layer in range(shape.n_layer) if layer not in (self.full_layers or [])]
+    def __post_init__(self):
+        if not re.fullmatch("[0-9]{1,4}[:+][0-9]{1,4}", self.ratio) or not any(self.parts):
+            raise ValueError(f"d2o: ratio must be N:M or N+M, not both 0, for example 3:1, not {self.ratio}")
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """N and M."""
+        important, newest = re.split("[:+]", self.ratio)
+        return int(important), int(newest)
+
+    def layers(self, shape: Shape) -> tuple[list[int], int, int]:
+        """(layers that share slots, how many more keep all of the same budget, how many keep all beside it).
+
+        Raises ValueError for a layer that the model does not have, or that is in both lists, and if none shares slots.
+        """
+        full, uncounted = set(self.full_layers or []), set(self.uncounted or [])
+        for name, layers in (("full_layers", full), ("uncounted", uncounted)):
+            if any(layer >= shape.n_layer for layer in layers):
+                raise ValueError(f"d2o: {name} must lie below {shape.n_layer}, not {sorted(layers)}")
+        if both := full & uncounted:
+            raise ValueError(f"d2o: layer {min(both)} is in both full_layers and uncounted: name it once")
+        sharing = [layer for layer in range(shape.n_layer) if layer not in full | uncounted]
+        if not sharing:
+            raise ValueError("d2o: full_layers and uncounted name every layer: use --kv full")
+        return sharing, len(full), len(uncounted)
 
     def tokens(self, shape: Shape, budget: int) -> int:
-        """For each of those."""
-        layers = len(self.layers(shape))
-        return (budget * shape.n_layer - (shape.n_layer - layers) * shape.planned) // layers
+        """What each layer that shares slots has on average."""
+        sharing, full, uncounted = self.layers(shape)
+        return (budget * (shape.n_layer - uncounted) - full * shape.planned) // len(sharing)
 
 
-def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
-    """S_l (Equation 5): slots of each layer, in all `budget` times their number; none has more than the prompt."""
+def scaled_mean(variances: list[float]) -> float:
+    """F_l from the variances of a layer's query heads: scaled to 0 ... 1 over them, then their mean; 0 if all equal."""
+    low, high = min(variances), max(variances)
+    return sum(f - low for f in variances) / (high - low) / len(variances) if high > low else 0.0
+
+
+def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
+    """S_l (Equation 5): slots of each layer, in all `budget` times their number; none has more than the prompt.
+
+    `variances` has those of each layer's query heads; only `softmax` scales them.
+    """
     count = len(variances)
     if prompt <= budget or allocation == "uniform":
         return [budget] * count
+    means = [sum(heads) / len(heads) for heads in variances]
     if allocation == "softmax":
-        low, high = min(variances), max(variances)
-        shares = [math.exp(-(f - low) / (high - low) if high > low else 0) for f in variances]
+        shares = [math.exp(-scaled_mean(heads)) for heads in variances]
     elif allocation == "reciprocal":
-        shares = [1 / max(f, 1e-12) for f in variances]
+        shares = [1 / max(f, 1e-12) for f in means]
     else:
-        shares = [math.exp(-f) for f in variances]
+        shares = [math.exp(-f) for f in means]
     least, most = sinks + LEAST, prompt
     if allocation == "exponential":  # not scaled to the sum
         return [int(min(max(round(budget * share, 6), least), most)) for share in shares]
@@ -102,16 +139,22 @@ class Shared(Buffers):
         self.budget, self.options, self.total = budget, options, layers * (budget + 1)
         allocate_known(self, self.total, D2O.known)
         self.parked: list[tuple[list[Tensor], Tensor, Tensor]] = []
+        self.variances: list[Tensor] = []  # of the query heads, [Hq] a layer
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # on the host
 
-    def park(self, known: list[Tensor], k: Tensor, v: Tensor) -> None:
+    def park(self, known: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
         if self.options.park == "host":
             k, v = k.cpu(), v.cpu()
         self.parked.append((known, k, v))
+        self.variances.append(variance)
+
+    def clear(self) -> None:
+        self.parked.clear()
+        self.variances.clear()
 
     def divide(self, row: int) -> None:
         """How many slots each layer has of the row."""
-        variances = [known[0].var(dim=1, correction=0).mean().item() for known, _, _ in self.parked]
+        variances = torch.stack(self.variances).tolist()
         prompt = self.parked[0][1].shape[1]
         self.place[row] = -1
         self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
@@ -125,7 +168,7 @@ class D2O(H2O):
     def __init__(self, shape: Shape, shared: Shared, index: int, options: Options):
         KV.__init__(self, shape)
         self.shared, self.index, self.options = shared, index, options
-        self.sinks, self.size = options.sinks, shared.budget
+        self.sinks, self.size, self.parts = options.sinks, shared.budget, options.parts
         for name in ("k", "v", "place", *self.known):
             self.register_buffer(name, getattr(shared, name), persistent=False)
         self.most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
@@ -138,9 +181,9 @@ class D2O(H2O):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.index == 0:
-            self.shared.parked.clear()
-        y, known = ops.observed_attention(q, k, v)
-        self.shared.park(known, k[0], v[0])
+            self.shared.clear()
+        y, known, variance = ops.observed_attention(q, k, v)
+        self.shared.park(known, variance, k[0], v[0])
         return y
 
     def finish(self, row: int) -> None:
@@ -153,10 +196,11 @@ class D2O(H2O):
         kept, *rest = self.compress(row, known, *(x.to(self.k.device) for x in kv), size)
         self.fill(row, slice(first, first + kept.shape[1]), kept, *rest)
         if self.index == len(sizes) - 1:
-            self.shared.parked.clear()
+            self.shared.clear()
 
     def newest(self, size: Tensor | int) -> Tensor | int:
-        return (size - self.sinks) // 4
+        important, newest = self.parts
+        return (size - self.sinks) * newest // (important + newest)
 
     def sizes(self) -> Tensor:
         return self.slots[:, None]
@@ -265,17 +309,17 @@ class D2O(H2O):
 
 
 def minimum(shape: Shape, options: Options) -> int:
-    layers = len(options.layers(shape))
-    beside = (shape.n_layer - layers) * shape.planned  # of the layers that keep all
-    return -(-((options.sinks + LEAST) * layers + beside) // shape.n_layer)
+    sharing, full, uncounted = options.layers(shape)
+    return -(-((options.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
 
 
 def memory(shape: Shape, budget: int, options: Options) -> int:
-    return shape.bytes(budget)
+    _, _, uncounted = options.layers(shape)
+    return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
 
 
 def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    layers = options.layers(shape)
+    layers, _, _ = options.layers(shape)
     shared = Shared(shape, len(layers), options.tokens(shape, budget), options)
     found = {layer: D2O(shape, shared, index, options) for index, layer in enumerate(layers)}
     return [found.get(layer) or Full(shape) for layer in range(shape.n_layer)]

@@ -60,7 +60,7 @@ class H2O(KV):
     # The prompt
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, known = ops.observed_attention(q, k, v, len(self.known))
+        y, known, _ = ops.observed_attention(q, k, v, len(self.known))
         kept, known, keys, values = self.compress(row, known, k[0], v[0], self.size)
         self.place[row] = -1
         self.fill(row, slice(0, kept.shape[1]), kept, known, keys, values)

@@ -198,36 +198,43 @@ def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
     return torch.stack(sums)
 
 
-def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> list[Tensor]:
-    """What a prompt's tokens get of the attention of all queries: q [1,Hq,T,D], k [1,Hk,T,D] -> `powers` of [Hk,T].
+def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
+    """The attention that a prompt's tokens receive: q [1,Hq,T,D], k [1,Hk,T,D] -> (`powers` of [Hk,T], [Hq]), fp32.
 
-    The sums over all queries of the first, second, ... power of the group's attention, fp32 (D2O, Equations 4 and 6).
-    A block of queries at a time: never T x T.
+    First the sums over all queries of the first, second, ... power of the group's attention (D2O, Equation 6); then the
+    variance over the tokens of each query head's own sums (Equation 4). A block of queries at a time: never T x T.
     """
     length, groups = k.shape[2], q.shape[1] // k.shape[1]
     block = max(1, min(length, SCORES // (groups * length)))
     found = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
+    variance = torch.empty(k.shape[1], groups, device=q.device)
     for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):
         keys = keys.float().mT * q.shape[-1] ** -0.5
+        own = torch.zeros(groups, length, device=q.device)  # each query head's sums
         for start in range(0, length, block):
             stop = min(start + block, length)
             logits = rows[:, start:stop].float() @ keys[:, :stop]  # [G,block,stop]
             later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
-            weight = logits.masked_fill_(later, -torch.inf).softmax(-1).sum(0)
-            for power, sums in enumerate(found, 1):
-                sums[head, :stop] += (weight**power).sum(0)
-    return found
+            weight = logits.masked_fill_(later, -torch.inf).softmax(-1)
+            own[:, :stop] += weight.sum(1)
+            for power, sums in enumerate(found[1:], 2):
+                sums[head, :stop] += (weight.sum(0) ** power).sum(0)
+        found[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
+    return found, variance.flatten()
 
 
-def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor]]:
-    """`causal_attention` of a whole prompt, and its `column_sums`: [1,Hq,T,D] and `powers` of [Hk,T]."""
+def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor], Tensor]:
+    """`causal_attention` of a whole prompt [1,Hq,T,D], and its `column_sums`: `powers` of [Hk,T], and [Hq]."""
     if powers > 1 or not _flashes(q):
-        return causal_attention(q, k, v), column_sums(q, k, powers)
+        return causal_attention(q, k, v), *column_sums(q, k, powers)
     y, sums, groups = torch.empty_like(q), torch.zeros(k.shape[1:3], device=q.device), q.shape[1] // k.shape[1]
+    variance = torch.empty(q.shape[1], device=q.device)
     for g in range(groups):
         y[:, g::groups], total = _flash_attention(q[:, g::groups], k, v)
-        sums += _flash_sums(q[:, g::groups], k, total)
-    return y, [sums]
+        own = _flash_sums(q[:, g::groups], k, total)
+        sums += own
+        variance[g::groups] = own.var(1, correction=0)
+    return y, [sums], variance
 
 
 def _flashes(q: Tensor) -> bool:

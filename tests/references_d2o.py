@@ -10,7 +10,7 @@ position.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -22,22 +22,18 @@ from kv.base import Shape
 
 
 def group_attention(q: Tensor, keys: Tensor) -> Tensor:
-    """The softmax of one position's queries, summed over the group: q [G,D], keys [n,D] -> [n]."""
-    total = torch.zeros(keys.shape[0], dtype=torch.float64)
-    for one in q:
-        total += probabilities(one, keys)
-    return total
+    """The softmax of each of one position's queries: q [G,D], keys [n,D] -> [G,n]."""
+    return torch.stack([probabilities(one, keys) for one in q])
 
 
 def column_sums(q: Tensor, k: Tensor) -> Tensor:
-    """s (Equation 6): causal attention summed over queries and group, q [Hq,T,D], k [Hk,T,D] -> fp64 [Hk,T]."""
+    """Causal attention of each query head summed over its queries, q [Hq,T,D], k [Hk,T,D] -> fp64 [Hq,T]."""
     q, k = q.double(), k.double()
     groups = q.shape[0] // k.shape[0]
-    sums = torch.zeros(k.shape[:2], dtype=torch.float64)
-    for kv_head in range(k.shape[0]):
-        for i in range(k.shape[1]):
-            heads = q[kv_head * groups : (kv_head + 1) * groups, i]
-            sums[kv_head, : i + 1] += group_attention(heads, k[kv_head, : i + 1])
+    sums = torch.zeros(q.shape[:2], dtype=torch.float64)
+    for head in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            sums[head, : i + 1] += probabilities(q[head, i], k[head // groups, : i + 1])
     return sums
 
 
@@ -80,10 +76,21 @@ def bounded(sizes: list[float], total: float, low: float, high: float) -> list[f
     return cut(large)
 
 
-def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
-    """D2O's slots S_l of each layer (Equations 5 and 15), from F_l and a budget in tokens a KV head.
+def scaled(values: list[float]) -> list[float]:
+    """Min-max: the least becomes 0 and the greatest 1; values that are all equal become 0."""
+    low, high = min(values), max(values)
+    return [(value - low) / (high - low) if high > low else 0.0 for value in values]
 
-    Each is at least sinks + 4 and at most the prompt. A prompt of at most `budget` tokens gives `budget` everywhere.
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
+    """D2O's slots S_l of each layer (Equations 5 and 15), from Var(s) of its query heads and a budget in tokens.
+
+    F_l is the mean over the heads: of the variances scaled within the layer for `softmax`, else of the raw ones.
+    Each S_l is at least sinks + 4 and at most the prompt; all are `budget` for a prompt that is no longer than that.
     """
     n_layer = len(variances)
     low, high, total = sinks + 4, prompt, n_layer * budget
@@ -95,13 +102,12 @@ def layer_budgets(variances: list[float], prompt: int, budget: int, sinks: int, 
         return [budget] * n_layer
 
     if allocation == "exponential":
-        sizes = [min(max(math.exp(-f) * budget, low), high) for f in variances]
+        sizes = [min(max(math.exp(-mean(heads)) * budget, low), high) for heads in variances]
     else:
         if allocation == "softmax":
-            smallest, spread = min(variances), max(variances) - min(variances)
-            shares = [math.exp(-(f - smallest) / spread) if spread else 1.0 for f in variances]
+            shares = [math.exp(-mean(scaled(heads))) for heads in variances]
         elif allocation == "reciprocal":
-            shares = [1 / max(f, 1e-12) for f in variances]
+            shares = [1 / max(mean(heads), 1e-12) for heads in variances]
         else:
             shares = [1.0] * n_layer
         sizes = bounded([share / sum(shares) * total for share in shares], total, low, high)
@@ -203,7 +209,7 @@ class SlowEvict:
             heads = self.heads(q, kv_head)
             for g in range(self.groups):
                 y[kv_head * self.groups + g] = probabilities(heads[g], keys) @ values
-            self.after(layer, kv_head, group_attention(heads, keys).tolist())
+            self.after(layer, kv_head, group_attention(heads, keys).sum(0).tolist())
         return y.float()
 
     def kept(self, layer: int, kv_head: int) -> list[int]:
@@ -232,6 +238,11 @@ class SlowH2O(SlowEvict):
         super().__init__(shape)
         self.budget = budget
         self.sizes: list[int] = []  # S_l
+        self.sums: list[Tensor] = []  # by layer: what each query head gave each token of the prompt [Hq,T]
+
+    def begin(self) -> None:
+        super().begin()
+        self.sums = []
 
     def plan(self) -> list[int]:
         """The tokens that a KV head of each layer holds."""
@@ -258,11 +269,13 @@ class SlowH2O(SlowEvict):
         """What evicted tokens leave behind; both lists in ascending positions."""
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
+        self.sums.append(torch.zeros(q.shape[:2], dtype=torch.float64))
         for kv_head in range(self.shape.n_kv_head):
             tokens, heads = self.tokens[layer][kv_head], self.heads(q, kv_head)
             for i in range(self.prompt):
-                attention = group_attention(heads[:, i], k[kv_head, : i + 1]).tolist()
-                for token, one in zip(tokens[: i + 1], attention, strict=True):
+                attention = group_attention(heads[:, i], k[kv_head, : i + 1])
+                self.heads(self.sums[layer], kv_head)[:, : i + 1] += attention
+                for token, one in zip(tokens[: i + 1], attention.sum(0).tolist(), strict=True):
                     token.see(one)
 
     def finish(self) -> None:
@@ -352,8 +365,9 @@ class SlowCaM(SlowH2O):
 class SlowD2O(SlowH2O):
     """D2O: layers of lower attention variance hold more, and evicted tokens are merged into the most similar kept one.
 
-    A layer holds sinks, M = floor((S_l - sinks) / 4) recent tokens and the best of the others. `merge` is weighted
-    (Equation 12), average, or none.
+    A layer holds sinks, M = floor((S_l - sinks) M / (N + M)) recent tokens, N : M being `ratio`, and the best of the
+    others. `merge` is weighted (Equation 12), average, or none. `full_layers` keep everything and count
+    in the sum of the slots; `uncounted` layers keep everything and do not.
     """
 
     def __init__(
@@ -364,28 +378,32 @@ class SlowD2O(SlowH2O):
         beta: float = 0.7,
         allocation: str = "softmax",
         merge: str = "weighted",
+        ratio: Sequence[int] = (3, 1),
+        full_layers: Sequence[int] = (),
+        uncounted: Sequence[int] = (),
     ):
         super().__init__(shape, budget)
         if merge not in ("weighted", "average", "none"):
             raise ValueError(f"merge is weighted, average or none, not {merge!r}")
         self.sinks, self.beta, self.allocation, self.merge = sinks, beta, allocation, merge
+        self.ratio, self.full_layers, self.uncounted = ratio, full_layers, uncounted
         self.thresholds: dict[tuple[int, int], float] = {}  # tau by layer and KV head
-        self.variances: list[float] = []  # F_l
 
     def begin(self) -> None:
         super().begin()
         self.thresholds = {}
 
     def plan(self) -> list[int]:
-        """S_l from the mean over the KV heads of Var(s), Equations 4 and 5."""
-        self.variances = []
-        for heads in self.tokens:
-            per_head = [variance([token.score for token in tokens]) for tokens in heads]
-            self.variances.append(math.fsum(per_head) / len(per_head))
-        return layer_budgets(self.variances, self.prompt, self.budget, self.sinks, self.allocation)
+        """S_l by Equations 4 and 5; for layers that keep everything all the planned tokens."""
+        planned, layers = self.shape.max_prompt + self.shape.max_new_tokens, range(self.shape.n_layer)
+        counted = self.budget * (len(layers) - len(self.uncounted)) - planned * len(self.full_layers)
+        sharing = [layer for layer in layers if layer not in self.full_layers and layer not in self.uncounted]
+        variances = [[variance(sums) for sums in self.sums[layer].tolist()] for layer in sharing]
+        sizes = layer_budgets(variances, self.prompt, counted // len(sharing), self.sinks, self.allocation)
+        return [sizes[sharing.index(layer)] if layer in sharing else planned for layer in layers]
 
     def recent(self, size: int) -> int:
-        return (size - self.sinks) // 4
+        return (size - self.sinks) * self.ratio[1] // sum(self.ratio)
 
     def tau(self, layer: int, kv_head: int) -> float | None:
         """The threshold of merging, None before the first eviction."""

@@ -12,13 +12,15 @@ from runs import HEADS, LAYERS, Run, TensorSizes, make_shape, tokens
 import kv
 from kv import ops
 from kv.d2o import D2O, layer_budgets, most_slots
+from kv.h2o import H2O
 
 PROMPTS = (100, 61, 30, 9)
 CASES = [
     ("h2o", {}, 24), ("h2o", {}, 2), ("roco", {}, 24), ("roco", {"sinks": 0}, 15), ("cam", {}, 24),
-    ("cam", {"spread": 5}, 24), ("d2o", {}, 24), ("d2o", {}, 9), ("d2o", {"merge": "none"}, 24),
-    ("d2o", {"merge": "average", "beta": 0.3}, 24), ("d2o", {"allocation": "uniform", "sinks": 0}, 24),
-    ("d2o", {"allocation": "reciprocal"}, 30), ("d2o", {"allocation": "exponential", "park": "device"}, 24),
+    ("cam", {"spread": 5}, 24), ("d2o", {}, 24), ("d2o", {}, 9), ("d2o", {"merge": "none", "ratio": "1+2"}, 24),
+    ("d2o", {"merge": "average", "beta": 0.3, "uncounted": [1]}, 24),
+    ("d2o", {"allocation": "uniform", "sinks": 0}, 24), ("d2o", {"allocation": "reciprocal"}, 30),
+    ("d2o", {"allocation": "exponential", "park": "device"}, 24),
 ]  # fmt: skip
 
 
@@ -39,6 +41,8 @@ def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: li
 
         return slow.SlowCaM(shape, budget, chance, m)
     options = {key: value for key, value in options.items() if key != "park"}
+    if "ratio" in options:
+        options["ratio"] = [int(part) for part in options["ratio"].split("+")]
     return {"h2o": slow.SlowH2O, "roco": slow.SlowRoCo, "d2o": slow.SlowD2O}[name](shape, budget, **options)
 
 
@@ -59,8 +63,9 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads):
     check = reference(name, shape, budget, options, run.layers)
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
-        # Attention of different variance in each layer.
-        scale = [0.3, 1.0, 2.0]
+        # Heads whose attention varies: of layer 0 by chance, of layer 1 one head's most, of layer 2 one head's least.
+        scale = torch.tensor([0.3, 0.3, 2.0])[:, None, None, None].repeat(1, shape.n_head, 1, 1)
+        scale[1:, 0] = torch.tensor([[[2.0]], [[0.3]]])
         inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, prompt, generator), strict=True)]
         run.prefill(0, inputs)
         for layer, (q, k, v) in enumerate(inputs):
@@ -68,7 +73,7 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads):
         check.finish()
         for step in range(30):
             for layer, ours in enumerate(run.layers):
-                for head in range(shape.n_kv_head):
+                for head in range(shape.n_kv_head if isinstance(ours, H2O) else 0):
                     place, keys, values = sorted_slots(ours, 0, head)
                     assert place == check.kept(layer, head)
                     assert (keys - check.keys(layer, head)).abs().max() <= 1e-5
@@ -77,7 +82,8 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads):
                         tau, threshold = check.tau(layer, head), ours.threshold[0, head].item()
                         assert threshold == pytest.approx(-math.inf if tau is None else tau, abs=1e-5)
             if step == 0 and name == "d2o":
-                assert [int(layer.slots[0]) for layer in run.layers] == check.sizes
+                sizes = [int(ours.slots[0]) if isinstance(ours, D2O) else shape.planned for ours in run.layers]
+                assert sizes == check.sizes
             inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, 1, generator), strict=True)]
             found = run.step(inputs)
             for layer, (q, k, v) in enumerate(inputs):
@@ -89,8 +95,10 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads):
 def test_column_sums_in_blocks_are_those_of_the_whole_matrix(heads):
     n_head, n_kv_head = HEADS[heads]
     q, k = torch.randn(1, n_head, 90, 16), torch.randn(1, n_kv_head, 90, 16)
-    sums, squares = ops.column_sums(q, k, 2)
-    assert (sums - slow.column_sums(q[0], k[0])).abs().max() <= 1e-4
+    (sums, squares), variance = ops.column_sums(q, k, 2)
+    own = slow.column_sums(q[0], k[0])
+    assert (variance - own.var(1, correction=0)).abs().max() <= 1e-4
+    assert (sums - own.unflatten(0, (n_kv_head, -1)).sum(1)).abs().max() <= 1e-4
     logits = torch.einsum("hgqd,hkd->hgqk", q[0].unflatten(0, (n_kv_head, -1)), k[0]) / 4
     weight = logits.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf).softmax(-1).sum(1)
     assert (squares - weight.square().sum(1)).abs().max() <= 1e-4
@@ -103,9 +111,10 @@ def test_attention_run_backwards_gives_the_column_sums(heads, prompt, dtype):
     n_head, n_kv_head = HEADS[heads]
     q, k, v = (torch.randn(1, h, prompt, 24).to(dtype) for h in (n_head, n_kv_head, n_kv_head))
     q *= 4  # attention far from uniform: logits up to about 80
-    y, (sums,) = ops.observed_attention(q, k, v)
+    y, (sums,), variance = ops.observed_attention(q, k, v)
     assert torch.equal(y, ops.causal_attention(q, k, v))
-    expected = ops.column_sums(q.float(), k.float())[0]
+    (expected,), spread = ops.column_sums(q.float(), k.float())
+    assert (variance - spread).abs().max() <= 1e-3 * spread.max()
     assert sums.sum() == pytest.approx(n_head * prompt, rel=1e-4)
     assert (sums - expected).abs().max() <= 1e-4 * expected.max()
 
@@ -116,7 +125,8 @@ def test_layers_share_the_budget(allocation):
     for _ in range(300):
         layers, prompt = chance.randint(1, 12), chance.randint(10, 500)
         budget, sinks = chance.randint(8, 200), chance.choice([0, 4])
-        variances = [chance.expovariate(1) ** 2 for _ in range(layers)]
+        heads = chance.randint(1, 6)
+        variances = [[chance.expovariate(1) ** 2 for _ in range(heads)] for _ in range(layers)]
         found = layer_budgets(variances, prompt, budget, sinks, allocation)
         assert found == slow.layer_budgets(variances, prompt, budget, sinks, allocation)
         assert sum(found) <= layers * budget
@@ -125,7 +135,31 @@ def test_layers_share_the_budget(allocation):
         shape = replace(make_shape(), n_layer=layers, max_prompt=500)
         options = kv.parse_options("d2o", {"allocation": allocation, "sinks": sinks})
         assert max(found) <= most_slots(layers, shape, budget, options)
-    assert layer_budgets([3.0, 3.0, 3.0], 100, 20, 4, allocation) == [20, 20, 20] or allocation == "exponential"
+    assert layer_budgets([[3.0]] * 3, 100, 20, 4, allocation) == [20, 20, 20] or allocation == "exponential"
+
+
+def test_a_layer_gets_more_the_more_its_heads_are_below_the_one_that_varies_most():
+    """F by hand, two layers of 100 slots: shares e^-F, whatever the variances of the layers are to each other."""
+    for scale in (1e-6, 1.0, 1e6):
+        some, alike = [2.0, 2.0, 3.0, 2.0], [5.0 * scale] * 4  # F = 1/4, 0
+        assert layer_budgets([some, alike], 1000, 100, 4, "softmax") == [87, 112]  # 200 / (1 + e^(1/4)) = 87.56
+        most = [7.0 * scale, scale, 7.0 * scale, 7.0 * scale]  # F = 3/4
+        assert layer_budgets([some, most], 1000, 100, 4, "softmax") == [124, 75]  # 200 / (1 + e^(1/2)) = 75.51
+
+
+def test_important_and_recent_tokens_share_the_slots_as_the_ratio_says():
+    shape = make_shape()
+    prompt = tokens(shape, 1, 100, torch.Generator().manual_seed(0))
+    for ratio, recent in (("3+1", 4), ("1:1", 8), ("1:3", 12), ("1+0", 0), ("0:5", 16), (None, 4)):
+        run = Run("d2o", shape, 20, {"allocation": "uniform"} | ({"ratio": ratio} if ratio else {}))
+        run.prefill(0, prompt)
+        assert [layer.newest(layer.slots).tolist() for layer in run.layers] == [[recent]] * LAYERS
+        run.step(tokens(shape, 1, 1, torch.Generator().manual_seed(1)))
+        kept = {place for place in run.layers[0].place[0, 0, :21].tolist() if place >= 0}
+        assert {*range(4), *range(101 - recent, 101)} <= kept and len(kept) == 20
+    for ratio in ("3", "3+1+1", "0+0", "-1+2", "x", [3, 1], "1" * 9 + ":1"):
+        with pytest.raises(ValueError, match="d2o: ratio must be N:M or N"):
+            kv.build("d2o", shape, 20, {"ratio": ratio})
 
 
 def test_six_tokens_by_hand():
@@ -140,7 +174,7 @@ def test_six_tokens_by_hand():
     degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
     k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
-    (score,) = ops.column_sums(torch.zeros(1, 1, 6, 2), k[None])
+    (score,), _ = ops.column_sums(torch.zeros(1, 1, 6, 2), k[None])
     assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
     kept, known, keys, values = layer.compress(0, [score], k, v, 4)
     assert kept.tolist() == [[0, 1, 2, 3]]
@@ -218,6 +252,27 @@ def test_layers_that_stay_full_count():
         kv.build("d2o", shape, 30, {"full_layers": [0, 1]})
     with pytest.raises(ValueError, match="at least 8 tokens"):
         kv.build("d2o", shape, 7, {})
+
+
+def test_layers_that_are_uncounted_stay_full_beside_the_budget():
+    shape = make_shape(batch=2)
+    layers = kv.build("d2o", shape, 20, {"uncounted": "0+1+7"})
+    assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
+    assert layers[2].shared.budget == 20
+    options = kv.parse_options("d2o", {"uncounted": [0, 1, 7]})
+    device, host = kv.total_bytes(layers)
+    paper = kv.paper_bytes("d2o", shape, 20, options)
+    assert paper == (5 * 20 + 3 * shape.planned) * shape.slot_bytes
+    assert paper <= device + host <= paper + sum(sum(layer.overhead().values()) for layer in layers)
+    both = {"uncounted": [0], "full_layers": [1]}
+    assert kv.build("d2o", shape, 60, both)[2].shared.budget == (60 * (LAYERS - 1) - shape.planned) // 6
+    for options, words in (
+        ({"uncounted": [LAYERS]}, "must lie below 8"),
+        ({"uncounted": [1], "full_layers": [1, 2]}, "layer 1 .*full_layers.*uncounted"),
+        ({"uncounted": range(LAYERS)}, "every layer.*--kv full"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kv.build("d2o", shape, 60, {name: list(value) for name, value in options.items()})
 
 
 def test_roco_protects_the_newest_ten_and_a_share_that_varies():
