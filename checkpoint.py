@@ -68,9 +68,9 @@ def open_weights(folder: str | Path) -> dict[str, Stored]:
     folder = Path(folder)
     for stem, read_header in (("model.safetensors", _safetensors_header), ("pytorch_model.bin", _bin_header)):
         single, index = folder / stem, folder / f"{stem}.index.json"
-        if single.exists():
+        if present(single):
             return read_header(single)
-        if index.exists():
+        if present(index):
             return _open_shards(index, read_header)
     raise FileNotFoundError(
         f"{folder} holds no weights: no model.safetensors, model.safetensors.index.json, pytorch_model.bin or "
@@ -85,7 +85,9 @@ def _open_shards(index: Path, read_header: Callable[[Path], dict[str, Stored]]) 
     stored: dict[str, Stored] = {}
     for shard in sorted(set(places.values())):
         file = index.parent / shard
-        if not file.is_file():
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise ValueError(f"{index} places tensors in {shard}, which is not in its folder")
+        if not present(file):
             raise FileNotFoundError(f"{file} is missing, and {index.name} places tensors in it; download it again")
         for name, tensor in read_header(file).items():
             if name in stored:
@@ -110,7 +112,7 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
             (int(t["data_offsets"][0]), int(t["data_offsets"][1]), name, str(t["dtype"]), tuple(map(int, t["shape"])))
             for name, t in header.items()
         )
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ValueError(f"{file} has no valid safetensors header: it is truncated or not a weight file "
                          "(git lfs leaves such pointers); download it again") from None
     stored, end, cut = {}, 8 + length, None
@@ -171,10 +173,31 @@ def check_weights(stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]],
             )
 
 
+def present(path: Path) -> bool:
+    """Whether a checkpoint's folder holds a file.
+
+    Raises ValueError if something else is there, such as a FIFO, or a link that leads out of the folder: what a
+    checkpoint from elsewhere links to may be any file of this machine. Links of huggingface_hub's cache, from
+    snapshots/REVISION to the blobs beside snapshots, stay in it; the folder itself may be a link.
+    """
+    if not os.path.lexists(path):
+        return False
+    folder, target = path.parent.resolve(), path.resolve()
+    if not target.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    blobs = [place.parent / "blobs" for place in folder.parents if place.name == "snapshots"]
+    if not any(target.is_relative_to(place) for place in [folder, *blobs]):
+        raise ValueError(f"{path} is a link out of its folder, to {target}; copy that file here instead")
+    return True
+
+
 def read_json(path: Path) -> dict:
-    """A JSON object. Raises ValueError if it is none."""
+    """A JSON object. Raises ValueError if it is none, and as `present` does."""
+    present(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -191,7 +214,7 @@ def read_config(folder: str | Path, converted: bool = True) -> dict:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder {folder}")
-    if not (folder / "config.json").is_file():
+    if not present(folder / "config.json"):
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a checkpoint")
     config = read_json(folder / "config.json")
     if not converted:
@@ -214,7 +237,7 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
     Raises ValueError for anything that is no id of the vocabulary.
     """
     files, generation = {"config.json": config}, folder / "generation_config.json"
-    if generation.exists():
+    if present(generation):
         files[generation.name] = read_json(generation)
     found = set()
     for name, content in files.items():
@@ -318,7 +341,7 @@ def write_checkpoint(
         with tqdm(total=total, unit="B", unit_scale=True, desc=str(out), disable=None) as bar:  # on a terminal only
             _write_shards(partial, layout, read_one, shard_bytes)
         for name in COMPANIONS:
-            if copy_from is not None and (Path(copy_from) / name).is_file():
+            if copy_from is not None and present(Path(copy_from) / name):
                 shutil.copyfile(Path(copy_from) / name, partial / name)
         _write_json(partial / "config.json", {**config, "kv_fast": about})
         if force and out.exists():

@@ -1,4 +1,4 @@
-"""Text to token ids and back: sentencepiece, tiktoken rank files and byte-level tokenizer.json; and chat formats.
+"""Text to token ids and back: sentencepiece, tiktoken rank files and tokenizer.json; and chat turns.
 
 Ids are those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or
 "</s>" is plain text, and only `Tokenizer.chat` and `Tokenizer.chat_next` put control tokens in.
@@ -8,6 +8,8 @@ import base64
 import codecs
 import json
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,8 @@ import regex
 import sentencepiece
 import tiktoken
 
-from checkpoint import read_json
+import chat
+from checkpoint import present, read_json
 
 # A split pattern keeps a run of one of these together, and tiktoken's regex engine gives up on a run of some 500,000
 # spaces: a run of fewer characters than MAX_RUN is never cut, one of twice as many always.
@@ -40,92 +43,63 @@ RANK_LINE = regex.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
-@dataclass(frozen=True)
-class ChatFormat:
-    """How one family writes a conversation: {} is what somebody says, <s> is BOS and </s> is EOS.
+SECONDS = 10  # for splitting a text by a pattern, and one more for 10,000 characters
+MAX_ID = 2**22  # ids from here on are no vocabulary's: a table of them would fill the memory
 
-    start, then user ... answer, then end, user ... answer, and so on. `system` is a turn between start and user or,
-    if in_turn, precedes what the user says first.
-    """
-
-    sign: str  # what a chat template of this format contains
-    start: str
-    user: str  # up to where the answer begins
-    system: str
-    end: str  # between an answer and the next user
-    control: tuple[str, ...] = ()  # tokens put in by id, which the checkpoint must have
-    in_turn: bool = False
-    strip: bool = False  # spaces around what is said are dropped
-    default_system: str | None = None
+# Where a token must stand alone (single_word) and what lstrip and rstrip take with it, as in the package tokenizers.
+WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+SPACES = regex.compile(r"\p{White_Space}*")
+PRIVATE = range(0xE000, 0xF900)  # characters of Unicode that mean nothing
+VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # of templates
 
 
-CHAT_FORMATS = {
-    "llama-3": ChatFormat(
-        sign="<|start_header_id|>",
-        start="<s>",
-        user="<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        system="<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
-        end="<|eot_id|>",
-        control=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        strip=True,
-    ),
-    "chatml": ChatFormat(
-        sign="<|im_start|>",
-        start="",
-        user="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
-        system="<|im_start|>system\n{}<|im_end|>\n",
-        end="<|im_end|>\n",
-        control=("<|im_start|>", "<|im_end|>"),
-    ),
-    "mistral-v0.3": ChatFormat(
-        sign="[INST]",
-        start="<s>",
-        user="[INST] {}[/INST]",
-        system="{}\n\n",
-        end="</s>",
-        control=("[INST]", "[/INST]"),
-        in_turn=True,
-    ),
-    "llama-2": ChatFormat(
-        sign="<<SYS>>",
-        start="<s>",
-        user="[INST] {} [/INST]",
-        system="<<SYS>>\n{}\n<</SYS>>\n\n",
-        end="</s><s>",
-        in_turn=True,
-        strip=True,
-    ),
-    "mistral": ChatFormat(
-        sign="[INST]", start="<s>", user=" [INST] {} [/INST]", system="{}\n\n", end="</s>", in_turn=True
-    ),
-}
-CONTROL_TOKENS = {token for chat in CHAT_FORMATS.values() for token in chat.control}
+class UnsupportedTokenizer(ValueError):
+    """A whole tokenizer, but of a kind that is not read here. The model can still be fed token ids."""
 
 
 def load_tokenizer(folder: str | Path) -> "Tokenizer":
     """Reads the tokenizer of a checkpoint folder.
 
-    Raises FileNotFoundError if the folder has none, ValueError if a file is damaged or of a kind that is not read.
+    Raises FileNotFoundError if the folder has none, ValueError if a file is damaged, and UnsupportedTokenizer, a
+    ValueError, if it is of a kind that is not read.
     """
     folder = Path(folder)
     files = Files.read(folder)
     # A byte-level tokenizer.json is what the model was published with, special tokens included, which a rank file
     # beside it lacks. Where there is a sentencepiece model the json is a conversion of it: the model is the source.
     if files.byte_level:
-        return _from_json(files)
+        try:
+            return _from_json(files)
+        except UnsupportedTokenizer as error:
+            return _from_library(files, str(error))
     path = folder / "tokenizer.model"
-    if path.is_file():
+    if present(path):
         data = path.read_bytes()
         return (_from_ranks if RANK_LINE.match(data) else SentencePieceTokenizer)(files, path, data)
     if files.json:
         model = files.json["model"]
         kind = f"{model.get('type')}{' with byte fallback' if model.get('byte_fallback') else ''}"
-        raise ValueError(
-            f"{files.json_path} holds a {kind} model, not byte-level BPE; "
-            "put the checkpoint's sentencepiece tokenizer.model beside it"
-        )
+        return _from_library(files, f"{files.json_path} holds a {kind} model, not byte-level BPE")
     raise FileNotFoundError(f"{folder} has no tokenizer: neither tokenizer.model nor tokenizer.json is there")
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token added to the vocabulary. It is met in text before anything else is, unless it is special."""
+
+    id: int
+    special: bool  # put in by id alone, and never printed
+    lstrip: bool = False  # takes the white space before it
+    rstrip: bool = False  # and behind it
+    single_word: bool = False  # met only where no letter or digit touches it
+    normalized: bool = False  # looked for in the normalized text
+
+    @classmethod
+    def of(cls, token: dict, id: object) -> "Added":
+        flags = {name: token.get(name, False) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+        if not all(isinstance(flag, bool) for flag in [token["special"], *flags.values()]):
+            raise TypeError(f"the flags of the added token {token['content']!r}")
+        return cls(int(id), token["special"], **flags)
 
 
 @dataclass
@@ -135,38 +109,39 @@ class Files:
     json_path: Path
     json: dict  # tokenizer.json
     config: dict  # tokenizer_config.json, over special_tokens_map.json
-    template: str  # the chat template: searched for signs, never executed
+    template: str  # the chat template, or ""
     first: str | None  # the token that tokenizer.json's post-processor puts before a text
-    added: dict[str, int]  # tokens that were added to the vocabulary
-    special: set[str]  # those of them that are special: never met in text, never printed
+    added: dict[str, Added]
 
     @classmethod
     def read(cls, folder: Path) -> "Files":
         data, own = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json")
         config = _read_json(folder / "special_tokens_map.json")
         config.update((key, value) for key, value in own.items() if value is not None)
-        added = _read_json(folder / "added_tokens.json")
-        special = set(added)  # this oldest of the files does not say which are; none of them is a word
         try:
-            listed = [{**token, "id": int(i)} for i, token in config.get("added_tokens_decoder", {}).items()]
-            for token in [*(data.get("added_tokens") or []), *listed]:
-                added[token["content"]] = token["id"]
-                (special.add if token["special"] else special.discard)(token["content"])
-            special |= CONTROL_TOKENS & added.keys()
-            template = config.get("chat_template", "")
-            if isinstance(template, list):
-                template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
-            jinja = folder / "chat_template.jinja"
-            template = jinja.read_text(encoding="utf-8") if jinja.is_file() else str(template)
+            # This oldest of the files does not say which tokens are special; none of them is a word.
+            oldest = _read_json(folder / "added_tokens.json")
+            added = {token: Added(int(i), special=True) for token, i in oldest.items()}
+            listed = [(token, token["id"]) for token in data.get("added_tokens") or []]
+            listed += [(token, i) for i, token in config.get("added_tokens_decoder", {}).items()]
+            for token, i in listed:
+                if not isinstance(token["content"], str) or not token["content"]:
+                    raise TypeError("an added token without content")
+                added[token["content"]] = Added.of(token, i)
+            for token in chat.CONTROL_TOKENS & added.keys():
+                added[token] = replace(added[token], special=True)
             first, after = None, data.get("post_processor") or {}
             for step in after.get("processors", [after]):
                 if step.get("type") == "TemplateProcessing":
                     first = step["single"][0].get("SpecialToken", {}).get("id")
             if data and not isinstance(data["model"], dict):
                 raise TypeError("model")
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            files = cls(folder / "tokenizer.json", data, config, _template(folder, config), first, added)
+            if not all(isinstance(files.token(key), str | None) for key in VARIABLES):
+                raise TypeError("a token that is no text")
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"tokenizer.json or tokenizer_config.json in {folder} is damaged ({error!r})") from None
-        return cls(folder / "tokenizer.json", data, config, template, first, added, special)
+        return files
 
     @property
     def byte_level(self) -> bool:
@@ -181,25 +156,47 @@ class Files:
 
 
 def _read_json(path: Path) -> dict:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if present(path) else {}
+
+
+def _template(folder: Path, config: dict) -> str:
+    """The chat template: a file, a text, or one of several texts, of which `default` counts."""
+    path = folder / "chat_template.jinja"
+    found = path.read_text(encoding="utf-8") if present(path) else config.get("chat_template", "")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, dict):
+        found = found.get("default", "{{ raise_exception('none of its templates is named default') }}")
+    if not isinstance(found, str):
+        raise TypeError("chat_template")
+    return found
 
 
 class Tokenizer:
     """The tokenizer of one checkpoint; made by `load_tokenizer`.
 
-    vocab_size: highest id + 1. bos_id, eos_id: None if there is none. eos_ids: every id that ends an answer, the chat
-    format's end of turn included. chat_format: a key of CHAT_FORMATS, or None.
+    vocab_size: highest id + 1. bos_id, eos_id: None if there is none. eos_ids: every id that ends an answer, a chat's
+    end of turn included. special, added: ids of special tokens, and of added tokens that are not special.
     """
 
     strips = False  # decoding drops one leading space: the one that encoding put there
 
     def __init__(self, files: Files, vocab: dict[str, int], pieces: dict[int, bytes], special: set[str]):
-        """vocab: token -> id. pieces: id -> the bytes it prints. special: the tokens of `vocab` that are special."""
-        vocab = {**vocab, **files.added}
-        self.special = {token: vocab[token] for token in special | files.special}
-        self.added = {token: i for token, i in files.added.items() if token not in self.special}
-        self.added_split = regex.compile("|".join(map(regex.escape, sorted(self.added, key=len, reverse=True))))
-        pieces = {**pieces, **{i: token.encode() for token, i in self.added.items()}}
+        """vocab: token -> id. pieces: id -> the bytes it prints. special: the tokens of `vocab` that are special.
+
+        Raises ValueError for ids that no vocabulary has.
+        """
+        vocab = {**vocab, **{token: added.id for token, added in files.added.items()}}
+        for token, i in vocab.items():
+            if type(i) is not int or not 0 <= i < MAX_ID:
+                raise ValueError(f"the tokenizer in {files.json_path.parent} is damaged: token {token!r} has id {i!r}")
+        self.special = {token: vocab[token] for token in special}
+        self.special |= {token: added.id for token, added in files.added.items() if added.special}
+        self.added = {token: i.id for token, i in files.added.items() if token not in self.special}
+        self.tokens = {token: Added(i, special=True) for token, i in self.special.items()} | {
+            token: replace(added, special=token in self.special) for token, added in files.added.items()
+        }
+        pieces = {**pieces, **{i: token.encode("utf-8", "replace") for token, i in self.added.items()}}
         silent = set(self.special.values())
         self.vocab_size = max(vocab.values()) + 1
         self.pieces = [b"" if i in silent else pieces.get(i, b"") for i in range(self.vocab_size)]
@@ -210,7 +207,17 @@ class Tokenizer:
         # A tokenizer.json overrules add_bos_token, as in transformers. With neither, Llama's default counts.
         add_bos = files.first if files.json else files.config.get("add_bos_token", True)
         self.add_bos = bool(add_bos) and self.bos_id is not None
-        self.chat_format, self.format = _chat_format(files.template, self.special)
+
+        self.variables = {key: token for key in VARIABLES if (token := files.token(key)) is not None}
+        fitting = (template for tokens, template in chat.DEFAULTS.values() if self.special.keys() >= set(tokens))
+        self.template = files.template or next(fitting, "")
+        # Special tokens are met in templates alone, as they are written. Of the others, some are met after the text
+        # was normalized, as then are they.
+        late = {t: a for t, a in self.tokens.items() if a.normalized and not a.special}
+        self.early = {token: added for token, added in self.tokens.items() if token not in late}
+        self.late = {self._normalize(token): added for token, added in late.items()}
+        self.early_split, self.late_split = _any_of(self.early), _any_of(self.late)
+        self.special_start = regex.compile(f"(?={_any_of(self.special).pattern})(.)", regex.DOTALL)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Ids of a text, after BOS if `bos` and if this checkpoint's tokenizer adds one. Any length is taken.
@@ -229,52 +236,94 @@ class Tokenizer:
         return Stream(self)
 
     def chat(self, user: str, system: str | None = None) -> list[int]:
-        """Ids of the first turn, BOS and the answer's header included. Raises ValueError without a chat format."""
-        chat = self._known_format()
-        say = str.strip if chat.strip else str
-        system = chat.default_system if system is None else system
-        parts = self._fill(chat.start)
-        if system is not None and chat.in_turn:
-            user = chat.system.format(system) + user
-        elif system is not None:
-            parts += self._fill(chat.system, say(system))
-        return self._join(parts + self._fill(chat.user, say(user)))
+        """Ids of a conversation's first turn up to where the answer begins, as the checkpoint's chat template has it.
+
+        Special tokens are put in where the template writes them; in what is said they stay plain text.
+        Raises ValueError without a template, and if the template refuses the conversation (a system text, say).
+        """
+        said = [] if system is None else [{"role": "system", "content": system}]
+        return self._turns([*said, {"role": "user", "content": user}])
 
     def chat_next(self, user: str) -> list[int]:
-        """Ids of a later turn, fed after an answer whose end-of-turn token is not in the cache: they begin with it."""
-        chat = self._known_format()
-        return self._join(self._fill(chat.end) + self._fill(chat.user, user.strip() if chat.strip else user))
+        """Ids of a later turn, fed after an answer whose end-of-turn token is not in the cache: they begin with it.
 
-    def _known_format(self) -> ChatFormat:
-        if self.format is None:
-            known = ", ".join(CHAT_FORMATS)
-            raise ValueError(f"this checkpoint's chat format is not known (known: {known}); use a plain prompt")
-        return self.format
+        They are what the template puts between any answer and the one to come. A template that writes earlier turns
+        otherwise once a later one is there (it drops their reasoning, or moves the system text to the newest turn)
+        does not get its way: what the cache holds stays as it was said, and the new turn follows it.
+        """
+        before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
+        return self._turns([*before, {"role": "user", "content": user}])
 
-    def _fill(self, template: str, said: str = "") -> list[int | str | None]:
-        """A part of the chat format as control ids and the texts between them."""
-        control = {"<s>": self.bos_id, "</s>": self.eos_id}
-        control.update((token, self.special[token]) for token in self.format.control)
-        parts = regex.split(f"({'|'.join(map(regex.escape, control))})", template)
-        return [control[part] if part in control else part.format(said) for part in parts]
+    def _turns(self, messages: list[dict[str, str | None]]) -> list[int]:
+        """Ids of a rendered conversation; of what follows its answer, if there is one, whose content is None."""
+        if not self.template:
+            raise ValueError("this checkpoint has no chat template; use a plain prompt")
+        contents = [m["content"] for m in messages]
+        used = set(self.template).union(*filter(None, contents))
+        free = (chr(i) for i in PRIVATE if chr(i) not in used)
+        # A special token that somebody typed hides behind another first character until the template's are found.
+        hidden = {start: next(free) for start in sorted({token[0] for token in self.special})}
+        answer, first = next(free), True
+        said = [self.special_start.sub(lambda m: hidden[m[0]], c) if c is not None else answer for c in contents]
+        rendered = [m | {"content": content} for m, content in zip(messages, said, strict=True)]
+        text = chat.render(self.template, rendered, self.variables)
+        if None in contents:
+            _, found, text = text.rpartition(answer)
+            if not found:
+                raise ValueError("the checkpoint's chat template leaves answers out, so a conversation cannot go on")
+            if self.early_split.match(text.lstrip()):
+                text = text.lstrip()  # space before the end of a turn is the answer's, which has it or has not
+            first = False
+        return self._encode(text, first, str.maketrans({place: start for start, place in hidden.items()}))
 
-    def _join(self, parts: list[int | str | None]) -> list[int]:
+    def _encode(self, text: str, first: bool = True, hidden: dict[int, str] | None = None) -> list[int]:
+        """Ids of a text; `first`: no token precedes it. With `hidden`, special tokens in it are met, and then what
+        stands for other characters becomes these."""
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
         ids = []
-        for part in parts:
-            ids += self._encode(part, first=not ids) if isinstance(part, str) else [] if part is None else [part]
+        for part in _sections(text, self.early, self.early_split, hidden is not None):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            part = self._normalize(part.translate(hidden or {}))
+            for piece in _sections(part, self.late, self.late_split, False):
+                ids += [piece] if isinstance(piece, int) else self._bpe(piece, first and not ids)
         return ids
 
-    def _encode(self, text: str, first: bool = True) -> list[int]:
-        """Ids of plain text; `first`: no token precedes it."""
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
-        ids, start = [], 0
-        for match in self.added_split.finditer(text) if self.added else ():  # such as Qwen's <tool_call>: plain text
-            ids += self._bpe(text[start : match.start()], first and not ids) + [self.added[match[0]]]
-            start = match.end()
-        return ids + self._bpe(text[start:], first and not ids)
+    def _normalize(self, text: str) -> str:
+        return text
 
     def _bpe(self, text: str, first: bool) -> list[int]:
         raise NotImplementedError
+
+
+def _any_of(tokens: dict[str, object]) -> regex.Pattern:
+    """Finds the longest of the tokens that begin at a place; without tokens, nothing."""
+    return regex.compile("|".join(map(regex.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
+
+def _sections(text: str, tokens: dict[str, Added], split: regex.Pattern, special: bool) -> Iterator[str | int]:
+    """A text as ids of added tokens and the texts between; special ones only if `special`."""
+    if not special and all(added.special for added in tokens.values()):
+        yield text
+        return
+    begin = 0
+    for match in split.finditer(text):
+        added, (start, end) = tokens[match[0]], match.span()
+        if added.special and not special:
+            continue
+        if added.single_word and (WORD.match(text[start - 1 : start]) or WORD.match(text, end)):
+            continue
+        while added.lstrip and start > begin and SPACES.fullmatch(text, start - 1, start):
+            start -= 1
+        if added.rstrip:
+            end = SPACES.match(text, end).end()
+        if begin < start:
+            yield text[begin:start]
+        yield added.id
+        begin = end
+    if begin < len(text) or not text:
+        yield text[begin:]
 
 
 class Stream:
@@ -297,28 +346,6 @@ class Stream:
         if self.strips and text:
             text, self.strips = text.removeprefix(" "), False
         return text
-
-
-def _chat_format(template: str, special: dict[str, int]) -> tuple[str | None, ChatFormat | None]:
-    """The format that the special tokens allow and the chat template, if there is one, does not contradict."""
-    for name, chat in CHAT_FORMATS.items():
-        if special.keys() >= set(chat.control) and (chat.sign in template or (chat.control and not template)):
-            return name, _variant(name, chat, template)
-    return None, None
-
-
-def _variant(name: str, chat: ChatFormat, template: str) -> ChatFormat:
-    """What the members of a family do differently."""
-    if name == "llama-3" and "Cutting Knowledge Date" in template:  # 3.1 and later
-        date = regex.search(r'date_string = "([^"]+)"', template)  # 3.2 may write today's: prompts would change daily
-        dates = f"Cutting Knowledge Date: December 2023\nToday Date: {date[1] if date else '26 Jul 2024'}\n\n"
-        return replace(chat, system=chat.system.replace("{}", dates + "{}"), default_system="")
-    if name == "chatml":
-        default = regex.search(r"<\|im_start\|>system(?:\\n|\n)([^<>{}'\"]+)<\|im_end\|>", template)  # Qwen 2 and 2.5
-        return replace(chat, default_system=default and default[1], start="<s>" if "bos_token" in template else "")
-    if name == "mistral-v0.3" and template and "[INST] " not in template:  # Nemo
-        return replace(chat, user="[INST]{}[/INST]")
-    return chat
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -346,7 +373,7 @@ class SentencePieceTokenizer(Tokenizer):
             piece = sp.id_to_piece(i)
             vocab[piece] = i
             pieces[i] = bytes([int(piece[1:-1], 16)]) if sp.is_byte(i) else piece.replace("▁", " ").encode()
-            if sp.is_control(i) or sp.is_unknown(i) or piece in CONTROL_TOKENS:
+            if sp.is_control(i) or sp.is_unknown(i) or piece in chat.CONTROL_TOKENS:
                 special.add(piece)
         for key, i in (("bos_token", sp.bos_id()), ("eos_token", sp.eos_id())):
             if i >= 0:
@@ -391,20 +418,90 @@ class ByteLevelTokenizer(Tokenizer):
         *self.splits, last = splits or [r"[\s\S]+"]
         # tiktoken drops what its pattern does not match; the second half keeps it, as one piece.
         pattern = f"{last}|(?:(?!{last})[\\s\\S])+"
-        self.bpe = tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        try:
+            self.bpe = tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
         super().__init__(files, vocab, pieces, special=set())
 
+    def _normalize(self, text: str) -> str:
+        return unicodedata.normalize(self.form, text) if self.form else text
+
     def _bpe(self, text: str, first: bool) -> list[int]:
-        parts = [unicodedata.normalize(self.form, text) if self.form else text]
-        for split in self.splits:
-            parts = [piece for part in parts for piece in regex.split(f"({split})", part) if piece]
-        ids = []
+        try:
+            with panics():
+                return self._split_and_merge(text)
+        except TimeoutError:
+            raise ValueError(f"splitting a text of {len(text)} characters by the tokenizer's patterns takes more than "
+                             f"{SECONDS} s") from None
+
+    def _split_and_merge(self, text: str) -> list[int]:
+        parts, ids = [text], []
+        for split in self.splits:  # the last pattern is tiktoken's, which limits the steps of a match
+            timeout = SECONDS + len(text) / 10_000
+            parts = [piece for part in parts for piece in regex.split(f"({split})", part, timeout=timeout) if piece]
         for part in parts:
             middles = range(MAX_RUN, len(part) - MAX_RUN // 2 + 1, MAX_RUN)
             cuts = [i for i in middles if ONE_KIND.fullmatch(part, i - MAX_RUN // 2, i + MAX_RUN // 2)]
             for a, b in pairwise([0, *cuts, len(part)]):
                 ids += [self.order[rank] for rank in self.bpe.encode_ordinary(part[a:b])]
         return ids
+
+
+@contextmanager
+def panics() -> Iterator[None]:
+    """Makes a ValueError of a panic in tiktoken or tokenizers: a regular expression ran into their limit of steps."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer's patterns cannot split this text ({str(error)[:100]})") from None
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer.json whose kind only the package tokenizers knows, such as sentencepiece's BPE with byte fallback.
+
+    The package finds the added tokens of a text, but special ones, which the class above puts in by id.
+    """
+
+    def __init__(self, files: Files, text: str):
+        """text: tokenizer.json. Raises UnsupportedTokenizer if ids cannot be decoded one at a time."""
+        import tokenizers
+
+        decoder = json.dumps(files.json.get("decoder"))
+        kinds = set(regex.findall(r'"type": "(\w+)"', decoder))
+        if not kinds or not kinds <= {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "ByteLevel"}:
+            raise UnsupportedTokenizer(f"its decoder {decoder} is not supported")
+        self.strips = "Strip" in kinds or ("Metaspace" in kinds and '"never"' not in decoder)
+        try:
+            with panics():
+                self.start = tokenizers.Tokenizer.from_str(text)
+                # Text behind a special token gets no leading space, if only the first word of a text has one.
+                inner = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+                self.inner = tokenizers.Tokenizer.from_str(inner)
+        except Exception as error:  # the package raises nothing more exact
+            raise ValueError(f"the package tokenizers cannot read it: {error}") from None
+        for library in (self.start, self.inner):
+            library.no_truncation()
+            library.no_padding()
+            library.encode_special_tokens = True
+        vocab = self.start.get_vocab(with_added_tokens=False)
+        known = self.start.get_vocab(with_added_tokens=True)
+        lost = [token for token, added in files.added.items() if known.get(token) != added.id]
+        if lost:
+            raise UnsupportedTokenizer(f"it lacks the added token {lost[0]!r} of tokenizer_config.json")
+        if "ByteLevel" in kinds:
+            pieces = {i: _bytes_of(token) for token, i in vocab.items()}
+        else:
+            pieces = {i: _sentencepiece_bytes(token) for token, i in vocab.items()}
+        super().__init__(files, vocab, pieces, special=set())
+        self.early = {token: added for token, added in self.tokens.items() if added.special}
+        self.late, self.early_split = {}, _any_of(self.special)
+
+    def _bpe(self, text: str, first: bool) -> list[int]:
+        with panics():
+            return (self.start if first else self.inner).encode(text, add_special_tokens=False).ids
 
 
 def _from_ranks(files: Files, path: Path, data: bytes) -> Tokenizer:
@@ -418,38 +515,65 @@ def _from_ranks(files: Files, path: Path, data: bytes) -> Tokenizer:
             raise ValueError("the ranks are not 0, 1, 2, ...")
     except ValueError as error:
         raise ValueError(f"{path} is damaged: line {len(pieces) + 1} ({error})") from None
-    if max(files.added.values(), default=0) < len(pieces):
-        files.added.update((token, len(pieces) + i) for i, token in LLAMA3_SPECIAL.items())
-        files.special.update(LLAMA3_SPECIAL.values())
+    if max((added.id for added in files.added.values()), default=0) < len(pieces):
+        files.added.update((token, Added(len(pieces) + i, special=True)) for i, token in LLAMA3_SPECIAL.items())
         files.config.setdefault("bos_token", LLAMA3_SPECIAL[0])
         files.config.setdefault("eos_token", LLAMA3_SPECIAL[1])
     return ByteLevelTokenizer(files, path, {}, pieces, list(pieces), [LLAMA3_SPLIT])
 
 
+# Printable bytes stand for themselves in a byte-level vocabulary; the others, in order, for the characters from 256 on.
+PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE = {chr(i): i for i in PLAIN} | {chr(256 + n): i for n, i in enumerate(i for i in range(256) if i not in PLAIN)}
+
+
+def _bytes_of(token: str) -> bytes:
+    """What a token of a byte-level vocabulary prints."""
+    return bytes(BYTE[c] for c in token) if BYTE.keys() >= set(token) else token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    """What a token of a sentencepiece vocabulary prints: <0x0A> is a byte, and ▁ a space."""
+    byte = regex.fullmatch("<0x([0-9A-F]{2})>", token)
+    return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+
+def _from_library(files: Files, why: str) -> Tokenizer:
+    """The tokenizer.json as the package tokenizers reads it, if it is installed; `why` it is not read here."""
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError:
+        raise UnsupportedTokenizer(
+            f"{why}; install the package that reads it (pip install tokenizers), or put the checkpoint's "
+            f"sentencepiece tokenizer.model beside it: {files.json_path}"
+        ) from None
+    try:
+        return LibraryTokenizer(files, json.dumps(files.json))
+    except UnsupportedTokenizer as error:
+        raise UnsupportedTokenizer(f"{files.json_path} is not read: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{why}, and {error}") from None
+
+
 def _from_json(files: Files) -> Tokenizer:
     path, model = files.json_path, files.json["model"]
-    # Printable bytes stand for themselves in a vocabulary; the others, in order, for the characters from 256 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte = {chr(i): i for i in plain}
-    byte |= {chr(256 + n): i for n, i in enumerate(i for i in range(256) if i not in plain)}
     try:
         vocab = model["vocab"]
-        pieces = {
-            i: bytes(byte[c] for c in token) if byte.keys() >= set(token) else token.encode()
-            for token, i in vocab.items()
-        }
+        pieces = {i: _bytes_of(token) for token, i in vocab.items()}
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        tokens = dict.fromkeys([*byte, *(left + right for left, right in merges)])  # in rank order, each once
+        tokens = dict.fromkeys([*BYTE, *(left + right for left, right in merges)])  # in rank order, each once
         if model.get("ignore_merges"):  # then a token that no merge makes is still met as a whole word
             tokens |= dict.fromkeys(token for token in vocab if token not in files.added)
         order = [vocab[token] for token in tokens]
         splits = _splits(files.json.get("pre_tokenizer"))
         form = (files.json.get("normalizer") or {}).get("type")
         if form not in (None, "NFC", "NFD", "NFKC", "NFKD"):
-            raise ValueError(f"its normalizer {form} is not supported")
+            raise UnsupportedTokenizer(f"its normalizer {form} is not supported")
+    except UnsupportedTokenizer as error:
+        raise UnsupportedTokenizer(f"{path} cannot be read: {error}") from None
     except KeyError as error:
         raise ValueError(f"{path} is damaged: {error} is missing") from None
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     return ByteLevelTokenizer(files, path, vocab, pieces, order, splits, form)
 
@@ -460,9 +584,17 @@ def _splits(step: dict) -> list[str]:
         case {"type": "Sequence", "pretokenizers": steps}:
             return [split for step in steps for split in _splits(step)]
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
+            if not pattern:
+                raise ValueError("an empty pattern splits nothing")
+            try:
+                empty = regex.match(pattern, "")
+            except regex.error as error:
+                raise UnsupportedTokenizer(f"its pattern {pattern!r} is not supported ({error})") from None
+            if empty:
+                raise UnsupportedTokenizer(f"its pattern {pattern!r}, which an empty text matches, is not supported")
             return [pattern]
         case {"type": "Digits", "individual_digits": alone}:
             return [r"\p{N}" if alone else r"\p{N}+"]
         case {"type": "ByteLevel", "add_prefix_space": False}:
             return [GPT2_SPLIT] if step.get("use_regex", True) else []
-    raise ValueError(f"its pre_tokenizer step {json.dumps(step)} is not supported")
+    raise UnsupportedTokenizer(f"its pre_tokenizer step {json.dumps(step)} is not supported")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -297,7 +298,6 @@ def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_pat
     folder = sentencepiece_folder(tmp_path, {}, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
     ours = load_tokenizer(folder)
     text = "hi<|im_end|>\n<|im_start|>system"
-    assert ours.chat_format == "chatml"
     assert not {ours.special["<|im_end|>"], ours.special["<|im_start|>"]} & set(ours.encode(text))
     assert ours.decode(ours.encode(text)) == text
     assert ours.chat("hi").count(ours.special["<|im_end|>"]) == 1
@@ -325,7 +325,7 @@ def test_rank_file_gives_llama_3s_special_tokens_their_ids(pairs):
     ranks, ours = pairs["ranks"].ours, pairs["llama-3"].ours
     for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
         assert ranks.special[token] == ours.special[token]
-    assert (ranks.bos_id, ranks.vocab_size, ranks.chat_format) == (ours.bos_id, ours.vocab_size, "llama-3")
+    assert (ranks.bos_id, ranks.vocab_size) == (ours.bos_id, ours.vocab_size)
     assert ranks.chat("hello", system="be brief") == ours.chat("hello", system="be brief")
 
 
@@ -482,7 +482,6 @@ def test_long_text_without_long_runs_is_not_cut(pairs, name):
 # Chat formats
 
 CHATS = ["llama-2", "llama-2-legacy", "mistral", "mistral-v0.3", "llama-3", "llama-3.1", "qwen", "chatml"]
-FORMATS = {"llama-2-legacy": "llama-2", "llama-3.1": "llama-3", "qwen": "chatml"}
 
 
 def rendered(theirs, *said: str, system: str | None = None) -> list[int]:
@@ -496,7 +495,6 @@ def rendered(theirs, *said: str, system: str | None = None) -> list[int]:
 @pytest.mark.parametrize("user", ["hello world", "  keep {} this? \n", "日本語", "it's\n\n12"])
 def test_the_first_turn_is_that_of_the_published_template(pairs, name, user, system):
     pair = pairs[name]
-    assert pair.ours.chat_format == FORMATS.get(name, name)
     assert pair.ours.chat(user, system=system) == rendered(pair.theirs, user, system=system)
 
 
@@ -522,13 +520,14 @@ def test_control_tokens_typed_by_a_user_do_not_change_the_turns(pairs, name):
 def test_a_template_file_beside_the_checkpoint_counts_before_the_configs(folders, tmp_path):
     folder = edited(folders["llama-2"], tmp_path / "jinja")
     (folder / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
-    assert load_tokenizer(folder).chat_format == "mistral"
+    theirs = LlamaTokenizer.from_pretrained(folder)
+    assert load_tokenizer(folder).chat(" hi ") == rendered(theirs, " hi ") != load_tokenizer(folders["llama-2"]).chat(" hi ")
 
 
 def test_a_list_of_named_templates_is_read(folders, tmp_path):
     templates = [{"name": "tools", "template": ""}, {"name": "default", "template": LLAMA2_TEMPLATE}]
     folder = edited(folders["llama-2"], tmp_path / "named", chat_template=templates)
-    assert load_tokenizer(folder).chat_format == "llama-2"
+    assert load_tokenizer(folder).chat(" hi ") == load_tokenizer(folders["llama-2"]).chat(" hi ")
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -553,13 +552,20 @@ def test_later_mistrals_write_no_space_after_their_control_tokens(folders, tmp_p
     assert load_tokenizer(folder).chat("hello", system="be brief") == rendered(theirs, "hello", system="be brief")
 
 
-@pytest.mark.parametrize("name, template", [("llama-2", None), ("qwen", "{{ '<|user|>' }}"), ("gpt2", None)])
-def test_chat_without_a_known_format_is_refused(folders, tmp_path, name, template):
-    ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=template))
-    assert ours.chat_format is None
+@pytest.mark.parametrize("name", ["llama-2", "gpt2"])
+def test_chat_without_a_template_or_a_format_s_tokens_is_refused(folders, tmp_path, name):
+    ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
     for turn in (ours.chat, ours.chat_next):
-        with pytest.raises(ValueError, match="chat format is not known"):
+        with pytest.raises(ValueError, match="has no chat template; use a plain prompt"):
             turn("hello")
+
+
+@pytest.mark.parametrize("name", ["llama-3", "chatml", "mistral-v0.3"])
+def test_without_a_template_the_tokens_of_a_known_format_stand_for_one(folders, pairs, tmp_path, name):
+    ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
+    for system in (None, "Be brief."):
+        assert ours.chat(" hello", system) == rendered(pairs[name].theirs, " hello", system=system)
+    assert ours.chat_next("and?") == pairs[name].ours.chat_next("and?")
 
 
 # Refusals
@@ -584,9 +590,10 @@ def refused(folder: Path, *words: str) -> None:
         (models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"), "WordPiece"),
     ],
 )
-def test_a_json_that_is_not_byte_level_bpe_is_refused_with_the_file_it_needs(tmp_path, model, word):
+def test_a_json_that_is_not_byte_level_bpe_names_what_reads_it(tmp_path, monkeypatch, model, word):
     Oracle(model).save(str(tmp_path / "tokenizer.json"))
-    refused(tmp_path, word, "tokenizer.model", "tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
+    refused(tmp_path, word, "pip install tokenizers", "tokenizer.model", "tokenizer.json")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 500, -40])
@@ -634,7 +641,10 @@ def test_invalid_json_is_refused_by_name(folders, tmp_path, name, text):
         (lambda data: data["added_tokens"].append({"id": 1}), "content"),
     ],
 )
-def test_a_json_with_parts_that_are_missing_or_not_supported_is_refused(folders, tmp_path, change, word):
+def test_a_json_with_parts_that_are_missing_or_not_supported_is_refused(
+    folders, tmp_path, monkeypatch, change, word
+):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     folder = edited(folders["qwen"], tmp_path / "changed")
     data = read(folder)
     change(data)
