@@ -34,7 +34,8 @@ DEFAULTS = {
         ("[INST]", "[/INST]"),
         "{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'system' %}[INST] {{ m.content }}\n\n"
-        "{% elif m.role == 'user' %}{{ '[INST] ' if loop.first or loop.previtem.role != 'system' }}{{ m.content }}[/INST]"
+        "{% elif m.role == 'user' %}{{ '[INST] ' if loop.first or loop.previtem.role != 'system' }}"
+        "{{ m.content }}[/INST]"
         "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
     ),
 }
@@ -62,7 +63,8 @@ class Worker:
     def ask(self, request: dict) -> dict:
         with self.lock:
             try:
-                if self.process is None:
+                if self.process is None or self.process.poll() is not None:
+                    self.stop()
                     command = [sys.executable, "-P", __file__]
                     self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -521,7 +521,8 @@ def test_a_template_file_beside_the_checkpoint_counts_before_the_configs(folders
     folder = edited(folders["llama-2"], tmp_path / "jinja")
     (folder / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
     theirs = LlamaTokenizer.from_pretrained(folder)
-    assert load_tokenizer(folder).chat(" hi ") == rendered(theirs, " hi ") != load_tokenizer(folders["llama-2"]).chat(" hi ")
+    ours, configs = load_tokenizer(folder), load_tokenizer(folders["llama-2"])
+    assert ours.chat(" hi ") == rendered(theirs, " hi ") != configs.chat(" hi ")
 
 
 def test_a_list_of_named_templates_is_read(folders, tmp_path):
