@@ -20,6 +20,7 @@ from checkpoint import COMPANIONS, Stored, check_output, check_weights, open_wei
 from cli import run
 from device import DTYPES
 from model import ModelConfig, Transformer
+from tokenizer import load_tokenizer
 
 NAMES = {  # model.py's module -> Hugging Face's, stacked in this order
     "tok_embeddings": ["model.embed_tokens"],
@@ -111,11 +112,16 @@ def convert(
         raise ValueError(f"{src} is a folder; --revision is for a repository on huggingface.co")
     folder = Path(src) if local else download(str(src), revision)
     config, model_config = read_source(folder)
-    stored = {
-        name: tensor
-        for name, tensor in open_weights(folder).items()
-        if not name.endswith("rotary_emb.inv_freq") and not (model_config.tied and name == "lm_head.weight")
-    }
+    stored = {name: t for name, t in open_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    if model_config.tied and (head := stored.get("lm_head.weight")):
+        table = stored.get("model.embed_tokens.weight")
+        if table is None or (head.dtype == table.dtype and torch.equal(head.read(), table.read())):
+            del stored[head.name]
+        else:  # as transformers does: what was trained counts, not what config.json says of it
+            print(f"{head.file}: lm_head.weight is not the embedding table, so the head is kept and "
+                  "tie_word_embeddings becomes false", file=sys.stderr)
+            config = config | {"tie_word_embeddings": False}
+            model_config = ModelConfig.from_dict(config)
     found = next((t.dtype for t in stored.values() if t.name == "model.embed_tokens.weight"), torch.bfloat16)
     to = DTYPES.get(dtype) if dtype else found
     if to not in DTYPES.values():
@@ -130,6 +136,10 @@ def convert(
         return tensor
 
     write_checkpoint(out, config, layout, read, copy_from=folder, force=force)
+    try:
+        load_tokenizer(out)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"without a tokenizer the checkpoint takes token ids alone: {error}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import kv as methods
-from checkpoint import load_checkpoint, read_config, read_eos_ids, read_json
+from checkpoint import load_checkpoint, present, read_config, read_eos_ids, read_json
 from decoder import SLEEP, Decoder, Sampling, sample
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
@@ -48,6 +48,8 @@ class Stats:
 
 class Engine:
     """One model with one KV method. Make it with `Engine.load`."""
+
+    no_tokenizer = "this engine has no tokenizer"  # why, as an error says it
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], profile: dict, compile: bool,
@@ -115,7 +117,11 @@ class Engine:
         if quantization := read_quantization(config):
             quantize_modules(model, **quantization)
         eos = read_eos_ids(folder, config, model.config.vocab_size)
-        tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
+        tokenizer, no_tokenizer = None, None
+        try:
+            tokenizer = load_tokenizer(folder)
+        except (ValueError, FileNotFoundError) as error:
+            no_tokenizer = str(error)  # token ids need none
         if tokenizer is not None:
             eos |= tokenizer.eos_ids
             used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may lie beyond
@@ -131,8 +137,9 @@ class Engine:
         if needed > free:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
         pack(load_checkpoint(folder, model, device, dtype).requires_grad_(False))
-        profile = read_json(folder / "kv_profile.json") if (folder / "kv_profile.json").exists() else {}
+        profile = read_json(folder / "kv_profile.json") if present(folder / "kv_profile.json") else {}
         engine = cls(model, tokenizer, eos, profile, compile, seed)
+        engine.no_tokenizer = no_tokenizer or engine.no_tokenizer
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
 
     # What a caller asks
@@ -168,7 +175,7 @@ class Engine:
         sampling = Sampling(temperature, top_k, top_p, self.seed)
         _check_count("max_new_tokens", limit)
         if stop and self.tokenizer is None:
-            raise ValueError("this checkpoint has no tokenizer, so stop texts cannot be found")
+            raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
         if isinstance(stop, str) or not all(stop or []):
             raise ValueError("stop must be a list of texts, none of them empty")
         # Lists of follow-ups are encoded now, so that a mistake in them is known before anything runs.
@@ -212,7 +219,7 @@ class Engine:
             if not prompt:
                 raise ValueError("the prompt is empty")
             if self.tokenizer is None:
-                raise ValueError("this checkpoint has no tokenizer; give token ids instead of text")
+                raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
             prompt = self.tokenizer.encode(prompt, bos=bos)
         if not prompt:
             raise ValueError("the prompt is empty")

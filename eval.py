@@ -345,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
-        raise ValueError(f"{args.checkpoint} has no tokenizer files, and the tasks are text")
+        raise ValueError(f"{engine.no_tokenizer}; the tasks are text")
     jobs = prepare(args, given, engine, tasks, lengths)
     beside = f"{args.json}.progress.jsonl" if args.json not in (None, "-") else None
     progress = Progress(Path(path) if (path := args.progress or beside) else None)

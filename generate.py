@@ -99,7 +99,7 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: 
         compile=args.compile if args.compile is not None else not demo,  # the demo is over before a compile would pay
     )  # fmt: skip
     if engine.tokenizer is None:
-        raise ValueError(f"{checkpoint} has no tokenizer files, and prompts here are text")
+        raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
     single = len(prompts) == 1
     with tqdm(total=len(prompts), unit="prompt", disable=single) as bar:
         seen = set()

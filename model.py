@@ -84,6 +84,8 @@ class ModelConfig:
             raise ValueError(f"config.json: hidden_act {get('hidden_act')!r} is not supported; known: silu")
         if get("use_sliding_window"):
             raise ValueError("config.json: use_sliding_window (a window in some layers only) is not supported")
+        window = size("sliding_window") if get("windowed") and get("sliding_window") is not None else None
+        _check_layer_types(get("layer_types"), window)
         dim, n_head = size("hidden_size"), size("num_attention_heads")
         n_kv_head = size("num_key_value_heads", n_head)
         if n_head % n_kv_head:
@@ -106,13 +108,22 @@ class ModelConfig:
             norm_eps=_positive("rms_norm_eps", get("rms_norm_eps", 1e-6)),
             max_length=_max_length(rope),
             rope=rope,
-            window=size("sliding_window") if get("windowed") and get("sliding_window") is not None else None,
+            window=window,
             tied=bool(get("tie_word_embeddings")),
             qkv_bias=bool(get("qkv_bias")) or bias,
             o_bias=bias,
             mlp_bias=bool(get("mlp_bias")),
             qk_norm=bool(get("qk_norm")),
         )
+
+
+def _check_layer_types(kinds: object, window: int | None) -> None:
+    """Raises ValueError unless every layer has the window, or none where there is none."""
+    expected = "full_attention" if window is None else "sliding_attention"
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != expected for kind in kinds)):
+        found = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)
+        raise ValueError(f"config.json: layer_types ({found}) is not supported; with sliding_window {window} every "
+                         f"layer must be {expected}")
 
 
 def _positive(key: str, value: object) -> float:

@@ -96,10 +96,20 @@ class Added:
 
     @classmethod
     def of(cls, token: dict, id: object) -> "Added":
-        flags = {name: token.get(name, False) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+        """From an entry of a file. Raises TypeError, KeyError or ValueError if it is none."""
+        name = token["content"]
+        flags = {flag: token.get(flag, False) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
+        if not isinstance(name, str) or not name:
+            raise TypeError("an added token without content")
         if not all(isinstance(flag, bool) for flag in [token["special"], *flags.values()]):
-            raise TypeError(f"the flags of the added token {token['content']!r}")
-        return cls(int(id), token["special"], **flags)
+            raise TypeError(f"a flag of the added token {name!r} is neither true nor false")
+        _check_id(name, id)
+        return cls(id, token["special"], **flags)
+
+
+def _check_id(token: str, i: object) -> None:
+    if type(i) is not int or not 0 <= i < MAX_ID:
+        raise ValueError(f"the token {token!r} has id {i!r}")
 
 
 @dataclass
@@ -121,13 +131,10 @@ class Files:
         try:
             # This oldest of the files does not say which tokens are special; none of them is a word.
             oldest = _read_json(folder / "added_tokens.json")
-            added = {token: Added(int(i), special=True) for token, i in oldest.items()}
-            listed = [(token, token["id"]) for token in data.get("added_tokens") or []]
-            listed += [(token, i) for i, token in config.get("added_tokens_decoder", {}).items()]
-            for token, i in listed:
-                if not isinstance(token["content"], str) or not token["content"]:
-                    raise TypeError("an added token without content")
-                added[token["content"]] = Added.of(token, i)
+            listed = [({"content": token, "special": True}, i) for token, i in oldest.items()]
+            listed += [(token, token["id"]) for token in data.get("added_tokens") or []]
+            listed += [(token, int(i)) for i, token in config.get("added_tokens_decoder", {}).items()]
+            added = {token["content"]: Added.of(token, i) for token, i in listed}
             for token in chat.CONTROL_TOKENS & added.keys():
                 added[token] = replace(added[token], special=True)
             first, after = None, data.get("post_processor") or {}
@@ -188,8 +195,10 @@ class Tokenizer:
         """
         vocab = {**vocab, **{token: added.id for token, added in files.added.items()}}
         for token, i in vocab.items():
-            if type(i) is not int or not 0 <= i < MAX_ID:
-                raise ValueError(f"the tokenizer in {files.json_path.parent} is damaged: token {token!r} has id {i!r}")
+            try:
+                _check_id(token, i)
+            except ValueError as error:
+                raise ValueError(f"the tokenizer in {files.json_path.parent} is damaged: {error}") from None
         self.special = {token: vocab[token] for token in special}
         self.special |= {token: added.id for token, added in files.added.items() if added.special}
         self.added = {token: i.id for token, i in files.added.items() if token not in self.special}

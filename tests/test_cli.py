@@ -136,7 +136,7 @@ MISTAKES = {
     "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], ["at least 1"]),
     "too large": (["--prompt", "x", "--max-new-tokens", "999999999"], ["GB", "--max-new-tokens"]),
     "negative temperature": (["--prompt", "x", "--temperature", "-1"], ["temperature"]),
-    "no chat format": (["--prompt", "x", "--chat"], ["chat format"]),
+    "no chat template": (["--prompt", "x", "--chat"], ["chat template"]),
     "unknown flag": (["--prompt", "x", "--nosuch"], ["--nosuch"]),
     "json nowhere": (["--prompt", "x", "--json", "/nowhere/x.json"], ["--json", "/nowhere/x.json"]),
     "empty chat": (["--prompt", "", "--chat"], ["empty"]),

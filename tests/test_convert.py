@@ -31,6 +31,7 @@ import checkpoint
 import cli
 from checkpoint import load_checkpoint, open_weights, write_checkpoint
 from convert_hf_checkpoint import convert, main
+from engine import Engine
 from model import ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -177,13 +178,30 @@ def test_float16_refuses_what_it_cannot_hold(tmp_path, capsys):
     refused(capsys, args, "layers.1.feed_forward.w3.weight", "--dtype bfloat16", watch=tmp_path)
 
 
-def test_tied_embeddings_follow_the_config_even_if_the_head_differs(tmp_path):
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_stored_beside_tied_embeddings_counts_where_it_differs_as_in_transformers(tmp_path, capsys, differs):
     model = hf_model("llama-mha-tied")
     src = save(model, tmp_path / "hf")
-    state = load_file(src / "model.safetensors") | {"lm_head.weight": torch.zeros(96, 32)}
-    save_file(state, src / "model.safetensors")
+    state = load_file(src / "model.safetensors")
+    head = state["model.embed_tokens.weight"] + differs
+    save_file(state | {"lm_head.weight": head}, src / "model.safetensors", metadata={"format": "pt"})
     convert(src, tmp_path / "out")
-    assert_same(written(tmp_path / "out"), expected(model))
+    own = {"output.weight": head} if differs else {}
+    assert_same(written(tmp_path / "out"), expected(model) | own)
+    assert ("lm_head.weight is not the embedding table" in capsys.readouterr().err) is differs
+    engine = Engine.load(tmp_path / "out", compile=False, max_new_tokens=2)
+    with torch.no_grad():
+        theirs = LlamaForCausalLM.from_pretrained(src)(torch.tensor([[3, 4, 5]])).logits[0, -1]
+    torch.testing.assert_close(engine.logits([3, 4, 5], [6])[0], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_with_a_head_that_its_config_ties_is_not_loaded(tmp_path):
+    model = hf_model("llama-mha-tied")
+    convert(save(model, tmp_path / "hf"), tmp_path / "out")
+    state = load_file(tmp_path / "out" / "model.safetensors") | {"output.weight": torch.zeros(96, 32)}
+    save_file(state, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match="unknown: output.weight"):
+        Engine.load(tmp_path / "out", compile=False)
 
 
 def edit_json(path, **changes):

@@ -529,6 +529,8 @@ def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_oth
     assert ModelConfig.from_dict(unsaid).window == 4096
     assert ModelConfig.from_dict(MISTRAL).window is None
     assert ModelConfig.from_dict(MISTRAL_V1).window == 32
+    assert ModelConfig.from_dict(MISTRAL_V1 | {"layer_types": ["sliding_attention"] * 2}).window == 32
+    assert ModelConfig.from_dict(MISTRAL | {"layer_types": ["full_attention"] * 2}).window is None
     assert ModelConfig.from_dict(QWEN2).window is None
 
 
@@ -563,6 +565,11 @@ def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_oth
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        (MISTRAL_V1 | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .full_attention, sliding"),
+        (MISTRAL_V1 | {"layer_types": ["full_attention"] * 2}, "layer_types .* every layer must be sliding_attention"),
+        (MISTRAL | {"layer_types": ["sliding_attention"] * 2}, "layer_types .* every layer must be full_attention"),
+        ({"layer_types": "sliding_attention"}, "layer_types .'sliding_attention'. is not supported"),
+        ({"layer_types": [{}, None]}, "layer_types"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be .* not -1"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 KV heads"),
         ({"hidden_size": 130}, "hidden_size 130 does not divide into 4 heads"),

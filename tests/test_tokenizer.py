@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,6 +189,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         ),
     }
     made["llama-2-legacy"] = edited(made["llama-2"], root / "llama-2-legacy", legacy=True)
+    for name in ("llama-2", "llama-2-legacy"):  # as transformers 5 saves a model that was read from sentencepiece
+        LlamaTokenizer.from_pretrained(made[name]).save_pretrained(root / f"{name}-json")
+        made[f"{name}-json"] = root / f"{name}-json"
+        assert not (made[f"{name}-json"] / "tokenizer.model").exists()
     made["mistral"] = edited(made["llama-2"], root / "mistral", chat_template=MISTRAL_TEMPLATE)
     made["llama-3.1"] = edited(made["llama-3"], root / "llama-3.1", chat_template=LLAMA31_TEMPLATE)
     made["chatml"] = edited(made["qwen"], root / "chatml", chat_template=CHATML_TEMPLATE)
@@ -238,7 +243,8 @@ def oracle_char(byte: int) -> str:
 def pairs(folders) -> dict[str, SimpleNamespace]:
     """For every folder: ours, and transformers'."""
     classes = {"qwen": Qwen2Tokenizer, "chatml": Qwen2Tokenizer, "shuffled": Qwen2Tokenizer, "llama-2": LlamaTokenizer}
-    classes |= dict.fromkeys(["llama-2-legacy", "mistral", "mistral-v0.3"], LlamaTokenizer)
+    classes |= dict.fromkeys(["llama-2-json", "llama-2-legacy-json", "llama-2-legacy", "mistral"], LlamaTokenizer)
+    classes["mistral-v0.3"] = LlamaTokenizer
     pairs = {}
     for name, folder in folders.items():
         source = folders["llama-3"] if name == "ranks" else folder
@@ -412,6 +418,103 @@ def test_a_model_trained_without_the_leading_space_gets_none(tmp_path):
     assert ours.encode("hello") != ours.encode(" hello")
 
 
+# Added tokens that take spaces, stand alone, or are looked for in normalized text
+
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+AWKWARD = st.lists(
+    st.sampled_from([*" \t\n\u3000aé_1日!-\u200d", "  ", "e\u0301", "[T]", "[S]", "[Té]", "[Te\u0301]", "[SS]", "[T", "x[T]y"]),
+    max_size=14,
+).map("".join)
+
+
+def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
+    """A copy whose tokenizer.json has two more tokens with these flags, and a special one that spans a space."""
+    shutil.copytree(source, folder)
+    oracle = Oracle.from_file(str(folder / "tokenizer.json"))
+    plain = dict.fromkeys(FLAGS, False)
+    for token in ("[T]", "[Té]", "[SS]"):
+        oracle.add_tokens([AddedToken(token, special=False, **plain | flags)])
+    oracle.add_special_tokens([AddedToken("[S]", special=True, **plain | flags | {"normalized": False})])
+    oracle.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("flags", [(), *((flag,) for flag in FLAGS), ("lstrip", "rstrip"), FLAGS], ids=",".join)
+@pytest.mark.parametrize("name", ["qwen", "llama-2-json"])
+def test_added_tokens_are_met_as_their_flags_say(folders, tmp_path, name, flags):
+    folder = with_tokens(folders[name], tmp_path / "flags", dict.fromkeys(flags, True))
+    ours = load_tokenizer(folder)
+    theirs = Oracle.from_file(str(folder / "tokenizer.json"))
+    theirs.encode_special_tokens = True
+    special, seen = ours.special["[S]"], []
+
+    @settings(PROPERTY, max_examples=100)
+    @given(text=AWKWARD)
+    def same(text):
+        found = ours.encode(text, bos=False)
+        assert found == theirs.encode(text, add_special_tokens=False).ids
+        assert special not in found
+        seen.extend(found)
+
+    same()
+    assert {ours.added["[T]"], ours.added["[Té]"]} <= set(seen)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_special_tokens_of_a_template_take_spaces_as_their_flags_say(folders, tmp_path, flag):
+    folder = with_tokens(folders["qwen"], tmp_path / "flags", {flag: True})
+    template = "{% for m in messages %}a [S] {{ m.content }} [S]b [S]\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("x", " y ", "  "):
+        assert ours.chat(text) == rendered(theirs, text)
+    assert ours.chat(" [S] ").count(ours.special["[S]"]) == ours.chat("x").count(ours.special["[S]"])
+
+
+@pytest.mark.parametrize("value", [1, None, "yes", []])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(folders, tmp_path, value):
+    folder = with_tokens(folders["qwen"], tmp_path / "flags", {})
+    added = read(folder)["added_tokens"]
+    change_json(folder, added_tokens=[*added[:-1], added[-1] | {"lstrip": value}])
+    refused(folder, "tokenizer.json", "[S]")
+
+
+# A tokenizer.json that is not byte-level, through the package tokenizers
+
+
+def test_a_sentencepiece_model_that_is_a_json_alone_is_read_as_the_model_itself(pairs):
+    for form, original in (("llama-2-json", "llama-2"), ("llama-2-legacy-json", "llama-2-legacy")):
+        ours, model = pairs[form].ours, pairs[original].ours
+        assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (model.vocab_size, model.bos_id, model.eos_ids)
+        assert ours.pieces == model.pieces
+        for text in NASTY:
+            assert ours.encode(text) == model.encode(text)
+            assert ours.decode(ours.encode(text)) == model.decode(model.encode(text))
+        assert ours.chat("  hello ", "be brief") == model.chat("  hello ", "be brief")
+        assert ours.chat_next("</s> you") == model.chat_next("</s> you")
+
+
+@pytest.mark.parametrize("change", ["normalizer", "pattern"])
+def test_a_byte_level_json_with_a_step_that_is_unknown_here_is_read_too(folders, tmp_path, change):
+    folder = edited(folders["qwen"], tmp_path / "own")
+    steps = read(folder)["pre_tokenizer"]["pretokenizers"]
+    own = {"normalizer": {"type": "Lowercase"}} if change == "normalizer" else {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{**steps[0], "behavior": "MergedWithNext"}, steps[1]]}
+    }  # fmt: skip
+    change_json(folder, **own)
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in NASTY:
+        assert ours.encode(text) == ids_of(theirs, text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(ids_of(theirs, text))
+
+
+def test_a_decoder_that_joins_words_by_rules_is_refused(tmp_path):
+    oracle = Oracle(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    oracle.decoder = decoders.WordPiece()
+    oracle.save(str(tmp_path / "tokenizer.json"))
+    refused(tmp_path, "tokenizer.json", "WordPiece")
+
+
 # Streaming
 
 
@@ -481,7 +584,8 @@ def test_long_text_without_long_runs_is_not_cut(pairs, name):
 
 # Chat formats
 
-CHATS = ["llama-2", "llama-2-legacy", "mistral", "mistral-v0.3", "llama-3", "llama-3.1", "qwen", "chatml"]
+CHATS = ["llama-2", "llama-2-json", "llama-2-legacy", "mistral", "mistral-v0.3"]
+CHATS += ["llama-3", "llama-3.1", "qwen", "chatml"]
 
 
 def rendered(theirs, *said: str, system: str | None = None) -> list[int]:
@@ -570,6 +674,30 @@ def test_without_a_template_the_tokens_of_a_known_format_stand_for_one(folders, 
 
 
 # Refusals
+
+
+@pytest.mark.parametrize("i", [10**9, 2**63, -1, "x", 1.5, None, True])
+@pytest.mark.parametrize("where", ["added_tokens", "added_tokens_decoder", "added_tokens.json", "vocab"])
+def test_an_id_that_no_vocabulary_has_is_refused_before_memory_is_taken(folders, tmp_path, where, i):
+    folder = edited(folders["qwen"], tmp_path / "ids")
+    if where == "added_tokens":
+        token = {"id": i, "content": "new", "special": False}
+        change_json(folder, added_tokens=[*read(folder)["added_tokens"], token])
+    elif where == "vocab":
+        model = read(folder)["model"]
+        change_json(folder, model={**model, "vocab": {**model["vocab"], "new": i}})
+    elif where == "added_tokens.json":
+        write(folder, added_tokens={"new": i})
+    else:
+        token = {"content": "new", "special": False}
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        write(folder, tokenizer_config={**config, "added_tokens_decoder": {str(i): token}})
+    tracemalloc.start()
+    try:
+        refused(folder, str(folder))
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_folder_without_tokenizer_files_is_refused(tmp_path):
