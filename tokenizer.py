@@ -423,7 +423,7 @@ class ByteLevelTokenizer(Tokenizer):
         if missing or len(ranks) < len(order):
             what = f"no token for the byte 0x{missing[0]:02x}" if missing else "two tokens are the same bytes"
             raise ValueError(f"{path} is damaged: {what}")
-        self.order, self.form = order, form
+        self.order, self.lengths, self.form = order, list(map(len, ranks)), form
         *self.splits, last = splits or [r"[\s\S]+"]
         # tiktoken drops what its pattern does not match; the second half keeps it, as one piece.
         pattern = f"{last}|(?:(?!{last})[\\s\\S])+"
@@ -448,13 +448,24 @@ class ByteLevelTokenizer(Tokenizer):
         parts, ids = [text], []
         for split in self.splits:  # the last pattern is tiktoken's, which limits the steps of a match
             timeout = SECONDS + len(text) / 10_000
-            parts = [piece for part in parts for piece in regex.split(f"({split})", part, timeout=timeout) if piece]
+            parts = [piece for part in parts for piece in _isolated(split, part, timeout)]
         for part in parts:
             middles = range(MAX_RUN, len(part) - MAX_RUN // 2 + 1, MAX_RUN)
             cuts = [i for i in middles if ONE_KIND.fullmatch(part, i - MAX_RUN // 2, i + MAX_RUN // 2)]
             for a, b in pairwise([0, *cuts, len(part)]):
-                ids += [self.order[rank] for rank in self.bpe.encode_ordinary(part[a:b])]
-        return ids
+                ids += self.bpe.encode_ordinary(part[a:b])
+        if sum(self.lengths[rank] for rank in ids) != len(text.encode()):
+            raise ValueError("the tokenizer's patterns leave out a part of this text")
+        return [self.order[rank] for rank in ids]
+
+
+def _isolated(pattern: str, text: str, timeout: float) -> Iterator[str]:
+    """A text split into what a pattern matches and what lies between. Raises TimeoutError."""
+    begin = 0
+    for match in regex.finditer(pattern, text, timeout=timeout):
+        yield from filter(None, (text[begin : match.start()], match[0]))
+        begin = match.end()
+    yield from filter(None, (text[begin:],))
 
 
 @contextmanager

@@ -3,6 +3,7 @@ A run samples them; `pytest tests/test_hostile.py --all` has 300 checkpoints, an
 
 import io
 import json
+import os
 import random
 import shutil
 import signal
@@ -203,6 +204,87 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_or_answers(whole, tmp_path,
     said = MUTATIONS[seed % len(MUTATIONS)](folder, draw)
     code, text = outcome(generate.main, ["--checkpoint", folder, *ANSWER, *draw.choice(METHODS)])
     print(said, code, text.splitlines()[-1] if code else "answered")
+
+
+DEEP = ("[" * 100_000, '{"a":' * 100_000)
+JSONS = ("config.json", "tokenizer_config.json", "generation_config.json", "kv_profile.json")
+JSONS += ("model.safetensors.index.json",)
+
+
+@pytest.mark.parametrize("text", DEEP, ids=("lists", "objects"))
+@pytest.mark.parametrize("name", (*JSONS, "a header"))
+def test_a_file_that_is_nested_without_end_is_one_line(whole, tmp_path, name, text):
+    folder = tmp_path / "deep"
+    shutil.copytree(whole, folder)
+    if name == "a header":
+        file = next(folder.glob("model-00001*"))
+        file.write_bytes(struct.pack("<Q", len(text)) + text.encode())
+    else:
+        file = folder / name
+        file.write_text(text)
+    code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
+    assert code == 2 and file.name in said and ("too deeply" in said or "no valid safetensors header" in said)
+
+
+@pytest.mark.parametrize("shard", ("../single/model.safetensors", "a/../../single/model.safetensors", "/dev/zero"))
+def test_an_index_that_leads_out_of_its_folder_is_refused(whole, tmp_path, shard):
+    folder, single = tmp_path / "led", tmp_path / "single"
+    shutil.copytree(whole, folder)
+    shutil.copytree(whole.parent / "single", single)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(open_weights(single), shard)}))
+    code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
+    assert code == 2 and f"{shard}, which is not in its folder" in said
+
+
+FILES = ("config.json", "tokenizer.model", "tokenizer_config.json", "kv_profile.json", "generation_config.json",
+         "model.safetensors.index.json", "model-00001")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ("link", "chain", "fifo", "dangling"))
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_the_folder_is_refused(whole, tmp_path, name, kind):
+    folder = tmp_path / "linked"
+    shutil.copytree(whole, folder)
+    file = next(folder.glob(f"{name}*"))
+    file.rename(tmp_path / "outside")
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "chain":
+        (folder / "between").symlink_to(tmp_path / "outside")
+        file.symlink_to("between")
+    else:
+        file.symlink_to(tmp_path / ("outside" if kind == "link" else "nothing"))
+    code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
+    wrong = "is a link out of its folder" if kind in ("link", "chain") else "is not a regular file"
+    assert code == 2 and f"{file.name} {wrong}" in said, said
+
+
+def test_links_within_the_folder_and_a_folder_that_is_a_link_are_followed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "real")
+    for file in list((tmp_path / "real").iterdir()):
+        file.rename(file.with_name(f"own-{file.name}"))
+        file.symlink_to(f"own-{file.name}")
+    (tmp_path / "link").symlink_to("real")
+    assert outcome(generate.main, ["--checkpoint", tmp_path / "link", *ANSWER, "full"])[0] == 0
+
+
+@pytest.mark.parametrize("sharp", (False, True))
+def test_the_hub_caches_links_to_its_blobs_are_converted_and_other_links_are_not(tmp_path, sharp):
+    cache = tmp_path / "models--a--b"
+    snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    save(hf_model(), snapshot)
+    blobs.mkdir()
+    for i, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(i))
+        file.symlink_to(f"../../blobs/{i}")
+    if sharp:  # what the converted folder would hold, and its owner might publish
+        (tmp_path / "secret").write_text("{}")
+        (snapshot / "special_tokens_map.json").symlink_to("../../../secret")
+    code, said = outcome(convert_hf_checkpoint.main, [snapshot, "--out", tmp_path / "out"])
+    assert code == (2 if sharp else 0) and ("is a link out of its folder" in said) is sharp
+    assert (tmp_path / "out").exists() is not sharp
+    assert sharp or not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
 
 
 # Command lines
