@@ -318,9 +318,11 @@ def write_checkpoint(
     All is written to a hidden sibling of `out` that gets its name at the end. A killed run leaves only that sibling,
     which the next run removes; with `force` the old checkpoint is there until the new one takes its place. Of two runs
     that write the same `out` at once, the first fails.
-    Raises ValueError as `check_output` does, and OSError if the disk is too small.
+    Raises ValueError as `check_output` and `present` do, and OSError if the disk is too small.
     """
     out = check_output(out, copy_from, force)
+    companions = [Path(copy_from) / name for name in COMPANIONS] if copy_from is not None else []
+    companions = [file for file in companions if present(file)]
     for left in [*out.parent.glob(f".{glob.escape(out.name)}.partial-*"), _replaced(out)]:
         shutil.rmtree(left, ignore_errors=True)
     total = sum(t.nbytes for t in layout.values())
@@ -340,9 +342,8 @@ def write_checkpoint(
         partial.mkdir(parents=True)
         with tqdm(total=total, unit="B", unit_scale=True, desc=str(out), disable=None) as bar:  # on a terminal only
             _write_shards(partial, layout, read_one, shard_bytes)
-        for name in COMPANIONS:
-            if copy_from is not None and present(Path(copy_from) / name):
-                shutil.copyfile(Path(copy_from) / name, partial / name)
+        for file in companions:
+            shutil.copyfile(file, partial / file.name)
         _write_json(partial / "config.json", {**config, "kv_fast": about})
         if force and out.exists():
             out.rename(_replaced(out))
