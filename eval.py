@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ from cli import Choice, check_output, choices, columns, number, numbers, read_te
 from device import DTYPES
 from engine import Engine
 from kv import BudgetTooSmall
-from tasks import Sample, Setting, Task, shipped_haystack, texts
+from tasks import Question, Sample, Setting, Task, shipped_haystack, texts
 from tasks.registry import GROUPS, TASKS
 
 ROUND = 128  # caches are planned for a multiple of it
+JOINTS = 4  # tokens by which texts encoded apart may differ from the same texts joined
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Job:
     graded: Task | None  # None: measured on a forced text
     items: list  # Samples, or (prompt, continuation)
     new: int  # tokens that a row decodes at most
+    chat: bool = False  # prompts are put into the checkpoint's chat template
 
     @property
     def prompt(self) -> int:
@@ -80,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=50, help="of every task and length (default: 50)")
     p.add_argument("--questions", type=int, default=1, help="asked about a text, where there are so many (default: 1)")
     p.add_argument("--blind", action="store_true", help="prefill the text alone: every question is fed afterwards")
+    p.add_argument("--chat", action="store_true", help="put prompts into the checkpoint's chat template, but for tasks "
+                   "that their benchmark leaves plain; later questions are turns of their own")
     p.add_argument("--kv", default="full", help="methods with commas between; with options: name:option=value:...")
     p.add_argument("--budget", default="", help="tokens a KV head, or shares of the prompt; several with commas")
     p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
@@ -128,8 +133,10 @@ def prepare(
             jobs.append(Job(task, length, None, items, texts.FORCED))
             continue
         graded = TASKS[task]
+        chat = args.chat and graded.chat
+        around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if chat else 0
         setting = Setting(
-            length, engine.encode, engine.tokenizer.decode, args.seed, args.questions, haystack, args.data
+            length - around, engine.encode, engine.tokenizer.decode, args.seed, args.questions, haystack, args.data
         )
         count = args.samples if graded.size is None else min(args.samples, graded.size(setting))
         if not count:
@@ -141,22 +148,48 @@ def prepare(
         except KeyError as error:
             raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
         later = 0 if args.blind else 1  # the first question that is fed
-        fed = max(sum(len(engine.encode(q.text, bos=False)) for q in s.questions[later:]) for s in items)
-        new = fed + graded.max_new_tokens * max(len(s.questions) for s in items)
-        jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND))
+        fed = max(sum(len(engine.encode(later_turn(engine, q, chat), bos=False)) for q in s.questions[later:])
+                  for s in items)  # fmt: skip
+        new = fed + JOINTS + graded.max_new_tokens * max(len(s.questions) for s in items)
+        jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND, chat))
     return jobs
 
 
 # Running
 
 
+def later_turn(engine: Engine, question: Question, chat: bool) -> str | list[int]:
+    """What is fed for a question that is not in the prompt."""
+    if not chat:
+        return question.text
+    said = question.text.removesuffix(question.opening).lstrip()
+    return engine.tokenizer.chat_next(said, opening=question.opening)
+
+
+def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str | list[int], list[str | list[int]]]:
+    """A sample's prompt, and what is fed after it.
+
+    In a chat, `blind` parts the first turn where the question begins: the two parts are the ids of the whole turn.
+    """
+    later = [later_turn(engine, q, chat) for q in sample.questions[1:]]
+    first = sample.questions[0]
+    if not chat:
+        return (sample.text, [first.text, *later]) if blind else (sample.prompt, later)
+    whole = engine.tokenizer.chat(sample.prompt.removesuffix(first.opening), opening=first.opening)
+    if not blind:
+        return whole, later
+    text = os.path.commonprefix([whole, engine.tokenizer.chat(sample.text)])
+    return text, [whole[len(text) :], *later]
+
+
 def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list[dict]:
     """What the engine answers to samples, and the scores."""
+    prompts, fed = zip(*(turns(engine, sample, job.chat, blind) for sample in samples), strict=True)
     completions = engine.generate(
-        [s.text if blind else s.prompt for s in samples],
+        list(prompts),
         max_new_tokens=job.graded.max_new_tokens,
         stop=list(job.graded.stop) or None,
-        follow_ups=[[q.text for q in s.questions[0 if blind else 1 :]] for s in samples],
+        follow_ups=list(fed),
         answer_prompts=not blind,
     )
     found = []
@@ -209,7 +242,7 @@ def evaluate(
 ) -> tuple[list[dict], list[dict]]:  # fmt: skip
     """(rows, samples) of the JSON object."""
     rows, samples, reference = [], [], Reference(engine)
-    common = {name: getattr(args, name) for name in ("seed", "questions", "blind", "dtype")}
+    common = {name: getattr(args, name) for name in ("seed", "questions", "blind", "chat", "dtype")}
     common |= {"checkpoint": str(args.checkpoint.resolve()), "data": str(args.data)}
     common |= {"texts": digest(given), "profile": digest(engine.profile)}
 
@@ -225,7 +258,7 @@ def evaluate(
             for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # like caches in turn
                 bar.set_description(f"{method.label} {job.task} {job.length}")
                 about = {"kv": method.kv, "budget": method.budget, "options": method.options}
-                about |= {"task": job.task, "length": job.length}
+                about |= {"task": job.task, "length": job.length, "chat": job.chat}
                 keys = [key_of(method, job, i) for i in range(len(job.items))]
                 missing = [i for i, key in enumerate(keys) if key not in progress.known]
                 if job.task == "fidelity":
@@ -320,7 +353,8 @@ def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
         size = "-" if most is None else f"{(most['kv_device_bytes'] + most['kv_host_bytes']) / 1e6:.2f} MB"
         share = "-" if most is None else f"{100 * most['share_of_full']:.1f}%"
         lines.append([method.label, *(cell(own[key]) for key in names), *[average] * (len(graded) > 1), size, share])
-    return columns(lines)
+    chat = ", ".join(dict.fromkeys(job.task for job in jobs if job.chat))
+    return columns(lines) + f"\nin the checkpoint's chat template: {chat}" * bool(chat)
 
 
 def list_tasks() -> Iterator[str]:

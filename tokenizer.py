@@ -244,16 +244,17 @@ class Tokenizer:
     def stream(self) -> "Stream":
         return Stream(self)
 
-    def chat(self, user: str, system: str | None = None) -> list[int]:
-        """Ids of a conversation's first turn up to where the answer begins, as the checkpoint's chat template has it.
+    def chat(self, user: str, system: str | None = None, opening: str = "") -> list[int]:
+        """Ids of a conversation's first turn up to where the answer begins, as the checkpoint's chat template has it,
+        and of the `opening` that the answer goes on from.
 
         Special tokens are put in where the template writes them; in what is said they stay plain text.
         Raises ValueError without a template, and if the template refuses the conversation (a system text, say).
         """
         said = [] if system is None else [{"role": "system", "content": system}]
-        return self._turns([*said, {"role": "user", "content": user}])
+        return self._turns([*said, {"role": "user", "content": user}], opening)
 
-    def chat_next(self, user: str) -> list[int]:
+    def chat_next(self, user: str, opening: str = "") -> list[int]:
         """Ids of a later turn, fed after an answer whose end-of-turn token is not in the cache: they begin with it.
 
         They are what the template puts between any answer and the one to come. A template that writes earlier turns
@@ -261,19 +262,23 @@ class Tokenizer:
         does not get its way: what the cache holds stays as it was said, and the new turn follows it.
         """
         before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
-        return self._turns([*before, {"role": "user", "content": user}])
+        return self._turns([*before, {"role": "user", "content": user}], opening)
 
-    def _turns(self, messages: list[dict[str, str | None]]) -> list[int]:
+    def _turns(self, messages: list[dict[str, str | None]], opening: str) -> list[int]:
         """Ids of a rendered conversation; of what follows its answer, if there is one, whose content is None."""
         if not self.template:
             raise ValueError("this checkpoint has no chat template; use a plain prompt")
         contents = [m["content"] for m in messages]
-        used = set(self.template).union(*filter(None, contents))
+        used = set(self.template).union(opening, *filter(None, contents))
         free = (chr(i) for i in PRIVATE if chr(i) not in used)
         # A special token that somebody typed hides behind another first character until the template's are found.
         hidden = {start: next(free) for start in sorted({token[0] for token in self.special})}
         answer, first = next(free), True
-        said = [self.special_start.sub(lambda m: hidden[m[0]], c) if c is not None else answer for c in contents]
+
+        def hide(text: str) -> str:
+            return self.special_start.sub(lambda match: hidden[match[0]], text)
+
+        said = [answer if content is None else hide(content) for content in contents]
         rendered = [m | {"content": content} for m, content in zip(messages, said, strict=True)]
         text = chat.render(self.template, rendered, self.variables)
         if None in contents:
@@ -283,7 +288,8 @@ class Tokenizer:
             if self.early_split.match(text.lstrip()):
                 text = text.lstrip()  # space before the end of a turn is the answer's, which has it or has not
             first = False
-        return self._encode(text, first, str.maketrans({place: start for start, place in hidden.items()}))
+        shown = str.maketrans({place: start for start, place in hidden.items()})
+        return self._encode(text + hide(opening), first, shown)
 
     def _encode(self, text: str, first: bool = True, hidden: dict[int, str] | None = None) -> list[int]:
         """Ids of a text; `first`: no token precedes it. With `hidden`, special tokens in it are met, and then what

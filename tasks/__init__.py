@@ -17,6 +17,7 @@ class Question:
     text: str  # ends where the answer begins
     answers: tuple[str, ...]  # what the task's score looks for
     classes: tuple[str, ...] = ()  # that there are to choose from, where the score counts them
+    opening: str = ""  # the end of the text with which the answer opens: in a chat the model's turn begins with it
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Task:
     score: Callable[[str, Question], float]  # of an answer's text, 0 to 100
     size: Callable[[Setting], int] | None = None  # samples that there are; None: any number
     stop: tuple[str, ...] = ()  # texts that end an answer
+    chat: bool = True  # whether the benchmark's runs of chat models put its prompts into their template
 
 
 def fit(make: Callable[[int], Sample], setting: Setting, reserve: int, least: int = 1) -> Sample:

@@ -3,8 +3,8 @@
 
 Prompts, answer lengths, the cut in the middle of a text that is too long, and scores are the published ones
 (github.com/THUDM/LongBench, MIT, copyright 2023 THU-KEG & Zhipu AI: config/dataset2prompt.json, as of commit 8ae23fd,
-and dataset2maxlen.json, pred.py, eval.py, metrics.py). The prompts stand as they are, for base models; the published
-runs put those of all but the few-shot and the code tasks into a chat model's template. The data, `TASK.jsonl`, comes
+and dataset2maxlen.json, pred.py, eval.py, metrics.py). The published runs put the prompts of all but the few-shot and
+the code tasks into a chat model's template, as eval.py does with --chat. The data, `TASK.jsonl`, comes
 from the data folder or, if none is given, from huggingface.co (dataset THUDM/LongBench).
 """
 
@@ -106,6 +106,7 @@ MAX_NEW_TOKENS_AND_SCORE = {
     "repobench-p": (64, metrics.code_similarity),
 }
 FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
+CODE = ("lcc", "repobench-p")
 
 
 def path_of(name: str, setting: Setting) -> Path:
@@ -144,5 +145,6 @@ def size(name: str, setting: Setting) -> int:
     return len(line_starts(path_of(name, setting)))
 
 
-TASKS = {name: Task(name, max_new_tokens, partial(sample, name), partial(score, name), partial(size, name))
+TASKS = {name: Task(name, max_new_tokens, partial(sample, name), partial(score, name), partial(size, name),
+                    chat=name not in (*FEW_SHOT, *CODE))
          for name, (max_new_tokens, _) in MAX_NEW_TOKENS_AND_SCORE.items()}

@@ -12,7 +12,8 @@ from tasks.ruler import Drawer, essay
 
 DEPTHS = 11
 FACT = "The access code of the {key} vault is"
-QUESTION = "\n\nQuestion: What is the access code of the {key} vault?\nAnswer: "
+QUESTION = "\n\nQuestion: What is the access code of the {key} vault?\n"
+OPENING = f"Answer: {FACT}"
 
 
 def needle(setting: Setting, index: int) -> Sample:
@@ -25,7 +26,8 @@ def needle(setting: Setting, index: int) -> Sample:
         ends = [0, *accumulate(len(sentence) + 1 for sentence in sentences)]
         at = min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1]))
         sentences.insert(at, f"{FACT.format(key=key)} {value}.")
-        return Sample(" ".join(sentences), (Question((QUESTION + FACT).format(key=key), (value,)),), depth)
+        question, opening = QUESTION.format(key=key), OPENING.format(key=key)
+        return Sample(" ".join(sentences), (Question(question + opening, (value,), opening=opening),), depth)
 
     return fit(make, setting, 32)
 

@@ -94,6 +94,11 @@ def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
     return " ".join(parts + sentences[last:])
 
 
+def opened(text: str, answers: tuple[str, ...]) -> Question:
+    """A question whose answer opens with what stands from "Answer:" on, behind a chat model's template."""
+    return Question(text, answers, opening=text[text.rindex(" Answer:") :])
+
+
 # Needles in a haystack
 
 
@@ -106,8 +111,9 @@ class Wording:
     prefix: str  # of the answer
     intro: str = ""
 
-    def ask(self, type: str, query: str) -> str:
-        return (self.question + self.prefix).format(type=type, query=query)
+    def ask(self, type: str, query: str, answers: tuple[str, ...]) -> Question:
+        question, prefix = (part.format(type=type, query=query) for part in (self.question, self.prefix))
+        return Question(question + prefix, answers, opening=prefix)
 
 
 ONE = Wording(
@@ -166,7 +172,7 @@ class Niah:
         asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: setting.questions]
         kind = self.value[:-1] if single else self.value
         questions = [
-            Question(wording.ask(kind, join(group)), tuple(value for key in group for value in facts[key]))
+            wording.ask(kind, join(group), tuple(value for key in group for value in facts[key]))
             for group in asked
         ]
         return Sample(wording.intro.format(type=kind) + context, tuple(questions))
@@ -207,7 +213,7 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
         f"the chain(s) of variable assignment in the text above, {hops + 1} variables are assigned the value {value}, "
         "they are: "
     )
-    return Sample(text, (Question(question, tuple(names)),))
+    return Sample(text, (opened(question, tuple(names)),))
 
 
 def variable_tracking(setting: Setting, index: int) -> Sample:
@@ -245,7 +251,7 @@ def common_words(rng: random.Random, n: int, common: int, uncommon: int) -> Samp
         "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
         "often in the list are:"
     )
-    return Sample(text, (Question(question, tuple(words[:10])),))
+    return Sample(text, (opened(question, tuple(words[:10])),))
 
 
 def common_words_extraction(setting: Setting, index: int) -> Sample:
@@ -277,7 +283,7 @@ def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         "appeared words are:"
     )
-    return Sample(intro + " ".join(text), (Question(question, tuple(words[1:4])),))
+    return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
 
 def frequent_words_extraction(setting: Setting, index: int) -> Sample:
@@ -374,7 +380,7 @@ def answering(dataset: str, setting: Setting, index: int) -> Sample:
         rng.shuffle(chosen)
         context = "\n\n".join(f"Document {i}:\n{documents[d]}" for i, d in enumerate(chosen, 1))
         text = f"{order}\n\nThe following are given documents.\n\n{context}"
-        return Sample(text, (Question(f"\n\n{order}\n\nQuestion: {ask.query} Answer:", ask.answers),))
+        return Sample(text, (opened(f"\n\n{order}\n\nQuestion: {ask.query} Answer:", ask.answers),))
 
     return fit(make, setting, 32, least=len(ask.support))
 

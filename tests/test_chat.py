@@ -129,6 +129,18 @@ def test_a_list_of_templates_without_a_default_is_refused_when_it_is_used(with_t
         ours.chat("hello")
 
 
+def test_an_answer_may_open_with_a_text_that_is_given(pairs):
+    for ours, theirs in pairs.values():
+        said = [{"role": "user", "content": "hi"}]
+        text = theirs.apply_chat_template(said, add_generation_prompt=True, tokenize=False) + " Answer: the"
+        expected = theirs(text, add_special_tokens=False).input_ids
+        assert ours.chat("hi", opening=" Answer: the") == expected
+        later = ours.chat_next("hi", opening=" Answer: the")
+        assert ours.decode(later).endswith(" Answer: the") and later[:3] == ours.chat_next("hi")[:3]
+        token, special = list(ours.special.items())[-1]
+        assert ours.chat("x", opening=token).count(special) == ours.chat("x").count(special)
+
+
 # Templates that refuse, fail, or mean harm
 
 

@@ -122,6 +122,73 @@ def test_blind_prefills_the_text_alone_and_feeds_every_question(text_checkpoint,
     assert json.loads((tmp_path / "o").read_text())["samples"][0]["prompt_tokens"] < 600 - 128
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}({{ m.role }}) {{ m.content | trim }}\n"
+    "{{ eos_token if m.role == 'assistant' }}{% endfor %}(assistant)"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_checkpoint(text_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat") / "checkpoint"
+    shutil.copytree(text_checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """[(prompts, follow-ups)] of every call of the engine."""
+    calls, generate = [], Engine.generate
+
+    def spy(self, prompts, **k):
+        calls.append((prompts, k["follow_ups"]))
+        return generate(self, prompts, **k)
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    return calls
+
+
+def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
+    chat_checkpoint, tmp_path, monkeypatch, fed, capsys
+):
+    sample = Sample("one", (Question(" two?", ("1",)),))
+    monkeypatch.setitem(TASKS, "plain", Task("plain", 3, lambda *_: sample, lambda *_: 0.0, chat=False))
+    run = ["--samples", 1, "--questions", 2, "--json", tmp_path / "o", "--chat"]
+    arguments(chat_checkpoint, *run, tasks="niah_multikey_1,needle,plain,perplexity", kv="full")
+    tokenizer = Engine.load(chat_checkpoint, compile=False).tokenizer
+    by_task = {len(followed): [prompt, *followed] for [prompt], [followed] in fed if not isinstance(prompt, str)}
+    first, later = map(tokenizer.decode, by_task[1])
+    assert first.startswith("(user) A special magic number is hidden")
+    assert "mentioned in the provided text?\n(assistant) The special magic number for" in first
+    assert "(user) What is the special magic" in later and "?\n(assistant) The special magic number for" in later
+    assert "vault?\n(assistant)Answer: The access code of" in tokenizer.decode(by_task[0][0])
+    assert [prompts for prompts, _ in fed if isinstance(prompts[0], str)] == [["one two?"]]
+    found = json.loads((tmp_path / "o").read_text())
+    assert {r["task"]: r["chat"] for r in found["rows"]} == {
+        "niah_multikey_1": True, "needle": True, "plain": False, "perplexity": False
+    }  # fmt: skip
+    assert found["args"]["chat"] is True
+    assert all(s["prompt_tokens"] <= 600 for s in found["samples"])
+    assert "in the checkpoint's chat template: niah_multikey_1, needle\n" in capsys.readouterr().out
+
+
+def test_chat_and_blind_part_the_first_turn_where_the_question_begins(chat_checkpoint, tmp_path, fed):
+    run = ["--samples", 1, "--questions", 2, "--json", tmp_path / "o"]
+    arguments(chat_checkpoint, *run, "--chat", tasks="niah_multikey_1", kv="full")
+    arguments(chat_checkpoint, *run, "--chat", "--blind", tasks="niah_multikey_1", kv="full")
+    ([whole], [[later]]), ([text], [[question, also_later]]) = fed
+    decode = Engine.load(chat_checkpoint, compile=False).tokenizer.decode
+    assert text + question == whole and also_later == later
+    assert "What is the special" not in decode(text) and "What is the special" in decode(question)
+    assert len(text) > len(question)
+
+
+def test_chat_without_a_template_is_refused(text_checkpoint):
+    with pytest.raises(ValueError, match="no chat template"):
+        arguments(text_checkpoint, "--samples", 1, "--chat", tasks="niah_single_1", kv="full")
+
+
 def test_a_score_is_the_mean_over_the_questions(text_checkpoint, tmp_path, monkeypatch):
     sample = Sample("one two three", tuple(Question(f" {i}?", (str(i),)) for i in range(4)))
     task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q.answers[0] in "13"))

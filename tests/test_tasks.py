@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import Question, Sample, Setting, fit, needle, ruler, shipped_haystack, texts, two_stage
+from tasks import Question, Sample, Setting, fit, needle, registry, ruler, shipped_haystack, texts, two_stage
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # about what a real tokenizer makes of English
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -526,7 +526,7 @@ def test_documents_and_question_are_worded_as_published(tmp_path):
     made = sample("qa_1", 120, data=tmp_path)
     assert made.text == f"{ORDER}\n\nThe following are given documents.\n\nDocument 1:\nAnn lives in Ulm."
     assert made.questions == (
-        Question(f"\n\n{ORDER}\n\nQuestion: Where does Ann live? Answer:", ("Ulm", "in Ulm")),)
+        Question(f"\n\n{ORDER}\n\nQuestion: Where does Ann live? Answer:", ("Ulm", "in Ulm"), opening=" Answer:"),)
 
 
 def test_questions_that_cannot_be_answered_are_left_out(data):
@@ -662,3 +662,17 @@ def test_agreement_is_the_share_of_rows_with_the_same_likeliest_token():
     method = torch.tensor([[0.0, 1, 9], [0, 1, 2], [4, 5, 1], [7, 0, 0]])
     assert texts.divergence(method, full)[1] == 0.75
     assert texts.divergence(full, full) == (0, 1)
+
+
+def test_chat_templates_are_for_all_tasks_but_longbenchs_few_shot_and_code():
+    plain = {name for name, task in registry.TASKS.items() if task is not None and not task.chat}
+    assert plain == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED if name not in two_stage.TASKS])
+def test_a_question_ends_with_the_opening_of_its_answer(name):
+    setting = Setting(2048, str.split, " ".join, questions=2)
+    for question in TASKS[name].sample(setting, 0).questions:
+        assert question.opening and question.text.endswith(question.opening)
+        said = question.text.removesuffix(question.opening).strip()
+        assert said.endswith(("?", "above.", "list?", "text?")) and "nswer" not in said
