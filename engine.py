@@ -6,8 +6,10 @@ CUDA one step late, so that the device never waits for it.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -46,8 +48,29 @@ class Stats:
     new_tokens: int = 0  # sampled in decode steps; an answer's first token is the prefill's
 
 
+def exclusive(method: Callable) -> Callable:
+    """A method of Engine that needs its rows and caches for itself: RuntimeError while another such call runs."""
+
+    @functools.wraps(method)
+    def guarded(self, *args, **kwargs):
+        if not self.guard.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine is busy with another call: wait until it returns, or load a second engine for a second "
+                "thread or for calls from on_token"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.guard.release()
+
+    return guarded
+
+
 class Engine:
-    """One model with one KV method. Make it with `Engine.load`."""
+    """One model with one KV method. Make it with `Engine.load`.
+
+    It serves one call at a time: a second one, from another thread or from a callback of the first, is refused.
+    """
 
     no_tokenizer = "this engine has no tokenizer"  # why, as an error says it
 
@@ -64,10 +87,12 @@ class Engine:
             torch.cuda.set_device(self.device)  # its streams are then the current ones
         self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
         self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
+        self.guard = threading.Lock()  # held by the call that uses the rows and caches
         self.requests = itertools.count()
         self.stats = Stats()
         self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
 
+    @exclusive
     def use(
         self, kv: str, budget: int | float | None = None, options: dict | None = None, batch: int = 1,
         max_prompt: int | None = None, max_new_tokens: int = 256,
@@ -78,7 +103,7 @@ class Engine:
             _check_count(name, value)
         self.method, self.budget, self.options = kv, budget, options or {}
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
-        self.close()
+        self._release()
         if max_prompt is not None:
             self._reserve(max_prompt, max_new_tokens)
         else:  # say now, before the first prompt, what is wrong with the method's budget or options
@@ -144,6 +169,7 @@ class Engine:
 
     # What a caller asks
 
+    @exclusive
     @memory_errors()
     def generate(
         self,
@@ -196,6 +222,7 @@ class Engine:
         self._run(waiting, answer_prompts, limit, stop or [], on_token or (lambda *_: None))
         return completions
 
+    @exclusive
     @memory_errors()
     def logits(self, prompt_ids: list[int], continuation_ids: list[int]) -> Tensor:
         """[n, vocab] fp32 for n continuation tokens: row i is what token i is drawn from.
@@ -272,8 +299,12 @@ class Engine:
             print(f"allocating the caches anew, for prompts of {prompt} tokens and {new} more", file=sys.stderr)
             self._allocate(self._plan(prompt, new))
 
+    @exclusive
     def close(self) -> None:
-        """Gives up the caches, and threads that fetched for them; the next call allocates them anew."""
+        """Gives up the caches, and threads that fetched for them; the next call allocates them again."""
+        self._release()
+
+    def _release(self) -> None:
         for layer in getattr(self, "layers", []):
             layer.close()
         self.shape: Shape | None = None
@@ -284,7 +315,7 @@ class Engine:
             layer.attention.kv = None
 
     def _allocate(self, shape: Shape) -> None:
-        self.close()  # the old caches go first
+        self._release()  # the old caches go first
         device, host = self._planned_bytes(shape)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):

@@ -1,6 +1,7 @@
 """Batches, follow-ups, stops and lengths: every row must give what it gives alone."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -364,3 +365,39 @@ def test_a_gpu_is_known_by_its_index(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [pick_device(name) for name in (None, "cuda", "cuda:1")] == [torch.device("cuda", i) for i in (0, 0, 1)]
+
+
+def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoint):
+    """Re-entered from on_token or from a follow-up, or called from another thread: the texts would mix."""
+    engine = load(checkpoint)
+    expected, refused = outcome(engine.generate([PROMPTS[0]], max_new_tokens=5)), []
+
+    def intrude(*_):
+        for call in (
+            lambda: engine.generate([PROMPTS[1]]),
+            lambda: engine.logits(PROMPTS[1], [1]),
+            lambda: engine.use("full"),
+            engine.close,
+        ):
+            with pytest.raises(RuntimeError, match="busy with another call"):
+                call()
+            refused.append(call)
+
+    def intrude_from_a_thread(*_):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(intrude).result()
+
+    def ask():
+        intrude()
+        yield [1, 2, 3]
+
+    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=5, on_token=intrude)) == expected
+    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=5, on_token=intrude_from_a_thread)) == expected
+    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=5, follow_ups=[ask()]))[0][:1] == expected[0]
+    assert len(refused) == 4 * (5 + 5 + 1)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([PROMPTS[0]], on_token=lambda *_: 1 / 0)
+    for failing in (lambda: engine.generate([[]]), lambda: engine.logits([1], []), lambda: engine.use("nosuch")):
+        with pytest.raises(ValueError):
+            failing()
+    assert outcome(engine.use("full").generate([PROMPTS[0]], max_new_tokens=5)) == expected
