@@ -5,7 +5,6 @@ decode step is compiled once and, on CUDA, replayed as a graph; the host only is
 CUDA one step late, so that the device never waits for it.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -13,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 
@@ -25,27 +24,38 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import kv as methods
 from checkpoint import load_checkpoint, present, read_config, read_eos_ids, read_json
-from decoder import SLEEP, Decoder, Sampling, sample
+from decoder import SLEEP, Decoder, Sampling
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
-from model import ModelConfig, Transformer, rope_frequencies
+from loop import Loop
+from model import SLICE, ModelConfig, Transformer, rope_frequencies
+from progress import Listener, Phase, timed
 from quantize import pack, quantize_modules, read_quantization
-from rows import Answer, Completion, Row
-from tokenizer import Stream, Tokenizer, load_tokenizer
+from rows import Completion, Row
+from tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int]
 
 
 @dataclass
 class Stats:
-    """What the engine measured since it was loaded (compile_s, compiles) or in its last call (the rest)."""
+    """What the engine measured since it was loaded (load, compile) or in its last call of `generate` (the rest)."""
 
+    load_s: float = 0.0
+    load_bytes: int = 0  # of the weights
     compile_s: float = 0.0
     compiles: int = 0  # times the decode step was compiled
     prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    first_token_s: float | None = None  # from the call to the first token: compiling and prefill are in it
     decode_s: float = 0.0
     steps: int = 0
     new_tokens: int = 0  # sampled in decode steps; an answer's first token is the prefill's
+    past_context: list[int] = field(default_factory=list)  # prompts whose rows decoded past the model's context
+
+    def of_next_call(self) -> "Stats":
+        kept = ("load_s", "load_bytes", "compile_s", "compiles")
+        return Stats(**{name: getattr(self, name) for name in kept})
 
 
 def exclusive(method: Callable) -> Callable:
@@ -76,7 +86,7 @@ class Engine:
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], profile: dict, compile: bool,
-        seed: int | None,
+        seed: int | None, on_phase: Listener | None = None,
     ):  # fmt: skip
         """A loaded model and the arguments of `load`; `use` gives it its caches."""
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
@@ -87,6 +97,8 @@ class Engine:
             torch.cuda.set_device(self.device)  # its streams are then the current ones
         self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
         self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
+        self.on_phase = on_phase
+        self.interrupted = False  # running answers are to end
         self.guard = threading.Lock()  # held by the call that uses the rows and caches
         self.requests = itertools.count()
         self.stats = Stats()
@@ -102,6 +114,7 @@ class Engine:
         for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
             _check_count(name, value)
         self.method, self.budget, self.options = kv, budget, options or {}
+        self.warned = False  # of a row past the model's context
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
         if max_prompt is not None:
@@ -126,13 +139,15 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         compile: bool = True,
         seed: int | None = None,
+        on_phase: Listener | None = None,
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
         budget: tokens a KV head, or a share of the prompt. options: the method's own, typed or as strings.
         max_prompt: caches are allocated for it now, and longer prompts are refused; else they follow the prompts.
         max_new_tokens: tokens a row may decode after its prompt, those fed by follow-ups included.
-        dtype: default, the checkpoint's. Raises ValueError or FileNotFoundError with one line that says what to do.
+        dtype: default, the checkpoint's. on_phase: is told what the engine is busy with, see progress.py.
+        Raises ValueError or FileNotFoundError with one line that says what to do.
         """
         methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
@@ -161,10 +176,12 @@ class Engine:
         free = free_bytes(device)
         if needed > free:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
-        pack(load_checkpoint(folder, model, device, dtype).requires_grad_(False))
+        with timed(on_phase, Phase("load", f"{needed / 1e9:.2f} GB")) as phase:
+            pack(load_checkpoint(folder, model, device, dtype).requires_grad_(False))
         profile = read_json(folder / "kv_profile.json") if present(folder / "kv_profile.json") else {}
-        engine = cls(model, tokenizer, eos, profile, compile, seed)
+        engine = cls(model, tokenizer, eos, profile, compile, seed, on_phase)
         engine.no_tokenizer = no_tokenizer or engine.no_tokenizer
+        engine.stats = Stats(load_s=phase.seconds, load_bytes=needed)
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
 
     # What a caller asks
@@ -182,6 +199,7 @@ class Engine:
         follow_ups: list[Iterable[Prompt]] | None = None,
         answer_prompts: bool = True,
         on_token: Callable[[int, int, str], None] | None = None,
+        on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Answers every prompt (text or ids), in order; more prompts than rows wait for a row.
 
@@ -191,8 +209,10 @@ class Engine:
         follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
         for its next item when the answer before is complete. answer_prompts: if False, prompts are only prefilled,
         and all answers are to follow-ups. on_token(prompt index, token, text): each token of an
-        answer, with the text that it completes. Raises ValueError for what does not fit the model or the plan.
+        answer, with the text that it completes. on_done(prompt index, completion): each prompt whose answers are
+        complete, at once. Raises ValueError for what does not fit the model or the plan.
         """
+        self.called, self.interrupted = time.perf_counter(), False
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         ids = [self.encode(prompt) for prompt in ([prompts] if single else prompts)]
         if not ids:
@@ -216,11 +236,17 @@ class Engine:
         decoded = [limit * a + f for a, f in zip(answers, fed, strict=True)]
         self._reserve(max(map(len, ids)), max(decoded))
         self.warm_up(sampling, max(map(len, ids)))
-        self.stats = dataclasses.replace(self.stats, prefill_s=0.0, decode_s=0.0, steps=0, new_tokens=0)
+        self.stats = self.stats.of_next_call()
         waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
         completions = [row.completion for row in waiting]
-        self._run(waiting, answer_prompts, limit, stop or [], on_token or (lambda *_: None))
+        unheard = lambda *_: None  # noqa: E731
+        Loop(self, waiting, answer_prompts, limit, stop or [], on_token or unheard, on_done or unheard).run()
         return completions
+
+    def interrupt(self) -> None:
+        """Ends the answers that `generate` is decoding: each keeps its tokens so far and gets the finish reason
+        `interrupted`. Follow-ups and waiting prompts go on. Safe in a signal handler and from other threads."""
+        self.interrupted = True
 
     @exclusive
     @memory_errors()
@@ -232,6 +258,8 @@ class Engine:
         prompt, forced = self.encode(prompt_ids), self.encode(continuation_ids, bos=False)
         self._reserve(len(prompt), len(forced))
         self.warm_up(Sampling(), len(prompt))
+        if len(prompt) + len(forced) - 1 > self.config.max_length and not self.endless:
+            self.warn_past_context()
         found = torch.empty(len(forced), self.config.vocab_size, device=self.device)
         found[0] = self.prefill(0, prompt)
         self.decoder.start(0, 0, len(prompt), 0)
@@ -269,6 +297,20 @@ class Engine:
         """Rows that steps wanted from the host since the caches were allocated, and those that had to be fetched."""
         found = [layer.fetched() for layer in self.layers]
         return sum(wanted for wanted, _ in found), sum(brought for _, brought in found)
+
+    def tell(self, phase: Phase) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
+
+    def warn_past_context(self) -> None:
+        """Says once that a row has outgrown the model's context."""
+        if not self.warned:
+            self.warned = True
+            print(
+                f"warning: decoding past the model's context of {self.config.max_length} tokens, where its text may "
+                "make no sense",
+                file=sys.stderr,
+            )
 
     # Caches
 
@@ -346,10 +388,11 @@ class Engine:
         if sampling != self.sampling:
             self.sampling, self.knobs = sampling, sampling.tensors(self.device)
         if self.compile and sampling.variant not in self.warm:
-            begin = time.perf_counter()
+            about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
             try:
-                for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
-                    self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
+                with timed(self.on_phase, Phase("compile", about)) as phase:
+                    for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, replayed
+                        self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             except BackendCompilerFailed as error:
                 if not isinstance(error.inner_exception, (InvalidCxxCompiler, CppCompileError)):
                     raise
@@ -357,17 +400,27 @@ class Engine:
                     "the decode step cannot be compiled here: install g++ and Python's headers (Debian: g++ "
                     "python3-dev), or pass --no-compile"
                 ) from None
-            self.stats.compile_s += time.perf_counter() - begin
+            self.stats.compile_s += phase.seconds
             self.warm.add(sampling.variant)
 
     # The device's work
 
-    def prefill(self, row: int, prompt: list[int]) -> Tensor:
-        """Resets row `row` and fills it: logits [vocab] after the prompt."""
+    def prefill(self, row: int, prompt: list[int], phase: Phase | None = None) -> Tensor:
+        """Resets row `row` and fills it: logits [vocab] after the prompt. A long prompt's layers count in `phase`."""
         for layer in self.layers:
             layer.reset(row)
         self.decoder.reset(row)
-        return self.model.prefill(torch.tensor(prompt, device=self.device), row)
+        long = phase is not None and self.on_phase is not None and len(prompt) > SLICE
+
+        def count() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the host runs ahead of the device
+            phase.done += 1
+            self.tell(phase)
+
+        if long:
+            phase.layers = self.config.n_layer
+        return self.model.prefill(torch.tensor(prompt, device=self.device), row, count if long else None)
 
     def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
@@ -396,81 +449,6 @@ class Engine:
         event = torch.cuda.Event()
         event.record()
         return lambda: (event.synchronize(), host.tolist())[1]
-
-    # The host's loop
-
-    def _run(
-        self, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
-        on_token: Callable[[int, int, str], None],
-    ) -> None:  # fmt: skip
-        """Until every row is done: fill free rows, command, launch, and read the step `lag` steps before."""
-
-        def read(row: Row, token: int, ahead: int) -> None:
-            text = row.take(token, token in self.eos, ahead, stop)
-            if text or token not in self.eos:
-                on_token(row.index, token, text)
-
-        rows: list[Row | None] = [None] * self.batch
-        flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
-        begin = time.perf_counter()
-        self.waited_s = 0.0  # for follow-ups
-        while waiting or flight or any(rows):
-            for b in range(self.batch):
-                if rows[b] and rows[b].idle and not self._ask(rows[b], limit):
-                    rows[b] = None
-                if waiting and rows[b] is None:
-                    rows[b] = waiting.popleft()
-                    token = self._start(b, rows[b])
-                    if answer_prompts:
-                        rows[b].open(limit, self._stream(), sampled=1)
-                        read(rows[b], token, 0)
-            commands = [row.command() if row else (SLEEP, False) for row in rows]
-            launch = any(command != SLEEP for command, _ in commands)
-            if launch:
-                length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
-                tokens, _ = self.launch([command for command, _ in commands], length, new)
-                owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
-                flight.append((owed, self.read_later(tokens)))
-                self.stats.steps += 1
-            while len(flight) > (self.lag if launch else 0):
-                owed, tokens = flight.popleft()
-                for debt, token in zip(owed, tokens(), strict=True):
-                    if debt and not debt[1].finish_reason:
-                        ahead = sum(any(later and later[0] is debt[0] for later in step) for step, _ in flight)
-                        read(debt[0], token, ahead)
-                        self.stats.new_tokens += token not in self.eos
-        self.stats.decode_s = time.perf_counter() - begin - self.stats.prefill_s - self.waited_s
-
-    def _start(self, b: int, row: Row) -> int:
-        """Prefills a prompt into batch row b: the token that would begin its answer."""
-        begin = time.perf_counter()
-        request = next(self.requests)
-        logits = self.prefill(b, row.prompt)
-        counter = torch.tensor([[request], [len(row.prompt)]], device=self.device)
-        token = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
-        self.decoder.start(b, token, len(row.prompt), request)
-        self.stats.prefill_s += time.perf_counter() - begin
-        return token
-
-    def _ask(self, row: Row, limit: int) -> bool:
-        """Feeds the row's next follow-up, if it has one."""
-        begin = time.perf_counter()
-        question = next(row.follow_ups, None)  # somebody may be typing it
-        self.waited_s += time.perf_counter() - begin
-        if question is None:
-            return False
-        ids = row.unfed + self.encode(question, bos=False)
-        room = limit if self.endless else self.shape.max_new_tokens - row.new - len(ids) + 1
-        if room < 1:
-            new = self.shape.max_new_tokens
-            print(f"no room for another question: the caches hold {new} tokens after the prompt", file=sys.stderr)
-            return False
-        row.feed.extend(ids)
-        row.open(min(limit, room), self._stream())
-        return True
-
-    def _stream(self) -> Stream | None:
-        return self.tokenizer.stream() if self.tokenizer else None
 
 
 def shape_of(

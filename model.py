@@ -8,6 +8,7 @@ Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -371,8 +372,11 @@ class Transformer(nn.Module):
         return (self.tok_embeddings.logits(x) if self.output is None else self.output(x)).float()
 
     @torch.no_grad()
-    def prefill(self, tokens: Tensor, row: int) -> Tensor:
-        """tokens [T] of one prompt -> logits [vocab] after its last token; row `row` of every layer is filled."""
+    def prefill(self, tokens: Tensor, row: int, on_layer: Callable[[], None] | None = None) -> Tensor:
+        """tokens [T] of one prompt -> logits [vocab] after its last token; row `row` of every layer is filled.
+
+        on_layer: called after each layer.
+        """
         speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, tokens.numel())
         self.rope_speed[row] = speed.to(self.rope_speed.device)
         for layer in self.layers:
@@ -381,6 +385,8 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens[None])
         for layer in self.layers:
             layer.prefill(x, cos, sin, row)
+            if on_layer is not None:
+                on_layer()
         for layer in self.layers:
             layer.attention.kv.finish(row)
         return self.logits(x[:, -1:])[0]

@@ -13,7 +13,7 @@ from tokenizer import Stream
 class Answer:
     tokens: list[int] = field(default_factory=list)  # without the EOS
     text: str = ""
-    finish_reason: str = ""  # stop or length; empty while it runs
+    finish_reason: str = ""  # stop, length or interrupted; empty while it runs
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Row:
         self.unfed: list[int] = []  # its last token, where that has not entered the cache
         self.stream: Stream | None = None  # turns its tokens into text
         self.shown = 0  # characters of it that on_token has seen
+        self.interrupted = False  # its limit was lowered to what the device had been asked for
 
     @property
     def answer(self) -> Answer:
@@ -65,7 +66,15 @@ class Row:
         """A new answer of at most `limit` tokens begins, `sampled` of them asked of the device already."""
         self.completion.answers.append(Answer())
         self.limit, self.wanted = limit, limit - sampled
-        self.stream, self.shown = stream, 0
+        self.stream, self.shown, self.interrupted = stream, 0, False
+
+    def interrupt(self) -> None:
+        """The running answer, if there is one, ends with the next token read: a question on its way is fed whole, and
+        every token of the answer but the last is in the cache, as after any other end."""
+        if not self.idle:
+            asked = self.limit - self.wanted
+            self.wanted = int(asked == len(self.answer.tokens))  # nothing to read: one more sample
+            self.limit, self.interrupted = asked + self.wanted, True
 
     def command(self) -> tuple[int, bool]:
         """What the row does in the next step, and whether what it samples then belongs to its answer."""
@@ -96,7 +105,8 @@ class Row:
         if cut is not None:
             answer.text = answer.text[:cut]
         if ended or full or cut is not None:
-            answer.finish_reason = "length" if full and cut is None else "stop"
+            out_of_tokens = "interrupted" if self.interrupted else "length"
+            answer.finish_reason = out_of_tokens if full and cut is None else "stop"
             self.wanted, self.unfed = 0, [] if ended or ahead else [token]
             self.length -= ahead if ended else 0
         # A stop text may have begun at the end: that much is held back until it is certain.

@@ -1,0 +1,122 @@
+"""The host's loop over a batch: gives prompts to free rows, commands the device, reads its tokens.
+
+On CUDA the host reads one step late, so that the device never waits for it.
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from decoder import SLEEP, sample
+from progress import Phase, timed
+from rows import Answer, Completion, Row
+from tokenizer import Stream
+
+if TYPE_CHECKING:
+    from engine import Engine
+
+
+class Loop:
+    """One call of `Engine.generate`."""
+
+    def __init__(
+        self, engine: "Engine", waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
+        on_token: Callable[[int, int, str], None], on_done: Callable[[int, Completion], None],
+    ):  # fmt: skip
+        self.engine, self.waiting, self.answer_prompts = engine, waiting, answer_prompts
+        self.limit, self.stop, self.on_token, self.on_done = limit, stop, on_token, on_done
+        self.context = math.inf if engine.endless else engine.config.max_length
+        self.waited_s = 0.0  # for follow-ups
+
+    def run(self) -> None:
+        """Until every row is done: fills free rows, commands, launches, and reads the step `lag` steps before."""
+        engine, stats = self.engine, self.engine.stats
+        self.begin = time.perf_counter()
+        rows: list[Row | None] = [None] * engine.batch
+        flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
+        while self.waiting or flight or any(rows):
+            if engine.interrupted:
+                engine.interrupted = False
+                for row in filter(None, rows):
+                    row.interrupt()
+            self._fill(rows)
+            commands = [row.command() if row else (SLEEP, False) for row in rows]
+            launch = any(command != SLEEP for command, _ in commands)
+            if launch:
+                length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
+                tokens, _ = engine.launch([command for command, _ in commands], length, new)
+                owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
+                flight.append((owed, engine.read_later(tokens)))
+                stats.steps += 1
+            while len(flight) > (engine.lag if launch else 0):
+                owed, tokens = flight.popleft()
+                for debt, token in zip(owed, tokens(), strict=True):
+                    if debt and not debt[1].finish_reason:
+                        ahead = sum(any(later and later[0] is debt[0] for later in step) for step, _ in flight)
+                        self._read(debt[0], token, ahead)
+                        stats.new_tokens += token not in engine.eos
+        stats.decode_s = time.perf_counter() - self.begin - stats.prefill_s - self.waited_s
+
+    def _fill(self, rows: list[Row | None]) -> None:
+        """Gives idle rows their next follow-up, and rows without one the next prompt."""
+        for b, row in enumerate(rows):
+            if row and row.idle and not self._ask(row):
+                self.on_done(row.index, row.completion)
+                rows[b] = None
+            if self.waiting and rows[b] is None:
+                rows[b] = self.waiting.popleft()
+                token = self._start(b, rows[b])
+                if self.answer_prompts:
+                    rows[b].open(self.limit, self._stream(), sampled=1)
+                    self._read(rows[b], token, 0)
+
+    def _start(self, b: int, row: Row) -> int:
+        """Prefills a prompt into batch row b: the token that would begin its answer."""
+        engine, n = self.engine, len(row.prompt)
+        with timed(engine.on_phase, Phase("prefill", f"{n} tokens", tokens=n)) as phase:
+            request = next(engine.requests)
+            logits = engine.prefill(b, row.prompt, phase)
+            counter = torch.tensor([[request], [n]], device=engine.device)
+            token = int(sample(logits[None], engine.sampling.variant, *engine.knobs, *counter))
+            engine.decoder.start(b, token, n, request)
+        engine.stats.prefill_s += phase.seconds
+        engine.stats.prefill_tokens += n
+        return token
+
+    def _ask(self, row: Row) -> bool:
+        """Feeds the row's next follow-up, if it has one."""
+        engine, begin = self.engine, time.perf_counter()
+        question = next(row.follow_ups, None)  # somebody may be typing it
+        self.waited_s += time.perf_counter() - begin
+        if question is None:
+            return False
+        ids = row.unfed + engine.encode(question, bos=False)
+        room = self.limit if engine.endless else engine.shape.max_new_tokens - row.new - len(ids) + 1
+        if room < 1:
+            new = engine.shape.max_new_tokens
+            print(f"no room for another question: the caches hold {new} tokens after the prompt", file=sys.stderr)
+            return False
+        row.feed.extend(ids)
+        row.open(min(self.limit, room), self._stream())
+        return True
+
+    def _read(self, row: Row, token: int, ahead: int) -> None:
+        """Takes a token for the row's answer; `ahead` steps that continue it were launched since."""
+        engine, stats = self.engine, self.engine.stats
+        if stats.first_token_s is None:
+            stats.first_token_s = time.perf_counter() - engine.called
+            engine.tell(Phase("first token", seconds=stats.first_token_s))
+        if row.length - ahead > self.context and row.index not in stats.past_context:
+            stats.past_context.append(row.index)
+            engine.warn_past_context()
+        text = row.take(token, token in engine.eos, ahead, self.stop)
+        if text or token not in engine.eos:
+            self.on_token(row.index, token, text)
+
+    def _stream(self) -> Stream | None:
+        return self.engine.tokenizer.stream() if self.engine.tokenizer else None

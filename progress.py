@@ -1,0 +1,67 @@
+"""The phases of an engine's work, and the lines on stderr that report them."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+
+@dataclass
+class Phase:
+    """load, compile, prefill, or first token: the time from a call of `generate` to its first token."""
+
+    name: str
+    about: str = ""  # what is loaded, compiled or prefilled
+    tokens: int = 0  # of the prompt that is prefilled
+    layers: int = 0  # of a prefill long enough to report each
+    done: int = 0  # layers so far
+    seconds: float | None = None  # None while the phase runs
+
+
+Listener = Callable[[Phase], None]
+
+
+@contextmanager
+def timed(listener: Listener | None, phase: Phase) -> Iterator[Phase]:
+    """Measures the phase; the listener, if there is one, hears of its start and of its end."""
+    begin, listener = time.perf_counter(), listener or (lambda _: None)
+    listener(phase)
+    yield phase
+    phase.seconds = time.perf_counter() - begin
+    listener(phase)
+
+
+class Progress:
+    """Listens to an engine: one line on stderr per phase. A terminal also shows what is running, and how far."""
+
+    def __init__(self, prompts: int):
+        self.terminal, self.single = sys.stderr.isatty(), prompts == 1
+        self.bar = tqdm(total=prompts, unit="prompt", disable=self.single or not self.terminal)
+
+    def __call__(self, phase: Phase) -> None:
+        if phase.seconds is None:
+            layers = f", layer {phase.done} of {phase.layers}" if phase.layers else ""
+            self._status(f"{phase.name} {phase.about}{layers}")
+            return
+        self._status("")
+        if phase.name == "prefill" and not self.single:
+            return  # the bar counts prompts
+        rate = f", {phase.tokens / phase.seconds:.0f} tokens/s" if phase.tokens else ""
+        about = f"{phase.about}, " if phase.about else ""
+        tqdm.write(f"-- {phase.name}: {about}{phase.seconds:.2f} s{rate}", file=sys.stderr)
+
+    def finished(self) -> None:
+        """One more prompt is answered."""
+        self.bar.update()
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def _status(self, text: str) -> None:
+        if not self.single:
+            self.bar.set_postfix_str(text)
+        elif self.terminal:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
