@@ -120,9 +120,7 @@ class Engine:
         if max_prompt is not None:
             self._reserve(max_prompt, max_new_tokens)
         else:  # say now, before the first prompt, what is wrong with the method's budget or options
-            window = self.config.window
-            likely = min(self.config.max_length, max(1, window - max_new_tokens) if window else self.config.max_length)
-            self._planned_bytes(self._plan(likely, max_new_tokens))
+            self._planned_bytes(self._plan(self._longest_prompt(max_new_tokens), max_new_tokens))
         return self
 
     @classmethod
@@ -203,7 +201,8 @@ class Engine:
     ) -> list[Completion]:
         """Answers every prompt (text or ids), in order; more prompts than rows wait for a row.
 
-        Caches that are too small are allocated, and the step compiled, anew; `load(max_prompt=...)` avoids that.
+        Caches that are too small are replaced by larger ones, and the step is compiled again; sizes step up by powers
+        of two, so that this is rare, and `load(max_prompt=...)` avoids it.
 
         max_new_tokens: per answer; default, what `load` was given. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
@@ -336,10 +335,39 @@ class Engine:
         new = max(new, self.max_new_tokens)
         if self.shape is None:
             return self._allocate(self._plan(prompt, new))
-        if prompt > self.shape.max_prompt or (new > self.shape.max_new_tokens and not self.endless):
-            prompt, new = max(prompt, self.shape.max_prompt), max(new, self.shape.max_new_tokens)
-            print(f"allocating the caches anew, for prompts of {prompt} tokens and {new} more", file=sys.stderr)
-            self._allocate(self._plan(prompt, new))
+        has = self.shape
+        if prompt > has.max_prompt or (new > has.max_new_tokens and not self.endless):
+            shape = self._grown(max(prompt, has.max_prompt), max(new, has.max_new_tokens))
+            print(
+                f"allocating larger caches, for prompts of {shape.max_prompt} tokens and {shape.max_new_tokens} more",
+                file=sys.stderr,
+            )
+            self._allocate(shape)
+
+    def _grown(self, prompt: int, new: int) -> Shape:
+        """The plan for caches that must grow: what grows becomes a power of two, so that the next prompt, a little
+        longer, needs no other compile. The sizes asked for, if that does not leave half of the free memory to prefill.
+
+        A budget that is a share of the prompt fixes a method's sizes: prompts are then planned as they are.
+        """
+        has, windowed = self.shape, methods.METHODS[self.method].windowed
+        longest = self.config.max_length if windowed else self._longest_prompt(new)
+        self._release()  # its memory counts as free
+        share = isinstance(self.budget, float) and self.budget != 1.0
+        try:
+            shape = self._plan(
+                prompt if share or prompt <= has.max_prompt else max(prompt, min(_power_of_two(prompt), longest)),
+                new if new <= has.max_new_tokens else _power_of_two(new),
+            )
+            self._check_memory(shape, spare=0.5)
+            return shape
+        except ValueError:
+            return self._plan(prompt, new)
+
+    def _longest_prompt(self, new: int) -> int:
+        """What every method can take: with `new` tokens more it stays within the model's window, if it has one."""
+        window, longest = self.config.window, self.config.max_length
+        return min(longest, max(1, window - new)) if window else longest
 
     @exclusive
     def close(self) -> None:
@@ -356,17 +384,21 @@ class Engine:
         for layer in self.model.layers:
             layer.attention.kv = None
 
-    def _allocate(self, shape: Shape) -> None:
-        self._release()  # the old caches go first
+    def _check_memory(self, shape: Shape, spare: float = 0.0) -> None:
+        """Raises ValueError if the caches leave less than the share `spare` of the free memory."""
         device, host = self._planned_bytes(shape)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
-            if bytes_ > (free := free_bytes(torch.device(place))):
+            if bytes_ > (1 - spare) * (free := free_bytes(torch.device(place))):
                 raise ValueError(
                     f"the {self.method} cache of {self.batch} x {shape.planned} tokens needs {bytes_ / 1e9:.2f} GB on "
                     f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
                     "--budget, or choose a --kv that keeps less"
                 )
+
+    def _allocate(self, shape: Shape) -> None:
+        self._release()  # the old caches go first
+        self._check_memory(shape)
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers, self.batch)
         self.step = self.decoder = Decoder(self.model, self.batch, sorted(self.eos), self.device)
@@ -461,6 +493,11 @@ def shape_of(
         batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window, max_length=c.max_length,
         rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
     )  # fmt: skip
+
+
+def _power_of_two(n: int) -> int:
+    """The least that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 def _check_count(name: str, value: object) -> None:

@@ -191,12 +191,163 @@ def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsy
     engine.generate([PROMPTS[1]], max_new_tokens=3)
     assert engine.shape.max_prompt == 3 and not capsys.readouterr().err
     grown = outcome(engine.generate([PROMPTS[2]], max_new_tokens=3))
-    assert engine.shape.max_prompt == 97 and "97 tokens" in capsys.readouterr().err
+    assert engine.shape.max_prompt == 128 and "128 tokens" in capsys.readouterr().err
     assert grown == outcome(load(checkpoint).generate([PROMPTS[2]], max_new_tokens=3))
     fixed = load(checkpoint, max_prompt=50)
     fixed.generate([PROMPTS[0]], max_new_tokens=3)
     with pytest.raises(ValueError, match="97 tokens and max_prompt is 50"):
         fixed.generate([PROMPTS[2]], max_new_tokens=3)
+
+
+def sizes_of(engine, monkeypatch):
+    """The plans that the engine allocates from now on, as (max_prompt, max_new_tokens)."""
+    found, allocate = [], engine._allocate
+    monkeypatch.setattr(
+        engine, "_allocate", lambda shape: (found.append((shape.max_prompt, shape.max_new_tokens)), allocate(shape))
+    )
+    return found
+
+
+def test_growing_caches_step_up_by_powers_of_two(checkpoint, monkeypatch):
+    engine = load(checkpoint, max_new_tokens=5)
+    plans = sizes_of(engine, monkeypatch)
+    for prompt in (20, 22, 30, 32, 33, 60, 64, 1, 65, 3000):
+        engine.generate([[7] * prompt], max_new_tokens=2)
+    assert plans == [(20, 5), (32, 5), (64, 5), (128, 5), (4096, 5)]  # the first is what is asked for
+    engine.generate([[7]], max_new_tokens=9)
+    engine.generate([[7]], max_new_tokens=15)
+    assert plans[5:] == [(4096, 16)]
+
+
+def test_a_grown_cache_stays_within_the_context_and_half_the_free_memory(checkpoint, monkeypatch):
+    engine = Engine.load(
+        write_random(checkpoint.parent / "odd", max_position_embeddings=3000), compile=False, max_new_tokens=2
+    )
+    plans = sizes_of(engine, monkeypatch)
+    needed = 2 * 2 * 2 * 16 * 4  # bytes a token takes: layers, KV heads, K and V, head dim, fp32
+    for prompt in (20, 2100):
+        engine.generate([[7] * prompt])
+    monkeypatch.setattr("engine.free_bytes", lambda _: 2 * 2600 * needed)
+    engine.use("full", max_new_tokens=2).generate([[7] * 20])
+    engine.generate([[7] * 1100])  # 2,048 + 2 leave half
+    engine.generate([[7] * 2100])  # 3,000 + 2 would not
+    assert plans == [(20, 2), (3000, 2), (20, 2), (2048, 2), (2100, 2)]
+
+
+def test_a_budget_that_is_a_share_stays_a_share_of_the_longest_prompt(checkpoint, monkeypatch):
+    engine = load(checkpoint, "streaming", budget=0.5, max_new_tokens=2)
+    plans = sizes_of(engine, monkeypatch)
+    for prompt in (20, 33, 97):
+        found = outcome(engine.generate([PROMPTS[2][:prompt]]))
+        alone = load(checkpoint, "streaming", budget=0.5, max_new_tokens=2, max_prompt=prompt)
+        assert found == outcome(alone.generate([PROMPTS[2][:prompt]])) and engine.kv_bytes() == alone.kv_bytes()
+    assert plans == [(20, 2), (33, 2), (97, 2)]
+
+
+def test_a_sliding_window_that_the_next_power_of_two_exceeds_takes_the_prompt_as_it_is(tmp_path, monkeypatch):
+    folder = write_random(tmp_path / "mistral", architectures=["MistralForCausalLM"], sliding_window=100)
+    engine = load(folder, "streaming", max_new_tokens=2)
+    plans = sizes_of(engine, monkeypatch)
+    for prompt in (20, 40, 70, 98):
+        engine.generate([[7] * prompt])
+    assert plans == [(20, 2), (64, 2), (98, 2)]
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+def test_an_interrupted_answer_keeps_its_tokens_and_the_conversation_goes_on(checkpoint, lag):
+    """Other rows end too; prompts that wait, and follow-ups, are answered as if the answer had been that short."""
+    engine, question = load(checkpoint, batch=2), [1, 2, 3]
+    engine.lag = lag
+    count = itertools.count(1)
+
+    def show(index, token, text):
+        if next(count) == 9:
+            engine.interrupt()
+
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]
+    found = engine.generate(prompts, max_new_tokens=30, follow_ups=[[question]] * 3, on_token=show)
+    free = load(checkpoint).generate(prompts, max_new_tokens=30)
+    for i, (prompt, completion, whole) in enumerate(zip(prompts, found, free, strict=True)):
+        first, second = completion.answers
+        assert first.tokens == whole.answers[0].tokens[: len(first.tokens)]
+        assert first.finish_reason == ("interrupted" if i < 2 else "length")
+        assert 4 <= len(first.tokens) <= 7 if i < 2 else len(first.tokens) == 30
+        (expected,) = load(checkpoint).generate([prompt + first.tokens + question], max_new_tokens=30)
+        assert (second.tokens, second.finish_reason) == (expected.answers[0].tokens, "length")
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, lag):
+    engine, launch = load(checkpoint), Engine.launch
+    engine.lag = lag
+    launches = itertools.count(1)
+
+    def interrupt_in_the_question(commands, *plan):
+        if next(launches) == 6:  # 3 steps for the first answer, then the question
+            engine.interrupt()
+        return launch(engine, commands, *plan)
+
+    engine.launch = interrupt_in_the_question
+    question, third = [1, 2, 3, 4, 5], [6]
+    first, second, last = engine.generate([PROMPTS[0]], max_new_tokens=4, follow_ups=[[question, third]])[0].answers
+    assert (len(second.tokens), second.finish_reason, last.finish_reason) == (1, "interrupted", "length")
+    history = PROMPTS[0] + first.tokens + question + second.tokens + third
+    assert load(checkpoint).generate([history], max_new_tokens=4)[0].answers[0].tokens == last.tokens
+
+
+def test_a_prompt_that_is_done_is_handed_over_before_the_others_are(checkpoint):
+    engine, events = load(checkpoint, batch=2), []
+    found = engine.generate(
+        PROMPTS[:3], max_new_tokens=4, follow_ups=[[[5]], [], []], on_token=lambda i, *_: events.append(i),
+        on_done=lambda i, completion: events.append((i, completion)),
+    )  # fmt: skip
+    assert {i: completion for i, completion in filter(lambda e: isinstance(e, tuple), events)} == dict(enumerate(found))
+    done = [event if isinstance(event, int) else ("done", event[0]) for event in events]
+    assert [event for event in done if isinstance(event, tuple)] == [("done", 1), ("done", 2), ("done", 0)]
+    assert done.index(("done", 1)) < done.index(2) and done.index(("done", 2)) < len(done) - 2
+
+
+def test_a_row_that_passes_the_context_is_warned_of_once(tmp_path, capsys):
+    folder = write_random(tmp_path / "short", max_position_embeddings=50)
+    engine = load(folder, batch=2)
+    engine.generate([PROMPTS[0], PROMPTS[1]], max_new_tokens=10)  # 40 tokens and 10 more: the last is never fed
+    engine.generate([PROMPTS[0]], max_new_tokens=11)
+    assert engine.stats.past_context == [] and not capsys.readouterr().err
+    engine.generate([PROMPTS[1], PROMPTS[0]], max_new_tokens=12)
+    assert engine.stats.past_context == [1]
+    engine.generate([PROMPTS[0]], max_new_tokens=5, follow_ups=[[[1] * 20]])
+    assert engine.stats.past_context == [0]
+    assert capsys.readouterr().err.count("past the model's context of 50 tokens") == 1
+    engine.generate([PROMPTS[0]], max_new_tokens=5)
+    assert engine.stats.past_context == []
+    fresh = load(folder)
+    fresh.logits(PROMPTS[0], [1] * 11)
+    assert not capsys.readouterr().err
+    fresh.logits(PROMPTS[0], [1] * 12)
+    assert "past the model's context" in capsys.readouterr().err
+    endless = load(folder, "streaming")
+    endless.generate([PROMPTS[0]], max_new_tokens=60)
+    assert endless.stats.past_context == [] and not capsys.readouterr().err
+
+
+def test_an_engine_tells_what_it_is_busy_with(checkpoint, monkeypatch):
+    heard = []
+    monkeypatch.setattr("engine.SLICE", 50)  # prompts beyond it report their layers
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    engine = load(checkpoint, compile=True, on_phase=lambda p: heard.append((p.name, p.about, p.done, p.seconds)))
+    engine.generate([PROMPTS[2]], max_new_tokens=3)
+    engine.generate([PROMPTS[0]], max_new_tokens=3)
+    ran = [(name, done, seconds is not None) for name, _, done, seconds in heard]
+    assert ran == [
+        ("load", 0, False), ("load", 0, True), ("compile", 0, False), ("compile", 0, True),
+        ("prefill", 0, False), ("prefill", 1, False), ("prefill", 2, False), ("prefill", 2, True),
+        ("first token", 0, True), ("prefill", 0, False), ("prefill", 0, True), ("first token", 0, True),
+    ]  # fmt: skip
+    about = {name: text for name, text, *_ in reversed(heard)}
+    assert about["load"].endswith(" GB") and about["prefill"] == "97 tokens"
+    assert about["compile"] == "greedy decode step for 1 x 177 tokens"
+    stats = engine.stats
+    assert stats.prefill_tokens == 40 and 0 < stats.prefill_s <= stats.first_token_s and stats.load_s > 0
 
 
 def test_the_cache_holds_what_was_planned_and_reports_it(checkpoint):
@@ -227,6 +378,7 @@ def test_caches_may_be_compiled_anew_any_number_of_times(checkpoint, monkeypatch
     monkeypatch.setattr(torch, "compile", lambda step, **_: real(step, fullgraph=True, backend="eager"))
     engine = load(checkpoint, compile=True, max_new_tokens=3)
     for length in range(10, 40, 2):
+        engine.close()
         prompt = list(range(length))
         expected = load(checkpoint, max_new_tokens=3).generate([prompt])
         assert outcome(engine.generate([prompt])) == outcome(expected)
@@ -358,7 +510,7 @@ def test_caches_grow_for_longer_answers_if_a_single_layer_needs_it(tmp_path):
     assert engine.generate([PROMPTS[0]]) and large.generate([PROMPTS[0]])
     assert [layer.endless for layer in engine.layers] == [True, False]
     longer = engine.generate([PROMPTS[0]], max_new_tokens=60)
-    assert engine.shape.max_new_tokens == 60 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
+    assert engine.shape.max_new_tokens == 64 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
 
 
 def test_a_gpu_is_known_by_its_index(monkeypatch):
