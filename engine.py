@@ -1,8 +1,8 @@
 """The engine: loads a checkpoint, prefills prompts row by row, decodes them together.
 
 Prompts of different lengths share a batch: each row has its own length, and a row that finishes is refilled. The
-decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and reads tokens, on
-CUDA one step late, so that the device never waits for it.
+decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and reads tokens
+(loop.py).
 """
 
 import functools
@@ -281,6 +281,12 @@ class Engine:
             raise ValueError(f"token ids must be integers from 0 to {self.config.vocab_size - 1}")
         return list(prompt)
 
+    def check_length(self, prompt: int) -> None:
+        """Raises ValueError for more prompt tokens than the model's context, or `max_prompt`, allows."""
+        for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
+            if limit is not None and prompt > limit:
+                raise ValueError(f"the prompt has {prompt} tokens and {what} is {limit}")
+
     def kv_bytes(self) -> tuple[int, int, int]:
         """Bytes of the cache on the device and on the host, and what the full cache would take for the same plan."""
         if self.shape is None:
@@ -329,9 +335,7 @@ class Engine:
 
     def _reserve(self, prompt: int, new: int) -> None:
         """Caches for prompts of that many tokens and `new` more; those there are stay if they are large enough."""
-        for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
-            if limit is not None and prompt > limit:
-                raise ValueError(f"the prompt has {prompt} tokens and {what} is {limit}")
+        self.check_length(prompt)
         new = max(new, self.max_new_tokens)
         if self.shape is None:
             return self._allocate(self._plan(prompt, new))

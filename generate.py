@@ -4,18 +4,21 @@ Without arguments it answers a question about the long text in needle/, with the
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import torch
-from tqdm import tqdm
 
 import kv
+from conversation import Conversation
 from cli import check_output, number, read_text, run, write_json
 from device import DTYPES, resident_bytes
 from engine import Engine
+from progress import Progress
+from rows import Completion
 
 __all__ = ["Engine"]
 NEEDLE = Path(__file__).parent / "needle"
@@ -28,8 +31,12 @@ def parser() -> argparse.ArgumentParser:
     what = p.add_argument_group("what to answer").add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT")
     what.add_argument("--prompt-file", metavar="FILE", help="the prompt is this file; - for stdin")
-    what.add_argument("--batch-file", metavar="FILE", help="one prompt a line; - for stdin")
+    batch = 'one prompt a line, or JSONL of {"id": ..., "prompt": ...}; - for stdin'
+    what.add_argument("--batch-file", metavar="FILE", help=batch)
     p.add_argument("--chat", action="store_true", help="use the checkpoint's chat format; on a terminal, keep asking")
+    p.add_argument("--system", metavar="TEXT", help="the system prompt of --chat (default: the chat format's)")
+    p.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer, and is cut off; repeatable")
+    p.add_argument("--out", metavar="FILE", help="append each answer to this JSONL file as soon as it is complete")
     p.add_argument("--kv", default="full", metavar="NAME", help="KV method (default: full); see --list-kv")
     p.add_argument("--budget", type=number, help="tokens a KV head, or a share of the prompt between 0 and 1")
     p.add_argument("--kv-opt", action="append", default=[], metavar="K=V", help="an option of the method; repeatable")
@@ -51,35 +58,71 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
+def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
+    """The prompts by id: of a line without one, its number."""
     if args.batch_file is not None:
-        lines = (line.removesuffix("\r") for line in read_text(args.batch_file).split("\n"))
-        prompts = [line for line in lines if line.strip()]
-        if not prompts:
-            raise ValueError(f"{args.batch_file} holds no prompt")
-        return prompts
+        return parse_batch(args.batch_file, read_text(args.batch_file))
     if args.prompt_file is not None:
-        return [read_text(args.prompt_file)]
+        return {1: read_text(args.prompt_file)}
     if args.prompt is not None:
-        return [args.prompt]
+        return {1: args.prompt}
     if args.checkpoint is not None:
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
-    return [(NEEDLE / "demo.txt").read_text()]
+    return {1: (NEEDLE / "demo.txt").read_text()}
 
 
-def questions(engine: Engine, out: TextIO) -> Iterator[list[int]]:
-    """A chat's next user turns, as long as someone at a terminal types them."""
-    while True:
-        print(file=out, flush=True)
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line.strip():
-            return
-        yield engine.tokenizer.chat_next(line.strip())
+def parse_batch(name: str, text: str) -> dict[str | int, str]:
+    """Prompts by id. The file is JSONL if it is called so, or if its first line is an object with a prompt."""
+    lines = {i: line.removesuffix("\r") for i, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if not lines:
+        raise ValueError(f"{name} holds no prompt")
+    if not name.endswith(".jsonl") and "prompt" not in parse_object(next(iter(lines.values()))):
+        return lines
+    found = {}
+    for i, line in lines.items():
+        entry = parse_object(line)
+        key, prompt = entry.get("id", i), entry.get("prompt")
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f'{name}, line {i}: write {{"id": ..., "prompt": "..."}}, with a prompt that is not empty')
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise ValueError(f"{name}, line {i}: the id must be a text or a whole number")
+        if key in found:
+            raise ValueError(f"{name}, line {i}: the id {key!r} is taken already")
+        found[key] = prompt
+    return found
 
 
-def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: TextIO) -> None:
-    """Loads the engine, generates, and prints what was measured; text streams to `out`."""
+def parse_object(line: str) -> dict:
+    """The JSON object in a line; an empty one if there is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def open_to_append(name: str) -> BinaryIO:
+    """The file, ready for a new line even if its last one was cut off."""
+    file = open(name, "ab+")
+    if file.seekable() and file.seek(0, 2):
+        file.seek(-1, 2)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file
+
+
+def encode(engine: Engine, text: str, args: argparse.Namespace) -> list[int]:
+    """A prompt's ids. Raises ValueError for one that the engine would refuse."""
+    ids = engine.tokenizer.chat(text, args.system) if args.chat else engine.encode(text)
+    engine.check_length(len(ids))
+    return ids
+
+
+def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: Path, out: TextIO) -> None:
+    """Loads the engine, generates, and prints what was measured; text streams to `out`.
+
+    Of several prompts, one that is refused fails alone: ValueError names it when the others are answered.
+    """
     options = {}
     for option in args.kv_opt:
         name, equals, value = option.partition("=")
@@ -89,41 +132,70 @@ def answer(args: argparse.Namespace, prompts: list[str], checkpoint: Path, out: 
     options |= {} if args.mem is None else {"mem": args.mem}
     options |= {"offload": True} if args.offload else {}
     options |= {} if args.kv_bits is None else {"bits": args.kv_bits}
-    talk = args.chat and sys.stdin.isatty() and len(prompts) == 1 and args.prompt_file != "-"
+    single = len(prompts) == 1
+    talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
     demo = args.checkpoint is None
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
-    engine = Engine.load(
-        checkpoint, args.kv, args.budget, options, device=args.device, dtype=args.dtype, seed=args.seed,
-        batch=args.batch if args.batch is not None else min(len(prompts), 8),
-        max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
-        compile=args.compile if args.compile is not None else not demo,  # the demo is over before a compile would pay
-    )  # fmt: skip
-    if engine.tokenizer is None:
-        raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
-    single = len(prompts) == 1
-    with tqdm(total=len(prompts), unit="prompt", disable=single) as bar:
-        seen = set()
-
-        def show(index: int, token: int, text: str) -> None:
-            if single:
-                print(text, end="", file=out, flush=True)
-            elif index not in seen:
-                seen.add(index)
-                bar.update()
-
-        completions = engine.generate(
-            [engine.tokenizer.chat(p) for p in prompts] if args.chat else prompts,
-            max_new_tokens=limit, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-            follow_ups=[questions(engine, out)] if talk else None, on_token=show,
+    with closing(Progress(len(prompts))) as progress:
+        engine = Engine.load(
+            checkpoint, args.kv, args.budget, options, device=args.device, dtype=args.dtype, seed=args.seed,
+            batch=args.batch if args.batch is not None else min(len(prompts), 8),
+            max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
+            compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile would pay
+            on_phase=progress,
         )  # fmt: skip
-    if single:
+        if engine.tokenizer is None:
+            raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
+        ids, failed = {}, {}
+        for name, text in prompts.items():
+            try:
+                ids[name] = encode(engine, text, args)
+            except ValueError as error:
+                failed[name] = str(error)
+        if not ids:
+            name, error = next(iter(failed.items()))
+            raise ValueError(error if single else f"no prompt can be answered; prompt {name}: {error}")
+        names = list(ids)
+        with (
+            open_to_append(args.out) if args.out else nullcontext() as file,
+            Conversation(engine, out) if talk else nullcontext() as conversation,
+        ):
+
+            def write(entry: dict) -> None:
+                if file is not None:
+                    file.write(json.dumps(entry).encode() + b"\n")
+                    file.flush()
+
+            def show(index: int, token: int, text: str) -> None:
+                if talk:
+                    conversation.begun()
+                if single:
+                    print(text, end="", file=out, flush=True)
+
+            def done(index: int, completion: Completion) -> None:
+                write({"id": names[index]} | completion.to_dict())
+                progress.finished()
+
+            for name, error in failed.items():
+                progress.line(f"prompt {name}: {error}")
+                write({"id": name, "error": error})
+                progress.finished()
+            completions = engine.generate(
+                list(ids.values()), limit, args.temperature, args.top_k, args.top_p, args.stop,
+                follow_ups=[conversation.questions()] if talk else None, on_token=show, on_done=done,
+            )  # fmt: skip
+    if single and not talk:
         print(file=out)
-    else:
-        for prompt, completion in zip(prompts, completions, strict=True):
-            print(f"{prompt[:60]} -> {completion.answers[0].text}", file=out)
+    elif not single:
+        for name, completion in zip(names, completions, strict=True):
+            print(f"{prompts[name][:60]} -> {completion.answers[0].text}", file=out)
     report = measured(engine, args, checkpoint, completions)
+    report["completions"] = [{"id": name} | c for name, c in zip(names, report["completions"], strict=True)]
+    report["failed"] = [{"id": name, "error": error} for name, error in failed.items()]
     print_report(report)
     write_json(args.json, report)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
 
 
 def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, completions: list) -> dict:
@@ -140,9 +212,13 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "dtype": str(engine.dtype).removeprefix("torch."),
         "seed": engine.seed,
         "batch": engine.batch,
+        "load_s": stats.load_s,
+        "load_bytes": stats.load_bytes,
         "compile_s": stats.compile_s,
         "compiles": stats.compiles,
         "prefill_s": stats.prefill_s,
+        "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s,
+        "first_token_s": stats.first_token_s,
         "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
         "tokens_per_s": stats.new_tokens / stats.decode_s if stats.steps else None,
         "kv_device_bytes": device_bytes,
@@ -150,6 +226,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "kv_full_bytes": full_bytes,
         "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
+        "past_context": stats.past_context,
         "completions": [completion.to_dict() for completion in completions],
     }
 
@@ -162,8 +239,10 @@ def print_report(r: dict) -> None:
     lines = [
         ("prompt tokens", ", ".join(str(c["prompt_tokens"]) for c in answers[:8]) + ", ..." * (len(answers) > 8)),
         ("new tokens", str(sum(c["new_tokens"] for c in answers))),
+        ("load", f"{r['load_bytes'] / 1e9:.2f} GB, {r['load_s']:.2f} s"),
         ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
-        ("prefill", f"{r['prefill_s']:.2f} s"),
+        ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s"),
+        ("first token", f"{r['first_token_s']:.2f} s"),
         ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s")
         if r["tokens_per_s"]
         else ("decode", "no steps: the prefill gave the whole answer"),
@@ -173,6 +252,9 @@ def print_report(r: dict) -> None:
     ]
     if r["fetch_hit_rate"]:
         lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
+    if r["past_context"]:
+        passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
+        lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))
     print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
     for name, value in lines:
         print(f"{name:14} {value}", file=sys.stderr)
@@ -188,11 +270,16 @@ def main(argv: list[str] | None = None) -> None:
         print(kv.describe(args.kv_help))
         return
     prompts = read_prompts(args)
-    if not all(prompts):
+    if not all(prompts.values()):
         raise ValueError("the prompt is empty")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system is part of a chat format: add --chat")
+    if not all(args.stop or []):
+        raise ValueError("--stop: the text is empty")
     check_output(args.json, "--json")
+    check_output(args.out, "--out")
     if args.checkpoint is None and args.prompt is args.prompt_file is args.batch_file is None:
-        print("...", prompts[0].splitlines()[-1], file=sys.stderr)
+        print("...", prompts[1].splitlines()[-1], file=sys.stderr)
     answer(args, prompts, args.checkpoint or NEEDLE, sys.stderr if args.json == "-" else sys.stdout)
 
 

@@ -46,18 +46,23 @@ class Progress:
             layers = f", layer {phase.done} of {phase.layers}" if phase.layers else ""
             self._status(f"{phase.name} {phase.about}{layers}")
             return
-        self._status("")
         if phase.name == "prefill" and not self.single:
-            return  # the bar counts prompts
+            return self._status("")  # the bar counts prompts
         rate = f", {phase.tokens / phase.seconds:.0f} tokens/s" if phase.tokens else ""
         about = f"{phase.about}, " if phase.about else ""
-        tqdm.write(f"-- {phase.name}: {about}{phase.seconds:.2f} s{rate}", file=sys.stderr)
+        self.line(f"-- {phase.name}: {about}{phase.seconds:.2f} s{rate}")
 
     def finished(self) -> None:
         """One more prompt is answered."""
         self.bar.update()
 
+    def line(self, text: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        self._status("")
+        tqdm.write(text, file=sys.stderr)
+
     def close(self) -> None:
+        self._status("")
         self.bar.close()
 
     def _status(self, text: str) -> None:

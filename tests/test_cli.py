@@ -1,14 +1,18 @@
 """The command line as a user meets it."""
 
+import fcntl
 import io
 import json
 import os
 import pty
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import termios
+from contextlib import closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ import cli
 import generate
 from checkpoint import open_weights, write_checkpoint
 from engine import Engine
+from progress import Phase, Progress
 
 ROOT = Path(__file__).parent.parent
 NEEDLE = ROOT / "needle"
@@ -41,10 +46,10 @@ def run(*args, stdin=""):
 
 
 def assert_refused(result, *words):
-    """One line that says these words, exit code 2, nothing on stdout."""
+    """One line that says these words, after those of the phases that went well; exit code 2, nothing on stdout."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr
-    *usage, line = result.stderr.splitlines()
+    *usage, line = (line for line in result.stderr.splitlines() if not line.startswith("-- "))
     assert not usage or usage[0].startswith("usage:")  # argparse says how a flag is written, then what is wrong
     for word in words:
         assert word in line, line
@@ -91,6 +96,113 @@ def test_prompts_come_from_files_and_stdin(text_checkpoint, tmp_path):
     assert batch["completions"][2]["text"] == alone["completions"][0]["text"]
 
 
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_batch_of_json_lines_goes_to_a_file_answer_by_answer(text_checkpoint, tmp_path, monkeypatch):
+    batch, out = tmp_path / "batch", tmp_path / "out.jsonl"
+    prompts = {"a": "The keeper", 7: "fog\nand light", "c": "At low tide"}
+    batch.write_text("\n".join(json.dumps({"id": i, "prompt": p, "more": 1}) for i, p in prompts.items()) + "\n\n")
+    out.write_text('{"id": "cut o')  # by a run that was killed
+    seen, done = [], Progress.finished
+
+    def note(progress):
+        seen.append(len(out.read_text().splitlines()))
+        done(progress)
+
+    monkeypatch.setattr(Progress, "finished", note)
+    common = ("--checkpoint", text_checkpoint, "--json", *SHORT)
+    report = json.loads(run("--batch-file", batch, "--out", out, "--batch", 1, *common).stdout)
+    assert seen == [2, 3, 4]  # each is in the file when the next one begins
+    cut, *written = out.read_text().splitlines()
+    assert cut == '{"id": "cut o' and [json.loads(line) for line in written] == report["completions"]
+    assert [completion["id"] for completion in report["completions"]] == ["a", 7, "c"]
+    piped = json.loads(run("--batch-file", "-", *common, stdin=batch.read_text()).stdout)
+    assert piped["completions"] == report["completions"]
+    alone = json.loads(run("--prompt", prompts[7], *common).stdout)["completions"]
+    assert [alone[0] | {"id": 7}] == report["completions"][1:2]
+
+
+def test_a_prompt_that_is_too_long_fails_alone(text_checkpoint, tmp_path):
+    (tmp_path / "batch.txt").write_text("fog\n\n" + "a b c d " * 9000 + "\nlight\n")
+    flags = ("--batch-file", tmp_path / "batch.txt", "--out", tmp_path / "out.jsonl", "--json", *SHORT)
+    result = run("--checkpoint", text_checkpoint, *flags)
+    report, written = json.loads(result.stdout), lines_of(tmp_path / "out.jsonl")
+    assert result.returncode == 2 and "prompt 3: the prompt has" in result.stderr
+    assert result.stderr.splitlines()[-1] == "error: 1 of 3 prompts failed: 3"
+    assert [completion["id"] for completion in report["completions"]] == [1, 4]
+    assert report["failed"] == written[:1] and "context is 32768" in written[0]["error"] and written[0]["id"] == 3
+    assert sorted(line["id"] for line in written) == [1, 3, 4]
+
+
+BATCHES = {
+    "not JSON": ('{"prompt": "x"}\n{"prompt"', ["line 2", "prompt"]),
+    "no prompt": ('{"prompt": "x"}\n\n{"text": "x"}', ["line 3", "prompt"]),
+    "an empty prompt": ('{"prompt": "x"}\n{"prompt": ""}', ["line 2", "empty"]),
+    "an id twice": ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}', ["line 2", "'a'"]),
+    "an odd id": ('{"id": [1], "prompt": "x"}', ["line 1", "id"]),
+    "nothing": ("\n\n", ["no prompt"]),
+}
+
+
+@pytest.mark.parametrize("what", BATCHES)
+def test_a_line_of_a_batch_that_is_no_prompt_is_refused_by_its_number(text_checkpoint, tmp_path, what):
+    text, words = BATCHES[what]
+    (tmp_path / "batch.jsonl").write_text(text)
+    assert_refused(run("--checkpoint", text_checkpoint, "--batch-file", tmp_path / "batch.jsonl"), *words)
+
+
+def test_stop_texts_are_flags(text_checkpoint):
+    common = ("--checkpoint", text_checkpoint, "--prompt", "The keeper", *SHORT)
+    free = run(*common).stdout.removesuffix("\n")
+    at = len(free) // 2
+    stopped = run(*common, "--stop", "never said", "--stop", free[at : at + 2])
+    assert stopped.stdout == free[: free.index(free[at : at + 2])] + "\n"
+
+
+def test_phases_are_lines_on_stderr_and_keys_of_the_report(text_checkpoint):
+    result = run("--checkpoint", text_checkpoint, "--prompt", "The keeper", "--json", *SHORT)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("-- ")]
+    assert re.fullmatch(r"-- load: 0\.\d\d GB, \d+\.\d\d s", lines[0])
+    assert re.fullmatch(r"-- prefill: \d+ tokens, \d+\.\d\d s, \d+ tokens/s", lines[1])
+    assert re.fullmatch(r"-- first token: \d+\.\d\d s", lines[2]) and len(lines) == 4  # the last heads the report
+    assert "\x1b" not in result.stderr and "layer" not in result.stderr
+    report = json.loads(result.stdout)
+    tokens = report["completions"][0]["prompt_tokens"]
+    assert report["prefill_tokens_per_s"] == pytest.approx(tokens / report["prefill_s"])
+    assert report["load_s"] > 0 and report["first_token_s"] >= report["prefill_s"] and report["past_context"] == []
+    for name in ("load ", "first token "):
+        assert any(line.startswith(name) for line in result.stderr.splitlines())
+
+
+def test_a_long_prefill_shows_its_layers_on_a_terminal_alone(monkeypatch):
+    """And a batch shows nothing of single prefills but beside its bar."""
+    for terminal in (True, False):
+        err = io.StringIO()
+        err.isatty = lambda terminal=terminal: terminal
+        with redirect_stderr(err), closing(Progress(1)) as progress:
+            phase = Phase("prefill", "9000 tokens", tokens=9000, layers=32, done=7)
+            progress(phase)
+            assert err.getvalue() == ("\r\x1b[Kprefill 9000 tokens, layer 7 of 32" if terminal else "")
+            phase.seconds = 2.0
+            progress(phase)
+            assert err.getvalue().endswith("-- prefill: 9000 tokens, 2.00 s, 4500 tokens/s\n")
+    err = io.StringIO()
+    with redirect_stderr(err), closing(Progress(2)) as progress:
+        progress(phase)
+    assert err.getvalue() == ""
+
+
+def test_a_conversation_beyond_the_context_is_marked(text_checkpoint, tmp_path):
+    folder = tmp_path / "short"
+    shutil.copytree(text_checkpoint, folder)
+    edit(folder / "config.json", max_position_embeddings=20)
+    flags = ("--prompt", "The keeper rowed", "--max-new-tokens", "30", "--no-compile", "--json")
+    result = run("--checkpoint", folder, *flags)
+    assert json.loads(result.stdout)["past_context"] == [0] and "context of 20 tokens" in result.stderr
+
+
 def test_a_method_its_budget_and_options_are_flags(text_checkpoint):
     flags = ("--kv", "streaming", "--budget", "0.5", "--kv-opt", "sinks=2")
     report = json.loads(run("--checkpoint", text_checkpoint, "--prompt", "fog " * 100, *flags, "--json", *SHORT).stdout)
@@ -105,20 +217,126 @@ def test_methods_are_listed_and_explained():
     assert "sinks" in explained.stdout and "2309.17453" in explained.stdout
 
 
-def test_chat_on_a_terminal_asks_again_after_each_answer(text_checkpoint, tmp_path):
+@pytest.fixture
+def chat_checkpoint(text_checkpoint, tmp_path):
+    """One with a chat format."""
     folder = tmp_path / "chat"
     shutil.copytree(text_checkpoint, folder)
     config = {"chat_template": "{{ '[INST] <<SYS>>' }}", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_chat_on_a_terminal_asks_again_after_each_answer(chat_checkpoint):
+    """Until Ctrl-D; empty lines do nothing. Stdout, a pipe here, has nothing but the JSON."""
     terminal, stdin = pty.openpty()
-    os.write(terminal, b"And the fog?\nAnd then?\n\n")
-    flags = ("--checkpoint", folder, "--chat", "--prompt", "Who?", "--json", *SHORT)
+    os.write(terminal, b"And the fog?\n\n  \nAnd then?\n\x04")
+    flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", *SHORT)
     command = [sys.executable, ROOT / "generate.py", *flags]
     result = subprocess.run(command, stdin=stdin, text=True, capture_output=True)
     os.close(terminal)
     os.close(stdin)
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["completions"][0]["answers"]) == 3
+    assert "/exit or Ctrl-D" in result.stderr and result.stderr.count("> ") == 5
+
+
+class Terminal:
+    """A command line in a terminal of its own, as somebody who types sees it."""
+
+    def __init__(self, *args):
+        self.end, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / "generate.py", *map(str, args)], stdin=inner, stdout=inner, stderr=inner,
+            start_new_session=True, env=os.environ | {"TERM": "xterm"},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(inner)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+    def type(self, text: bytes) -> None:
+        os.write(self.end, text)
+
+    def until(self, pattern: bytes) -> bytes:
+        """What is shown up to the first match."""
+        shown = b""
+        while not re.search(pattern, shown):
+            assert select.select([self.end], [], [], 120)[0], shown
+            try:
+                shown += os.read(self.end, 1)
+            except OSError:  # the process has ended
+                raise AssertionError(shown) from None
+        return shown
+
+    def wait(self) -> int:
+        """The exit code, once the rest is shown."""
+        while True:
+            try:
+                if not os.read(self.end, 4096):
+                    break
+            except OSError:
+                break
+        return self.process.wait(60)
+
+
+ASKED = rb"\x1b\[\?2004h> "  # the prompt, where what is pasted is marked as such
+CTRL_C, UP = b"\x03", b"\x1b[A"
+
+
+def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_an_answer_alone(chat_checkpoint, tmp_path):
+    flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", tmp_path / "out.json")
+    flags += ("--no-compile", "--dtype", "float32", "--max-new-tokens", 60, "--system", "Be brief.")
+    with Terminal(*flags) as terminal:
+        assert b"/exit or Ctrl-D" in terminal.until(rb"first token: .* s\r\n")
+        terminal.until(ASKED)
+        terminal.type(b"\r")
+        terminal.until(ASKED)
+        terminal.type(b"\x1b[200~Two lines\r\r/exit\rand a third\x1b[201~\r")
+        terminal.until(ASKED)
+        terminal.type(UP + b"\r")
+        assert b"Two lines" in terminal.until(rb"2004l\r")
+        terminal.until(rb"[^\r\n]")  # the answer has begun
+        terminal.type(CTRL_C)
+        terminal.until(ASKED)
+        terminal.type(b"And?\r")
+        terminal.until(ASKED)
+        terminal.type(b"/exit\r")
+        assert terminal.wait() == 0
+    (completion,) = json.loads((tmp_path / "out.json").read_text())["completions"]
+    answers = completion["answers"]
+    assert [a["finish_reason"] == "interrupted" for a in answers] == [False, False, True, False]
+    engine = Engine.load(chat_checkpoint, compile=False, dtype="float32", max_prompt=400, max_new_tokens=60)
+    turns = [engine.tokenizer.chat_next(text) for text in ("Two lines\n\n/exit\nand a third",) * 2 + ("And?",)]
+    ids = engine.tokenizer.chat("Who?", "Be brief.")
+    for turn, answer in zip([[], *turns], answers, strict=True):  # every answer follows from all that was said
+        ids += turn
+        limit = len(answer["tokens"])
+        assert engine.generate([ids], max_new_tokens=limit)[0].answers[0].tokens == answer["tokens"]
+        ids += answer["tokens"]
+
+
+def test_ctrl_c_leaves_where_a_question_is_asked_for_and_before_the_first_token(chat_checkpoint, monkeypatch):
+    flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
+    default = signal.getsignal(signal.SIGINT)
+    for place in ("chat.ask", "engine.Engine.prefill"):
+        terminal, inner = pty.openpty()
+        with (
+            monkeypatch.context() as patch, open(inner) as stdin, redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as end,
+        ):  # fmt: skip
+            patch.setattr(sys, "stdin", stdin)
+            patch.setattr(place, lambda *_: signal.raise_signal(signal.SIGINT))
+            cli.run(lambda: generate.main(flags))
+        os.close(terminal)
+        assert end.value.code == 130 and err.getvalue().endswith("interrupted\n")
+        assert signal.getsignal(signal.SIGINT) is default
 
 
 MISTAKES = {
@@ -142,6 +360,9 @@ MISTAKES = {
     "empty chat": (["--prompt", "", "--chat"], ["empty"]),
     "a folder": (["--prompt-file", "/tmp"], ["/tmp", "directory"]),
     "far too large": (["--prompt", "x", "--max-new-tokens", "1" + "0" * 30], ["GB", "--max-new-tokens"]),
+    "empty stop text": (["--prompt", "x", "--stop", ""], ["--stop"]),
+    "system without chat": (["--prompt", "x", "--system", "Be brief."], ["--chat"]),
+    "out nowhere": (["--prompt", "x", "--out", "/nowhere/x.jsonl"], ["--out", "/nowhere/x.jsonl"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }
 
