@@ -13,8 +13,8 @@ from typing import BinaryIO, TextIO
 import torch
 
 import kv
-from conversation import Conversation
 from cli import check_output, number, read_text, run, write_json
+from conversation import Conversation
 from device import DTYPES, resident_bytes
 from engine import Engine
 from progress import Progress
