@@ -236,7 +236,10 @@ class Engine:
         self._reserve(max(map(len, ids)), max(decoded))
         self.warm_up(sampling, max(map(len, ids)))
         self.stats = self.stats.of_next_call()
-        waiting = deque(Row(i, prompt, f) for i, (prompt, f) in enumerate(zip(ids, asked, strict=True)))
+        waiting = deque()
+        for i, (prompt, f, new) in enumerate(zip(ids, asked, decoded, strict=True)):
+            new = new if isinstance(f, list) else self.shape.max_new_tokens
+            waiting.append(Row(i, prompt, f, len(prompt) + new - 1))  # the last token sampled is not fed
         completions = [row.completion for row in waiting]
         unheard = lambda *_: None  # noqa: E731
         Loop(self, waiting, answer_prompts, limit, stop or [], on_token or unheard, on_done or unheard).run()
@@ -260,7 +263,7 @@ class Engine:
         if len(prompt) + len(forced) - 1 > self.config.max_length and not self.endless:
             self.warn_past_context()
         found = torch.empty(len(forced), self.config.vocab_size, device=self.device)
-        found[0] = self.prefill(0, prompt)
+        found[0] = self.prefill(0, prompt, len(prompt) + len(forced) - 1)
         self.decoder.start(0, 0, len(prompt), 0)
         for i, token in enumerate(forced[:-1], 1):
             command = [token] + [SLEEP] * (self.batch - 1)
@@ -441,8 +444,13 @@ class Engine:
 
     # The device's work
 
-    def prefill(self, row: int, prompt: list[int], phase: Phase | None = None) -> Tensor:
-        """Resets row `row` and fills it: logits [vocab] after the prompt. A long prompt's layers count in `phase`."""
+    def prefill(
+        self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None
+    ) -> Tensor:
+        """Resets row `row` and fills it: logits [vocab] after the prompt.
+
+        planned: tokens that the row will hold at most. A long prompt's layers count in `phase`.
+        """
         for layer in self.layers:
             layer.reset(row)
         self.decoder.reset(row)
@@ -456,7 +464,7 @@ class Engine:
 
         if long:
             phase.layers = self.config.n_layer
-        return self.model.prefill(torch.tensor(prompt, device=self.device), row, count if long else None)
+        return self.model.prefill(torch.tensor(prompt, device=self.device), row, planned, count if long else None)
 
     def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.

@@ -80,7 +80,7 @@ class Loop:
         engine, n = self.engine, len(row.prompt)
         with timed(engine.on_phase, Phase("prefill", f"{n} tokens", tokens=n)) as phase:
             request = next(engine.requests)
-            logits = engine.prefill(b, row.prompt, phase)
+            logits = engine.prefill(b, row.prompt, row.planned, phase)
             counter = torch.tensor([[request], [n]], device=engine.device)
             token = int(sample(logits[None], engine.sampling.variant, *engine.knobs, *counter))
             engine.decoder.start(b, token, n, request)

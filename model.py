@@ -172,8 +172,8 @@ def _max_length(rope: dict) -> int:
 def rope_frequencies(rope: dict, head_dim: int, length: int) -> tuple[Tensor, float]:
     """Rotation speeds [D/2] in radians per position (fp32), and the factor on cos and sin (1 but for yarn).
 
-    Default: RoFormer, arXiv 2104.09864. linear: arXiv 2306.15595. dynamic: NTK-aware, its base from `length`, the
-    prompt's. llama3: Llama 3.1's smoothed split at two wavelengths. yarn: arXiv 2309.00071, sections 3.2 to 3.4.
+    Default: RoFormer, arXiv 2104.09864. linear: arXiv 2306.15595. dynamic: NTK-aware, its base from the `length` of
+    the text. llama3: Llama 3.1's smoothed split at two wavelengths. yarn: arXiv 2309.00071, sections 3.2 to 3.4.
     """
     kind, theta, factor = rope["rope_type"], rope["rope_theta"], rope.get("factor", 1.0)
     limit = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
@@ -352,7 +352,7 @@ class Transformer(nn.Module):
         self.output = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
 
     def set_kv(self, modules: list[nn.Module], batch: int) -> None:
-        """Gives every layer its KV module, and every row its RoPE speeds (dynamic NTK: they follow the prompt)."""
+        """Gives every layer its KV module, and every row its RoPE speeds (dynamic NTK: they follow its length)."""
         for layer, kv in zip(self.layers, modules, strict=True):
             layer.attention.kv = kv
         for function in (torch.cos, torch.sin, torch.exp):  # MKL's first call, made by many threads, may be coarse
@@ -372,12 +372,17 @@ class Transformer(nn.Module):
         return (self.tok_embeddings.logits(x) if self.output is None else self.output(x)).float()
 
     @torch.no_grad()
-    def prefill(self, tokens: Tensor, row: int, on_layer: Callable[[], None] | None = None) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, row: int, planned: int | None = None, on_layer: Callable[[], None] | None = None
+    ) -> Tensor:
         """tokens [T] of one prompt -> logits [vocab] after its last token; row `row` of every layer is filled.
 
-        on_layer: called after each layer.
+        planned: tokens that the row will hold at most, T by default: dynamic NTK takes the row's base from it, for a
+        base that fits the prompt alone fails past the limit, and keys cannot change theirs. on_layer: called after
+        each layer.
         """
-        speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, tokens.numel())
+        length = max(tokens.numel(), min(planned or 0, self.config.max_length))
+        speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, length)
         self.rope_speed[row] = speed.to(self.rope_speed.device)
         for layer in self.layers:
             layer.attention.kv.set_speed(row, self.rope_speed[row])

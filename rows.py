@@ -37,8 +37,9 @@ class Completion:
 class Row:
     """One prompt on its way through a batch row."""
 
-    def __init__(self, index: int, prompt: list[int], follow_ups: Iterable):
+    def __init__(self, index: int, prompt: list[int], follow_ups: Iterable, planned: int):
         self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
+        self.planned = planned  # tokens that it will hold at most
         self.completion = Completion(len(prompt))
         self.length = len(prompt)  # tokens in the cache once every launched step has run
         self.feed: deque[int] = deque()  # tokens to force, one a step

@@ -3,13 +3,18 @@ the cache, side by side (StreamingLLM, arXiv 2309.17453, section 3.2)."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_contract import DIM, LAYERS, Cache, Text, make_shape
 
 import kv
+from engine import Engine
+from tasks import shipped_haystack
 
+NEEDLE = Path(__file__).parents[1] / "needle"  # its context is 4,096 tokens
 CONTEXT = 40
 SPEEDS = [10000.0 ** (-2 * i / DIM) for i in range(DIM // 2)]
 
@@ -91,3 +96,31 @@ def test_within_the_context_no_key_moves(name):
     )
     assert torch.equal(ends[:, :, :20], never[:, :, :20])
     assert (ends[:, :, 20:] - never[:, :, 20:]).abs().amax((0, 1, 3)).min() > 1e-4
+
+
+@pytest.fixture(scope="module")
+def needle() -> Engine:
+    return Engine.load(NEEDLE, compile=False)
+
+
+def surprise(engine: Engine, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+    """The negative log-likelihood of each token of a continuation, in nats."""
+    return F.cross_entropy(engine.logits(prompt, continuation), torch.tensor(continuation), reduction="none")
+
+
+def beyond_afresh(engine: Engine, name: str, budget: int, measured: range) -> float:
+    """How many nats a method's surprise exceeds that of a window of `budget` tokens, read afresh for each token."""
+    text = engine.encode(shipped_haystack(), bos=False)[: measured.stop]
+    engine.use("full", max_prompt=budget, max_new_tokens=1)
+    afresh = [surprise(engine, text[t - budget : t], text[t : t + 1]) for t in measured]
+    engine.use(name, budget, max_prompt=4000, max_new_tokens=len(text) - 4000)
+    found = surprise(engine, text[:4000], text[4000:])[[t - 4000 for t in measured]]
+    return (found - torch.cat(afresh)).mean().item()
+
+
+@pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "cam", "d2o"))
+def test_far_beyond_the_context_no_method_falls_off_a_cliff(needle, name, request):
+    if not request.config.getoption("--all"):
+        pytest.skip("takes minutes; --all runs it")
+    most = 0.1 if name == "streaming" else 0.3
+    assert beyond_afresh(needle, name, 512, range(5500, 8500, 12)) < most
