@@ -1,10 +1,13 @@
 """infllm: attention to the blocks of the prompt that a few of their keys speak for (Xiao et al., arXiv 2402.04617).
 
 The prompt between its first tokens (sinks) and its last ones (local) is cut into blocks. Those tokens of a block that
-the queries after them attend to most represent it; a step scores every block by the products of the group's queries
-with its representatives' keys, and attends to the sinks, the local tokens, the tokens of the best blocks, and all that
-was generated. The paper also prefills so; here prefill is exact. A product is linear, so the sum of these keys is all
-that is kept of them.
+the queries after them attend to most represent it; a step scores every block by the products of its queries with the
+representatives' keys, and attends to the sinks, the local tokens, the tokens of the best blocks, and all that was
+generated. The paper also prefills so; here prefill is exact. A product is linear, so the sum of these keys is all that
+is kept of them.
+
+As in the authors' release all heads choose together, and where a block stands does not count: its keys are taken before
+RoPE, at position 0, every query at position n_local. With joint=false each KV head chooses, with RoPE as it is.
 
 Memory: the full cache and a vector a block; with `offload` the blocks are on the host, and what a step attends to on
 the device. Traffic: a vector a block to choose, and the budget.
@@ -27,6 +30,7 @@ class Options(offload.Options):
     reps: int = field(default=4, metadata={"help": "tokens that represent it", "min": 1})
     sinks: int | None = field(default=None, metadata={"help": "first tokens; auto: an eighth, at most 128", "min": 0})
     local: int | None = field(default=None, metadata={"help": "prompt's last; auto: half, at most 512", "min": 1})
+    joint: bool = field(default=True, metadata={"help": "all heads choose together, on keys before RoPE"})
 
     def at(self, budget: int) -> "Options":
         """With the sinks and the local tokens of a budget."""
@@ -47,6 +51,9 @@ class InfLLM(Fetched):
         pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
         super().__init__(shape, options.sinks, ends, count, block, pool)
         self.block, self.reps, self.local, self.blocks = block, options.reps, options.local, blocks
+        self.joint = options.joint
+        if self.joint:
+            self.allocate_speeds()
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("speakers", *size, dtype=torch.float32)  # each block's representatives' keys, summed
 
@@ -61,10 +68,10 @@ class InfLLM(Fetched):
                 blocks = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (used, self.block))
                 for head in range(heads):
                     self.pool.write((row * heads + head) * self.blocks, blocks[head], i)
-            self.speakers[row, :, :used] = self.speak(q, k, used)
+            self.speakers[row, :, :used] = self.speak(row, q, k, used)
         return ops.causal_attention(q, k, v)
 
-    def speak(self, q: Tensor, k: Tensor, used: int) -> Tensor:
+    def speak(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
         """The sum of the keys that represent each block, [Hk,blocks,D] fp32."""
         length, sums = k.shape[2], []
         place = torch.arange(self.sinks, length - self.local, device=k.device)
@@ -78,13 +85,17 @@ class InfLLM(Fetched):
             score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(used, self.block)
             middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(used, self.block, -1)  # nothing adds nothing
             best = ops.top(score, min(self.reps, self.block))
-            sums.append(middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2])).sum(1))
+            chosen = middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2]))[None]  # [1,blocks,reps,D]
+            if self.joint:
+                first = torch.arange(used, device=k.device)[:, None] * self.block + self.sinks
+                chosen = ops.turn(chosen, -(first + best)[None], self.rope_speed[row, None])
+            sums.append(chosen[0].sum(1))
         return torch.stack(sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         age = self.store(k, v, pos, active)
         b, h = q.shape[0], k.shape[1]
-        self.index.copy_(torch.where(active[:, None, None], self.choose(q), self.index))
+        self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
         block = self.index
         first = torch.arange(b * h, device=q.device).view(b, h, 1) * self.blocks
         wanted = torch.where(block < 0, -1, block + first).flatten()
@@ -99,14 +110,19 @@ class InfLLM(Fetched):
         ends, new = self.held(age)
         return self.attend(q, ends, inside.flatten(2), new)
 
-    def choose(self, q: Tensor) -> Tensor:
+    def choose(self, q: Tensor, pos: Tensor) -> Tensor:
         """The best blocks, [B,Hk,count]; -1 where a row has fewer."""
-        query = ops.grouped(q, self.shape.n_kv_head).float().sum(2, keepdim=True)  # [B,Hk,1,D]
-        scores = ops.dots(query, self.speakers)[:, :, 0]
+        q = q.float()
+        if self.joint:
+            q = ops.turn(q, (self.local - pos)[:, None, None], self.rope_speed)
+        query = ops.grouped(q, self.shape.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
+        scores = ops.dots(query, self.speakers)[:, :, 0]  # [B,Hk,blocks]
+        if self.joint:
+            scores = scores.sum(1, keepdim=True)
         used = (self.prompt - self.ends).clamp(min=0)[:, None, None]
         empty = torch.arange(self.blocks, device=q.device) * self.block >= used
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)
-        return torch.where(best * self.block < used, best, -1)
+        return torch.where(best * self.block < used, best, -1).expand_as(self.index)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
@@ -124,6 +140,7 @@ class InfLLM(Fetched):
         return {
             "slot past the end": units, "staging": self.pool.overhead(),
             "choice": self.prompt.nbytes + self.index.nbytes,
+            "speeds of RoPE": self.rope_speed.nbytes if self.joint else 0,
             "chosen blocks": units * self.count * self.block, "ends of blocks": units * rest,
             "ends of a short prompt": units * max(0, self.ends - self.shape.max_prompt),
         }  # fmt: skip

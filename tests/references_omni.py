@@ -155,10 +155,23 @@ class SlowOmni:
         return torch.stack([text.attend(head, positions) for head in range(self.shape.n_head)]).float()
 
 
+def turned(x: Tensor, moved: Tensor, base: float) -> Tensor:
+    """Keys or queries [n,D] after RoPE as RoPE has them `moved` [n] positions later: channel i pairs with i + D / 2."""
+    half = x.shape[1] // 2
+    result = x.clone()
+    for i in range(half):
+        cos, sin = torch.cos(moved * base ** (-i / half)), torch.sin(moved * base ** (-i / half))
+        result[:, i] = x[:, i] * cos - x[:, i + half] * sin
+        result[:, i + half] = x[:, i + half] * cos + x[:, i] * sin
+    return result
+
+
 class SlowInfLLM:
     """InfLLM: a KV head attends to the prompt's sinks, its local tokens and its best blocks, and to what is generated.
 
-    A block is scored by q . k of a few representatives, which are chosen once, at prefill.
+    A block is scored by q . k of a few representatives, which are chosen once, at prefill. `joint`: the score is summed
+    over all heads, keys are those before RoPE (at position 0), and every query is at position `local`; else each KV
+    head scores on its own, keys and queries where they are.
     """
 
     def __init__(
@@ -169,8 +182,9 @@ class SlowInfLLM:
         reps: int = 4,
         sinks: int | None = None,
         local: int | None = None,
+        joint: bool = True,
     ):
-        self.shape, self.budget, self.block, self.reps = shape, budget, block, reps
+        self.shape, self.budget, self.block, self.reps, self.joint = shape, budget, block, reps, joint
         self.sinks = min(128, budget // 8) if sinks is None else sinks
         self.local = min(512, budget // 2) if local is None else local
         if self.sinks + self.local > budget:
@@ -197,12 +211,21 @@ class SlowInfLLM:
 
     def block_score(self, kv_head: int, representatives: list[int]) -> float:
         """The sum over the group and the representatives of q . k, q the newest query."""
-        keys = self.text.keys[kv_head, representatives]
-        return sum(float(dots(self.text.queries[head, -1], keys).sum()) for head in self.text.query_heads(kv_head))
+        keys = (self.unturned if self.joint else self.text.keys)[kv_head, representatives]
+        queries = self.scoring[list(self.text.query_heads(kv_head))]
+        return float((queries[:, None] * keys).sum())
+
+    def block_scores(self) -> Tensor:
+        """Of every block, by KV head: each its own score, or the sum of all, [Hk,blocks]."""
+        scores = [[self.block_score(head, one) for one in blocks] for head, blocks in enumerate(self.representatives)]
+        found = torch.tensor(scores, dtype=torch.float64)
+        return found.sum(0).expand_as(found) if self.joint else found
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a prompt, cuts what lies between sinks and local into blocks: q [Hq,T,D], k and v [Hk,T,D]."""
         self.text, self.attended = Text(self.shape, q, k, v), []
+        places = torch.arange(self.text.prompt, dtype=torch.float64)
+        self.unturned = torch.stack([turned(keys, -places, self.shape.rope_theta) for keys in self.text.keys])
         end = self.text.prompt - self.local
         self.blocks = [range(at, min(at + self.block, end)) for at in range(self.sinks, end, self.block)]
         self.representatives = [
@@ -215,11 +238,10 @@ class SlowInfLLM:
         text = self.text
         if self.full:
             return list(range(text.length))
-        scores = [self.block_score(kv_head, representatives) for representatives in self.representatives[kv_head]]
         chosen = set(range(min(self.sinks, text.prompt)))
         chosen |= set(range(max(0, text.prompt - self.local), text.prompt))
         chosen |= set(text.generated())
-        for i in best(torch.tensor(scores, dtype=torch.float64), self.top):
+        for i in best(self.scores[kv_head], self.top):
             chosen |= set(self.blocks[i])
         return sorted(chosen)
 
@@ -227,6 +249,11 @@ class SlowInfLLM:
         """Stores one token, then attends: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
         text = self.text
         text.append(q, k, v)
+        self.scoring = text.queries[:, -1]
+        if self.joint:
+            moved = torch.full((self.shape.n_head,), self.local - text.length + 1, dtype=torch.float64)
+            self.scoring = turned(self.scoring, moved, self.shape.rope_theta)
+        self.scores = self.block_scores()
         self.attended = [self.choose(kv_head) for kv_head in range(self.shape.n_kv_head)]
         heads = range(self.shape.n_head)
         return torch.stack([text.attend(head, self.attended[head // text.groups]) for head in heads]).float()

@@ -20,7 +20,7 @@ def short_spans(monkeypatch):
 @pytest.mark.parametrize(
     "budget, options",
     [(24, {"block": 6, "reps": 2}), (60, {"block": 7}), (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
-     (64, {"block": 20, "sinks": 4, "local": 9})],
+     (64, {"block": 20, "sinks": 4, "local": 9}), (24, {"block": 6, "reps": 2, "joint": False})],
 )  # fmt: skip
 def test_it_is_what_the_reference_computes(budget, options, heads):
     shape = make_shape(heads)
@@ -40,6 +40,40 @@ def test_it_is_what_the_reference_computes(budget, options, heads):
             for head, attended in enumerate(slow.attended):
                 blocks = {(p - layer.sinks) // layer.block for p in attended if p in middle}
                 assert sorted(blocks) == sorted(b for b in layer.index[0, head].tolist() if b >= 0)
+
+
+def test_a_block_speaks_by_what_it_holds_and_not_by_where_it_stands():
+    shape = make_shape()
+    speed = torch.tensor([[shape.rope_theta ** (-i / 8) for i in range(8)]])
+    q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
+    k[:, :, 46:52] = k[:, :, 4:10]  # two blocks of six
+    k = ops.turn(k, torch.arange(100)[None, None], speed)
+    for joint, equal in ((True, True), (False, False)):
+        layer = kv.build("infllm", shape, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
+        layer.prefill(0, q, k, v)
+        assert torch.allclose(layer.speakers[0, :, 0], layer.speakers[0, :, 7], atol=1e-4) == equal
+
+
+def test_all_heads_choose_the_same_blocks():
+    shape, differ = make_shape(), {}
+    for joint in (True, False):
+        run = Run("infllm", shape, 40, {"block": 6, "joint": joint})
+        generator = torch.Generator().manual_seed(0)
+        run.prefill(0, tokens(shape, 1, 100, generator))
+        run.step(tokens(shape, 1, 1, generator))
+        differ[joint] = any(len({tuple(sorted(head)) for head in layer.index[0].tolist()}) > 1 for layer in run.layers)
+    assert differ == {True: False, False: True}
+
+
+def test_dynamic_ntk_turns_a_rows_keys_by_its_own_speeds():
+    shape = make_shape(batch=2)
+    q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
+    layer = kv.build("infllm", shape, 24, {"block": 6, "reps": 6})[0]
+    layer.prefill(0, q, k, v)
+    before = layer.speakers[0].clone()
+    layer.set_speed(1, layer.rope_speed[0] / 2)
+    layer.prefill(1, q, k, v)
+    assert torch.equal(layer.speakers[0], before) and (layer.speakers[1] - before).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("engine", ("threads", "direct"))
