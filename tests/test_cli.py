@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_templates import LLAMA2
 from conftest import write_random
 
 import cli
@@ -222,7 +223,7 @@ def chat_checkpoint(text_checkpoint, tmp_path):
     """One with a chat format."""
     folder = tmp_path / "chat"
     shutil.copytree(text_checkpoint, folder)
-    config = {"chat_template": "{{ '[INST] <<SYS>>' }}", "add_bos_token": True}
+    config = {"chat_template": LLAMA2, "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -325,7 +326,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_an_answer_alon
 def test_ctrl_c_leaves_where_a_question_is_asked_for_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
-    for place in ("chat.ask", "engine.Engine.prefill"):
+    for place in ("conversation.ask", "engine.Engine.prefill"):
         terminal, inner = pty.openpty()
         with (
             monkeypatch.context() as patch, open(inner) as stdin, redirect_stdout(io.StringIO()),
