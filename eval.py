@@ -6,6 +6,7 @@ was stopped goes on where it was, if it has --json FILE or --progress FILE.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -13,10 +14,12 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tqdm import tqdm
 
+from checkpoint import COMPANIONS, fingerprint
 from cli import Choice, check_output, choices, columns, number, numbers, read_text, run, write_json
 from device import DTYPES
 from engine import Engine
@@ -26,6 +29,11 @@ from tasks.registry import GROUPS, TASKS
 
 ROUND = 128  # caches are planned for a multiple of it
 JOINTS = 4  # tokens by which texts encoded apart may differ from the same texts joined
+ROOT = Path(__file__).parent
+OTHER_TOOLS = {  # code that no answer passes through
+    "bench.py", "calibrate.py", "compare.py", "contenders.py", "convert_hf_checkpoint.py", "generate.py", "papers.py",
+    "setup.py", "throughput.py",
+}  # fmt: skip
 
 
 @dataclass
@@ -44,6 +52,11 @@ class Job:
         """Tokens that the caches are planned for: budgets given as a share are a share of them."""
         return self.length - (self.graded.max_new_tokens if self.graded else texts.FORCED)
 
+    @cached_property
+    def digests(self) -> list[str]:
+        """Of every item: what the texts, the seed and the task made of it."""
+        return [digest(dataclasses.asdict(x) if isinstance(x, Sample) else x) for x in self.items]
+
 
 @dataclass
 class Progress:
@@ -55,13 +68,13 @@ class Progress:
     def __post_init__(self):
         if self.path is None or not self.path.exists():
             return
-        text = self.path.read_text()
+        text = read_text(str(self.path))
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 self.known[entry["key"]] = entry["found"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                continue  # the line that was being written when the run was stopped
+            except (ValueError, LookupError, TypeError, RecursionError):
+                continue  # the line that was being written when the run was stopped, or none of ours
         if text and not text.endswith("\n"):
             with open(self.path, "a") as file:
                 file.write("\n")
@@ -232,24 +245,32 @@ def force(engine: Engine, job: Job, index: int, reference: Reference) -> dict:
     return found | {"score": 100 * same, "kl": kl}
 
 
-def digest(content: dict) -> str:
+def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def code(root: Path = ROOT) -> str:
+    """A hash of the code that asks, answers and scores: new files count until they are named in OTHER_TOOLS."""
+    files = sorted(file for place in (".", "kv", "tasks") for file in (root / place).glob("*.py"))
+    read = [file for file in files if file.name not in OTHER_TOOLS]
+    return digest([(str(file.relative_to(root)), file.read_text(encoding="utf-8")) for file in read])
+
+
 def evaluate(
-    args: argparse.Namespace, given: dict[str, str], engine: Engine, jobs: list[Job], chosen: list[Choice],
-    progress: Progress,
+    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress
 ) -> tuple[list[dict], list[dict]]:  # fmt: skip
     """(rows, samples) of the JSON object."""
     rows, samples, reference = [], [], Reference(engine)
-    common = {name: getattr(args, name) for name in ("seed", "questions", "blind", "chat", "dtype")}
-    common |= {"checkpoint": str(args.checkpoint.resolve()), "data": str(args.data)}
-    common |= {"texts": digest(given), "profile": digest(engine.profile)}
+    common = {"weights": fingerprint(args.checkpoint), "code": code(), "profile": digest(engine.profile)}
+    files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
+    common |= {"tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()]}
+    common |= {"dtype": str(engine.dtype).removeprefix("torch."), "eos": sorted(engine.eos)}
+    common |= {"blind": args.blind, "chat": args.chat}
 
     def key_of(method: Choice, job: Job, index: int) -> str:
         """What a result depends on."""
         own = {"kv": method.kv, "options": method.options, "budget": method.budget}
-        own |= {"task": job.task, "length": job.length, "index": index}
+        own |= {"task": job.task, "length": job.length, "index": index, "sample": job.digests[index]}
         return json.dumps(common | own, sort_keys=True)
 
     total = len(chosen) * sum(len(job.items) for job in jobs)
@@ -383,7 +404,7 @@ def main(argv: list[str] | None = None) -> None:
     jobs = prepare(args, given, engine, tasks, lengths)
     beside = f"{args.json}.progress.jsonl" if args.json not in (None, "-") else None
     progress = Progress(Path(path) if (path := args.progress or beside) else None)
-    rows, samples = evaluate(args, given, engine, jobs, chosen, progress)
+    rows, samples = evaluate(args, engine, jobs, chosen, progress)
     out = sys.stderr if args.json == "-" else sys.stdout
     print(table(rows, jobs, chosen), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}

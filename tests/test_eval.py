@@ -5,11 +5,20 @@ import shutil
 
 import pytest
 import torch
+from conftest import write_random
 
 import eval as evaluation
 from engine import Engine
 from tasks import Question, Sample, Task
 from tasks.registry import TASKS
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoint(text_checkpoint, tmp_path_factory):
+    """Two small layers, fp32, and the tokenizer."""
+    folder = write_random(tmp_path_factory.mktemp("eval") / "tiny", vocab_size=1024, bos_token_id=1, eos_token_id=2)
+    shutil.copy(text_checkpoint / "tokenizer.model", folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +110,49 @@ def test_answers_are_not_taken_from_before_the_profile_changed(text_checkpoint, 
         arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
     lines = out.with_name("out.json.progress.jsonl").read_text().splitlines()
     assert len(lines) == 2
+
+
+def perplexities(folder, out) -> list[float]:
+    """What a run that goes on says, and every line of progress before it."""
+    arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
+    lines = out.with_name(out.name + ".progress.jsonl").read_text().splitlines()
+    return [rows(out)["full", None, "perplexity"]["score"], *(json.loads(x)["found"]["score"] for x in lines)]
+
+
+def test_answers_are_not_taken_from_other_weights_or_other_code(tiny_checkpoint, tmp_path, monkeypatch):
+    folder, out = shutil.copytree(tiny_checkpoint, tmp_path / "own"), tmp_path / "out.json"
+    first = perplexities(folder, out)
+    assert len(first) == 2 and perplexities(folder, out) == first
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 128  # the sign of a number of the last tensor
+    (folder / "model.safetensors").write_bytes(weights)
+    changed = perplexities(folder, out)
+    assert len(changed) == 3 and changed[0] == changed[2] != first[0]
+    assert perplexities(shutil.copytree(folder, tmp_path / "moved"), out) == changed  # wherever they lie
+    monkeypatch.setattr(evaluation, "code", lambda: "another")
+    assert len(perplexities(folder, out)) == 4
+
+
+def test_the_hash_of_the_code_is_that_of_the_methods_the_engine_and_the_tasks(tmp_path):
+    root = tmp_path / "root"
+    for place in (".", "kv", "tasks"):
+        (root / place).mkdir(parents=True, exist_ok=True)
+        for file in (evaluation.ROOT / place).glob("*.py"):
+            shutil.copy(file, root / place)
+    assert evaluation.code(root) == evaluation.code()
+    for name, counts in {"kv/h2o.py": True, "engine.py": True, "tasks/metrics.py": True, "eval.py": True,
+                         "kv/new.py": True, "bench.py": False, "calibrate.py": False}.items():  # fmt: skip
+        before = evaluation.code(root)
+        with open(root / name, "a") as file:
+            file.write("# more\n")
+        assert (evaluation.code(root) != before) == counts, name
+
+
+def test_progress_that_is_damaged_counts_as_not_made(tiny_checkpoint, tmp_path):
+    out = tmp_path / "out.json"
+    (progress := out.with_name("out.json.progress.jsonl")).write_text("[" * 100_000 + '\n[1]\n{"key": []}\n')
+    arguments(tiny_checkpoint, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
+    assert len(progress.read_text().splitlines()) == 4
 
 
 def test_a_plot_is_drawn(result):
