@@ -24,7 +24,7 @@ from tqdm import tqdm
 import kv as methods
 import throughput
 from checkpoint import read_json
-from cli import Choice, check_output, choices, columns, load_pyplot, number, numbers, run, write_json
+from cli import Choice, check_output, choices, columns, load_pyplot, number, numbers, profile_lines, run, write_json
 from contenders import SHAPES, Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
 from device import DTYPES, cap_memory, free_bytes, machine, memory_errors, pick_device, pick_dtype, resident_bytes
 from papers import SETTINGS
@@ -363,8 +363,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("nothing was measured: every method was left out")
     if rows:
         print(throughput.table(rows) if args.generate else table(rows), file=out)
-    for kernel in sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r}):
-        print(kernel, file=out)
+    kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
+    for line in profile_lines(rows) + kernels:
+        print(line, file=out)
     if not args.generate and any(map(is_wide, rows)):
         print("! the spread is too wide to conclude: is the machine idle?", file=out)
     result = about | {"bandwidth_gbs": bandwidth / 1e9, "rows": rows}
@@ -386,7 +387,7 @@ def shape_config(name: str) -> dict:
     if not Path(name).is_file():
         raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
     profile = Path(name).with_name("kv_profile.json")
-    known = {"kv_profile": read_json(profile)} if profile.is_file() else {}
+    known = {"kv_profile": methods.read_profile(read_json(profile))} if profile.is_file() else {}
     return {**read_json(Path(name)), "max_position_embeddings": 2**20, **known}
 
 

@@ -107,6 +107,16 @@ def choices(text: str, budgets: list) -> list[Choice]:
     return found
 
 
+def profile_lines(rows: list[dict]) -> list[str]:
+    """Which options of which method kv_profile.json set, a line each; rows of a report have `kv` and `profile`."""
+    found = {}
+    for row in rows:
+        for name, value in row.get("profile", {}).items():
+            short = value if len(str(value)) <= 40 else f"{len(value)} rows"
+            found[f"{row['kv']}: {name}={short}, from kv_profile.json"] = None
+    return list(found)
+
+
 def columns(lines: list[list[str]]) -> str:
     """A table as text: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -193,6 +193,7 @@ class Ours:
             "kv": "naive" if self.label == "naive" else self.method.kv,
             "budget": self.method.budget,
             "options": self.method.options,
+            "profile": engine.from_profile(),
             "compile_s": engine.stats.compile_s,
             "kv_device_bytes": device,
             "kv_host_bytes": host,
@@ -232,4 +233,4 @@ class Theirs:
 
     def about(self) -> dict:
         none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, **dict.fromkeys(none)}
+        return {"kv": self.label, "options": {}, "profile": {}, **dict.fromkeys(none)}

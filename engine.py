@@ -176,7 +176,8 @@ class Engine:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
         with timed(on_phase, Phase("load", f"{needed / 1e9:.2f} GB")) as phase:
             pack(load_checkpoint(folder, model, device, dtype).requires_grad_(False))
-        profile = read_json(folder / "kv_profile.json") if present(folder / "kv_profile.json") else {}
+        found = folder / "kv_profile.json"
+        profile = methods.read_profile(read_json(found)) if present(found) else {}
         engine = cls(model, tokenizer, eos, profile, compile, seed, on_phase)
         engine.no_tokenizer = no_tokenizer or engine.no_tokenizer
         engine.stats = Stats(load_s=phase.seconds, load_bytes=needed)
@@ -300,6 +301,10 @@ class Engine:
         """(device, host) bytes of its cache that a step reads for a row of so many tokens."""
         read = [layer.step_bytes(length) for layer in self.layers]
         return sum(device for device, _ in read), sum(host for _, host in read)
+
+    def from_profile(self) -> dict:
+        """The method's options that the checkpoint's kv_profile.json set."""
+        return methods.from_profile(self.method, self.options, self.profile)
 
     def fetched(self) -> tuple[int, int]:
         """Rows that steps wanted from the host since the caches were allocated, and those that had to be fetched."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoint import COMPANIONS, fingerprint
-from cli import Choice, check_output, choices, columns, number, numbers, read_text, run, write_json
+from cli import Choice, check_output, choices, columns, number, numbers, profile_lines, read_text, run, write_json
 from device import DTYPES
 from engine import Engine
 from kv import BudgetTooSmall
@@ -31,8 +31,8 @@ ROUND = 128  # caches are planned for a multiple of it
 JOINTS = 4  # tokens by which texts encoded apart may differ from the same texts joined
 ROOT = Path(__file__).parent
 OTHER_TOOLS = {  # code that no answer passes through
-    "bench.py", "calibrate.py", "compare.py", "contenders.py", "convert_hf_checkpoint.py", "generate.py", "papers.py",
-    "setup.py", "throughput.py",
+    "bench.py", "calibrate.py", "compare.py", "contenders.py", "conversation.py", "convert_hf_checkpoint.py",
+    "generate.py", "papers.py", "progress.py", "setup.py", "throughput.py",
 }  # fmt: skip
 
 
@@ -312,7 +312,8 @@ def evaluate(
 
 
 def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
-    """Gives the engine the caches for a job, unless it has them; their bytes a row, and those that a step reads."""
+    """Gives the engine the caches for a job, unless it has them; what the profile set, their bytes a row, and those
+    that a step reads."""
     wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new)
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
     if wanted != has or engine.shape is None:  # no shape: what was asked for last was refused
@@ -320,6 +321,7 @@ def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
     device, host, full = engine.kv_bytes()
     read_device, read_host = engine.step_bytes(job.prompt + 1)
     return {
+        "profile": engine.from_profile(),
         "kv_device_bytes": device // batch,
         "kv_host_bytes": host // batch,
         "share_of_full": (device + host) / full,
@@ -406,7 +408,7 @@ def main(argv: list[str] | None = None) -> None:
     progress = Progress(Path(path) if (path := args.progress or beside) else None)
     rows, samples = evaluate(args, engine, jobs, chosen, progress)
     out = sys.stderr if args.json == "-" else sys.stdout
-    print(table(rows, jobs, chosen), file=out)
+    print("\n".join([table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     result = {"args": arguments, "rows": rows, "samples": samples}
     write_json(args.json, result)

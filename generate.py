@@ -13,7 +13,7 @@ from typing import BinaryIO, TextIO
 import torch
 
 import kv
-from cli import check_output, number, read_text, run, write_json
+from cli import check_output, number, profile_lines, read_text, run, write_json
 from conversation import Conversation
 from device import DTYPES, resident_bytes
 from engine import Engine
@@ -207,6 +207,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "kv": args.kv,
         "budget": args.budget,
         "options": engine.options,
+        "profile": engine.from_profile(),
         "checkpoint": str(checkpoint),
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
@@ -256,6 +257,7 @@ def print_report(r: dict) -> None:
         passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
         lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))
     print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
+    lines += [("profile", line) for line in profile_lines([r])]
     for name, value in lines:
         print(f"{name:14} {value}", file=sys.stderr)
 

@@ -63,7 +63,8 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, 
         floors.append(floor_ms(case.device, step_weights(case, weights) + device, host, bandwidth))
     device, host, full = engine.kv_bytes()
     return {
-        "kv": method.kv, "budget": method.budget, "options": method.options, "context": case.context, "new": new,
+        "kv": method.kv, "budget": method.budget, "options": method.options,
+        "profile": engine.from_profile(), "context": case.context, "new": new,
         "batch": batch, "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize,
         "ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1],
         "lengths": lengths, "ms": times, "tokens_per_s": 1e3 * batch / statistics.mean(times),

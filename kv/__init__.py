@@ -4,6 +4,7 @@ A new method is one file with `Options`, `build`, `memory` (and `minimum`, where
 """
 
 import dataclasses
+import math
 import sys
 import types
 import typing
@@ -34,9 +35,14 @@ from kv import (
 from kv.base import KV, Shape, total_bytes
 
 __all__ = [
-    "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "paper_bytes",
-    "parse_options", "planned_bytes", "takes_budget", "total_bytes",
+    "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "from_profile", "paper_bytes",
+    "parse_options", "planned_bytes", "read_profile", "takes_budget", "total_bytes",
 ]  # fmt: skip
+
+
+# The options that kv_profile.json may set: what calibrate.py finds out about a model. None names a file, and none says
+# how much is kept: a checkpoint comes from anywhere.
+PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores": list[list[float]]}
 
 
 class BudgetTooSmall(ValueError):
@@ -138,14 +144,12 @@ def _method(name: str) -> Method:
 def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
     """One KV module a layer.
 
-    `options` holds typed values or strings; what it leaves out comes from `profile` (a checkpoint's kv_profile.json),
-    then from the method. Raises ValueError for an unknown name or option, a budget that does not fit the method, and
+    `options` holds typed values or strings; what it leaves out comes from `profile` (see `read_profile`), then from the
+    method. Raises ValueError for an unknown name or option, a budget that does not fit the method, and
     prompts beyond a sliding window that the method does not honour.
     """
     method = _method(name)
-    known = {f.name for f in dataclasses.fields(method.options)}
-    given = {key: value for key, value in (profile or {}).items() if key in known} | options
-    parsed = parse_options(name, given)
+    parsed = parse_options(name, from_profile(name, options, profile or {}) | options)
     if shape.window is not None and shape.planned > shape.window and not method.windowed:
         raise ValueError(
             f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
@@ -165,6 +169,31 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     if everything := method.full_options(shape, tokens, parsed):
         return full.build(shape, None, everything)
     return method.build(shape, tokens, parsed)
+
+
+def read_profile(content: dict) -> dict:
+    """The options in a kv_profile.json, PROFILE's and no others. Raises ValueError for one of another type."""
+    found = {key: content[key] for key in PROFILE if key in content}
+    for key, value in found.items():
+        if not _is_a(value, PROFILE[key]):
+            what = "layers" if PROFILE[key] == list[int] else "lists of finite numbers"
+            raise ValueError(f"kv_profile.json: {key} must be a list of {what}; run calibrate.py again")
+    return found
+
+
+def _is_a(value: object, hint: object) -> bool:
+    """Whether JSON gave a list, of lists perhaps, of finite numbers or of whole ones from 0 up."""
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and all(_is_a(x, *typing.get_args(hint)) for x in value)
+    if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
+        return False
+    return value >= 0 if hint is int else math.isfinite(value)
+
+
+def from_profile(name: str, options: dict, profile: dict) -> dict:
+    """What `build` takes from the profile: options of the method that `options` leaves out."""
+    known = {f.name for f in dataclasses.fields(_method(name).options)} & PROFILE.keys()
+    return {key: value for key, value in profile.items() if key in known and key not in options}
 
 
 def takes_budget(name: str, options: object) -> bool:

@@ -65,12 +65,6 @@ def test_options_are_checked_by_name_type_and_range():
         kv.build("nosuch", shape, 24, {})
 
 
-def test_options_that_are_left_out_come_from_the_checkpoints_profile():
-    shape, profile = make_shape(), {"format": 1, "sinks": 7, "filter_layers": [2]}
-    assert kv.build("streaming", shape, 24, {}, profile)[0].sinks == 7
-    assert kv.build("streaming", shape, 24, {"sinks": 3}, profile)[0].sinks == 3
-
-
 def test_prompts_beyond_a_sliding_window_are_refused_by_name():
     within, beyond = make_shape(window=128), make_shape(window=127)  # 96 of a prompt and 32 more
     kv.build("streaming", within, 24, {})

@@ -1,0 +1,69 @@
+"""kv_profile.json: what it may set, what it may not, and that reports say what it set."""
+
+import json
+import shutil
+
+import pytest
+from conftest import LLAMA
+from runs import make_shape
+
+import bench
+import eval as evaluation
+import generate
+import kv
+from engine import Engine
+
+PROFILE = {"format": 1, "text": "x", "tokens": 9, "filter_layers": [2], "filter_ability": [0.5, None]}
+
+
+def test_options_that_are_left_out_come_from_the_profile():
+    given = kv.build("omnikv", make_shape(), 24, {}, PROFILE)
+    assert [type(layer).__name__ for layer in given].index("Filter") == 2
+    own = kv.build("omnikv", make_shape(), 24, {"filter_layers": [3]}, PROFILE)
+    assert [type(layer).__name__ for layer in own].index("Filter") == 3
+
+
+def test_a_profile_sets_nothing_but_what_calibrate_finds():
+    hostile = {"heads": "/etc/passwd", "bits": 4, "sinks": 7, "mem": 0.1, "offload": True, "recent": 1, "threads": 9}
+    assert kv.build("streaming", make_shape(), 24, {}, hostile)[0].sinks == 4
+    assert kv.read_profile(PROFILE | hostile) == {"filter_layers": [2]}
+    for name in ("full", "streaming", "omnikv", "duo", "tailorkv", "rocketkv"):
+        assert not kv.from_profile(name, {}, PROFILE | hostile).keys() & hostile.keys()
+
+
+WRONG = {"filter_layers": ("x", 3, [-1], [1.5], [True], [[1]], None), "quant_layers": ({"a": 1}, ["0"]),
+         "head_scores": ([1.0], [[float("nan")]], [["x"]], [[True]], "none")}  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, values in WRONG.items() for value in values])
+def test_a_value_of_another_type_is_refused_in_one_line(key, value):
+    with pytest.raises(ValueError, match=f"kv_profile.json: {key} must be a list of .*; run calibrate.py again"):
+        kv.read_profile({key: value})
+
+
+def test_the_engine_checks_the_profile_and_refuses_one_that_is_nested_without_end(text_checkpoint, tmp_path):
+    folder = shutil.copytree(text_checkpoint, tmp_path / "own")
+    for content, message in (('{"filter_layers": "1"}', "filter_layers must be"), ("[" * 10**5, "nested too deeply")):
+        (folder / "kv_profile.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            Engine.load(folder, compile=False)
+
+
+def test_reports_say_what_the_profile_set(text_checkpoint, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(text_checkpoint, tmp_path / "own")
+    (folder / "kv_profile.json").write_text(json.dumps(PROFILE | {"bits": 4, "filter_layers": [1]}))
+    line, out = "omnikv: filter_layers=[1], from kv_profile.json", tmp_path / "out.json"
+    kvs = ["--kv", "omnikv", "--budget", "64", "--json", str(out)]
+    generate.main(["--checkpoint", str(folder), "--prompt", "x", "--max-new-tokens", "2", "--no-compile", *kvs])
+    assert line in capsys.readouterr().err and json.loads(out.read_text())["profile"] == {"filter_layers": [1]}
+    tasks = ["--tasks", "perplexity", "--length", "300", "--samples", "1"]
+    evaluation.main(["--checkpoint", str(folder), *tasks, *kvs])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert line in capsys.readouterr().out and row["profile"] == {"filter_layers": [1]}
+    monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e9)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
+    small = ["--context", "96", "--steps", "1", "--repeats", "1", "--no-compile", "--results", str(tmp_path / "r")]
+    bench.main(["--shape", str(folder / "config.json"), *small, *kvs])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert line in capsys.readouterr().out and row["profile"] == {"filter_layers": [1]}
+    assert kv.from_profile("omnikv", {"filter_layers": [3]}, PROFILE) == {}
