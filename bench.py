@@ -15,8 +15,10 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
@@ -30,6 +32,7 @@ from device import DTYPES, cap_memory, free_bytes, machine, memory_errors, pick_
 from papers import SETTINGS
 from quantize import MODES
 
+Found = Iterator[tuple[str, list[dict]]]  # finished cases: a key of the JSON object, and rows for it
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
 WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
 
@@ -152,10 +155,13 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
     return rows
 
 
-def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, bandwidth: float) -> tuple:
-    """(rows, rows of whole generations, table) of the settings that this machine is large enough for."""
-    rows, whole, free = [], [], free_bytes(device)
-    lines = [["published", "on", "method", "shape", "context", "batch", "figure", "there", "here, vs full", "vs naive"]]
+def published(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, bandwidth: float, lines: list[list[str]]
+) -> Found:
+    """The settings that this machine is large enough for; `lines` becomes the table."""
+    free = free_bytes(device)
+    head = ["published", "on", "method", "shape", "context", "batch", "figure", "there", "here, vs full", "vs naive"]
+    lines.append(head)
     for p in tqdm(SETTINGS, unit="setting", disable=None, leave=False):
         case = new_case(args, SHAPES[p.shape], p.quantize, dtype, device, p.context, 1)
         case.prefill = False  # the figures are of decoding
@@ -166,9 +172,9 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
         needed = sum(t.nbytes for t in case.model().state_dict().values()) + caches
         if needed <= free and p.new:
             case.steps = p.new + args.steps + 2
-            own = throughput.generations(case, [Choice("full", None, {}), chosen], None, p.new, args.steps, bandwidth,
-                                         p.memory)  # fmt: skip
-            whole += own
+            both = [Choice("full", None, {}), chosen]
+            own = list(throughput.generations(case, both, None, p.new, args.steps, bandwidth, p.memory))
+            yield "generations", own
             if len(own) == 2:
                 found = {"speedup_vs_full": own[1]["tokens_per_s"] / own[0]["tokens_per_s"]}
                 found |= {"rows_vs_full": own[1]["batch"] / own[0]["batch"]}
@@ -177,7 +183,8 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
             baseline = {"shape": p.shape, "baseline": None if alone else "naive", "peer": None}
             own_args = argparse.Namespace(**vars(args) | baseline)
             own = measure(own_args, case, [*([] if alone else [Choice("full", None, {})]), chosen], bandwidth)
-            found, rows = next((row for row in own if row["kv"] == p.kv), {}), rows + own
+            found = next((row for row in own if row["kv"] == p.kv), {})
+            yield "rows", own
             torch._dynamo.reset()
         for key, there in p.figures.items():
             here = [value(found.get(f"{key}_vs_{base}"), ".2f") for base in ("full", "naive")]
@@ -189,7 +196,6 @@ def published(args: argparse.Namespace, device: torch.device, dtype: torch.dtype
             shape = f"{p.shape} {p.quantize}" if p.quantize else p.shape
             setting = [p.source, p.hardware, chosen.label, shape, context, "max" if p.new else "1"]
             lines.append([*setting, key, value(there, "g"), *here])
-    return rows, whole, columns(lines)
 
 
 def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list:
@@ -310,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", metavar="FILE", help="write a trace of two steps of every contender")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     p.add_argument("--plot", metavar="FILE", help="draw ms/token, speedup and memory")
-    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="a line for this run is added here")
+    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="each finished case adds a line here")
     return p
 
 
@@ -341,37 +347,57 @@ def main(argv: list[str] | None = None) -> None:
     modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
     if unknown := set(modes) - {None, *MODES}:
         raise ValueError(f"--quantize {unknown.pop()}: known are none, {', '.join(MODES)}")
-    bandwidth, rows = read_bandwidth(device), []
+    bandwidth = read_bandwidth(device)
     about = {"machine": machine(device), "commit": commit(), "date": f"{datetime.date.today()}"}
     about |= {"command": " ".join(["bench.py", *(sys.argv[1:] if argv is None else argv)])}
+    about |= {"bandwidth_gbs": bandwidth / 1e9}
     out = sys.stderr if args.json == "-" else sys.stdout
     print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {args.shape}", file=out)
-    if args.paper:
-        rows, about["generations"], text = published(args, device, dtype, bandwidth)
-        print(text, file=out)
-    elif args.generate:
+    result, lines, stopped = about | {"rows": []} | ({"generations": []} if args.paper else {}), [], False
+
+    def asked() -> Found:
         for mode, context in itertools.product(modes, contexts):
-            case = new_case(args, config, mode, dtype, device, context, 1)
-            case.steps, case.prefill = args.generate + args.steps + 2, False
-            rows += throughput.generations(case, chosen, batches, args.generate, args.steps, bandwidth)
-    else:
-        cases = [(mode, context, batch) for mode in modes for context in contexts for batch in batches]
-        for mode, context, batch in tqdm(cases, unit="case", disable=None, leave=False):
-            rows += measure(args, new_case(args, config, mode, dtype, device, context, batch), chosen, bandwidth)
-            torch._dynamo.reset()
-    if not rows and not args.paper:
+            if args.generate:
+                case = new_case(args, config, mode, dtype, device, context, 1)
+                case.steps, case.prefill = args.generate + args.steps + 2, False
+                for row in throughput.generations(case, chosen, batches, args.generate, args.steps, bandwidth):
+                    yield "rows", [row]
+                continue
+            for batch in batches:
+                case = new_case(args, config, mode, dtype, device, context, batch)
+                yield "rows", measure(args, case, chosen, bandwidth)
+                torch._dynamo.reset()
+
+    try:
+        for key, found in published(args, device, dtype, bandwidth, lines) if args.paper else asked():
+            result[key] += found
+            if found:
+                with open(args.results, "a") as file:
+                    file.write(json.dumps(about | {key: found}) + "\n")
+                if args.json != "-":
+                    write_json(args.json, result)
+    except KeyboardInterrupt:  # what has finished is shown all the same
+        stopped = True
+    if len(lines) > 1:
+        print(columns(lines), file=out)
+    show(args, result["rows"], out)
+    if args.json == "-":
+        write_json(args.json, result)
+    if stopped:
+        raise KeyboardInterrupt
+    if not result["rows"] and not args.paper:
         raise ValueError("nothing was measured: every method was left out")
-    if rows:
-        print(throughput.table(rows) if args.generate else table(rows), file=out)
+
+
+def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
+    if not rows:
+        return
+    print(throughput.table(rows) if args.generate else table(rows), file=out)
     kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
     for line in profile_lines(rows) + kernels:
         print(line, file=out)
     if not args.generate and any(map(is_wide, rows)):
         print("! the spread is too wide to conclude: is the machine idle?", file=out)
-    result = about | {"bandwidth_gbs": bandwidth / 1e9, "rows": rows}
-    with open(args.results, "a") as file:
-        file.write(json.dumps(result) + "\n")
-    write_json(args.json, result)
     if args.plot:
         throughput.draw(rows, args.plot) if args.generate else draw(rows, args.plot)
 

@@ -184,6 +184,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.length is not None and args.length < 1:
         raise ValueError(f"--length must be at least 1, not {args.length}")
     text = read_text(args.text)
+    if not text.strip():
+        raise ValueError(f"--text {args.text}: the text is empty")
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
     ids = engine.encode(text)
     length = min(args.length or len(ids), engine.config.max_length)

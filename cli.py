@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,20 @@ def check_output(name: str | None, flag: str) -> None:
     stdout."""
     if name is None or (name, flag) == ("-", "--json"):
         return
-    if name == "-" or Path(name).is_dir() or not Path(name).absolute().parent.is_dir():
+    path = Path(name).absolute()
+    if name == "-" or path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"{flag} {name}: not a file in an existing folder")
+    try:
+        if path.is_file():
+            open(path, "ab").close()
+        elif not path.exists():
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {name}: cannot be written ({error.strerror}); name another file") from None
     if flag == "--plot":
-        load_pyplot()
+        known = load_pyplot().Figure().canvas.get_supported_filetypes()
+        if path.suffix and path.suffix[1:].lower() not in known:
+            raise ValueError(f"{flag} {name}: the format is unknown; known: {', '.join(sorted(known))}")
 
 
 def read_text(name: str) -> str:

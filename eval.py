@@ -389,6 +389,8 @@ def main(argv: list[str] | None = None) -> None:
     if "--list-tasks" in (sys.argv[1:] if argv is None else argv):
         return print("\n".join(list_tasks()))
     args = parser().parse_args(argv)
+    if args.progress is None and args.json not in (None, "-"):
+        args.progress = f"{args.json}.progress.jsonl"
     for flag in ("json", "plot", "progress"):
         check_output(getattr(args, flag), f"--{flag}")
     for flag in ("samples", "questions", "batch"):
@@ -396,7 +398,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--{flag} must be at least 1")
     tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
     chosen = choices(args.kv, numbers(args.budget, "--budget", number) if args.budget else [])
-    given = {name: read_text(file) for name in ("haystack", "text") if (file := getattr(args, name))}
+    given = {name: read_text(file) for name in ("haystack", "text") if (file := getattr(args, name)) is not None}
+    for name, text in given.items():
+        if not text.strip():
+            raise ValueError(f"--{name} {getattr(args, name)}: the text is empty")
     engine = Engine.load(
         args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0
     )
@@ -404,8 +409,7 @@ def main(argv: list[str] | None = None) -> None:
     if engine.tokenizer is None:
         raise ValueError(f"{engine.no_tokenizer}; the tasks are text")
     jobs = prepare(args, given, engine, tasks, lengths)
-    beside = f"{args.json}.progress.jsonl" if args.json not in (None, "-") else None
-    progress = Progress(Path(path) if (path := args.progress or beside) else None)
+    progress = Progress(None if args.progress is None else Path(args.progress))
     rows, samples = evaluate(args, engine, jobs, chosen, progress)
     out = sys.stderr if args.json == "-" else sys.stdout
     print("\n".join([table(rows, jobs, chosen), *profile_lines(rows)]), file=out)

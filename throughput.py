@@ -7,6 +7,7 @@ moved on, and what the caches hold there does not matter to the time. The ceilin
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -76,9 +77,9 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, 
 def generations(
     case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float,
     memory: int | None = None,
-) -> list[dict]:  # fmt: skip
-    """A row a method and batch; batches None: the largest that fits, in `memory` bytes if it is given."""
-    weights, rows = random_weights(case), []
+) -> Iterator[dict]:  # fmt: skip
+    """A row a method and batch, once measured; batches None: the largest that fits, in `memory` bytes if it is given."""
+    weights = random_weights(case)
     held = sum(t.nbytes for t in weights.values())
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
         free = free_bytes(case.device) if memory is None else min(free_bytes(case.device), memory - held)
@@ -86,9 +87,8 @@ def generations(
             if not batch:
                 print(f"left out: {method.label} does not fit once", file=sys.stderr)
                 continue
-            rows.append(generation(replace(case, batch=batch), method, weights, new, steps, bandwidth))
+            yield generation(replace(case, batch=batch), method, weights, new, steps, bandwidth)
             torch._dynamo.reset()
-    return rows
 
 
 def table(rows: list[dict]) -> str:

@@ -146,6 +146,34 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
         run("--batch", "max")
 
 
+def test_what_has_finished_survives_an_interrupt(here, monkeypatch, capsys):
+    measure, seen = bench.measure, []
+
+    def twice(*args):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append([json.loads(line)["rows"] for line in open("bench-results.jsonl")] if seen else [])
+        return measure(*args)
+
+    monkeypatch.setattr(bench, "measure", twice)
+    with pytest.raises(SystemExit) as stop:
+        run_main(lambda: run("--kv", "full", "--context", "64,80,96", "--json", "out.json", "--plot", "out.png"))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 130 and err.splitlines()[-1] == "interrupted"
+    assert [line.split()[3] for line in out.splitlines() if line.startswith("full  ")] == ["64", "80"]
+    assert [r["context"] for r in json.load(open("out.json"))["rows"]] == [64, 80]
+    assert [row["context"] for (row,) in seen[1]] == [64]  # it was written when it had finished
+    assert len(open("bench-results.jsonl").readlines()) == 2 and (here / "out.png").exists()
+
+
+def test_the_default_results_file_is_checked_before_the_work(here, capsys):
+    (here / "bench-results.jsonl").mkdir()
+    with pytest.raises(ValueError, match="--results bench-results.jsonl: not a file"):
+        run("--kv", "full")
+    with pytest.raises(ValueError, match="--results /proc/r: cannot be written"):
+        run("--kv", "full", "--results", "/proc/r")
+
+
 def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
     monkeypatch.setitem(bench.SHAPES, "tiny", LLAMA)
     steps = [

@@ -486,3 +486,18 @@ def test_a_plot_that_could_not_be_drawn_is_refused_before_the_work(tmp_path, mon
     with pytest.raises(ValueError, match="--plot needs matplotlib"):
         cli.check_output(str(tmp_path / "out.png"), "--plot")
     cli.check_output(str(tmp_path / "out.json"), "--json")
+
+
+def test_an_output_is_refused_before_the_work_if_it_could_not_be_written(tmp_path):
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    for name in (kept, tmp_path / "new.json", "/dev/null", tmp_path / "new.PDF", tmp_path / "no-suffix"):
+        cli.check_output(str(name), "--plot" if name in (tmp_path / "new.PDF", tmp_path / "no-suffix") else "--json")
+    assert kept.read_text() == "{}" and list(tmp_path.iterdir()) == [kept]  # looking leaves nothing behind
+    for name, flag, words in (
+        ("/proc/x.json", "--results", "--results /proc/x.json: cannot be written"),
+        ("/proc/version", "--json", "--json /proc/version: cannot be written"),
+        (tmp_path / "x.foo", "--plot", "x.foo: the format is unknown; known: .*png"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cli.check_output(str(name), flag)

@@ -269,6 +269,10 @@ def test_a_score_is_the_mean_over_the_questions(text_checkpoint, tmp_path, monke
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--haystack", "/nowhere"], "/nowhere"),
         (["--json", "/nowhere/out.json"], "not a file in an existing folder"),
+        (["--json", "/proc/out.json"], "--json /proc/out.json: cannot be written"),
+        (["--plot", "out.foo"], "--plot out.foo: the format is unknown; known: "),
+        (["--text", ""], "cannot read the file ''"),
+        (["--text", "/dev/null"], "--text /dev/null: the text is empty"),
     ),
 )
 def test_mistakes_are_one_line_before_anything_runs(text_checkpoint, more, message):
