@@ -316,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", metavar="FILE", help="write a trace of two steps of every contender")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     p.add_argument("--plot", metavar="FILE", help="draw ms/token, speedup and memory")
-    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="each finished case adds a line here")
+    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="each finished case adds a line")
     return p
 
 

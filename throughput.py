@@ -78,7 +78,7 @@ def generations(
     case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float,
     memory: int | None = None,
 ) -> Iterator[dict]:  # fmt: skip
-    """A row a method and batch, once measured; batches None: the largest that fits, in `memory` bytes if it is given."""
+    """A row a method and batch, once measured; batches None: the largest that fits, in `memory` bytes if given."""
     weights = random_weights(case)
     held = sum(t.nbytes for t in weights.values())
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
