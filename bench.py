@@ -34,6 +34,7 @@ from quantize import MODES
 
 Found = Iterator[tuple[str, list[dict]]]  # finished cases: a key of the JSON object, and rows for it
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
+LEAST = 2**25  # bytes of free memory
 WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
 
 
@@ -41,9 +42,14 @@ WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes/s of a large sum."""
-    most = 2**30 if device.type == "cuda" else 2**29
-    data = torch.ones(min(most, free_bytes(device) // 16), dtype=torch.float32, device=device)
+    """Bytes/s of a large sum. Raises ValueError if there is no memory to sum over."""
+    most, free = 2**30 if device.type == "cuda" else 2**29, free_bytes(device)
+    if free < LEAST:
+        raise ValueError(
+            f"{device} has {max(0, free) / 1e9:.3f} GB free, and measuring takes {LEAST / 1e9:.3f}: free some, or "
+            "raise --memory-cap, which counts what this process holds already"
+        )
+    data = torch.ones(min(most, free // 16), dtype=torch.float32, device=device)
     return data.nbytes / statistics.median(seconds(lambda: data.sum().item()) for _ in range(11))
 
 

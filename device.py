@@ -1,5 +1,8 @@
 """What the machine has: devices, dtypes and free memory."""
 
+import errno
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,6 +72,38 @@ def memory_errors() -> Iterator[None]:
             f"out of memory ({str(error).splitlines()[0]}): shorten the prompt, lower --max-new-tokens, --batch or "
             "--budget, or choose a --kv that keeps less"
         ) from None
+
+
+@contextmanager
+def compile_errors() -> Iterator[None]:
+    """Turns what keeps torch from compiling here into a line that says what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(_unwritable_cache(error.strerror)) from None
+    except RuntimeError as error:
+        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+        if not isinstance(error, BackendCompilerFailed):
+            raise
+        inner, full = error.inner_exception, os.strerror(errno.ENOSPC)
+        if isinstance(inner, OSError) or full in str(inner):  # the compiler that torch starts says it too
+            raise ValueError(_unwritable_cache(getattr(inner, "strerror", None) or full)) from None
+        if isinstance(inner, InvalidCxxCompiler | CppCompileError):
+            raise ValueError(
+                "the decode step cannot be compiled here: install g++ and Python's headers (Debian: g++ python3-dev), "
+                "or pass --no-compile"
+            ) from None
+        raise
+
+
+def _unwritable_cache(reason: str) -> str:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_*"
+    return (
+        f"the compile cache {folder} cannot be written ({reason}): free space there, or set TORCHINDUCTOR_CACHE_DIR "
+        "to another folder"
+    )
 
 
 def pick_device(name: str | torch.device | None) -> torch.device:

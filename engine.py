@@ -18,14 +18,11 @@ from types import FunctionType
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import kv as methods
 from checkpoint import load_checkpoint, present, read_config, read_eos_ids, read_json
 from decoder import SLEEP, Decoder, Sampling
-from device import free_bytes, memory_errors, pick_device, pick_dtype
+from device import compile_errors, free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
 from loop import Loop
 from model import SLICE, ModelConfig, Transformer, rope_frequencies
@@ -89,6 +86,8 @@ class Engine:
         seed: int | None, on_phase: Listener | None = None,
     ):  # fmt: skip
         """A loaded model and the arguments of `load`; `use` gives it its caches."""
+        with compile_errors():
+            compiled_graphs()  # torch's compiler makes its folder when it is imported, and caches import it
         self.model, self.config, self.tokenizer = model, model.config, tokenizer
         self.eos = eos  # ids that end an answer
         self.profile, self.compile = profile, compile
@@ -433,17 +432,9 @@ class Engine:
             self.sampling, self.knobs = sampling, sampling.tensors(self.device)
         if self.compile and sampling.variant not in self.warm:
             about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
-            try:
-                with timed(self.on_phase, Phase("compile", about)) as phase:
-                    for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, replayed
-                        self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
-            except BackendCompilerFailed as error:
-                if not isinstance(error.inner_exception, (InvalidCxxCompiler, CppCompileError)):
-                    raise
-                raise ValueError(
-                    "the decode step cannot be compiled here: install g++ and Python's headers (Debian: g++ "
-                    "python3-dev), or pass --no-compile"
-                ) from None
+            with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
+                for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
+                    self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds
             self.warm.add(sampling.variant)
 
@@ -478,14 +469,14 @@ class Engine:
         """
         for layer in self.layers:
             layer.fit(length, new)
-        compiled = counters["stats"]["unique_graphs"]
+        compiled = compiled_graphs()
         if self.compile and self.device.type == "cuda":  # it imports torch's compiler, which takes a second
             torch.compiler.cudagraph_mark_step_begin()
         if commands != self.commands:  # from pinned memory: a copy from any other would wait for the last step
             pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")
             self.commands, self.command = commands, pinned.to(self.device, non_blocking=True)
         out = self.step(self.command, self.sampling.variant, *self.knobs)
-        self.stats.compiles += counters["stats"]["unique_graphs"] - compiled
+        self.stats.compiles += compiled_graphs() - compiled
         return out
 
     def read_later(self, tokens: Tensor) -> Callable[[], list[int]]:
@@ -515,6 +506,13 @@ def shape_of(
 def _power_of_two(n: int) -> int:
     """The least that is not below n."""
     return 1 << (n - 1).bit_length()
+
+
+def compiled_graphs() -> int:
+    """That torch has compiled in this process."""
+    from torch._dynamo.utils import counters  # not at the top: see Engine.__init__
+
+    return counters["stats"]["unique_graphs"]
 
 
 def _check_count(name: str, value: object) -> None:

@@ -125,6 +125,15 @@ def test_a_memory_cap_is_kept(here, capsys, monkeypatch):
         run("--memory-cap", "-1")
 
 
+@pytest.mark.parametrize("cap", ("0.0001", "1e-9"))
+def test_a_memory_cap_below_what_the_process_holds_is_one_line(tmp_path, monkeypatch, capsys, cap):
+    monkeypatch.setattr(devices, "_caps", {})
+    with pytest.raises(SystemExit) as stop:
+        run_main(lambda: bench.main(["--kv", "full", "--memory-cap", cap, "--results", str(tmp_path / "r")]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "cpu has 0.000 GB free" in line and "--memory-cap" in line
+
+
 def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch, capsys):
     more = ["--generate", "64", "--context", "32", "--budget", "32", "--plot", "out.png"]
     rows = result("--kv", "full,h2o,d2o", *more, "--batch", "2")["rows"]

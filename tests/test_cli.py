@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import errno
 import fcntl
 import io
 import json
@@ -19,10 +20,12 @@ import pytest
 import torch
 from chat_templates import LLAMA2
 from conftest import write_random
+from torch._inductor.exc import CppCompileError, InductorError
 
 import cli
 import generate
 from checkpoint import open_weights, write_checkpoint
+from device import compile_errors
 from engine import Engine
 from progress import Phase, Progress
 
@@ -465,6 +468,28 @@ def test_a_missing_compiler_is_one_line_that_names_the_flag(text_checkpoint, tmp
     no_compiler = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     result = run_process("--checkpoint", text_checkpoint, "--prompt", "x", "--max-new-tokens", "2", **no_compiler)
     assert_refused(result, "g++", "--no-compile")
+
+
+def test_a_compile_cache_that_cannot_be_written_is_one_line(text_checkpoint):
+    result = run_process("--checkpoint", text_checkpoint, "--prompt", "x", TORCHINDUCTOR_CACHE_DIR="/proc/nowhere")
+    assert_refused(result, "compile cache /proc/nowhere", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.mark.parametrize("inner, words", (
+    (OSError(errno.ENOSPC, "No space left on device"), "compile cache .*No space left.*TORCHINDUCTOR_CACHE_DIR"),
+    (OSError(errno.EROFS, "Read-only file system"), "compile cache .*Read-only file system"),
+    (CppCompileError(["g++"], "as: main.o: No space left on device"), "compile cache .*No space left"),
+    (CppCompileError(["g++"], "fatal error: Python.h: No such file or directory"), "install g\\+\\+"),
+))  # fmt: skip
+def test_what_stops_the_compiler_is_told_apart(inner, words):
+    with pytest.raises(ValueError, match=words), compile_errors():
+        raise InductorError(inner, None)
+
+
+def test_other_errors_of_the_compiler_are_left_as_they_are():
+    for error in (InductorError(TypeError("a bug"), None), RuntimeError("a bug")):
+        with pytest.raises(RuntimeError, match="a bug"), compile_errors():
+            raise error
 
 
 def test_a_checkpoint_without_a_tokenizer_takes_ids(tmp_path):
