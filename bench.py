@@ -6,6 +6,8 @@ what the method reads of its cache) over the read bandwidth of a large sum, meas
 should run meanwhile.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import ctypes
 import datetime

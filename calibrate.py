@@ -15,6 +15,8 @@ Writes kv_profile.json into the checkpoint, where every tool finds it. What it h
   (arXiv 2410.10819) trains: a head that looks there retrieves.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import json
 import sys

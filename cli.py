@@ -1,6 +1,9 @@
 """What the command lines share: mistakes that are not bugs, lists of methods and budgets, tables."""
 
+import startup
+
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,6 +17,8 @@ from device import memory_errors
 
 def run(main: Callable[[], object]) -> NoReturn:
     """Exits with 0; with 2 and `error: one line` for the user's mistake (ValueError, OSError); with 130 for Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is startup.interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with memory_errors():
             main()

@@ -5,6 +5,8 @@ bytes that a row's cache takes, those that a step reads, and ms a token. --plot 
 bench.sh compare` makes both files and calls this.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import itertools
 import json

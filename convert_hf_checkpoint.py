@@ -6,6 +6,8 @@ Tensors get the names of model.py; q, k and v become one matrix, whose rows are 
 order stays Hugging Face's. Everything that headers and config.json can tell is checked before a byte is written.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import re
 import sys

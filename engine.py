@@ -5,6 +5,8 @@ decode step is compiled once and, on CUDA, replayed as a graph; the host only is
 (loop.py).
 """
 
+import startup  # noqa: F401
+
 import functools
 import itertools
 import sys

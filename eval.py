@@ -5,6 +5,8 @@ Every method answers the same samples. A table says how well, in how many bytes;
 was stopped goes on where it was, if it has --json FILE or --progress FILE.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import dataclasses
 import hashlib

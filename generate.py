@@ -3,6 +3,8 @@
 Without arguments it answers a question about the long text in needle/, with the checkpoint there.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import json
 import sys

@@ -7,6 +7,8 @@ token. Norms and biases stay as they are. Rounding is to nearest: a weight is of
 What is written loads like any checkpoint; tensors are read, quantised and written one at a time.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import sys
 from functools import lru_cache, partial

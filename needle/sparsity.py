@@ -4,6 +4,8 @@ Prints the share of the attention mass of a prompt's last query that falls on th
 mean over heads and over the prompts of a needle task, and for each layer the most and the least sparse head.
 """
 
+import startup  # noqa: F401
+
 import argparse
 from pathlib import Path
 

@@ -15,6 +15,8 @@ Every token counts a little and every token of an answer in full. Resumable: run
 --ship DIR the weights reached are written as a checkpoint.
 """
 
+import startup  # noqa: F401
+
 import argparse
 import gzip
 import io
@@ -34,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import write_checkpoint
+from cli import run
 from model import ModelConfig, Transformer, rope_frequencies
 from tasks import Sample, Setting, fit, two_stage
 from tasks.ruler import MANY, NIAH, ONE, Drawer, Niah, Wording, all_words, join, tracking, variable_tracking
@@ -581,4 +584,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

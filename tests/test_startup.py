@@ -1,0 +1,67 @@
+"""What happens before torch is imported: Ctrl-C, and a torch that is missing or of another age."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLS = [f"{name}.py" for name in "generate eval bench calibrate compare convert_hf_checkpoint quantize".split()]
+MODULES = ["needle.train", "needle.sparsity"]
+
+
+def python(place: Path, *command) -> subprocess.CompletedProcess:
+    """Python in the clone, with `place` before all that is installed."""
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(place)},
+                          text=True, capture_output=True, stdin=subprocess.DEVNULL)  # fmt: skip
+
+
+@pytest.fixture
+def interrupting(tmp_path):
+    """A torch whose import is interrupted."""
+    (tmp_path / "torch").mkdir()
+    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    (tmp_path / "torch" / "__init__.py").write_text(code)
+    return tmp_path
+
+
+@pytest.mark.parametrize("tool", [*TOOLS, *MODULES])
+def test_ctrl_c_while_a_tool_imports_is_one_line_and_130(interrupting, tool):
+    result = python(interrupting, *(["-m", tool] if tool in MODULES else [tool]))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_in_a_program_that_imports_the_engine_is_the_programs(interrupting):
+    result = python(interrupting, "-c", "try:\n    import engine\nexcept KeyboardInterrupt:\n    print('mine')")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "mine\n", "")
+
+
+def dated(place: Path, version: str) -> Path:
+    """A torch that says it is of this version; the one that is installed is imported."""
+    (place / f"torch-{version}.dist-info").mkdir()
+    (place / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+    return place
+
+
+@pytest.mark.parametrize("version", ("2.10.1+cu126", "1.13.0"))
+def test_a_torch_that_is_too_old_is_one_line(tmp_path, version):
+    result = python(dated(tmp_path, version), "generate.py", "--list-kv")
+    line = f"torch {version} is too old, kv-fast runs on 2.11 to 2.13: pip install -r requirements.txt"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"error: {line}\n")
+    assert f"ImportError: {line}" in python(tmp_path, "-c", "import engine").stderr
+
+
+@pytest.mark.parametrize("version, said", (
+    ("2.14.0a0+git1", "kv-fast is tested with torch 2.11 to 2.13, and this is 2.14.0a0+git1\n"),
+    ("2.11.0", ""), ("2.13.1+cu130", ""),
+))  # fmt: skip
+def test_a_torch_that_is_newer_is_said_and_used(tmp_path, version, said):
+    result = python(dated(tmp_path, version), "-c", "import startup")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", said)
+
+
+def test_an_installation_says_that_the_clone_is_run(tmp_path):
+    result = python(tmp_path, "setup.py", "egg_info")
+    assert result.returncode == 1 and result.stderr.startswith("kv-fast is run from its clone and is not installed")
