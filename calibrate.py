@@ -1,6 +1,6 @@
 """Looks at a model's attention once, for methods that must know it: python calibrate.py --checkpoint DIR --text FILE
 
-Writes kv_profile.json into the checkpoint, where every tool finds it. What it holds:
+Writes kv_profile.json into the checkpoint, where every tool finds it, or what --out names. What it holds:
 
 - filter_ability, filter_layers (omnikv): how much of the next 8 layers' attention falls on the tokens to which a layer
   attends most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a), and which layers are to choose for the others:
@@ -19,6 +19,7 @@ import startup  # noqa: F401
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from itertools import combinations, pairwise
@@ -107,6 +108,10 @@ class Probe(KV):
 
 def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: float = 0.2) -> dict:
     """What kv_profile.json is to hold of a text. Raises ValueError if it is too short to say anything."""
+    if sinks < 0 or recent < 1:
+        raise ValueError(f"--sinks must be at least 0 and --recent at least 1, not {sinks} and {recent}")
+    if not 0 <= tau <= 1:
+        raise ValueError(f"--tau must lie between 0 and 1, not {tau}")
     least = sinks + recent + QUERIES
     if len(ids) < least:
         raise ValueError(f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it takes at "
@@ -123,6 +128,8 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
     ability = [round(sum(c[:AFTER]) / len(c[:AFTER]), 5) if c else None for c in caught]
     filters = propose(caught)
     scores = [[round(s, 5) for s in p.head_scores] for p in probes]
+    if not all(math.isfinite(x) for p in probes for x in (p.dense, *p.head_scores, *p.caught)):
+        raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
     found = {"filter_ability": ability, "head_scores": scores} | ({"filter_layers": filters} if filters else {})
     dense = [round(p.dense, 5) for p in probes]
     quantised = [layer for layer, share in enumerate(dense) if share > tau]
@@ -178,10 +185,14 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--sinks", type=int, default=Duo.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=Duo.recent, help="newest tokens of a streaming head")
     p.add_argument("--tau", type=float, default=0.2, help="dense preference beyond which a layer is quantised")
+    p.add_argument("--out", type=Path, metavar="FILE", help="default: kv_profile.json in the checkpoint")
     p.add_argument("--plot", metavar="FILE", help="draw filter ability and dense preference over the layers")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
+    path = args.out or args.checkpoint / "kv_profile.json"
+    if args.checkpoint.is_dir():  # or loading says what is wrong
+        check_output(str(path), "--out")
     check_output(args.plot, "--plot")
     if args.length is not None and args.length < 1:
         raise ValueError(f"--length must be at least 1, not {args.length}")
@@ -195,12 +206,11 @@ def main(argv: list[str] | None = None) -> None:
         begin = len(ids) - len(engine.encode(text, bos=False))
         ids = ids[:begin] + ids[len(ids) - length + begin :]
     found = calibrate(engine, ids, args.sinks, args.recent, args.tau)
-    path = args.checkpoint / "kv_profile.json"
     old = read_json(path) if path.exists() else {}
     profile = old | {"text": Path(args.text).name} | found
     if "filter_layers" not in found:
         profile.pop("filter_layers", None)  # what was found before
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(profile, indent=1) + "\n")
     partial.replace(path)
     filters, quantised = found.get("filter_layers", []), found["quant_layers"]

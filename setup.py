@@ -1,3 +1,5 @@
 """pip calls this; without it, `pip install .` would succeed and install nothing."""
 
-raise SystemExit("kv-fast is run from its clone and is not installed: pip install -r requirements.txt, then see README.md")
+raise SystemExit(
+    "kv-fast is run from its clone and is not installed: see README.md (make demo, or pip install -r requirements.txt)"
+)

@@ -164,6 +164,36 @@ def test_duo_finds_what_it_wrote(text_checkpoint, tmp_path, capsys):
     assert chosen and others and min(chosen) >= max(others)
 
 
+def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_checkpoint, tmp_path):
+    folder, text = shutil.copytree(text_checkpoint, tmp_path / "model"), tmp_path / "text.txt"
+    (folder / "kv_profile.json").write_text('{"mine": 1}')
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    flags = ["--checkpoint", str(folder), "--text", str(text), "--sinks", "4", "--recent", "16"]
+    calibrate.main([*flags, "--out", str(tmp_path / "profile.json")])
+    assert (folder / "kv_profile.json").read_text() == '{"mine": 1}'
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert "head_scores" in profile and "mine" not in profile
+    with pytest.raises(ValueError, match="--out /proc/p: cannot be written"):
+        calibrate.main([*flags, "--out", "/proc/p"])
+
+
+@pytest.mark.parametrize("wrong, words", (
+    ({"sinks": -1}, "--sinks must be at least 0"), ({"recent": -5}, "--recent at least 1"),
+    ({"tau": float("nan")}, "--tau must lie between 0 and 1, not nan"), ({"tau": 7.0}, "--tau must lie"),
+))  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(folder, wrong, words):
+    engine = Engine.load(folder, compile=False)
+    with pytest.raises(ValueError, match=words):
+        calibrate.calibrate(engine, list(range(90)), **{"sinks": 4, "recent": 16} | wrong)
+
+
+def test_attention_that_is_not_a_number_is_refused(folder):
+    engine = Engine.load(folder, compile=False)
+    engine.model.layers[1].attention_norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="is not a number in torch.float32"):
+        calibrate.calibrate(engine, list(range(90)), sinks=4, recent=16)
+
+
 def test_mistakes_are_one_line(folder, text_checkpoint, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("Too short.")
     for checkpoint, text, words in (
