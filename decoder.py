@@ -18,7 +18,7 @@ CONTINUE, SLEEP = -1, -2  # commands to a row; anything from 0 up is a token to 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; top_k and top_p cut the distribution first."""
+    """How the next token is chosen. Temperature 0 and top_k 1 are greedy; else top_k and top_p cut the distribution."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -32,11 +32,13 @@ class Sampling:
             raise ValueError(f"top-k must be at least 1, not {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top-p must lie between 0 and 1, not {self.top_p}")
+        if self.temperature == 0 and (self.top_p is not None or self.top_k not in (None, 1)):
+            raise ValueError("temperature 0 takes the best token: top-k and top-p need a --temperature above 0")
 
     @property
     def variant(self) -> str:
         """Which of the three compiled steps this needs: only `cut` pays for a sort of the vocabulary."""
-        if self.temperature < 1e-6:  # logits over less would overflow
+        if self.temperature < 1e-6 or self.top_k == 1:  # logits over less would overflow
             return "greedy"
         return "plain" if self.top_k is None and self.top_p is None else "cut"
 

@@ -48,8 +48,8 @@ class Stats:
     prefill_tokens: int = 0
     first_token_s: float | None = None  # from the call to the first token: compiling and prefill are in it
     decode_s: float = 0.0
-    steps: int = 0
-    new_tokens: int = 0  # sampled in decode steps; an answer's first token is the prefill's
+    steps: int = 0  # that a row needed; on CUDA one more runs before the host knows that an answer has ended
+    decoded: int = 0  # tokens that rows fed these steps, those of follow-ups too: with one row, as many as steps
     past_context: list[int] = field(default_factory=list)  # prompts whose rows decoded past the model's context
 
     def of_next_call(self) -> "Stats":

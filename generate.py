@@ -17,6 +17,7 @@ import torch
 import kv
 from cli import check_output, number, profile_lines, read_text, run, write_json
 from conversation import Conversation
+from decoder import Sampling
 from device import DTYPES, resident_bytes
 from engine import Engine
 from progress import Progress
@@ -120,20 +121,29 @@ def encode(engine: Engine, text: str, args: argparse.Namespace) -> list[int]:
     return ids
 
 
+def given_options(args: argparse.Namespace) -> dict:
+    """The method's options, of --kv-opt and of the flags that are short for one. Raises ValueError if two disagree."""
+    given = [option.partition("=") for option in args.kv_opt]
+    for name, equals, _ in given:
+        if not equals:
+            raise ValueError(f"--kv-opt {name}: write it as name=value")
+    short = {"mem": args.mem, "offload": args.offload or None, "bits": args.kv_bits}
+    options = {}
+    for name, value in [(n, v) for n, _, v in given] + [(n, v) for n, v in short.items() if v is not None]:
+        asked = [getattr(kv.parse_options(args.kv, {name: v}), name) for v in (options.get(name, value), value)]
+        if asked[0] != asked[1]:
+            raise ValueError(f"the option {name} is given twice: {options[name]} and {value}")
+        options[name] = value
+    return options
+
+
 def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: Path, out: TextIO) -> None:
     """Loads the engine, generates, and prints what was measured; text streams to `out`.
 
     Of several prompts, one that is refused fails alone: ValueError names it when the others are answered.
     """
-    options = {}
-    for option in args.kv_opt:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise ValueError(f"--kv-opt {option}: write it as name=value")
-        options[name] = value
-    options |= {} if args.mem is None else {"mem": args.mem}
-    options |= {"offload": True} if args.offload else {}
-    options |= {} if args.kv_bits is None else {"bits": args.kv_bits}
+    options = given_options(args)
+    Sampling(args.temperature, args.top_k, args.top_p)  # refuses now what generate would
     single = len(prompts) == 1
     talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
     demo = args.checkpoint is None
@@ -222,8 +232,8 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "prefill_s": stats.prefill_s,
         "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s,
         "first_token_s": stats.first_token_s,
-        "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
-        "tokens_per_s": stats.new_tokens / stats.decode_s if stats.steps else None,
+        "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,  # of a row: a step's time
+        "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # of all rows
         "kv_device_bytes": device_bytes,
         "kv_host_bytes": host_bytes,
         "kv_full_bytes": full_bytes,
@@ -239,6 +249,7 @@ def print_report(r: dict) -> None:
         return f"{n / 1e6:.1f} MB"
 
     answers = r["completions"]
+    rows = " in all rows" if r["batch"] > 1 else ""
     lines = [
         ("prompt tokens", ", ".join(str(c["prompt_tokens"]) for c in answers[:8]) + ", ..." * (len(answers) > 8)),
         ("new tokens", str(sum(c["new_tokens"] for c in answers))),
@@ -246,7 +257,7 @@ def print_report(r: dict) -> None:
         ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
         ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s"),
         ("first token", f"{r['first_token_s']:.2f} s"),
-        ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s")
+        ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s{rows}")
         if r["tokens_per_s"]
         else ("decode", "no steps: the prefill gave the whole answer"),
         ("KV cache", f"{mb(r['kv_device_bytes'])} on the device, {mb(r['kv_host_bytes'])} on the host"),

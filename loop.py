@@ -38,7 +38,7 @@ class Loop:
         engine, stats = self.engine, self.engine.stats
         self.begin = time.perf_counter()
         rows: list[Row | None] = [None] * engine.batch
-        flight: deque[tuple[list[tuple[Row, Answer] | None], Callable[[], list[int]]]] = deque()
+        flight: deque[tuple[list[tuple[Row, Answer] | None], int, Callable[[], list[int]]]] = deque()
         while self.waiting or flight or any(rows):
             if engine.interrupted:
                 engine.interrupted = False
@@ -51,15 +51,17 @@ class Loop:
                 length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
                 tokens, _ = engine.launch([command for command, _ in commands], length, new)
                 owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
-                flight.append((owed, engine.read_later(tokens)))
-                stats.steps += 1
+                forced = sum(command != SLEEP and not counts for command, counts in commands)
+                flight.append((owed, forced, engine.read_later(tokens)))
             while len(flight) > (engine.lag if launch else 0):
-                owed, tokens = flight.popleft()
+                owed, decoded, tokens = flight.popleft()
                 for debt, token in zip(owed, tokens(), strict=True):
                     if debt and not debt[1].finish_reason:
-                        ahead = sum(any(later and later[0] is debt[0] for later in step) for step, _ in flight)
+                        ahead = sum(any(later and later[0] is debt[0] for later in step) for step, *_ in flight)
                         self._read(debt[0], token, ahead)
-                        stats.new_tokens += token not in engine.eos
+                        decoded += 1
+                stats.decoded += decoded
+                stats.steps += decoded > 0
         stats.decode_s = time.perf_counter() - self.begin - stats.prefill_s - self.waited_s
 
     def _fill(self, rows: list[Row | None]) -> None:

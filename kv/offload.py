@@ -43,10 +43,14 @@ class Options:
     )
     threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
 
-    def staged(self, slots: int, width: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
-        """Where rows arrive, at most `slots` a step, if threads fetch them; unless told, they do if wanted `early`."""
+    def threaded(self, shape: Shape, early: bool = False) -> bool:
+        """Whether threads fetch rows; unless told, they do if rows are wanted `early`."""
         direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda" and not early)
-        return None if direct or not self.offload else Staged(slots, width, shape.dtype, shape.device)
+        return self.offload and not direct
+
+    def staged(self, slots: int, width: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
+        """Where rows arrive, at most `slots` a step, if threads fetch them."""
+        return Staged(slots, width, shape.dtype, shape.device) if self.threaded(shape, early) else None
 
     def pool(self, what: str, rows: int, width: tuple[int, ...], staged: "Staged | None", shape: Shape,
              workers: "Workers", delta: bool = False) -> "Pool":  # fmt: skip

@@ -10,9 +10,11 @@ Selectors weigh the attention of the last queries: `last` takes the newest alone
 
 Memory: the full cache. With `offload` the sparse layers' part of the prompt is on the host, a row for a token of all
 layers that share a choice. Threads are sent for these when the choice is made, a layer before they are needed, and
-bring them to a buffer of the device; a GPU that reads the host itself does so layer by layer. But for that buffer,
-device memory is the share `mem` of the paper's section 5: a + k / S (1 - a), a the share of full layers; k follows each
-row's prompt. Traffic: full layers everything, filter layers every K twice, the others k and the generated tokens.
+bring them to a buffer of the device; a GPU that reads the host itself does so layer by layer. Device memory is the
+share `mem` of the full cache, from which section 5 has k: a + k / S (1 - a), a the share of full layers; where threads
+fetch, every chosen token is on the device twice, in the buffer too, and k is half of that. k follows each row's prompt,
+and generated tokens, which stay on the device, come on top. Traffic: full layers everything, filter layers every K
+twice, the others k and the generated tokens.
 """
 
 import math
@@ -64,6 +66,8 @@ class Plan:
         if share < 0:
             full = 1 - sparse / shape.n_layer
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {full:.3f}")
+        if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrived
+            share /= 1 + Fraction(2 * quant.stored_bytes(shape, options.bits), shape.unit_bytes)
         return cls(segments, part(share, shape.max_prompt), share)
 
 

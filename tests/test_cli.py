@@ -78,6 +78,7 @@ def test_json_goes_alone_to_stdout_with_everything_in_it(text_checkpoint):
     (completion,) = report["completions"]
     assert set(completion) >= {"prompt_tokens", "new_tokens", "text", "tokens", "finish_reason", "answers"}
     assert completion["new_tokens"] == len(completion["tokens"]) == 6 and completion["finish_reason"] == "length"
+    assert report["tokens_per_s"] == pytest.approx(1e3 / report["decode_ms_per_token"])  # one row
     assert completion["text"] in result.stderr and report["decode_ms_per_token"] > 0 and report["peak_bytes"] > 1e7
 
 
@@ -367,8 +368,20 @@ MISTAKES = {
     "empty stop text": (["--prompt", "x", "--stop", ""], ["--stop"]),
     "system without chat": (["--prompt", "x", "--system", "Be brief."], ["--chat"]),
     "out nowhere": (["--prompt", "x", "--out", "/nowhere/x.jsonl"], ["--out", "/nowhere/x.jsonl"]),
+    "two bits": (["--prompt", "x", "--kv-bits", "8", "--kv-opt", "bits=4"], ["option bits is given twice", "4 and 8"]),
+    "two options": (["--prompt", "x", "--kv-opt", "bits=4", "--kv-opt", "bits=8"], ["option bits is given twice"]),
+    "offload or not": (["--prompt", "x", "--kv", "omnikv", "--budget", "9", "--offload", "--kv-opt", "offload=false"],
+                       ["option offload is given twice: false and True"]),
+    "top-p and greedy": (["--prompt", "x", "--top-p", "0.9"], ["temperature 0", "--temperature"]),
+    "top-k and greedy": (["--prompt", "x", "--top-k", "40"], ["temperature 0", "--temperature"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }
+
+
+def test_options_that_are_given_twice_alike_are_one():
+    flags = ["--kv-bits", "8", "--kv-opt", "bits=8", "--offload", "--kv-opt", "offload=1", "--kv", "omnikv"]
+    options = generate.given_options(generate.parser().parse_args(flags))
+    assert options == {"bits": "8", "offload": True}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

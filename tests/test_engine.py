@@ -42,6 +42,22 @@ def with_eos(engine, eos):
     return engine
 
 
+@pytest.mark.parametrize("lag", (0, 1))
+def test_a_token_a_row_and_step_is_counted_as_decoded_whether_sampled_fed_or_the_end(checkpoint, eos, lag):
+    alone = with_eos(load(checkpoint), eos)
+    alone.lag = lag
+    (completion,) = alone.generate([PROMPTS[0]], max_new_tokens=12, follow_ups=[[[1, 2, 3]]])
+    first, second = completion.answers
+    assert first.finish_reason == "stop" and len(first.tokens) == 5
+    steps = len(first.tokens) + 3 + len(second.tokens) - (second.finish_reason == "length")
+    assert alone.stats.steps == alone.stats.decoded == steps
+    together = with_eos(load(checkpoint, batch=5), eos)
+    together.lag = lag
+    answers = [completion.answers[0] for completion in together.generate(PROMPTS, max_new_tokens=12)]
+    fed = [len(answer.tokens) - (answer.finish_reason == "length") for answer in answers]
+    assert together.stats.steps == max(fed) and together.stats.decoded == sum(fed)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}))

@@ -11,7 +11,7 @@ from runs import HEADS, LAYERS, D, Run, compare, make_shape, prefill_both, step_
 
 import kv
 from engine import Engine
-from kv import Shape, offload, ops
+from kv import Shape, offload, ops, quant
 from kv.omnikv import Filter, Sparse, default_filters
 
 PROMPTS = (100, 97, 33, 7)
@@ -139,20 +139,19 @@ def test_which_layers_are_full():
 @pytest.mark.parametrize("engine", ("threads", "direct"))
 def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
-    for mem, k in ((0.6, 360), (0.375, 1), (0.5, 200)):  # 3 of 8 layers are full: a = 0.375
+    copies = 2 if engine == "threads" else 1  # of a chosen token on the device: its slot, and where it arrived
+    for mem, k in ((0.6, 360 // copies), (0.375, 1), (0.5, 200 // copies)):  # 3 of 8 layers are full: a = 0.375
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
         sparse = [layer for layer in layers if isinstance(layer, Sparse)]
         declared = [layer.overhead() for layer in layers]
         pool = sparse[0].segment.pool
         device, host = kv.total_bytes(layers)
-        staging = pool.overhead()
-        assert [sum(d.get("staging", 0) for d in declared)] == [staging]
-        host_staging = host - pool.memory.nbytes
-        device -= sum(map(lambda d: sum(d.values()), declared)) - host_staging
+        assert [sum(d.pop("staging", 0) for d in declared)] == [pool.overhead()]
+        device -= sum(sum(d.values()) for d in declared)
         unit = shape.n_kv_head * shape.unit_bytes
         generated = LAYERS * shape.max_new_tokens * unit
-        assert device - generated == (3 * 1000 + 5 * k) * unit
+        assert device - generated == (3 * 1000 + 5 * k * copies) * unit  # staging included
         if k > 1:
             assert device - generated == pytest.approx(mem * LAYERS * 1000 * unit, rel=1e-12)
         assert pool.memory.nbytes == 5 * 1000 * unit
@@ -162,6 +161,15 @@ def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
         kv.build("omnikv", shape, 24, {"mem": 0.6})
     with pytest.raises(ValueError, match="needs --budget"):
         kv.build("omnikv", shape, None, {})
+
+
+def test_mem_of_a_quantised_cache_counts_the_buffer_in_its_bits():
+    shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
+    options = {"filter_layers": [1], "mem": 0.6, "offload": True, "bits": 4}
+    layers = kv.build("omnikv", shape, None, options)
+    (segment,) = {layer.segment for layer in layers if isinstance(layer, Sparse)}
+    stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # of a token in the buffer, beside one in its slot
+    assert segment.k == int(360 / (1 + stored) + 0.5)
 
 
 def test_k_follows_each_rows_prompt():
