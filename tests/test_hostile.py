@@ -17,6 +17,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from chat_templates import LLAMA2
 from conftest import write_random
 from test_convert import hf_model, save
 
@@ -97,7 +98,7 @@ def whole(text_checkpoint, tmp_path_factory) -> Path:
     shutil.copy(text_checkpoint / "tokenizer.model", whole)
     profile = {"filter_layers": [1], "quant_layers": [0], "head_scores": [[1.0, 2.0]] * 4}
     files = {
-        "tokenizer_config.json": {"chat_template": "{{ '[INST] <<SYS>>' }}", "add_bos_token": True},
+        "tokenizer_config.json": {"chat_template": LLAMA2, "add_bos_token": True},
         "generation_config.json": {"eos_token_id": [2, 3]},
         "kv_profile.json": profile,
     }

@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from chat_templates import LLAMA2
 from conftest import write_random
 
 import quantize
@@ -64,7 +65,7 @@ def folders(text_checkpoint, tmp_path_factory) -> dict:
             eos_token_id=2,
         )  # fmt: skip
         shutil.copy(text_checkpoint / "tokenizer.model", plain)
-        chat = {"chat_template": "{{ '[INST] <<SYS>>' }}", "add_bos_token": True}
+        chat = {"chat_template": LLAMA2, "add_bos_token": True}
         (plain / "tokenizer_config.json").write_text(json.dumps(chat))
         found[dtype, None] = plain
         for mode in ("int8", "int4"):
