@@ -542,7 +542,7 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
         wording = rng.choice(wordings)
         key, value = drawer.words(), rng.choice([drawer.numbers, drawer.uuids])()
         lines.append(wording.needle.format(type="numbers", key=key, value=value))
-        lines.append(wording.ask("numbers", key).strip())
+        lines.append(wording.ask("numbers", key, ()).text.strip())
     lines += [two_stage.INTRO + two_stage.ask(3, 4, True) + " ".join(two_stage.COLOURS)] * 500
     lines += [q.text for i in range(500) for q in tracking(random.Random(i), 5).questions]
     lines += [word for word in all_words() if keep(word)] * 3
