@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from checkpoint import write_checkpoint
 from model import ModelConfig, Transformer
 from tasks import shipped_haystack
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 for function in (torch.cos, torch.sin, torch.exp):  # MKL may round its first call, if from many threads, coarsely
     function(torch.ones(1))
 
