@@ -138,24 +138,18 @@ class Shared(Buffers):
         super().__init__(shape)
         self.budget, self.options, self.total = budget, options, layers * (budget + 1)
         allocate_known(self, self.total, D2O.known)
-        self.parked: list[tuple[list[Tensor], Tensor, Tensor]] = []
-        self.variances: list[Tensor] = []  # of the query heads, [Hq] a layer
+        self.parked: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []  # the first: of the query heads, [Hq]
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # on the host
 
     def park(self, known: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
         if self.options.park == "host":
             k, v = k.cpu(), v.cpu()
-        self.parked.append((known, k, v))
-        self.variances.append(variance)
-
-    def clear(self) -> None:
-        self.parked.clear()
-        self.variances.clear()
+        self.parked.append((variance, known, k, v))
 
     def divide(self, row: int) -> None:
         """How many slots each layer has of the row."""
-        variances = torch.stack(self.variances).tolist()
-        prompt = self.parked[0][1].shape[1]
+        variances = torch.stack([variance for variance, *_ in self.parked]).tolist()
+        prompt = self.parked[0][2].shape[1]
         self.place[row] = -1
         self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
 
@@ -181,7 +175,7 @@ class D2O(H2O):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.index == 0:
-            self.shared.clear()
+            self.shared.parked.clear()
         y, known, variance = ops.observed_attention(q, k, v)
         self.shared.park(known, variance, k[0], v[0])
         return y
@@ -192,11 +186,11 @@ class D2O(H2O):
         sizes = self.shared.sizes[row]
         first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
         self.first[row], self.slots[row], self.threshold[row] = first, size, -torch.inf
-        known, *kv = self.shared.parked[self.index]
+        _, known, *kv = self.shared.parked[self.index]
         kept, *rest = self.compress(row, known, *(x.to(self.k.device) for x in kv), size)
         self.fill(row, slice(first, first + kept.shape[1]), kept, *rest)
         if self.index == len(sizes) - 1:
-            self.shared.clear()
+            self.shared.parked.clear()
 
     def newest(self, size: Tensor | int) -> Tensor | int:
         important, newest = self.parts
