@@ -163,22 +163,17 @@ class Ours:
 
     def fill(self, row: int) -> None:
         """Random keys and values, without the cost of a prefill."""
-        c, attention, observed = self.engine.config, ops.causal_attention, ops.observed_attention
-        ops.causal_attention = lambda q, k, v, window=None: q
-        ops.observed_attention = lambda q, k, v, powers=1: (
-            q, [torch.rand(k.shape[1:3], device=k.device)] * powers, torch.rand(q.shape[1], device=k.device)
-        )  # fmt: skip
-        try:
-            for layer in self.engine.layers:
-                layer.reset(row)
-                layer.prefill(row, *(
-                    torch.randn(1, heads, self.case.context, c.head_dim, device=self.case.device, dtype=self.case.dtype)
-                    for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
-                ))  # fmt: skip
-            for layer in self.engine.layers:
-                layer.finish(row)
-        finally:
-            ops.causal_attention, ops.observed_attention = attention, observed
+        c, case = self.engine.config, self.case
+        for layer in self.engine.layers:
+            q, k, v = (
+                torch.randn(1, heads, case.context, c.head_dim, device=case.device, dtype=case.dtype)
+                for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
+            )
+            layer.reset(row)
+            layer.skip_prompt(q, k)
+            layer.keep(row, q, k, v)
+        for layer in self.engine.layers:
+            layer.finish(row)
 
     def step(self) -> None:
         self.new += 1

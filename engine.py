@@ -254,23 +254,38 @@ class Engine:
 
     @exclusive
     @memory_errors()
-    def logits(self, prompt_ids: list[int], continuation_ids: list[int]) -> Tensor:
+    def logits(
+        self, prompt_ids: list[int] | list[list[int]], continuation_ids: list[int] | list[list[int]]
+    ) -> Tensor | list[Tensor]:
         """[n, vocab] fp32 for n continuation tokens: row i is what token i is drawn from.
 
-        Row 0 comes out of the prefill, the others out of decode steps that are fed the forced tokens.
+        Row 0 comes out of the prefill, the others out of decode steps that are fed the forced tokens. Lists of prompts
+        and of continuations, no more than the engine has rows, are decoded together: a list of such tensors.
         """
-        prompt, forced = self.encode(prompt_ids), self.encode(continuation_ids, bos=False)
-        self._reserve(len(prompt), len(forced))
-        self.warm_up(Sampling(), len(prompt))
-        if len(prompt) + len(forced) - 1 > self.config.max_length and not self.endless:
+        if single := not (prompt_ids and isinstance(prompt_ids[0], list)):
+            prompt_ids, continuation_ids = [prompt_ids], [continuation_ids]
+        if len(prompt_ids) > self.batch:
+            raise ValueError(f"{len(prompt_ids)} prompts are more than the {self.batch} rows of this engine")
+        texts = [
+            (self.encode(prompt), self.encode(forced, bos=False))
+            for prompt, forced in zip(prompt_ids, continuation_ids, strict=True)
+        ]
+        longest, new = (max(map(len, ids)) for ids in zip(*texts, strict=True))
+        self._reserve(longest, new)
+        self.warm_up(Sampling(), longest)
+        planned = [len(prompt) + len(forced) - 1 for prompt, forced in texts]
+        if max(planned) > self.config.max_length and not self.endless:
             self.warn_past_context()
-        found = torch.empty(len(forced), self.config.vocab_size, device=self.device)
-        found[0] = self.prefill(0, prompt, len(prompt) + len(forced) - 1)
-        self.decoder.start(0, 0, len(prompt), 0)
-        for i, token in enumerate(forced[:-1], 1):
-            command = [token] + [SLEEP] * (self.batch - 1)
-            found[i] = self.launch(command, len(prompt) + i, i)[1][0]
-        return found
+        found = [torch.empty(len(forced), self.config.vocab_size, device=self.device) for _, forced in texts]
+        for row, (prompt, _) in enumerate(texts):
+            found[row][0] = self.prefill(row, prompt, planned[row])
+            self.decoder.start(row, 0, len(prompt), row)
+        for i in range(1, new):
+            fed = {row: forced[i - 1] for row, (_, forced) in enumerate(texts) if i < len(forced)}
+            logits = self.launch([fed.get(row, SLEEP) for row in range(self.batch)], longest + i, i)[1]
+            for row in fed:
+                found[row][i] = logits[row]
+        return found[0] if single else found
 
     def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
         """Ids of a text, or the ids given, checked. Raises ValueError for what the model cannot be fed."""

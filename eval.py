@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import COMPANIONS, fingerprint
 from cli import Choice, check_output, choices, columns, number, numbers, profile_lines, read_text, run, write_json
-from device import DTYPES
+from device import DTYPES, free_bytes
 from engine import Engine
-from kv import BudgetTooSmall
+from kv import KV, BudgetTooSmall
+from progress import Phase
 from tasks import Question, Sample, Setting, Task, shipped_haystack, texts
 from tasks.registry import GROUPS, TASKS
 
@@ -222,29 +225,106 @@ def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list
     return found
 
 
+class Seen(KV):
+    """Takes down what a layer's method is handed of a prompt, on the host."""
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.qkv = q.cpu(), k.cpu(), v.cpu()
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        raise NotImplementedError("prompts alone are taken down")
+
+    def reset(self, row: int) -> None:
+        pass
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        return 0, 0
+
+
+class SharedPrompts(Engine):
+    """Runs a prompt through the model once for all methods.
+
+    Every method attends to a prompt exactly, so what its `keep` is handed does not depend on the method. q, k and v of
+    as many prompts as fit stay on the host.
+    """
+
+    seen: dict[tuple, tuple]  # of a prompt: its logits, RoPE speeds, and q, k, v of every layer
+    room: int  # bytes of host memory that are left for it
+
+    def share(self) -> "SharedPrompts":
+        """Begins to share, in half of the host's free memory."""
+        self.seen, self.room = {}, free_bytes(torch.device("cpu")) // 2
+        return self
+
+    def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:
+        key, c = (tuple(prompt), planned), self.config
+        bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * len(prompt) * c.head_dim * self.dtype.itemsize
+        if key not in self.seen:
+            if bytes_ > self.room:
+                return super().prefill(row, prompt, planned, phase)
+            methods, seen = self.layers, [Seen(self.shape) for _ in self.layers]
+            self.give(seen)
+            try:
+                logits = self.model.prefill(torch.tensor(prompt, device=self.device), row, planned)
+            finally:
+                self.give(methods)
+            self.seen[key] = logits, self.model.rope_speed[row].clone(), [layer.qkv for layer in seen]
+            self.room -= bytes_
+        for layer in self.layers:
+            layer.reset(row)
+        self.decoder.reset(row)
+        logits, self.model.rope_speed[row], qkv = self.seen[key]
+        for layer, x in zip(self.layers, qkv, strict=True):
+            layer.set_speed(row, self.model.rope_speed[row])
+            q, k, v = (part.to(self.device) for part in x)
+            if type(layer).attend_prompt is KV.attend_prompt:
+                layer.keep(row, q, k, v)
+            else:  # `keep` needs what attending finds
+                layer.prefill(row, q, k, v)
+        for layer in self.layers:
+            layer.finish(row)
+        return logits
+
+    def give(self, layers: list[KV]) -> None:
+        for block, layer in zip(self.model.layers, layers, strict=True):
+            block.attention.kv = layer
+
+
 class Reference:
     """The full cache's logits for forced texts, computed once: samples x 128 x vocab fp32 on the host."""
 
     def __init__(self, engine: Engine):
         self.engine, self.logits = engine, {}
 
-    def prepare(self, job: Job, indices: list[int]) -> None:
+    def prepare(self, job: Job, indices: list[int], batch: int) -> None:
         wanted = [i for i in indices if (job.length, i) not in self.logits]
         if wanted:
-            self.engine.use("full", max_prompt=job.prompt, max_new_tokens=job.new)
-            for i in wanted:
-                self.logits[job.length, i] = self.engine.logits(*job.items[i]).cpu()
+            self.engine.use("full", batch=batch, max_prompt=job.prompt, max_new_tokens=job.new)
+        for at in range(0, len(wanted), batch):
+            part = wanted[at : at + batch]
+            for i, logits in zip(part, forced(self.engine, job, part), strict=True):
+                self.logits[job.length, i] = logits
 
 
-def force(engine: Engine, job: Job, index: int, reference: Reference) -> dict:
-    prompt, continuation = job.items[index]
-    logits = engine.logits(prompt, continuation).cpu()
-    found = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
-    if job.task == "perplexity":
-        nll = texts.negative_log_likelihood(logits, continuation)
-        return found | {"score": math.exp(nll), "nll": nll}
-    kl, same = texts.divergence(logits, reference.logits[job.length, index])
-    return found | {"score": 100 * same, "kl": kl}
+def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
+    """Logits [128, vocab] of texts that are decoded together, on the host."""
+    prompts, continuations = zip(*(job.items[i] for i in indices), strict=True)
+    return [logits.cpu() for logits in engine.logits(list(prompts), list(continuations))]
+
+
+def force(engine: Engine, job: Job, indices: list[int], reference: Reference) -> list[dict]:
+    """What the engine predicts of forced texts, and the scores."""
+    results = []
+    for i, logits in zip(indices, forced(engine, job, indices), strict=True):
+        prompt, continuation = job.items[i]
+        found = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
+        if job.task == "perplexity":
+            nll = texts.negative_log_likelihood(logits, continuation)
+            results.append(found | {"score": math.exp(nll), "nll": nll})
+        else:
+            kl, same = texts.divergence(logits, reference.logits[job.length, i])
+            results.append(found | {"score": 100 * same, "kl": kl})
+    return results
 
 
 def digest(content: object) -> str:
@@ -285,10 +365,9 @@ def evaluate(
                 keys = [key_of(method, job, i) for i in range(len(job.items))]
                 missing = [i for i, key in enumerate(keys) if key not in progress.known]
                 if job.task == "fidelity":
-                    reference.prepare(job, missing)
-                size = args.batch if job.graded else 1
+                    reference.prepare(job, missing, args.batch)
                 try:
-                    bytes_ = use(engine, method, job, size)
+                    bytes_ = use(engine, method, job, args.batch)
                 except BudgetTooSmall as error:  # the cell stays empty, the rest goes on
                     nothing = {"n": 0, "score": None, "first": None, "later": None}
                     rows.append(about | nothing | {"why": str(error), "minimum": error.least})
@@ -296,12 +375,12 @@ def evaluate(
                     continue
                 bar.update(len(job.items) - len(missing))
                 before = engine.fetched()
-                for at in range(0, len(missing), size):
-                    part = missing[at : at + size]
+                for at in range(0, len(missing), args.batch):
+                    part = missing[at : at + args.batch]
                     if job.graded:
                         found = answer(engine, job, [job.items[i] for i in part], args.blind)
                     else:
-                        found = [force(engine, job, part[0], reference)]
+                        found = force(engine, job, part, reference)
                     for i, result in zip(part, found, strict=True):
                         progress.add(keys[i], result)
                     bar.update(len(part))
@@ -404,9 +483,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, text in given.items():
         if not text.strip():
             raise ValueError(f"--{name} {getattr(args, name)}: the text is empty")
-    engine = Engine.load(
-        args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0
-    )
+    engine = SharedPrompts.load(args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0).share()
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
         raise ValueError(f"{engine.no_tokenizer}; the tasks are text")

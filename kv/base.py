@@ -7,7 +7,8 @@ once, `build(shape, budget, options) -> list[KV]`, so that layers can share what
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries a group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer is one sequence with a length of its own. Keys arrive with RoPE applied and are stored so.
 
-The life of a row: `prefill(row)` once, `finish(row)` after every layer's prefill, `decode` once a token, `reset(row)`.
+The life of a row: `prefill(row)` once, which attends to the prompt and then calls `keep`, what the method keeps of it;
+`finish(row)` after every layer's prefill; `decode` once a token; `reset(row)`.
 Decode steps are compiled with static shapes (`fullgraph=True`, a CUDA graph on GPUs): every size is fixed when the
 method is built, what varies is a tensor and a mask. So inside `decode`: no `.item()`, no shape that depends on data,
 nothing that outlives the step, every write in place into a registered buffer.
@@ -34,6 +35,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from kv import ops
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,26 @@ class KV(Buffers, ABC):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, count + 1, size, dtype=dtype)
 
-    @abstractmethod
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention over a whole prompt, and what the method keeps of it into row `row`.
+        """Attention over a whole prompt; what the method keeps of it goes into row `row`.
 
         q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]
         """
+        y = self.attend_prompt(q, k, v)
+        self.keep(row, q, k, v)
+        return y
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Exact causal attention, in every method; overridden where `keep` needs more than its output."""
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
+        """In place of `attend_prompt`, where a benchmark fills the cache with random tokens: makes up what `keep`
+        needs from it."""
+
+    @abstractmethod
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores in row `row` what the method keeps of a prompt: q [1,Hq,T,D], k and v [1,Hk,T,D]."""
 
     def finish(self, row: int) -> None:
         """Called after the last layer's prefill: for methods that must see every layer before they shrink any."""

@@ -44,11 +44,10 @@ class Loaded(Fetched):
         super().__init__(shape, 0, 0, 0, 0, pool)
         self.recent, self.loads, self.pending = shape.planned, (), None
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
-        return ops.causal_attention(q, k, v)
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
         """Begins to bring the whole prompt, before the q returned, an earlier layer's, is used."""

@@ -173,12 +173,11 @@ class D2O(H2O):
         self.allocate_speeds()
         self.span = ops.span(None, self.most + 1, self.most + 1, shape.device)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
             self.shared.parked.clear()
-        y, known, variance = ops.observed_attention(q, k, v)
-        self.shared.park(known, variance, k[0], v[0])
-        return y
+        self.shared.park(*self.observed, k[0], v[0])
+        self.observed = None
 
     def finish(self, row: int) -> None:
         if self.index == 0:

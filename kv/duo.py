@@ -68,9 +68,9 @@ class Duo(KV):
         groups = [y.unflatten(1, (n, -1)) for y, n in zip(ys, self.counts, strict=True)]
         return torch.cat(groups, dim=1).index_select(1, self.back).flatten(1, 2)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
-        return self.join([part.prefill(row, *qkv) for part, *qkv in inputs])
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for part, *qkv in zip(self.parts, *map(self.split, (q, k, v)), strict=True):
+            part.keep(row, *qkv)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)

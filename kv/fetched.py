@@ -115,11 +115,10 @@ class FetchedTokens(Fetched):
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
         super().__init__(shape, options.initial, ends, count, 1, pool)
 
-    def keep(self, row: int, k: Tensor, v: Tensor) -> None:
-        """Stores a prompt: k and v [Hk,T,D]."""
-        self.keep_ends(row, k, v)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.keep_ends(row, k[0], v[0])
         for i, x in enumerate((k, v)):
-            self.pool.write(row * self.shape.max_prompt * len(k), x.transpose(0, 1).flatten(0, 1), i)
+            self.pool.write(row * self.shape.max_prompt * k.shape[1], x[0].transpose(0, 1).flatten(0, 1), i)
 
     def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
         """The best candidates [B,N] of the prompt by scores [B,Hk,N] into their slots; returns q, see Pool.issue."""

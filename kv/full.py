@@ -32,11 +32,10 @@ class Full(KV):
         self.recent = self.size - self.sinks
         self.span = ops.span(None, self.size, self.size, shape.device)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         kept = ops.in_ring(k.shape[2], self.size, self.sinks, k.device)
         slot = ops.ring(kept, self.size, self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept], v[0, :, kept]
-        return ops.causal_attention(q, k, v, self.shape.window)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         slot = ops.ring(pos, self.size, self.sinks)

@@ -47,6 +47,7 @@ class H2O(KV):
 
     endless = True
     past = False  # whether a row may have left the model's context
+    observed = None  # between `attend_prompt` and `keep`: see ops.observed_attention
     known = ("score",)  # buffers of what is known of each token: sums of powers of the attention that it has had
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
@@ -59,12 +60,19 @@ class H2O(KV):
 
     # The prompt
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, known, _ = ops.observed_attention(q, k, v, len(self.known))
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, *self.observed = ops.observed_attention(q, k, v, len(self.known))
+        return y
+
+    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
+        known = [torch.rand(k.shape[1:3], device=k.device) for _ in self.known]
+        self.observed = known, torch.rand(q.shape[1], device=k.device)
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        (known, _), self.observed = self.observed, None
         kept, known, keys, values = self.compress(row, known, k[0], v[0], self.size)
         self.place[row] = -1
         self.fill(row, slice(0, kept.shape[1]), kept, known, keys, values)
-        return y
 
     def fill(self, row: int, at: slice, kept: Tensor, known: list[Tensor], k: Tensor, v: Tensor) -> None:
         """Writes what stays of a prompt into the slots `at`."""

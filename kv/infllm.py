@@ -57,7 +57,7 @@ class InfLLM(Fetched):
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("speakers", *size, dtype=torch.float32)  # each block's representatives' keys, summed
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
         length = k.shape[2]
         middle = slice(self.sinks, length - self.local)
@@ -69,7 +69,6 @@ class InfLLM(Fetched):
                 for head in range(heads):
                     self.pool.write((row * heads + head) * self.blocks, blocks[head], i)
             self.speakers[row, :, :used] = self.speak(row, q, k, used)
-        return ops.causal_attention(q, k, v)
 
     def speak(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
         """The sum of the keys that represent each block, [Hk,blocks,D] fp32."""

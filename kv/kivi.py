@@ -45,13 +45,12 @@ class Quantised(KV):
         left = count - self.wait
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         length = k.shape[2]
         count = self.groups(length) * self.group
         self.packed.fill(row, k[0, :, :count], v[0, :, :count])
         slot = torch.arange(count, length, device=k.device) % self.ring
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, count:], v[0, :, count:]
-        return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         ops.store(self.k, k, pos % self.ring, active)

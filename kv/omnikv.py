@@ -181,11 +181,11 @@ class Filter(Full):
         if self.window > 1:  # the scores that past queries gave, a ring by position
             self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.begin(row, k.shape[2])
         if self.window > 1:
             self.look_back(row, q, k)
-        return super().prefill(row, q, k, v)
+        super().keep(row, q, k, v)
 
     def look_back(self, row: int, q: Tensor, k: Tensor) -> None:
         """The scores of the prompt's last queries, which the first steps' window still holds."""
@@ -246,9 +246,8 @@ class Sparse(KV):
         self.allocate_slots(self.capacity)
         self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.write(row, self.layer, k[0], v[0])
-        return ops.causal_attention(q, k, v)
 
     def finish(self, row: int) -> None:
         self.segment.pool.settle()

@@ -50,15 +50,14 @@ class PQCache(FetchedTokens):
         self.allocate("codes", *parts, shape.planned + 1, dtype=torch.uint8)
         self.seen = ops.span(None, shape.planned, shape.planned, shape.device)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.keep(row, k[0], v[0])
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().keep(row, q, k, v)
         for head, keys in enumerate(k[0]):
             for part, x in enumerate(keys.float().chunk(self.parts, dim=1)):
                 centroids, codes = cluster(x, self.centroids.shape[3], self.rounds if len(x) <= LONG else 1)
                 self.centroids[row, head, part] = torch.inf  # no key is near one that there is not
                 self.centroids[row, head, part, : len(centroids)] = centroids
                 self.codes[row, head, part, : len(x)] = codes
-        return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)

@@ -39,11 +39,10 @@ class Quest(Full):
         for name in ("low", "high"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, n = super().prefill(row, q, k, v), k.shape[2]
-        pages = -(-n // self.page)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().keep(row, q, k, v)
+        pages = -(-k.shape[2] // self.page)
         self.low[row, :, :pages], self.high[row, :, :pages] = ops.page_bounds(k[0], self.page)
-        return y
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         ops.store(self.k, k, pos, active)

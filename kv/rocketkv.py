@@ -47,10 +47,10 @@ class Options(Stage2, Pooling):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a budget means: slots, of which the prompt may fill `keep`; tokens a page; channels read; pages attended."""
+    """What a budget means: slots, of which the prompt may fill `kept`; tokens a page; channels read; pages attended."""
 
     slots: int
-    keep: int
+    kept: int
     page: int
     channels: int
     pages: int
@@ -74,7 +74,7 @@ class RocketKV(SnapKV):
     def __init__(
         self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
     ):
-        super().__init__(shape, sizes.keep, min(window, sizes.keep // 2), kernel, long_kernel, threshold)
+        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold)
         self.bits = bits
         if bits < 16:
             self.allocate_slots(self.size, quant.vector_bytes(shape.head_dim, bits))
@@ -84,13 +84,12 @@ class RocketKV(SnapKV):
         # Channel-major: the D least, then the D greatest of every page. Those of one token are the same.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = super().prefill(row, q, k, v)
-        n = min(k.shape[2], self.keep)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().keep(row, q, k, v)
+        n = min(k.shape[2], self.kept)
         keys = self.decoded(self.k[row, :, :n])  # [Hk,n,D]
         lines = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, : lines.shape[1]] = lines.mT
-        return y
 
     def coded(self, x: Tensor) -> Tensor:
         return x if self.bits == 16 else quant.encode(x, self.bits)
@@ -130,7 +129,7 @@ class RocketKV(SnapKV):
         return ops.channel_weights(rows, channel, lines, empty).sum(2)
 
     def fit(self, length: int, new: int) -> None:
-        Full.fit(self, max(min(length, self.keep + new), self.pages * self.page), new)  # so many pages are there
+        Full.fit(self, max(min(length, self.kept + new), self.pages * self.page), new)  # so many pages are there
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-self.stored(length) // self.page)

@@ -101,11 +101,10 @@ class SimLayer(KV):
         self.recent = shared.window - shared.sinks
         self.span = ops.span(None, shape.planned, shape.planned, shape.device)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
         mass = 1 - ops.window_scores(q, k, 1)[..., between].sum(2).mean()
         self.shared.take(row, self.index, mass.item(), k[0], v[0])
-        return ops.causal_attention(q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         shared, first, size = self.shared, self.shared.first[self.index], self.shared.size[self.index]

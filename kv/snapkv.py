@@ -65,29 +65,28 @@ class PyramidOptions(Window):
 
 
 class SnapKV(Full):
-    """Keeps `keep` tokens of a prompt, the last `window` among them, and all that follow.
+    """Keeps `kept` tokens of a prompt, the last `window` among them, and all that follow.
 
     For each KV head, or `per_query` for each query head.
     """
 
     def __init__(
-        self, shape: Shape, keep: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
+        self, shape: Shape, kept: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
         per_query: bool = False,
     ):  # fmt: skip
-        keep, window = min(keep, shape.max_prompt), min(window, keep)
+        kept, window = min(kept, shape.max_prompt), min(window, kept)
         stored = replace(shape, n_kv_head=shape.n_head) if per_query else shape
-        super().__init__(stored, keep + shape.max_new_tokens)
-        self.keep, self.kernel, self.long_kernel, self.threshold = keep, kernel, long_kernel, threshold
+        super().__init__(stored, kept + shape.max_new_tokens)
+        self.kept, self.kernel, self.long_kernel, self.threshold = kept, kernel, long_kernel, threshold
         self.repeats = stored.n_kv_head // shape.n_kv_head  # heads that store a KV head's tokens
         self.recent = self.window = window
         self.allocate("shift", dtype=torch.int64)  # from a token's position to its slot
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         kept = self.choose(q, k)
         head, n = torch.arange(kept.shape[0], device=k.device)[:, None] // self.repeats, kept.shape[1]
         self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
         self.shift[row] = n - k.shape[2]
-        return ops.causal_attention(q, k, v)
 
     def coded(self, x: Tensor) -> Tensor:
         """Vectors as they are stored."""
@@ -96,14 +95,14 @@ class SnapKV(Full):
     def choose(self, q: Tensor, k: Tensor) -> Tensor:
         """Positions that are kept, [heads, n] in sequence order."""
         heads, length = k.shape[1] * self.repeats, k.shape[2]
-        if length <= self.keep:
+        if length <= self.kept:
             return torch.arange(length, device=k.device).expand(heads, -1)
         scores = ops.window_scores(q, k, self.window)  # [Hk,G,N]
         scores = scores.flatten(0, 1) if self.repeats > 1 else scores.sum(1)
         long = self.threshold is not None and length >= self.threshold
         kernel = self.long_kernel if long else self.kernel
         pooled = F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)[:, : scores.shape[1]]
-        best = ops.top(pooled, self.keep - self.window).sort().values
+        best = ops.top(pooled, self.kept - self.window).sort().values
         window = torch.arange(length - self.window, length, device=k.device).expand(heads, -1)
         return torch.cat((best, window), dim=1)
 
@@ -116,12 +115,12 @@ class SnapKV(Full):
         self.shift[row] = 0
 
     def fit(self, length: int, new: int) -> None:
-        super().fit(min(length, self.keep + new), new)
+        super().fit(min(length, self.kept + new), new)
 
     def stored(self, length: int) -> int:
         """Tokens in a row of `length` tokens, those beyond max_prompt generated."""
         new = max(0, length - self.shape.max_prompt)
-        return min(length - new, self.keep) + new
+        return min(length - new, self.kept) + new
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return super().step_bytes(self.stored(length))

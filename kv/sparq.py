@@ -30,10 +30,10 @@ class SparQ(Full):
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel by channel
         self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # of all V
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.kt[row, :, :, : k.shape[2]] = k[0].mT
         self.mean[row] = v[0].float().mean(1)
-        return super().prefill(row, q, k, v)
+        super().keep(row, q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         ops.store(self.k, k, pos, active)

@@ -52,12 +52,11 @@ class Tailored(FetchedTokens):
         self.register_buffer("line_buffer", self.lines.buffer, persistent=False)
         self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.keep(row, k[0], v[0])
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().keep(row, q, k, v)
         length, lines = k.shape[2], k.shape[1] * k.shape[3]
         self.lines.write(row * lines, k[0].mT.flatten(0, 1), slice(0, length))
         self.largest[row] = k[0].abs().amax(1)
-        return ops.causal_attention(q, k, v)
 
     def finish(self, row: int) -> None:
         super().finish(row)

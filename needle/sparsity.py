@@ -25,12 +25,12 @@ class Watched(Full):
 
     share = 0.05
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         groups = q[0, :, -1].unflatten(0, (k.shape[1], -1)).float()  # [Hk, G, D]
         weights = (groups @ k[0].float().mT * q.shape[-1] ** -0.5).softmax(-1)
         best = weights.topk(round(self.share * k.shape[2]), sorted=False).values
         self.mass = best.sum(-1).flatten()  # [Hq]
-        return super().prefill(row, q, k, v)
+        super().keep(row, q, k, v)
 
 
 def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:

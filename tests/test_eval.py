@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import write_random
 
+import cli
 import eval as evaluation
 from engine import Engine
 from tasks import Question, Sample, Task
@@ -280,3 +281,29 @@ def test_mistakes_are_one_line_before_anything_runs(text_checkpoint, more, messa
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         evaluation.main([*base, *more])
     assert message in " ".join(str(error.value).split())
+
+
+@pytest.mark.parametrize("kv", ["full", "streaming", "rocketkv", "snapkv", "h2o", "roco", "d2o", "tailorkv", "pqcache",
+                                "infllm:block=8", "simlayer:recent=16", "kivi", "omnikv:filter_layers=0"])  # fmt: skip
+def test_a_method_that_is_handed_a_prompt_seen_before_decodes_as_after_its_own_prefill(kv, text_checkpoint):
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in (90, 150)]
+    forced = [prompts[1][:5], prompts[0][:9]]
+    [method] = cli.choices(kv, [] if kv in ("full", "kivi") else [64])
+    found = []
+    for kind in (Engine, evaluation.SharedPrompts):
+        engine = kind.load(text_checkpoint, compile=False, max_prompt=150, batch=2)
+        if kind is evaluation.SharedPrompts:
+            engine.share().logits(prompts, forced)  # the full cache's: prompts are known from now on
+            engine.model.layers[0].prefill = None  # no prompt runs through the model again
+        engine.use(method.kv, method.budget, method.options, 2, 150, 128)
+        found.append(engine.logits(prompts, forced))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_prompts_beyond_the_room_for_sharing_are_prefilled(tiny_checkpoint):
+    engine = evaluation.SharedPrompts.load(tiny_checkpoint, compile=False, max_prompt=40).share()
+    engine.room = 0
+    shared = engine.logits([3] * 40, [4, 5])
+    assert not engine.seen
+    assert torch.equal(shared, Engine.load(tiny_checkpoint, compile=False, max_prompt=40).logits([3] * 40, [4, 5]))
