@@ -14,11 +14,12 @@ from torch import Tensor
 
 import kv as methods
 from cli import Choice
+from config import ModelConfig
 from decoder import CONTINUE, Sampling
 from engine import Engine, shape_of
 from kv import ops
 from kv.full import Full
-from model import ModelConfig, Transformer
+from model import Transformer
 from quantize import pack, quantize_modules
 
 

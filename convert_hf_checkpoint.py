@@ -20,8 +20,9 @@ from torch import Tensor
 
 from checkpoint import COMPANIONS, Stored, check_output, check_weights, open_weights, read_config, write_checkpoint
 from cli import run
+from config import ModelConfig
 from device import DTYPES
-from model import ModelConfig, Transformer
+from model import Transformer
 from tokenizer import load_tokenizer
 
 NAMES = {  # model.py's module -> Hugging Face's, stacked in this order

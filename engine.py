@@ -23,14 +23,15 @@ from torch import Tensor
 
 import kv as methods
 from checkpoint import load_checkpoint, present, read_config, read_eos_ids, read_json
+from config import ModelConfig, rope_frequencies
 from decoder import SLEEP, Decoder, Sampling
 from device import compile_errors, free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
 from loop import Loop
-from model import SLICE, ModelConfig, Transformer, rope_frequencies
+from model import SLICE, Transformer
 from progress import Listener, Phase, timed
 from quantize import pack, quantize_modules, read_quantization
-from rows import Completion, Row
+from sequence import Completion, Row
 from tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int]

@@ -21,7 +21,7 @@ from decoder import Sampling
 from device import DTYPES, resident_bytes
 from engine import Engine
 from progress import Progress
-from rows import Completion
+from sequence import Completion
 
 __all__ = ["Engine"]
 NEEDLE = Path(__file__).parent / "needle"

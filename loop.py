@@ -14,7 +14,7 @@ import torch
 
 from decoder import SLEEP, sample
 from progress import Phase, timed
-from rows import Answer, Completion, Row
+from sequence import Answer, Completion, Row
 from tokenizer import Stream
 
 if TYPE_CHECKING:

@@ -15,15 +15,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
 from cli import run
-from model import Embedding, Linear, ModelConfig, Transformer, linear
+from config import ModelConfig
+from linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
+from model import Transformer
 
 MODES = ("int8", "int4")
 BLOCK = 2**21  # weights quantised at a time: bounds what is held in fp32
-STREAMED = 8  # rows that a weight is read for at once, as it is stored
 
 # The numbers
 
@@ -57,145 +58,6 @@ def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # The modules
-
-
-class Int8Linear(nn.Module):
-    """A Linear whose weight is int8 [O,I] with scales [O]."""
-
-    def __init__(self, linear: Linear):
-        super().__init__()
-        self.register_buffer("weight", torch.empty_like(linear.weight, dtype=torch.int8))
-        self.register_buffer("scales", torch.empty_like(linear.weight[:, 0]))
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x, self.weight.shape[0])
-
-    def first(self, x: Tensor, rows: int) -> Tensor:
-        bias = None if self.bias is None else self.bias[:rows]
-        return int8_linear(x, self.weight[:rows], self.scales[:rows], bias)
-
-
-class Int8Embedding(nn.Module):
-    """An Embedding whose table is int8 [vocab,C] with scales [vocab]."""
-
-    def __init__(self, table: Embedding):
-        super().__init__()
-        self.register_buffer("weight", torch.empty_like(table.weight, dtype=torch.int8))
-        self.register_buffer("scales", torch.empty_like(table.weight[:, 0]))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids].to(self.scales.dtype) * self.scales[ids][..., None]
-
-    def logits(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.weight, self.scales, None)
-
-
-class Int4Linear(nn.Module):
-    """A Linear whose weight is packed int4: uint8 [O,I/2], with scales and zeros [I/groupsize,O,2]."""
-
-    def __init__(self, linear: Linear, groupsize: int):
-        super().__init__()
-        out, size = linear.weight.shape
-        self.groupsize = groupsize
-        self.register_buffer("weight", linear.weight.new_empty(out, size // 2, dtype=torch.uint8))
-        self.register_buffer("scales", linear.weight.new_empty(size // groupsize, out, 2))
-        self.bias = linear.bias
-        self.packed = 0  # rows whose low levels share bytes with as many others', in the order of torch's CPU kernel
-
-    def pack(self) -> None:
-        """Reorders the weight in place for torch's CPU kernel, where there is one that takes its sizes."""
-        rows = self.weight.shape[0]
-        if self.weight.device.type != "cpu" or rows % 64 or self.groupsize not in (32, 64, 128, 256) or self.packed:
-            return
-        for block in self.weight.split(1024):
-            levels = levels_of(block, self.groupsize)
-            new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
-            half = next((n for n in (32, 16) if torch.equal(levels_of_packed(new, n), levels)), 0)  # AVX-512, AVX2
-            if not half:  # this CPU's kernel has another order
-                return
-            block.copy_(new)
-        self.packed = half
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x, self.weight.shape[0])
-
-    def first(self, x: Tensor, rows: int) -> Tensor:
-        bias = None if self.bias is None else self.bias[:rows]
-        if self.packed and few(x):
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.flatten(0, -2), self.weight, self.groupsize, self.scales)
-            return finish(y[:, :rows], x, bias)
-        if self.packed:
-            levels = levels_of_packed(self.weight, self.packed)[:rows].unflatten(1, (-1, self.groupsize))
-            return linear(x, restore(levels, self.scales[:, :rows]).to(x.dtype), bias)
-        return int4_linear(x, self.weight[:rows], self.scales[:, :rows], bias)
-
-
-def few(x: Tensor) -> bool:
-    """Whether x [...,I] has so few rows that torch's CPU kernels for quantised weights beat a matmul of floats."""
-    return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
-
-
-def streams(x: Tensor) -> bool:
-    """Whether x has few rows, in a compiled step: products and sums then read the weight once, as it is stored."""
-    return x.numel() <= STREAMED * x.shape[-1] and torch.compiler.is_compiling()
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x [...,I] as [rows,I] fp32, by as_strided so that Inductor stores x first.
-
-    Else it computes x (a norm, say) anew for every row of a weight.
-    """
-    return x.contiguous().as_strided((x.numel() // x.shape[-1], x.shape[-1]), (x.shape[-1], 1)).float()
-
-
-def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [...,I] times int8 weight [O,I] and its scales [O] -> [...,O]"""
-    if few(x):
-        return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
-    if streams(x):
-        y = torch.stack([(row * weight.float()).sum(-1) for row in rows_of(x)])
-        return finish(y * scales.float(), x, bias)
-    return linear(x, weight.to(x.dtype) * scales[:, None], bias)
-
-
-def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [...,I] times packed int4 weight [O,I/2] with its scales and zeros [groups,O,2] -> [...,O]"""
-    if not streams(x):
-        groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
-        return linear(x, restore(groups, scales).to(x.dtype), bias)
-    groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]
-    low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
-    parts = rows_of(x).unflatten(1, (scales.shape[0], 2, -1))  # [rows,groups,2,groupsize/2]
-    scale, zero = scales.float().transpose(0, 1).unbind(-1)
-    y = []
-    for part, total in zip(parts, parts.sum((2, 3)), strict=True):
-        y.append(((low * part[:, 0] + high * part[:, 1]) * scale[..., None]).sum((1, 2)) + (total * zero).sum(-1))
-    return finish(torch.stack(y), x, bias)
-
-
-def levels_of(weight: Tensor, groupsize: int) -> Tensor:
-    """Packed [O,I/2] -> levels 0 to 15, uint8 [O,I]"""
-    groups = weight.unflatten(-1, (-1, groupsize // 2))
-    return torch.cat((groups & 15, groups >> 4), dim=-1).flatten(1)
-
-
-def levels_of_packed(weight: Tensor, half: int) -> Tensor:
-    """The same from the order of torch's CPU kernel: of 2 x half rows, column by column, the first and second half."""
-    blocks = weight.view(-1, 2 * weight.shape[1], half)
-    return torch.cat((blocks & 15, blocks >> 4), dim=-1).transpose(1, 2).reshape(-1, 2 * weight.shape[1])
-
-
-def restore(groups: Tensor, scales: Tensor) -> Tensor:
-    """Levels [O,groups,groupsize], scales and zeros [groups,O,2] -> the weight [O,I] that they stand for."""
-    scale, zero = scales.transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
-    return ((groups.to(scale.dtype) - 8) * scale + zero).flatten(1)
-
-
-def finish(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """y [rows,O] with the bias, as the product of x [...,I]"""
-    y = y if bias is None else y + bias
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from checkpoint import write_checkpoint
 from cli import run
-from model import ModelConfig, Transformer, rope_frequencies
+from config import ModelConfig, rope_frequencies
+from model import Transformer
 from tasks import Sample, Setting, fit, two_stage
 from tasks.ruler import MANY, NIAH, ONE, Drawer, Niah, Wording, all_words, join, tracking, variable_tracking
 from tokenizer import Tokenizer, load_tokenizer

@@ -15,7 +15,8 @@ import sentencepiece
 import torch
 
 from checkpoint import write_checkpoint
-from model import ModelConfig, Transformer
+from config import ModelConfig
+from model import Transformer
 from tasks import shipped_haystack
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start

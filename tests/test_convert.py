@@ -30,9 +30,10 @@ from transformers import (
 import checkpoint
 import cli
 from checkpoint import load_checkpoint, open_weights, write_checkpoint
+from config import ModelConfig
 from convert_hf_checkpoint import convert, main
 from engine import Engine
-from model import ModelConfig, Transformer
+from model import Transformer
 
 ROOT = Path(__file__).parent.parent
 SIZES = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

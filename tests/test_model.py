@@ -16,13 +16,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+import linear as linear_py
 import model as model_py
 from checkpoint import write_checkpoint
+from config import ModelConfig, rope_frequencies
 from convert_hf_checkpoint import convert
 from engine import Engine
 from kv import Shape
 from kv.full import Full
-from model import FeedForward, ModelConfig, Transformer, rope_frequencies
+from model import FeedForward, Transformer
 
 transformers.logging.set_verbosity_error()  # it remarks on RoPE scaling at sizes this small
 transformers.logging.disable_progress_bar()
@@ -260,16 +262,16 @@ def test_bfloat16_stays_close_to_fp32(tmp_path):
 @pytest.mark.parametrize("widened", (False, True), ids=("as it is", "widened"))
 @pytest.mark.parametrize("compiled", (False, True))
 def test_a_linear_layer_is_the_product_to_a_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
-    monkeypatch.setattr(model_py, "WIDENED", [dtype] if widened else [])
+    monkeypatch.setattr(linear_py, "WIDENED", [dtype] if widened else [])
     torch._dynamo.reset()
-    run = torch.compile(model_py.linear, fullgraph=True) if compiled else model_py.linear
+    run = torch.compile(linear_py.linear, fullgraph=True) if compiled else linear_py.linear
     weight, bias = torch.randn(24, 64).to(dtype), torch.randn(24).to(dtype)
     for tokens in (1, 7, 8, 50):
         x = torch.randn(1, tokens, 64).to(dtype)
         for b in (None, bias):
             y, exact = run(x, weight, b), F.linear(x.double(), weight.double(), None if b is None else b.double())
             assert y.dtype == dtype
-            roundings = 1 if widened and tokens >= model_py.MANY else 3  # the product, the bias and their sum
+            roundings = 1 if widened and tokens >= linear_py.MANY else 3  # the product, the bias and their sum
             close = exact.abs() + exact.abs().amax() / 8
             assert ((y.double() - exact).abs() <= roundings * torch.finfo(dtype).eps / 2 * close + 1e-5).all()
 

@@ -13,9 +13,11 @@ from conftest import LLAMA, write_random
 import quantize as q
 from checkpoint import open_weights, read_config, write_checkpoint
 from cli import run as run_main
+from config import ModelConfig
 from engine import Engine
 from kv import METHODS
-from model import Linear, ModelConfig, Transformer
+from linear import Int4Linear, Int8Linear, Linear, levels_of, levels_of_packed
+from model import Transformer
 
 ROOT = Path(q.__file__).parent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,10 +75,10 @@ def test_no_weight_is_off_by_more_than_half_a_step(weight, groupsize, dtype):
 def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, out, groupsize, packs, monkeypatch):
     """Also as on a GPU, where torch's CPU kernels are not."""
     torch.manual_seed(0)
-    linear = Linear(64, out, bias=bias)
+    layer = Linear(64, out, bias=bias)
     eight = mode == "int8"
-    module = q.Int8Linear(linear) if eight else q.Int4Linear(linear, groupsize)
-    parts = q.quantize_int8(linear.weight.data) if eight else q.quantize_int4(linear.weight.data, groupsize)
+    module = Int8Linear(layer) if eight else Int4Linear(layer, groupsize)
+    parts = q.quantize_int8(layer.weight.data) if eight else q.quantize_int4(layer.weight.data, groupsize)
     module.load_state_dict({**module.state_dict(), "weight": parts[0], "scales": parts[1]})
     weight = restored(parts, None if eight else groupsize)
     if packs and not eight:
@@ -92,19 +94,19 @@ def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, o
     for rows in (1, 3, 9) if compiled else (1, 3, 40):
         x = torch.randn(rows, 1, 64)
         found, first = run(x)
-        expected = F.linear(x, weight, linear.bias)
+        expected = F.linear(x, weight, layer.bias)
         assert (found - expected).abs().max() < 1e-4
         assert (first - expected[..., :24]).abs().max() < 1e-4
 
 
 def test_packing_moves_no_level():
-    linear = Linear(64, 2048)
-    module, parts = q.Int4Linear(linear, 32), q.quantize_int4(linear.weight.data, 32)
+    layer = Linear(64, 2048)
+    module, parts = Int4Linear(layer, 32), q.quantize_int4(layer.weight.data, 32)
     module.load_state_dict({**module.state_dict(), "weight": parts[0], "scales": parts[1]})
     module.pack()
     if module.packed:  # on a CPU with AVX2 or AVX-512
         assert not torch.equal(module.weight, parts[0])
-        assert torch.equal(q.levels_of_packed(module.weight, module.packed), q.levels_of(parts[0], 32))
+        assert torch.equal(levels_of_packed(module.weight, module.packed), levels_of(parts[0], 32))
     assert module.weight.untyped_storage().nbytes() == 2048 * 32
 
 
