@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import LLAMA, write_random
 
+import linear
 import quantize as q
 from checkpoint import open_weights, read_config, write_checkpoint
 from cli import run as run_main
@@ -84,7 +85,7 @@ def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, o
     if packs and not eight:
         module.pack()
     elif not packs:
-        monkeypatch.setattr(q, "few", lambda x: False)
+        monkeypatch.setattr(linear, "few", lambda x: False)
 
     def both(x):
         return module(x), module.first(x, 24)
