@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The benchmark with its defaults for this machine: bash bench.sh, or with any of bench.py's arguments.
+# The benchmark with its defaults for this machine: bash bench.sh, or with any of its arguments.
 # bash bench.sh paper: the settings of the methods' papers, beside the figures that they print.
 # bash bench.sh compare [FOLDER]: every method on the needle checkpoint: answers, bytes, speed; goes on where it stopped.
 set -euo pipefail
@@ -13,9 +13,9 @@ if [ "${1-}" = compare ]; then
   methods+=,tailorkv,tailorkv:bits=2,pqcache,kivi,full:bits=4,brute_offload
   .venv/bin/python eval.py --checkpoint needle --tasks niah_multikey_1,niah_multikey_2,two_stage_lookup,perplexity \
     --length 4096 --samples 10 --questions 3 --batch 5 --kv "$methods" --budget 128,512 --json "$out/answers.json"
-  .venv/bin/python bench.py --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
+  .venv/bin/python -m bench --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
     --json "$out/speed.json"
-  exec .venv/bin/python compare.py "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
+  exec .venv/bin/python -m bench.compare "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
 fi
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
-exec .venv/bin/python bench.py "$@"
+exec .venv/bin/python -m bench "$@"

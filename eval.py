@@ -36,8 +36,8 @@ ROUND = 128  # caches are planned for a multiple of it
 JOINTS = 4  # tokens by which texts encoded apart may differ from the same texts joined
 ROOT = Path(__file__).parent
 OTHER_TOOLS = {  # code that no answer passes through
-    "bench.py", "calibrate.py", "compare.py", "contenders.py", "conversation.py", "convert_hf_checkpoint.py",
-    "generate.py", "papers.py", "progress.py", "setup.py", "throughput.py",
+    "calibrate.py", "conversation.py", "convert_hf_checkpoint.py",
+    "generate.py", "progress.py", "setup.py",
 }  # fmt: skip
 
 

@@ -3,19 +3,20 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import LLAMA
 
-import bench
-import contenders
+import bench.__main__ as bench
 import device as devices
 import kv
+from bench import contenders, papers
+from bench.papers import Setting
 from cli import Choice
 from cli import run as run_main
 from kv.full import Full
-from papers import Setting
 
 SMALL = ["--context", "96", "--steps", "2", "--repeats", "2", "--no-compile", "--dtype", "float32"]
 KEYS = """kv budget options shape context batch dtype quantize ms_per_token p10 p90 tokens_per_s prefill_s compile_s
@@ -141,7 +142,7 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
     assert all(0 < r["tokens_per_s"] and 0 < r["ceiling_tokens_per_s"] for r in rows)
     assert all(r["lengths"][0] == 32 and r["lengths"][-1] == 95 and len(r["ms"]) == len(r["lengths"]) for r in rows)
     assert (here / "out.png").read_bytes()[:4] == b"\x89PNG" and "ceiling" in capsys.readouterr().out
-    monkeypatch.setattr(bench.throughput, "free_bytes", lambda device: 2 * 10**6)
+    monkeypatch.setattr(bench.generations, "free_bytes", lambda device: 2 * 10**6)
     largest = {r["kv"]: r["batch"] for r in result("--kv", "full,h2o", *more, "--batch", "max")["rows"]}
     assert largest["h2o"] > 1.5 * largest["full"] > 0
     for name, batch in largest.items():
@@ -190,7 +191,7 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
         for context in (96, 10**9)
     ]
     whole = Setting("h2o", "Small, Table 2", "H100", "tiny", 64, 16, {"speedup": 2.0}, new=32, memory=2 * 10**6)
-    monkeypatch.setattr(bench, "SETTINGS", (*steps, whole))
+    monkeypatch.setattr(papers, "SETTINGS", (*steps, whole))
     found = result("--paper")
     rows = found["rows"]
     assert [r["kv"] for r in rows] == ["full", "streaming", "naive"]
@@ -243,7 +244,7 @@ def test_labels_name_the_options():
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
 def test_bench_sh_hands_its_arguments_on(tmp_path):
     """In a folder of its own, with programs that only say what they were asked."""
-    (tmp_path / "bench.sh").write_text(open(bench.__file__.replace("bench.py", "bench.sh")).read())
+    (tmp_path / "bench.sh").write_text((Path(bench.__file__).parents[1] / "bench.sh").read_text())
     (tmp_path / "Makefile").write_text(".venv/requirements:\n\t@echo installed\n")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/bash\necho "$@"\n')
@@ -252,8 +253,8 @@ def test_bench_sh_hands_its_arguments_on(tmp_path):
     def lines(*args):
         return subprocess.run(["bash", tmp_path / "bench.sh", *args], capture_output=True, text=True).stdout.split("\n")
 
-    assert lines("paper", "--steps", "3") == ["installed", "bench.py --paper --steps 3", ""]
+    assert lines("paper", "--steps", "3") == ["installed", "-m bench --paper --steps 3", ""]
     _, answers, speed, table, _ = lines("compare", tmp_path / "out")
     methods = answers.split(" --kv ")[1].split()[0]
-    assert f" --kv {methods} " in speed and table.startswith("compare.py")
+    assert f" --kv {methods} " in speed and table.startswith("-m bench.compare")
     assert {"full", "tailorkv", "tailorkv:bits=2", "brute_offload"} <= set(methods.split(","))

@@ -1,4 +1,4 @@
-"""compare.py joins what eval.py and bench.py really write, and draws marks whose names can be read."""
+"""bench.compare joins what eval.py and bench really write, and draws marks whose names can be read."""
 
 import json
 from itertools import combinations
@@ -6,9 +6,9 @@ from itertools import combinations
 import pytest
 from matplotlib import pyplot
 
-import bench
-import compare
+import bench.__main__ as bench
 import eval as evaluation
+from bench import compare
 
 
 @pytest.fixture(scope="module")
@@ -66,5 +66,5 @@ def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
 def test_what_is_no_result_is_refused(measured, tmp_path):
     for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', "no"):
         (tmp_path / "other.json").write_text(content)
-        with pytest.raises(ValueError, match="other.json .*what eval.py and bench.py wrote"):
+        with pytest.raises(ValueError, match="other.json .*what eval.py and bench wrote"):
             compare.main([measured[0], str(tmp_path / "other.json")])

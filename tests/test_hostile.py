@@ -15,16 +15,16 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import ANY
 
+import compare
 import pytest
 import torch
 from chat_templates import LLAMA2
 from conftest import write_random
 from test_convert import hf_model, save
 
-import bench
+import bench.__main__ as bench
 import calibrate
 import cli
-import compare
 import convert_hf_checkpoint
 import eval as evaluation
 import generate

@@ -7,7 +7,7 @@ import pytest
 from conftest import LLAMA
 from runs import make_shape
 
-import bench
+import bench.__main__ as bench
 import eval as evaluation
 import generate
 import kv

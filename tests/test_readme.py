@@ -76,7 +76,7 @@ def test_the_example_method_keeps_the_tokens_it_says(keynorm):
 
 def test_the_files_and_flags_that_the_readme_names_exist():
     root = Path(__file__).parent.parent
-    usage = "".join((root / f"{tool}.py").read_text() for tool in ("generate", "eval", "bench", "quantize"))
+    usage = "".join((root / f"{tool}.py").read_text() for tool in ("generate", "eval", "bench/__main__", "quantize"))
     for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|md))`", README):
         assert (root / name).exists() or name == "kv/keynorm.py", name
     for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--no-compile"}:

@@ -8,7 +8,7 @@ from references import SLOW, pyramid_budgets, rocket_sizes
 from runs import TensorSizes
 
 import kv
-import papers
+from bench import papers
 from kv import METHODS, Shape, ops
 from kv.rocketkv import Sizes
 from kv.snapkv import SnapKV

@@ -1,4 +1,4 @@
-"""Joins what eval.py and bench.py measured of the same methods: python compare.py ANSWERS.json SPEED.json
+"""Joins what eval.py and bench measured of the same methods: python -m bench.compare ANSWERS.json SPEED.json
 
 Prints a table in Markdown, a row a method and budget: answers (percent; first question / later ones), perplexity, the
 bytes that a row's cache takes, those that a step reads, and ms a token. --plot draws answers over bytes read. `bash
@@ -113,7 +113,9 @@ def name_marks(axis, points: list[tuple[str, float, float]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("answers", type=Path, metavar="ANSWERS.json")
     p.add_argument("speed", type=Path, metavar="SPEED.json")
     p.add_argument("--plot", metavar="FILE", help="draw answers over bytes read")
@@ -123,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         found = join(*(json.loads(path.read_text())["rows"] for path in (args.answers, args.speed)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{args.answers} and {args.speed} are to be what eval.py and bench.py wrote with --json "
+            f"{args.answers} and {args.speed} are to be what eval.py and bench wrote with --json "
             f"({type(error).__name__}: {error})"
         ) from None
     print(table(found))

@@ -1,4 +1,4 @@
-"""What bench.py times: a method of this engine, the same done naively, and Hugging Face's caches.
+"""What is timed: a method of this engine, the same done naively, and Hugging Face's caches.
 
 All get the same random weights of a known shape, and caches full of random keys and values.
 """

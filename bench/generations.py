@@ -1,4 +1,4 @@
-"""bench.py --generate: tokens/s of whole generations, with as many rows as fit the memory.
+"""python -m bench --generate: tokens/s of whole generations, with as many rows as fit the memory.
 
 A step is timed at evenly spaced lengths between the prompt's and the last one; between them the rows' positions are
 moved on, and what the caches hold there does not matter to the time. The ceiling is the same from the floors.
@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 import kv as methods
+from bench.contenders import Case, Ours, floor_ms, random_weights, step_weights
 from cli import Choice, columns, load_pyplot
-from contenders import Case, Ours, floor_ms, random_weights, step_weights
 from device import free_bytes
 
 POINTS = 16  # lengths at which steps are timed

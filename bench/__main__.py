@@ -1,0 +1,175 @@
+"""How fast, in how much memory, how far from what the machine allows: python -m bench --kv all --budget 256,1024
+
+Needs no checkpoint: a model of a known shape gets random weights. All methods decode the same context, step by step in
+turns. The floor of a step is the bytes that it must read (weights with the head but without the embedding table, and
+what the method reads of its cache) over the read bandwidth of a large sum, measured in the same run. Nothing else
+should run meanwhile.
+"""
+
+import startup  # noqa: F401
+
+import argparse
+import datetime
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+import kv as methods
+from bench import generations
+from bench.contenders import SHAPES
+from bench.measure import measure, new_case, read_bandwidth
+from bench.papers import Found, published
+from bench.report import draw, is_wide, table
+from checkpoint import read_json
+from cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
+from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
+from quantize import MODES
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--shape", help=f"{', '.join(SHAPES)}, or the path of a config.json (default: what fits here)")
+    p.add_argument("--kv", default="all", help="methods with commas between; with options: name:option=value:...")
+    p.add_argument("--budget", default="256,1024", help="tokens a KV head, or shares of the prompt, with commas")
+    p.add_argument("--context", help="tokens in the cache; several with commas (default: what fits here)")
+    p.add_argument("--batch", default="1", help="rows decoded together, with commas (default: 1); max: all that fit")
+    p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
+    p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; several with commas")
+    p.add_argument("--groupsize", type=int, default=128, help="of int4 (default: 128)")
+    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
+    p.add_argument("--steps", type=int, default=20, help="timed of every contender in a repeat (default: 20)")
+    p.add_argument("--repeats", type=int, default=3, help="turns that every contender has (default: 3)")
+    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="measure it (default: yes)")
+    p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
+    p.add_argument("--peer", choices=["transformers"], help="Hugging Face's own generation step, same shape and dtype")
+    p.add_argument("--paper", action="store_true", help="the settings of the methods' papers, beside their figures")
+    p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--memory-cap", type=float, metavar="GB", help="behave as if the device had no more memory")
+    p.add_argument("--profile", metavar="FILE", help="write a trace of two steps of every contender")
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
+    p.add_argument("--plot", metavar="FILE", help="draw ms/token, speedup and memory")
+    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="each finished case adds a line")
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    for flag in ("json", "plot", "profile", "results"):
+        check_output(getattr(args, flag), f"--{flag}")
+    for flag in ("steps", "repeats", "groupsize", "generate"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} must be at least 1")
+    if args.paper and args.generate:
+        raise ValueError("--paper has settings of its own: leave out --generate")
+    if args.peer and not importlib.util.find_spec(args.peer):
+        raise ValueError(f"--peer {args.peer} needs it: pip install {args.peer}")
+    if args.memory_cap is not None and args.memory_cap <= 0:
+        raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
+    device, dtype = pick_device(args.device), pick_dtype(args.dtype)
+    if args.memory_cap is not None:
+        cap_memory(int(args.memory_cap * 1e9), device)
+    args.shape = args.shape or default_shape(device)
+    config = shape_config(args.shape)
+    contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
+    if args.batch == "max" and args.generate is None:
+        raise ValueError("--batch max needs --generate N")
+    batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
+    budgets = numbers(args.budget, "--budget", number) if args.budget else []
+    chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, budgets)
+    modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
+    if unknown := set(modes) - {None, *MODES}:
+        raise ValueError(f"--quantize {unknown.pop()}: known are none, {', '.join(MODES)}")
+    bandwidth = read_bandwidth(device)
+    about = {"machine": machine(device), "commit": commit(), "date": f"{datetime.date.today()}"}
+    about |= {"command": " ".join(["python -m bench", *(sys.argv[1:] if argv is None else argv)])}
+    about |= {"bandwidth_gbs": bandwidth / 1e9}
+    out = sys.stderr if args.json == "-" else sys.stdout
+    print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {args.shape}", file=out)
+    result, lines, stopped = about | {"rows": []} | ({"generations": []} if args.paper else {}), [], False
+
+    def asked() -> Found:
+        for mode, context in itertools.product(modes, contexts):
+            if args.generate:
+                case = new_case(args, config, mode, dtype, device, context, 1)
+                case.steps, case.prefill = args.generate + args.steps + 2, False
+                for row in generations.generations(case, chosen, batches, args.generate, args.steps, bandwidth):
+                    yield "rows", [row]
+                continue
+            for batch in batches:
+                case = new_case(args, config, mode, dtype, device, context, batch)
+                yield "rows", measure(args, case, chosen, bandwidth)
+                torch._dynamo.reset()
+
+    try:
+        for key, found in published(args, device, dtype, bandwidth, lines) if args.paper else asked():
+            result[key] += found
+            if found:
+                with open(args.results, "a") as file:
+                    file.write(json.dumps(about | {key: found}) + "\n")
+                if args.json != "-":
+                    write_json(args.json, result)
+    except KeyboardInterrupt:  # what has finished is shown all the same
+        stopped = True
+    if len(lines) > 1:
+        print(columns(lines), file=out)
+    show(args, result["rows"], out)
+    if args.json == "-":
+        write_json(args.json, result)
+    if stopped:
+        raise KeyboardInterrupt
+    if not result["rows"] and not args.paper:
+        raise ValueError("nothing was measured: every method was left out")
+
+
+def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
+    if not rows:
+        return
+    print(generations.table(rows) if args.generate else table(rows), file=out)
+    kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
+    for line in profile_lines(rows) + kernels:
+        print(line, file=out)
+    if not args.generate and any(map(is_wide, rows)):
+        print("! the spread is too wide to conclude: is the machine idle?", file=out)
+    if args.plot:
+        generations.draw(rows, args.plot) if args.generate else draw(rows, args.plot)
+
+
+def shape_config(name: str) -> dict:
+    if name in SHAPES:
+        return SHAPES[name]
+    if not Path(name).is_file():
+        raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
+    profile = Path(name).with_name("kv_profile.json")
+    known = {"kv_profile": methods.read_profile(read_json(profile))} if profile.is_file() else {}
+    return {**read_json(Path(name)), "max_position_embeddings": 2**20, **known}
+
+
+def default_shape(device: torch.device) -> str:
+    free = free_bytes(device)
+    return "llama-160m" if device.type == "cpu" else "llama-3.1-8b" if free > 40e9 else "llama-3.2-1b"
+
+
+def default_contexts(device: torch.device) -> list[int]:
+    return [4096, 16384] if device.type == "cpu" else [4096, 16384, 65536, 131072]
+
+
+def commit() -> str | None:
+    """Of this folder, with a + if files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,163 @@
+"""Times contenders in turns, and takes down what memory and which kernels they use."""
+
+import argparse
+import ctypes
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
+from cli import Choice
+from device import free_bytes, memory_errors, resident_bytes
+
+LEAST = 2**25  # bytes of free memory
+
+
+def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
+    steps = args.repeats * (args.steps + 1) + 8
+    return Case(config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes/s of a large sum. Raises ValueError if there is no memory to sum over."""
+    most, free = 2**30 if device.type == "cuda" else 2**29, free_bytes(device)
+    if free < LEAST:
+        raise ValueError(
+            f"{device} has {max(0, free) / 1e9:.3f} GB free, and measuring takes {LEAST / 1e9:.3f}: free some, or "
+            "raise --memory-cap, which counts what this process holds already"
+        )
+    data = torch.ones(min(most, free // 16), dtype=torch.float32, device=device)
+    return data.nbytes / statistics.median(seconds(lambda: data.sum().item()) for _ in range(11))
+
+
+def rise(device: torch.device, what) -> tuple:
+    """(what(), bytes that the use of the device's memory rose above where it was, None where it cannot be known)"""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = what()
+        return result, torch.cuda.max_memory_allocated(device) - before
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before is to count when it is used again
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+    except OSError:
+        return what(), None
+    before = resident_bytes("VmRSS")
+    result = what()
+    return result, resident_bytes("VmHWM") - before
+
+
+def graphs(contender: Ours) -> int:
+    """CUDA graphs that a step replays."""
+    replay, count = torch.cuda.CUDAGraph.replay, 0
+
+    def counted(graph):
+        nonlocal count
+        count += 1
+        return replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted
+    try:
+        contender.step()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    return count
+
+
+def attention_kernel(contender: Ours) -> str:
+    """What the profiler calls the kernel that attends."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if contender.case.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        contender.step()
+    names = [e.key for e in trace.key_averages() if any(w in e.key.lower() for w in ("attention", "flash", "flex"))]
+    return min(names, key=lambda name: (name.startswith("aten::scaled_dot"), -len(name)), default="fused by Inductor")
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[round(share * (len(values) - 1))]
+
+
+def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidth: float) -> list[dict]:
+    """One row of the JSON object a contender, all of them timed in turns."""
+    weights = random_weights(case)
+    weight_bytes = sum(t.nbytes for t in weights.values())
+    rows, contenders = [], []
+    for make in tqdm(makers(args, case, chosen, weights), unit="method", disable=None, leave=False):
+        try:
+            with memory_errors():
+                contender = make()
+                prefill_s, prefill_rise = rise(case.device, contender.start)
+                for _ in range(3):
+                    contender.step()
+                _, decode_rise = rise(case.device, contender.step)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        row = {
+            "shape": args.shape, "context": case.context, "batch": case.batch,
+            "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize, "prefill_s": prefill_s,
+            **contender.about(), "weight_bytes": weight_bytes, "graphs": None,
+            "step_weight_bytes": step_weights(case, weights),
+        }  # fmt: skip
+        if isinstance(contender, Ours):
+            held = weight_bytes + row["kv_device_bytes"]
+            for when, more in (("prefill", prefill_rise), ("decode", decode_rise)):
+                row[f"peak_{when}_bytes"] = None if more is None else held + more
+            if not case.prefill:
+                row["peak_prefill_bytes"] = None  # what rose was the filling with random keys and values
+            read = row["step_weight_bytes"] + row["step_device_bytes"]
+            row["floor_ms"] = floor_ms(case.device, read, row["step_host_bytes"], bandwidth)
+            if case.device.type == "cuda":
+                row["graphs"] = graphs(contender)
+            if row["kv"] in ("full", "naive"):
+                row["kernel"] = attention_kernel(contender)
+        else:
+            row |= {"peak_prefill_bytes": None, "peak_decode_bytes": None}
+            row["floor_ms"] = None
+        rows.append(row)
+        contenders.append(contender)
+    times = [[] for _ in contenders]
+    for _ in range(args.repeats if contenders else 0):
+        for own, contender in zip(times, contenders, strict=True):
+            contender.step()  # brings its data back
+            own += [1e3 * seconds(contender.step) for _ in range(args.steps)]
+    for row, own in zip(rows, times, strict=True):
+        row["ms_per_token"], row["p10"], row["p90"] = (percentile(own, share) for share in (0.5, 0.1, 0.9))
+        row["tokens_per_s"] = case.batch * 1e3 / row["ms_per_token"]
+        row["times_floor"] = row["floor_ms"] and row["ms_per_token"] / row["floor_ms"]
+    for name in ("full", "naive"):
+        base = next((row for row in rows if row["kv"] == name), None)
+        for row in rows:
+            row[f"speedup_vs_{name}"] = base and base["ms_per_token"] / row["ms_per_token"]
+            peaks = row["peak_decode_bytes"], base and base["peak_decode_bytes"]
+            row[f"memory_vs_{name}"] = None if None in peaks else peaks[0] / peaks[1]
+    if args.profile:
+        profile(contenders, args.profile)
+    return rows
+
+
+def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list:
+    """Functions that make the contenders."""
+    found = [partial(Ours, case, method, weights) for method in chosen]
+    if args.baseline:
+        found.append(partial(Ours, case, Choice("full", None, {}), weights, naive=True))
+    if args.peer:
+        caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
+        found += [partial(Theirs, case, cache) for cache in caches]
+    return found
+
+
+def profile(contenders: list, path: str) -> None:
+    """A trace of two steps of each, for chrome://tracing or perfetto."""
+    with torch.profiler.profile() as trace:
+        for contender in contenders:
+            with torch.profiler.record_function(contender.label):
+                contender.step()
+                contender.step()
+    trace.export_chrome_trace(path)

@@ -1,0 +1,76 @@
+"""The table and the picture of what was measured."""
+
+import itertools
+
+from cli import Choice, columns, load_pyplot
+
+STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
+WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
+
+
+def table(rows: list[dict]) -> str:
+    head = ["method", "weights", "batch", "context", "ms/token", "p10 - p90", "floor", "x floor", "vs full", "tokens/s",
+            "read a step", "KV", "peak decode", "peak prefill", "prefill s", "compile s"]  # fmt: skip
+    lines = [head]
+
+    def size(*parts: int | None) -> str:
+        n = None if None in parts else sum(parts)
+        return "-" if n is None else f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+    for r in rows:
+        lines.append([
+            Choice(r["kv"], r["budget"], r["options"]).label, r["quantize"] or r["dtype"], str(r["batch"]),
+            str(r["context"]), f"{r['ms_per_token']:.2f}" + "!" * is_wide(r), f"{r['p10']:.2f} - {r['p90']:.2f}",
+            value(r["floor_ms"], ".2f"), value(r["times_floor"], ".2f"), value(r["speedup_vs_full"], ".2f"),
+            f"{r['tokens_per_s']:.1f}", size(r["step_weight_bytes"], r["step_device_bytes"], r["step_host_bytes"]),
+            size(r["kv_device_bytes"], r["kv_host_bytes"]), size(r["peak_decode_bytes"]), size(r["peak_prefill_bytes"]),
+            value(r["prefill_s"], ".2f"), value(r["compile_s"], ".1f"),
+        ])  # fmt: skip
+    return columns(lines)
+
+
+def value(x: float | None, form: str) -> str:
+    return "-" if x is None else format(x, form)
+
+
+def is_wide(row: dict) -> bool:
+    return row["p90"] - row["p10"] > WIDE * row["ms_per_token"]
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """ms/token over the context, speedup over the budget, memory over the context."""
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
+    panels = (
+        ("context", "ms_per_token", "context, tokens", "ms/token"),
+        ("budget", "speedup_vs_full", "budget, tokens a KV head (or share of the prompt)", "times as fast as full"),
+        ("context", "peak_decode_bytes", "context, tokens", "peak memory in decode, GB"),
+    )
+    known = list(dict.fromkeys(Choice(r["kv"], None, r["options"]).label for r in rows))
+    values = {key: {r[key] for r in rows} for key in ("batch", "context")}
+    values["weights"] = {r["quantize"] or r["dtype"] for r in rows}
+    for axis, (x, y, xlabel, ylabel) in zip(axes, panels, strict=True):
+        lines: dict[str, dict[str, list]] = {}  # of each method: its lines
+        for r in rows:
+            if r[x] is None or r[y] is None:
+                continue
+            parts = {"weights": r["quantize"] or r["dtype"], "batch": f"batch {r['batch']}"}
+            parts |= {"context": f"{r['context']} tokens"} if x == "budget" else {}
+            name = Choice(r["kv"], None if x == "budget" else r["budget"], r["options"]).label
+            name = ", ".join([name, *(text for key, text in parts.items() if len(values[key]) > 1)])
+            own = lines.setdefault(Choice(r["kv"], None, r["options"]).label, {}).setdefault(name, [])
+            own.append((r[x], r[y] / (1e9 if "bytes" in y else 1)))
+        for method, own in lines.items():
+            for style, (label, points) in zip(itertools.cycle(STYLES), own.items(), strict=False):
+                color = pyplot.get_cmap("tab20")(known.index(method) % 20)
+                axis.plot(*zip(*sorted(points), strict=True), style, color=color, label=label)
+        axis.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+        ticks = sorted({point[0] for own in lines.values() for points in own.values() for point in points})
+        if ticks:
+            axis.set_xscale("log")
+            axis.minorticks_off()
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
