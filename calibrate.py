@@ -34,7 +34,7 @@ from device import DTYPES
 from engine import Engine, shape_of
 from kv import ops
 from kv.base import KV, Shape
-from kv.duo import Options as Duo
+from kv.duo import DuoMethod
 from kv.omnikv import segments_of
 from model import Block
 
@@ -182,8 +182,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
     p.add_argument("--text", required=True, metavar="FILE", help="like what the model will read, question included")
     p.add_argument("--length", type=int, help="read the last so many tokens of the text (default: what the model can)")
-    p.add_argument("--sinks", type=int, default=Duo.sinks, help="first tokens of a streaming head")
-    p.add_argument("--recent", type=int, default=Duo.recent, help="newest tokens of a streaming head")
+    p.add_argument("--sinks", type=int, default=DuoMethod.sinks, help="first tokens of a streaming head")
+    p.add_argument("--recent", type=int, default=DuoMethod.recent, help="newest tokens of a streaming head")
     p.add_argument("--tau", type=float, default=0.2, help="dense preference beyond which a layer is quantised")
     p.add_argument("--out", type=Path, metavar="FILE", help="default: kv_profile.json in the checkpoint")
     p.add_argument("--plot", metavar="FILE", help="draw filter ability and dense preference over the layers")

@@ -116,7 +116,7 @@ def choices(text: str, budgets: list) -> list[Choice]:
             if not equals:
                 raise ValueError(f"--kv {part}: write options as name:option=value")
             options[key] = value
-        takes = methods.takes_budget(name, methods.parse_options(name, options))  # refuses what is unknown
+        takes = methods.parse_options(name, options).takes_budget  # refuses what is unknown
         if takes and not budgets:
             raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
         found += [Choice(name, budget, options) for budget in (budgets if takes else [None])]

@@ -1,17 +1,22 @@
 """The decode step that the device runs: one token in, one token out, for every row of the batch.
 
-The host steers it with one command a row and reads its tokens whenever it likes; the device never waits. Sampling
-is inside the step, and its noise is a hash of (seed, request, position), so what a row samples depends on no other
-row and not on when it ran.
+It is compiled once and, on CUDA, replayed as a graph. The host steers it with one command a row and reads its tokens
+whenever it likes; the device never waits. Sampling is inside the step, and its noise is a hash of (seed, request,
+position), so what a row samples depends on no other row and not on when it ran.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 
+from device import compile_errors
+from kv import KV, Shape
 from kv.ops import hashed
 from model import Transformer
+from progress import Listener, Phase, Stats, timed
 
 CONTINUE, SLEEP = -1, -2  # commands to a row; anything from 0 up is a token to feed it
 
@@ -72,15 +77,26 @@ def _gumbel(seed: Tensor, request: Tensor, pos: Tensor, vocab: int) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """A model and the state of its rows, all in buffers that a step updates in place."""
+    """A model and the state of its rows, all in buffers that a step updates in place; and how steps are launched."""
 
-    def __init__(self, model: Transformer, batch: int, eos: list[int], device: torch.device):
+    def __init__(
+        self, model: Transformer, layers: list[KV], shape: Shape, eos: list[int], compile: bool, stats: Stats,
+        on_phase: Listener | None,
+    ):  # fmt: skip
         super().__init__()
-        self.model = model
+        self.model, self.layers, self.shape = model, layers, shape
+        self.compiled, self.stats, self.on_phase = compile, stats, on_phase
+        self.device, self.batch = shape.device, shape.batch
         for name in ("token", "pos", "request"):
-            self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=device), persistent=False)
-        self.register_buffer("live", torch.zeros(batch, dtype=torch.bool, device=device), persistent=False)
-        self.register_buffer("eos", torch.tensor(eos or [-1], device=device), persistent=False)
+            zeros = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+            self.register_buffer(name, zeros, persistent=False)
+        live = torch.zeros(self.batch, dtype=torch.bool, device=self.device)
+        self.register_buffer("live", live, persistent=False)
+        self.register_buffer("eos", torch.tensor(eos or [-1], device=self.device), persistent=False)
+        self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
+        self.commands, self.command = None, None  # to every row in the last step, and that as a tensor
+        self.warm: set[str] = set()  # variants of the step that are compiled
+        self.step = self._compile() if compile else self.forward
 
     def reset(self, row: int) -> None:
         """Row `row` holds nothing and sleeps."""
@@ -107,3 +123,62 @@ class Decoder(nn.Module):
         self.live.copy_(live)
         self.token.copy_(torch.where(live, sample(logits, variant, cut, seed, self.request, self.pos), token))
         return self.token.clone(), logits
+
+    # The host's side
+
+    def _compile(self) -> Callable:
+        def step(*inputs):
+            return self(*inputs)
+
+        cuda = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+        # A code object of its own: torch.compile counts recompiles by it and gives up at the ninth.
+        own = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+        return torch.compile(own, fullgraph=True, options=cuda if self.device.type == "cuda" else None)
+
+    def warm_up(self, sampling: Sampling, prompt: int) -> None:
+        """Compiles (and on CUDA captures) the step before anything is timed, with every row asleep."""
+        if sampling != self.sampling:
+            self.sampling, self.knobs = sampling, sampling.tensors(self.device)
+        if self.compiled and sampling.variant not in self.warm:
+            about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
+            with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
+                for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
+                    self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
+            self.stats.compile_s += phase.seconds
+            self.warm.add(sampling.variant)
+
+    def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
+        """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
+
+        Returns what was sampled [B] and the logits [B, vocab], good until the next step.
+        """
+        for layer in self.layers:
+            layer.fit(length, new)
+        before = compiled_graphs()
+        if self.compiled and self.device.type == "cuda":  # it imports torch's compiler, which takes a second
+            torch.compiler.cudagraph_mark_step_begin()
+        if commands != self.commands:  # from pinned memory: a copy from any other would wait for the last step
+            pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")
+            self.commands, self.command = commands, pinned.to(self.device, non_blocking=True)
+        out = self.step(self.command, self.sampling.variant, *self.knobs)
+        self.stats.compiles += compiled_graphs() - before
+        return out
+
+
+def read_later(tokens: Tensor) -> Callable[[], list[int]]:
+    """Starts a copy of tokens to the host; the function returned waits for it."""
+    if tokens.device.type != "cuda":
+        values = tokens.tolist()
+        return lambda: values
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: (event.synchronize(), host.tolist())[1]
+
+
+def compiled_graphs() -> int:
+    """That torch has compiled in this process."""
+    from torch._dynamo.utils import counters  # not at the top: see Engine.__init__
+
+    return counters["stats"]["unique_graphs"]

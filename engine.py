@@ -14,9 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -24,38 +22,17 @@ from torch import Tensor
 import kv as methods
 from checkpoint import load_checkpoint, present, read_config, read_eos_ids, read_json
 from config import ModelConfig, rope_frequencies
-from decoder import SLEEP, Decoder, Sampling
+from decoder import SLEEP, Decoder, Sampling, compiled_graphs
 from device import compile_errors, free_bytes, memory_errors, pick_device, pick_dtype
 from kv import Shape
 from loop import Loop
 from model import SLICE, Transformer
-from progress import Listener, Phase, timed
+from progress import Listener, Phase, Stats, timed
 from quantize import pack, quantize_modules, read_quantization
 from sequence import Completion, Row
 from tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int]
-
-
-@dataclass
-class Stats:
-    """What the engine measured since it was loaded (load, compile) or in its last call of `generate` (the rest)."""
-
-    load_s: float = 0.0
-    load_bytes: int = 0  # of the weights
-    compile_s: float = 0.0
-    compiles: int = 0  # times the decode step was compiled
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    first_token_s: float | None = None  # from the call to the first token: compiling and prefill are in it
-    decode_s: float = 0.0
-    steps: int = 0  # that a row needed; on CUDA one more runs before the host knows that an answer has ended
-    decoded: int = 0  # tokens that rows fed these steps, those of follow-ups too: with one row, as many as steps
-    past_context: list[int] = field(default_factory=list)  # prompts whose rows decoded past the model's context
-
-    def of_next_call(self) -> "Stats":
-        kept = ("load_s", "load_bytes", "compile_s", "compiles")
-        return Stats(**{name: getattr(self, name) for name in kept})
 
 
 def exclusive(method: Callable) -> Callable:
@@ -104,7 +81,13 @@ class Engine:
         self.guard = threading.Lock()  # held by the call that uses the rows and caches
         self.requests = itertools.count()
         self.stats = Stats()
-        self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
+        self.called = 0.0  # when the running call of `generate` began
+        self.warned = False  # of a row past the model's context
+        self.method, self.budget, self.options = "full", None, {}  # see `use`
+        self.batch, self.max_prompt, self.max_new_tokens = 1, None, 1
+        self.shape: Shape | None = None  # None: no caches yet
+        self.layers: list[methods.KV] = []
+        self.decoder: Decoder | None = None
 
     @exclusive
     def use(
@@ -116,7 +99,7 @@ class Engine:
         for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
             _check_count(name, value)
         self.method, self.budget, self.options = kv, budget, options or {}
-        self.warned = False  # of a row past the model's context
+        self.warned = False
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
         if max_prompt is not None:
@@ -182,7 +165,7 @@ class Engine:
         profile = methods.read_profile(read_json(found)) if present(found) else {}
         engine = cls(model, tokenizer, eos, profile, compile, seed, on_phase)
         engine.no_tokenizer = no_tokenizer or engine.no_tokenizer
-        engine.stats = Stats(load_s=phase.seconds, load_bytes=needed)
+        engine.stats.load_s, engine.stats.load_bytes = phase.seconds, needed
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
 
     # What a caller asks
@@ -237,8 +220,8 @@ class Engine:
         fed = [sum(map(len, f)) if isinstance(f, list) else 0 for f in asked]
         decoded = [limit * a + f for a, f in zip(answers, fed, strict=True)]
         self._reserve(max(map(len, ids)), max(decoded))
-        self.warm_up(sampling, max(map(len, ids)))
-        self.stats = self.stats.of_next_call()
+        self.decoder.warm_up(sampling, max(map(len, ids)))
+        self.stats.next_call()
         waiting = deque()
         for i, (prompt, f, new) in enumerate(zip(ids, asked, decoded, strict=True)):
             new = new if isinstance(f, list) else self.shape.max_new_tokens
@@ -273,7 +256,7 @@ class Engine:
         ]
         longest, new = (max(map(len, ids)) for ids in zip(*texts, strict=True))
         self._reserve(longest, new)
-        self.warm_up(Sampling(), longest)
+        self.decoder.warm_up(Sampling(), longest)
         planned = [len(prompt) + len(forced) - 1 for prompt, forced in texts]
         if max(planned) > self.config.max_length and not self.endless:
             self.warn_past_context()
@@ -283,7 +266,7 @@ class Engine:
             self.decoder.start(row, 0, len(prompt), row)
         for i in range(1, new):
             fed = {row: forced[i - 1] for row, (_, forced) in enumerate(texts) if i < len(forced)}
-            logits = self.launch([fed.get(row, SLEEP) for row in range(self.batch)], longest + i, i)[1]
+            logits = self.decoder.launch([fed.get(row, SLEEP) for row in range(self.batch)], longest + i, i)[1]
             for row in fed:
                 found[row][i] = logits[row]
         return found[0] if single else found
@@ -404,12 +387,11 @@ class Engine:
         self._release()
 
     def _release(self) -> None:
-        for layer in getattr(self, "layers", []):
+        for layer in self.layers:
             layer.close()
-        self.shape: Shape | None = None
-        self.layers: list[methods.KV] = []
-        self.decoder = self.step = None
-        self.commands, self.command = None, None  # to every row in the last step, and that as a tensor
+        if self.decoder is not None:
+            self.decoder.step = None  # it refers to the decoder, and that to the caches: their memory is to be free now
+        self.shape, self.layers, self.decoder = None, [], None
         for layer in self.model.layers:
             layer.attention.kv = None
 
@@ -430,31 +412,10 @@ class Engine:
         self._check_memory(shape)
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers, self.batch)
-        self.step = self.decoder = Decoder(self.model, self.batch, sorted(self.eos), self.device)
-        if self.compile:
-            decoder = self.decoder
-
-            def step(*inputs):
-                return decoder(*inputs)
-
-            cuda = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-            options = cuda if self.device.type == "cuda" else None
-            # A code object of its own: torch.compile counts recompiles by it and gives up at the ninth.
-            own = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
-            self.step = torch.compile(own, fullgraph=True, options=options)
-        self.shape, self.warm = shape, set()
-
-    def warm_up(self, sampling: Sampling, prompt: int) -> None:
-        """Compiles (and on CUDA captures) the step before anything is timed, with every row asleep."""
-        if sampling != self.sampling:
-            self.sampling, self.knobs = sampling, sampling.tensors(self.device)
-        if self.compile and sampling.variant not in self.warm:
-            about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
-            with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
-                for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
-                    self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
-            self.stats.compile_s += phase.seconds
-            self.warm.add(sampling.variant)
+        self.decoder = Decoder(
+            self.model, self.layers, shape, sorted(self.eos), self.compile, self.stats, self.on_phase
+        )
+        self.shape = shape
 
     # The device's work
 
@@ -480,33 +441,6 @@ class Engine:
             phase.layers = self.config.n_layer
         return self.model.prefill(torch.tensor(prompt, device=self.device), row, planned, count if long else None)
 
-    def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
-        """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
-
-        Returns what was sampled [B] and the logits [B, vocab], good until the next step.
-        """
-        for layer in self.layers:
-            layer.fit(length, new)
-        compiled = compiled_graphs()
-        if self.compile and self.device.type == "cuda":  # it imports torch's compiler, which takes a second
-            torch.compiler.cudagraph_mark_step_begin()
-        if commands != self.commands:  # from pinned memory: a copy from any other would wait for the last step
-            pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")
-            self.commands, self.command = commands, pinned.to(self.device, non_blocking=True)
-        out = self.step(self.command, self.sampling.variant, *self.knobs)
-        self.stats.compiles += compiled_graphs() - compiled
-        return out
-
-    def read_later(self, tokens: Tensor) -> Callable[[], list[int]]:
-        """Starts a copy of tokens to the host; the function returned waits for it."""
-        if self.device.type != "cuda":
-            values = tokens.tolist()
-            return lambda: values
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return lambda: (event.synchronize(), host.tolist())[1]
 
 
 def shape_of(
@@ -524,13 +458,6 @@ def shape_of(
 def _power_of_two(n: int) -> int:
     """The least that is not below n."""
     return 1 << (n - 1).bit_length()
-
-
-def compiled_graphs() -> int:
-    """That torch has compiled in this process."""
-    from torch._dynamo.utils import counters  # not at the top: see Engine.__init__
-
-    return counters["stats"]["unique_graphs"]
 
 
 def _check_count(name: str, value: object) -> None:

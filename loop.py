@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from decoder import SLEEP, sample
+from decoder import SLEEP, read_later, sample
 from progress import Phase, timed
 from sequence import Answer, Completion, Row
 from tokenizer import Stream
@@ -49,10 +49,10 @@ class Loop:
             launch = any(command != SLEEP for command, _ in commands)
             if launch:
                 length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
-                tokens, _ = engine.launch([command for command, _ in commands], length, new)
+                tokens, _ = engine.decoder.launch([command for command, _ in commands], length, new)
                 owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
                 forced = sum(command != SLEEP and not counts for command, counts in commands)
-                flight.append((owed, forced, engine.read_later(tokens)))
+                flight.append((owed, forced, read_later(tokens)))
             while len(flight) > (engine.lag if launch else 0):
                 owed, decoded, tokens = flight.popleft()
                 for debt, token in zip(owed, tokens(), strict=True):
@@ -84,7 +84,7 @@ class Loop:
             request = next(engine.requests)
             logits = engine.prefill(b, row.prompt, row.planned, phase)
             counter = torch.tensor([[request], [n]], device=engine.device)
-            token = int(sample(logits[None], engine.sampling.variant, *engine.knobs, *counter))
+            token = int(sample(logits[None], engine.decoder.sampling.variant, *engine.decoder.knobs, *counter))
             engine.decoder.start(b, token, n, request)
         engine.stats.prefill_s += phase.seconds
         engine.stats.prefill_tokens += n

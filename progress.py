@@ -1,12 +1,33 @@
-"""The phases of an engine's work, and the lines on stderr that report them."""
+"""What an engine measures of its work, and the lines on stderr that report its phases."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tqdm import tqdm
+
+
+@dataclass
+class Stats:
+    """What the engine measured since it was loaded (load, compile) or in its last call of `generate` (the rest)."""
+
+    load_s: float = 0.0
+    load_bytes: int = 0  # of the weights
+    compile_s: float = 0.0
+    compiles: int = 0  # times the decode step was compiled
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    first_token_s: float | None = None  # from the call to the first token: compiling and prefill are in it
+    decode_s: float = 0.0
+    steps: int = 0  # that a row needed; on CUDA one more runs before the host knows that an answer has ended
+    decoded: int = 0  # tokens that rows fed these steps, those of follow-ups too: with one row, as many as steps
+    past_context: list[int] = field(default_factory=list)  # prompts whose rows decoded past the model's context
+
+    def next_call(self) -> None:
+        """Forgets what the last call measured."""
+        vars(self).update(vars(Stats(self.load_s, self.load_bytes, self.compile_s, self.compiles)))
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 import kv as methods
 from cli import Choice
 from config import ModelConfig
-from decoder import CONTINUE, Sampling
+from decoder import CONTINUE, Sampling, read_later
 from engine import Engine, shape_of
 from kv import ops
 from kv.full import Full
@@ -144,7 +144,7 @@ class Ours:
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
             model.set_kv(engine.layers, case.batch)
-        engine.warm_up(Sampling(), case.context)
+        engine.decoder.warm_up(Sampling(), case.context)
         self.new = 0
 
     def start(self) -> float | None:
@@ -179,7 +179,8 @@ class Ours:
     def step(self) -> None:
         self.new += 1
         engine = self.engine
-        engine.read_later(engine.launch([CONTINUE] * engine.batch, self.case.context + self.new, self.new)[0])()
+        length = self.case.context + self.new
+        read_later(engine.decoder.launch([CONTINUE] * engine.batch, length, self.new)[0])()
 
     def about(self) -> dict:
         engine, batch = self.engine, self.case.batch

@@ -1,6 +1,6 @@
-"""The registry of KV methods: a name, how to build it, its options and its help.
+"""The registry of KV methods: names, and what builds them from a budget and options.
 
-A new method is one file with `Options`, `build`, `memory` (and `minimum`, where it takes a budget) and one line here.
+A new method is one file and one line of the table.
 """
 
 import dataclasses
@@ -8,8 +8,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +17,7 @@ from kv import (
     d2o,
     duo,
     exact_topk,
-    full,
+    full_bits,
     h2o,
     infllm,
     kivi,
@@ -32,11 +31,11 @@ from kv import (
     streaming,
     tailorkv,
 )
-from kv.base import KV, Shape, total_bytes
+from kv.base import KV, Method, Shape, total_bytes
 
 __all__ = [
     "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "from_profile", "paper_bytes",
-    "parse_options", "planned_bytes", "read_profile", "takes_budget", "total_bytes",
+    "parse_options", "planned_bytes", "read_profile", "total_bytes",
 ]  # fmt: skip
 
 
@@ -51,91 +50,33 @@ class BudgetTooSmall(ValueError):
         self.least = least
 
 
-@dataclass(frozen=True)
-class Method:
-    build: Callable[[Shape, int | None, object], list[KV]]
-    options: type  # a dataclass: name, type, default, and metadata help, min, max
-    memory: Callable[[Shape, int | None, object], int]  # bytes by the paper's formula, for all layers and rows
-    help: str
-    minimum: Callable[[Shape, object], int] | None = None  # smallest budget; None: the method takes no budget
-    instead: str | None = None  # an option that may stand in for the budget
-    windowed: bool = False  # honours the model's sliding window
-    lossless: dict = field(default_factory=dict)  # options that switch the lossy parts off
-    approximates: str | None = None  # what `build` computes with a budget for everything, if not full attention
-    approximates_with: dict = field(default_factory=dict)  # the options with which it does
-
-    @classmethod
-    def of(cls, file: types.ModuleType, help: str, **more) -> "Method":
-        """The method of a file that has one."""
-        return cls(file.build, file.Options, file.memory, help, getattr(file, "minimum", None), **more)
-
-    def approximation(self, options: object) -> str | None:
-        """What `build` computes with a budget for everything, where that is not full attention."""
-        approximates = all(getattr(options, name) == value for name, value in self.approximates_with.items())
-        return self.approximates if approximates else None
-
-    def full_options(self, shape: Shape, budget: int | None, options: object) -> full.Options | None:
-        """Of the full cache that a budget amounts to, if it leaves nothing to drop or to choose and no option does."""
-        lossless = all(getattr(options, name) == value for name, value in self.lossless.items() if name != "bits")
-        if budget is None or budget < shape.planned or not lossless:
-            return None
-        return full.Options(options.bits if "bits" in self.lossless else 16)
+METHODS: dict[str, type[Method]] = {
+    "full": full_bits.FullBitsMethod,
+    "streaming": streaming.StreamingMethod,
+    "rocketkv": rocketkv.RocketKVMethod,
+    "hybrid": rocketkv.HybridMethod,
+    "snapkv": snapkv.SnapKVMethod,
+    "snapkv++": snapkv.SnapKVPlusMethod,
+    "pyramidkv": snapkv.PyramidKVMethod,
+    "exact_topk": exact_topk.ExactTopKMethod,
+    "quest": quest.QuestMethod,
+    "sparq": sparq.SparQMethod,
+    "omnikv": omnikv.OmniKVMethod,
+    "infllm": infllm.InfLLMMethod,
+    "brute_offload": brute_offload.BruteOffloadMethod,
+    "d2o": d2o.D2OMethod,
+    "h2o": h2o.H2OMethod,
+    "roco": h2o.RoCoMethod,
+    "cam": h2o.CaMMethod,
+    "kivi": kivi.KIVIMethod,
+    "tailorkv": tailorkv.TailorKVMethod,
+    "pqcache": pqcache.PQCacheMethod,
+    "simlayer": simlayer.SimLayerMethod,
+    "duo": duo.DuoMethod,
+}
 
 
-HALF = "half of the budget is read to choose, and a step attends to the other half"
-METHODS: dict[str, Method] = {
-    "full": Method.of(full, "every token's K and V; --kv-bits", windowed=True, lossless={"bits": 16}),
-    "streaming": Method.of(streaming, "sinks and a recent window"),
-    "rocketkv": Method.of(
-        rocketkv, "evicts at the prompt, then selects pages at every step", lossless={"bits": 16}, approximates=HALF
-    ),
-    "hybrid": Method(
-        rocketkv.hybrid_build, rocketkv.Stage2, rocketkv.hybrid_memory, "rocketkv's selection of pages alone",
-        rocketkv.minimum, lossless={"bits": 16}, approximates=HALF,
-    ),
-    "snapkv": Method.of(
-        snapkv, "what the prompt's end attends to", approximates_with={"gqa": False},
-        approximates="the query heads of a group share the budget",
-    ),
-    "snapkv++": Method(
-        snapkv.plus_build, snapkv.PlusOptions, snapkv.memory, "the same, shared by a group, pooled widely",
-        snapkv.plus_minimum,
-    ),
-    "pyramidkv": Method(
-        snapkv.pyramid_build, snapkv.PyramidOptions, snapkv.memory, "snapkv with more tokens in lower layers",
-        snapkv.pyramid_minimum,
-    ),
-    "exact_topk": Method.of(exact_topk, "the best tokens by exact scores: an oracle"),
-    "quest": Method.of(
-        quest, "pages by a bound of their scores", approximates=HALF, approximates_with={"page": None}
-    ),
-    "sparq": Method.of(
-        sparq, "tokens by the query's largest channels",
-        approximates="a step attends to half of the budget, and the mean of V stands for the rest",
-    ),
-    "omnikv": Method.of(
-        omnikv, "a few full layers choose what the others read; --offload", instead="mem", lossless={"bits": 16}
-    ),
-    "infllm": Method.of(infllm, "blocks by representative keys; --offload"),
-    "brute_offload": Method.of(brute_offload, "all of it, most layers' from the host at every step"),
-    "d2o": Method.of(d2o, "h2o with layer budgets, and merging"),
-    "h2o": Method.of(h2o, "recent tokens, and those that got most attention"),
-    "roco": Method(h2o.roco_build, h2o.RoCoOptions, h2o.memory, "the same by its mean and deviation", h2o.roco_minimum),
-    "cam": Method(h2o.cam_build, h2o.CaMOptions, h2o.memory, "h2o that spreads the values it drops", h2o.minimum),
-    "kivi": Method.of(kivi, "all in 4 bits", lossless={"recent": 2**30}),
-    "tailorkv": Method.of(
-        tailorkv, "dense layers in one bit, tokens of the others from the host by predicted queries",
-        lossless={"quant_layers": []},
-    ),
-    "pqcache": Method.of(pqcache, "tokens from the host, by codes of their keys"),
-    "simlayer": Method.of(
-        simlayer, "everything in some layers, for each prompt, streaming in the others", lossless={"threshold": 1.0}
-    ),
-    "duo": Method.of(duo, "everything in some heads, streaming in the others"),
-}  # fmt: skip
-
-
-def _method(name: str) -> Method:
+def _method(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
     return METHODS[name]
@@ -148,27 +89,31 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     method. Raises ValueError for an unknown name or option, a budget that does not fit the method, and
     prompts beyond a sliding window that the method does not honour.
     """
-    method = _method(name)
-    parsed = parse_options(name, from_profile(name, options, profile or {}) | options)
+    method = parse_options(name, from_profile(name, options, profile or {}) | options)
     if shape.window is not None and shape.planned > shape.window and not method.windowed:
         raise ValueError(
             f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
             "prompts and answers"
         )
-    if not takes_budget(name, parsed):
+    if not method.takes_budget:
         if budget is not None:
-            raise ValueError(f"{name} takes no budget" + f" beside {method.instead}" * (method.minimum is not None))
-        return method.build(shape, None, parsed)
+            raise ValueError(f"{name} takes no budget" + f" beside {method.instead}" * method.budgeted)
+        return method.build(shape, None)
     if budget is None:
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
     if not budget > 0 or isinstance(budget, float) and budget > 1:
         raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
-    tokens, least = shape.tokens(budget), method.minimum(shape, parsed)
+    tokens, least = shape.tokens(budget), method.minimum(shape)
     if tokens < least:
         raise BudgetTooSmall(name, least, tokens)
-    if everything := method.full_options(shape, tokens, parsed):
-        return full.build(shape, None, everything)
-    return method.build(shape, tokens, parsed)
+    if method.keeps_all(shape, tokens):
+        return full_cache(method).build(shape, None)
+    return method.build(shape, tokens)
+
+
+def full_cache(method: Method) -> Method:
+    """The full cache that stands in for a method whose budget covers everything, in as many bits."""
+    return METHODS["full"](**({"bits": method.bits} if "bits" in method.lossless else {}))
 
 
 def read_profile(content: dict) -> dict:
@@ -192,22 +137,13 @@ def _is_a(value: object, hint: object) -> bool:
 
 def from_profile(name: str, options: dict, profile: dict) -> dict:
     """What `build` takes from the profile: options of the method that `options` leaves out."""
-    known = {f.name for f in dataclasses.fields(_method(name).options)} & PROFILE.keys()
+    known = {f.name for f in dataclasses.fields(_method(name))} & PROFILE.keys()
     return {key: value for key, value in profile.items() if key in known and key not in options}
 
 
-def takes_budget(name: str, options: object) -> bool:
-    """Whether the method with these options, its own dataclass, is to be given a budget."""
-    method = _method(name)
-    return method.minimum is not None and (method.instead is None or getattr(options, method.instead) is None)
-
-
-def paper_bytes(name: str, shape: Shape, budget: int | None, options: object) -> int:
-    """Bytes of all layers and rows by the paper's formula; `options` is the method's dataclass."""
-    method = _method(name)
-    if everything := method.full_options(shape, budget, options):
-        return full.memory(shape, None, everything)
-    return method.memory(shape, budget, options)
+def paper_bytes(method: Method, shape: Shape, budget: int | None) -> int:
+    """Bytes of all layers and rows by the paper's formula."""
+    return full_cache(method).memory(shape, None) if method.keeps_all(shape, budget) else method.memory(shape, budget)
 
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
@@ -215,9 +151,9 @@ def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
     return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
 
 
-def parse_options(name: str, given: dict) -> object:
-    """The method's options dataclass from typed values or from strings; lists are joined with + or commas."""
-    cls = _method(name).options
+def parse_options(name: str, given: dict) -> Method:
+    """The method with its options from typed values or from strings; lists are joined with + or commas."""
+    cls = _method(name)
     hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for key, value in given.items():
@@ -261,12 +197,12 @@ def _convert(value: object, hint: object, min: float | None, max: float | None) 
 def describe(name: str) -> str:
     """A method's help: its file's docstring, and each option with type, default and meaning."""
     method = _method(name)
-    takes = "none" if method.minimum is None else "--budget, in tokens a KV head or as a share of the prompt"
-    lines = [sys.modules[method.build.__module__].__doc__.strip(), "", f"budget: {takes}"]
+    takes = "none" if not method.budgeted else "--budget, in tokens a KV head or as a share of the prompt"
+    lines = [sys.modules[method.__module__].__doc__.strip(), "", f"budget: {takes}"]
     if method.approximates:
         given = "".join(f" and {key}={'auto' if x is None else x}" for key, x in method.approximates_with.items())
         lines.append(f"with a budget for everything{given} the full cache stands in, for {method.approximates}")
-    for option in dataclasses.fields(method.options):
+    for option in dataclasses.fields(method):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
         if typing.get_origin(option.type) is typing.Literal:
             kind = " or ".join(map(str, typing.get_args(option.type)))

@@ -31,7 +31,8 @@ The laws, which tests/test_contract.py checks for every registered method:
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,53 @@ class Shape:
         if isinstance(budget, int):
             return budget
         return self.planned if budget == 1.0 else int(budget * self.max_prompt + 0.5)
+
+
+def option(default: object, help: str, min: float | None = None, max: float | None = None) -> Any:
+    """A field of a `Method`: its default, what the method's help says of it, and its bounds."""
+    return field(default=default, metadata={"help": help, "min": min, "max": max})
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A method as the command line names it: its fields are its options, and it builds the layers' caches."""
+
+    help: ClassVar[str]  # a line of --list-kv
+    budgeted: ClassVar[bool] = True  # it takes a budget
+    instead: ClassVar[str | None] = None  # an option that may stand in for the budget
+    windowed: ClassVar[bool] = False  # it honours the model's sliding window
+    lossless: ClassVar[dict] = {}  # options that switch the lossy parts off
+    approximates: ClassVar[str | None] = None  # what a budget for everything computes, if not full attention
+    approximates_with: ClassVar[dict] = {}  # the options with which it does
+
+    @abstractmethod
+    def build(self, shape: Shape, budget: int | None) -> list["KV"]:
+        """One module a layer, for a budget in tokens a KV head."""
+
+    def memory(self, shape: Shape, budget: int | None) -> int:
+        """Bytes of all layers and rows by the paper's formula: here, the budget's tokens."""
+        return shape.bytes(budget)
+
+    def minimum(self, shape: Shape) -> int:
+        """The smallest budget, in tokens a KV head."""
+        return 1
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether the method, with these options, is to be given a budget."""
+        return self.budgeted and (self.instead is None or getattr(self, self.instead) is None)
+
+    def approximation(self) -> str | None:
+        """What a budget for everything computes with these options, where that is not full attention."""
+        return self.approximates if self._has(self.approximates_with) else None
+
+    def keeps_all(self, shape: Shape, budget: int | None) -> bool:
+        """Whether the budget leaves nothing to drop or to choose, and no option but `bits` loses anything."""
+        lossless = {name: value for name, value in self.lossless.items() if name != "bits"}
+        return budget is not None and budget >= shape.planned and self._has(lossless)
+
+    def _has(self, options: dict) -> bool:
+        return all(getattr(self, name) == value for name, value in options.items())
 
 
 class Buffers(nn.Module):

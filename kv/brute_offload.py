@@ -5,23 +5,16 @@ prompt is on the host; generated tokens stay on the device. Memory: the full cac
 Traffic: everything, the host's part over the bus.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.fetched import Fetched
 from kv.full import Full
 from kv.offload import Staged, ThreadedPool, Workers
-
-
-@dataclass(frozen=True)
-class Options:
-    layers: int | None = field(default=None, metadata={"help": "last layers on the host; default: 20 of 32", "min": 1})
-    ahead: int = field(default=4, metadata={"help": "layers that a load is ahead of its use", "min": 1})
-    threads: int = field(default=4, metadata={"help": "of the host, that load", "min": 1, "max": 256})
 
 
 class Ahead(Full):
@@ -79,19 +72,26 @@ class Loaded(Fetched):
         return {"slot past the end": self.shape.slot_bytes, "staging": staging, "prompt lengths": state}
 
 
-def memory(shape: Shape, budget: None, options: Options) -> int:
-    return shape.full_bytes()
+@dataclass(frozen=True)
+class BruteOffloadMethod(Method):
+    help = "all of it, most layers' from the host at every step"
+    budgeted = False
+    layers: int | None = option(None, "last layers on the host; default: 20 of 32", min=1)
+    ahead: int = option(4, "layers that a load is ahead of its use", min=1)
+    threads: int = option(4, "of the host, that load", min=1, max=256)
 
+    def memory(self, shape: Shape, budget: None) -> int:
+        return shape.full_bytes()
 
-def build(shape: Shape, budget: None, options: Options) -> list[KV]:
-    count = int(shape.n_layer * 20 / 32 + 0.5) if options.layers is None else min(options.layers, shape.n_layer)
-    first, rows = shape.n_layer - count, shape.batch * shape.max_prompt
-    width, threads = (2, shape.n_kv_head, shape.head_dim), Workers(options.threads)
-    ring = [Staged(rows, width, shape.dtype, shape.device) for _ in range(min(options.ahead + 1, count))]
-    layers: list[KV] = [Ahead(shape) for _ in range(first)]
-    for layer in range(first, shape.n_layer):
-        pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], threads, False)
-        layers.append(Loaded(shape, pool))
-        begins = layers[max(0, layer - options.ahead)]
-        begins.loads = (*begins.loads, layers[-1])
-    return layers
+    def build(self, shape: Shape, budget: None) -> list[KV]:
+        count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)
+        first, rows = shape.n_layer - count, shape.batch * shape.max_prompt
+        width, threads = (2, shape.n_kv_head, shape.head_dim), Workers(self.threads)
+        ring = [Staged(rows, width, shape.dtype, shape.device) for _ in range(min(self.ahead + 1, count))]
+        layers: list[KV] = [Ahead(shape) for _ in range(first)]
+        for layer in range(first, shape.n_layer):
+            pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], threads, False)
+            layers.append(Loaded(shape, pool))
+            begins = layers[max(0, layer - self.ahead)]
+            begins.loads = (*begins.loads, layers[-1])
+        return layers

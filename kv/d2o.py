@@ -18,7 +18,7 @@ it could have, and the keys a second time for the similarities.
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,62 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Shape
+from kv.base import KV, Buffers, Method, Shape, option
 from kv.full import Full
 from kv.h2o import H2O, allocate_known
 from kv.streaming import SINKS
 
 LEAST = 4  # tokens of a layer beside the sinks
-
-
-@dataclass(frozen=True)
-class Options:
-    sinks: int = SINKS
-    beta: float = field(default=0.7, metadata={"help": "weight of the newest similarity", "min": 0, "max": 1})
-    allocation: Literal["softmax", "uniform", "reciprocal", "exponential"] = field(
-        default="softmax", metadata={"help": "how the layers share the budget, by the variances (Table 4)"}
-    )
-    merge: Literal["weighted", "average", "none"] = field(default="weighted", metadata={"help": "how tokens merge"})
-    keep: float = field(default=0.0, metadata={"help": "least weight of a kept token in a merge", "min": 0, "max": 1})
-    ratio: str = field(default="3:1", metadata={"help": "N:M, important to newest tokens; or N+M, as d2o:ratio=3+1"})
-    full_layers: list[int] | None = field(
-        default=None, metadata={"help": "layers that keep all, of the same budget", "min": 0}
-    )
-    uncounted: list[int] | None = field(
-        default=None, metadata={"help": "layers that keep all, beside the budget", "min": 0}
-    )
-    park: Literal["host", "device"] = field(default="host", metadata={"help": "where the prompt's K and V wait"})
-
-    def __post_init__(self):
-        if not re.fullmatch("[0-9]{1,4}[:+][0-9]{1,4}", self.ratio) or not any(self.parts):
-            raise ValueError(f"d2o: ratio must be N:M or N+M, not both 0, for example 3:1, not {self.ratio}")
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """N and M."""
-        important, newest = re.split("[:+]", self.ratio)
-        return int(important), int(newest)
-
-    def layers(self, shape: Shape) -> tuple[list[int], int, int]:
-        """(layers that share slots, how many more keep all of the same budget, how many keep all beside it).
-
-        Raises ValueError for a layer that the model does not have, or that is in both lists, and if none shares slots.
-        """
-        full, uncounted = set(self.full_layers or []), set(self.uncounted or [])
-        for name, layers in (("full_layers", full), ("uncounted", uncounted)):
-            if any(layer >= shape.n_layer for layer in layers):
-                raise ValueError(f"d2o: {name} must lie below {shape.n_layer}, not {sorted(layers)}")
-        if both := full & uncounted:
-            raise ValueError(f"d2o: layer {min(both)} is in both full_layers and uncounted: name it once")
-        sharing = [layer for layer in range(shape.n_layer) if layer not in full | uncounted]
-        if not sharing:
-            raise ValueError("d2o: full_layers and uncounted name every layer: use --kv full")
-        return sharing, len(full), len(uncounted)
-
-    def tokens(self, shape: Shape, budget: int) -> int:
-        """What each layer that shares slots has on average."""
-        sharing, full, uncounted = self.layers(shape)
-        return (budget * (shape.n_layer - uncounted) - full * shape.planned) // len(sharing)
 
 
 def scaled_mean(variances: list[float]) -> float:
@@ -122,7 +72,7 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     return [int(round((fixed | given)[i], 6)) for i in range(count)]
 
 
-def most_slots(layers: int, shape: Shape, budget: int, options: Options) -> int:
+def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> int:
     """The largest S_l that there can be."""
     if options.allocation == "softmax":  # one layer's F is 0, another's 1
         return max(budget, min(shape.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
@@ -134,7 +84,7 @@ def most_slots(layers: int, shape: Shape, budget: int, options: Options) -> int:
 class Shared(Buffers):
     """The slots of all layers, a region for each layer and row, and prompts that wait for every layer to be seen."""
 
-    def __init__(self, shape: Shape, layers: int, budget: int, options: Options):
+    def __init__(self, shape: Shape, layers: int, budget: int, options: "D2OMethod"):
         super().__init__(shape)
         self.budget, self.options, self.total = budget, options, layers * (budget + 1)
         allocate_known(self, self.total, D2O.known)
@@ -159,7 +109,7 @@ class D2O(H2O):
 
     recent = 1
 
-    def __init__(self, shape: Shape, shared: Shared, index: int, options: Options):
+    def __init__(self, shape: Shape, shared: Shared, index: int, options: "D2OMethod"):
         KV.__init__(self, shape)
         self.shared, self.index, self.options = shared, index, options
         self.sinks, self.size, self.parts = options.sinks, shared.budget, options.parts
@@ -301,18 +251,62 @@ class D2O(H2O):
         return {"spare slot": self.shape.slot_bytes, "scores and places": state}
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    sharing, full, uncounted = options.layers(shape)
-    return -(-((options.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
+@dataclass(frozen=True)
+class D2OMethod(Method):
+    help = "h2o with layer budgets, and merging"
+    sinks: int = SINKS
+    beta: float = option(0.7, "weight of the newest similarity", min=0, max=1)
+    allocation: Literal["softmax", "uniform", "reciprocal", "exponential"] = option(
+        "softmax", "how the layers share the budget, by the variances (Table 4)"
+    )
+    merge: Literal["weighted", "average", "none"] = option("weighted", "how tokens merge")
+    keep: float = option(0.0, "least weight of a kept token in a merge", min=0, max=1)
+    ratio: str = option("3:1", "N:M, important to newest tokens; or N+M, as d2o:ratio=3+1")
+    full_layers: list[int] | None = option(None, "layers that keep all, of the same budget", min=0)
+    uncounted: list[int] | None = option(None, "layers that keep all, beside the budget", min=0)
+    park: Literal["host", "device"] = option("host", "where the prompt's K and V wait")
 
+    def __post_init__(self):
+        if not re.fullmatch("[0-9]{1,4}[:+][0-9]{1,4}", self.ratio) or not any(self.parts):
+            raise ValueError(f"d2o: ratio must be N:M or N+M, not both 0, for example 3:1, not {self.ratio}")
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    _, _, uncounted = options.layers(shape)
-    return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
+    @property
+    def parts(self) -> tuple[int, int]:
+        """N and M."""
+        important, newest = re.split("[:+]", self.ratio)
+        return int(important), int(newest)
 
+    def layers(self, shape: Shape) -> tuple[list[int], int, int]:
+        """(layers that share slots, how many more keep all of the same budget, how many keep all beside it).
 
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    layers, _, _ = options.layers(shape)
-    shared = Shared(shape, len(layers), options.tokens(shape, budget), options)
-    found = {layer: D2O(shape, shared, index, options) for index, layer in enumerate(layers)}
-    return [found.get(layer) or Full(shape) for layer in range(shape.n_layer)]
+        Raises ValueError for a layer that the model does not have, or that is in both lists, and if none shares slots.
+        """
+        full, uncounted = set(self.full_layers or []), set(self.uncounted or [])
+        for name, layers in (("full_layers", full), ("uncounted", uncounted)):
+            if any(layer >= shape.n_layer for layer in layers):
+                raise ValueError(f"d2o: {name} must lie below {shape.n_layer}, not {sorted(layers)}")
+        if both := full & uncounted:
+            raise ValueError(f"d2o: layer {min(both)} is in both full_layers and uncounted: name it once")
+        sharing = [layer for layer in range(shape.n_layer) if layer not in full | uncounted]
+        if not sharing:
+            raise ValueError("d2o: full_layers and uncounted name every layer: use --kv full")
+        return sharing, len(full), len(uncounted)
+
+    def tokens(self, shape: Shape, budget: int) -> int:
+        """What each layer that shares slots has on average."""
+        sharing, full, uncounted = self.layers(shape)
+        return (budget * (shape.n_layer - uncounted) - full * shape.planned) // len(sharing)
+
+    def minimum(self, shape: Shape) -> int:
+        sharing, full, uncounted = self.layers(shape)
+        return -(-((self.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
+
+    def memory(self, shape: Shape, budget: int) -> int:
+        _, _, uncounted = self.layers(shape)
+        return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        layers, _, _ = self.layers(shape)
+        shared = Shared(shape, len(layers), self.tokens(shape, budget), self)
+        found = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
+        return [found.get(layer) or Full(shape) for layer in range(shape.n_layer)]

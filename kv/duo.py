@@ -9,33 +9,15 @@ mean.
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.full import Full
 from kv.streaming import Streaming
-
-
-@dataclass(frozen=True)
-class Options:
-    heads: str | None = field(default=None, metadata={"help": "file of head_scores: JSON, or DuoAttention's TSV"})
-    head_scores: list[list[float]] | None = field(default=None, metadata={"help": "how much each KV head retrieves"})
-    sinks: int = field(default=128, metadata={"help": "first tokens that the other heads keep", "min": 0})
-    recent: int = field(default=512, metadata={"help": "newest tokens that the other heads keep", "min": 1})
-
-
-def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int, int]:
-    """(retrieval heads of the whole model, sinks, recent)"""
-    heads, window = shape.n_layer * shape.n_kv_head, options.sinks + options.recent
-    if budget <= window:
-        sinks = int(0.2 * budget) if budget <= 256 else min(options.sinks, budget // 2)
-        return 0, sinks, budget - sinks
-    share = (budget - window) / (shape.planned - window)
-    return int(share * heads + 0.5), options.sinks, options.recent
 
 
 class Duo(KV):
@@ -125,32 +107,46 @@ def read_gates(path: str, text: str) -> list[list[float]]:
     return [[min(max(gate, 0.0), 1.0) for gate in row] for row in gates]
 
 
-def choose(shape: Shape, count: int, options: Options) -> list[list[bool]]:
-    """The `count` heads with the highest scores, as a list of booleans a layer."""
-    every = shape.n_layer * shape.n_kv_head
-    if count in (0, every):
-        return [[count > 0] * shape.n_kv_head for _ in range(shape.n_layer)]
-    scores = read_scores(options.heads) if options.heads else options.head_scores
-    if scores is None:
-        raise ValueError("duo does not know this model's retrieval heads: run calibrate.py, or give heads=FILE")
-    if len(scores) != shape.n_layer or any(len(row) != shape.n_kv_head for row in scores):
-        raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {shape.n_kv_head} KV heads")
-    flat = [score for row in scores for score in row]
-    best = set(sorted(range(every), key=lambda i: -flat[i])[:count])
-    return [[layer * shape.n_kv_head + h in best for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
+@dataclass(frozen=True)
+class DuoMethod(Method):
+    help = "everything in some heads, streaming in the others"
+    heads: str | None = option(None, "file of head_scores: JSON, or DuoAttention's TSV")
+    head_scores: list[list[float]] | None = option(None, "how much each KV head retrieves")
+    sinks: int = option(128, "first tokens that the other heads keep", min=0)
+    recent: int = option(512, "newest tokens that the other heads keep", min=1)
 
+    def plan(self, shape: Shape, budget: int) -> tuple[int, int, int]:
+        """(retrieval heads of the whole model, sinks, recent)"""
+        heads, window = shape.n_layer * shape.n_kv_head, self.sinks + self.recent
+        if budget <= window:
+            sinks = int(0.2 * budget) if budget <= 256 else min(self.sinks, budget // 2)
+            return 0, sinks, budget - sinks
+        share = (budget - window) / (shape.planned - window)
+        return int(share * heads + 0.5), self.sinks, self.recent
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 2
+    def choose(self, shape: Shape, count: int) -> list[list[bool]]:
+        """The `count` heads with the highest scores, as a list of booleans a layer."""
+        every = shape.n_layer * shape.n_kv_head
+        if count in (0, every):
+            return [[count > 0] * shape.n_kv_head for _ in range(shape.n_layer)]
+        scores = read_scores(self.heads) if self.heads else self.head_scores
+        if scores is None:
+            raise ValueError("duo does not know this model's retrieval heads: run calibrate.py, or give heads=FILE")
+        if len(scores) != shape.n_layer or any(len(row) != shape.n_kv_head for row in scores):
+            raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {shape.n_kv_head} KV heads")
+        flat = [score for row in scores for score in row]
+        best = set(sorted(range(every), key=lambda i: -flat[i])[:count])
+        return [[layer * shape.n_kv_head + h in best for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
 
+    def minimum(self, shape: Shape) -> int:
+        return 2
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    count, sinks, recent = plan(shape, budget, options)
-    rest = shape.n_layer * shape.n_kv_head - count
-    units = count * shape.planned + rest * min(sinks + recent, shape.planned)
-    return shape.batch * units * shape.unit_bytes
+    def memory(self, shape: Shape, budget: int) -> int:
+        count, sinks, recent = self.plan(shape, budget)
+        rest = shape.n_layer * shape.n_kv_head - count
+        units = count * shape.planned + rest * min(sinks + recent, shape.planned)
+        return shape.batch * units * shape.unit_bytes
 
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    count, sinks, recent = plan(shape, budget, options)
-    return [Duo(shape, retrieval, sinks, recent) for retrieval in choose(shape, count, options)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        count, sinks, recent = self.plan(shape, budget)
+        return [Duo(shape, retrieval, sinks, recent) for retrieval in self.choose(shape, count)]

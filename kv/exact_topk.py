@@ -5,19 +5,14 @@ What a method that guesses the scores can hope for at the same budget. Memory: t
 the K and V of the budget's tokens for every query head, or for the group.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.full import Full
-
-
-@dataclass(frozen=True)
-class Options:
-    shared: bool = field(default=False, metadata={"help": "a group's query heads attend to the same tokens"})
 
 
 class ExactTopK(Full):
@@ -44,13 +39,13 @@ class ExactTopK(Full):
         return int(self.shape.n_kv_head * units * self.shape.unit_bytes), 0
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 1
+@dataclass(frozen=True)
+class ExactTopKMethod(Method):
+    help = "the best tokens by exact scores: an oracle"
+    shared: bool = option(False, "a group's query heads attend to the same tokens")
 
+    def memory(self, shape: Shape, budget: int) -> int:
+        return shape.full_bytes()
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    return shape.full_bytes()
-
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    return [ExactTopK(shape, budget, options.shared) for _ in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [ExactTopK(shape, budget, self.shared) for _ in range(shape.n_layer)]

@@ -1,24 +1,22 @@
 """What methods have in common that keep both ends of a prompt on the device and fetch some of what lies between."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape
+from kv.base import KV, Shape, option
 from kv.offload import Pool, Staged
 
 
 @dataclass(frozen=True)
-class SplitOptions(offload.Options):
-    """How a budget is split; of every method that keeps both ends of a prompt and fetches what lies between."""
+class FetchMethod(offload.OffloadMethod):
+    """Keeps both ends of a prompt and fetches tokens from between; how the budget is split."""
 
-    offload: bool = field(default=True, metadata={"help": "the prompt lives on the host"})
-    initial: int = field(default=4, metadata={"help": "first tokens, which stay on the device", "min": 0})
-    local: int | None = field(
-        default=None, metadata={"help": "first and last tokens on the device; auto: a third, at most 128", "min": 1}
-    )
+    offload: bool = option(True, "the prompt lives on the host")
+    initial: int = option(4, "first tokens, which stay on the device", min=0)
+    local: int | None = option(None, "first and last tokens on the device; auto: a third, at most 128", min=1)
 
     def split(self, budget: int) -> tuple[int, int]:
         """(n_local, n_topk): tokens that stay, the initial ones among them, and tokens that are fetched."""
@@ -109,7 +107,7 @@ class Fetched(KV):
 class FetchedTokens(Fetched):
     """Its rows are single tokens of a KV head, each head's own."""
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: SplitOptions, staged, workers):
+    def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged, workers):
         ends, count = options.sizes(shape, budget)
         rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)

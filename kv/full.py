@@ -1,7 +1,7 @@
 """full: every token's K and V. The baseline, and the parent of methods that store everything and read a part.
 
 Memory and traffic: one K and one V vector a token and KV head. Where the model itself has a sliding window the slots
-are a ring of that many tokens. With bits=8 or 4 it is kivi with these.
+are a ring of that many tokens.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
-from kv.kivi import Quantised, layer_bytes
-from kv.quant import BITS, Bits
-
-RECENT = 128  # newest tokens that are not quantised
-
-
-@dataclass(frozen=True)
-class Options:
-    bits: Bits = BITS
+from kv.base import KV, Method, Shape
 
 
 class Full(KV):
@@ -58,21 +49,14 @@ class Full(KV):
         return {"slot past the end": self.shape.slot_bytes}
 
 
-def memory(shape: Shape, budget: None, options: Options) -> int:
-    """Bytes by the formula 2 L B Hk S D, S at most the model's window."""
-    if options.bits < 16:
-        return shape.n_layer * layer_bytes(shape, options.bits)
-    return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
+@dataclass(frozen=True)
+class FullMethod(Method):
+    help = "every token's K and V"
+    budgeted, windowed = False, True
 
+    def memory(self, shape: Shape, budget: None) -> int:
+        """2 L B Hk S D values, S at most the model's window."""
+        return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
 
-def build(shape: Shape, budget: None, options: Options) -> list[KV]:
-    return [layer(shape, options.bits) for _ in range(shape.n_layer)]
-
-
-def layer(shape: Shape, bits: int) -> KV:
-    """One layer that stores every token in so many bits."""
-    if bits == 16:
-        return Full(shape, shape.window)
-    if shape.window is not None and shape.window < shape.planned:
-        raise ValueError(f"a cache in {bits} bits does not honour this model's sliding window: leave out --kv-bits")
-    return Quantised(shape, bits, recent=RECENT)
+    def build(self, shape: Shape, budget: None) -> list[KV]:
+        return [Full(shape, shape.window) for _ in range(shape.n_layer)]

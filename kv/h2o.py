@@ -14,29 +14,14 @@ Memory and traffic: the budget, and a slot for the newest token. Any number of t
 context, queries see the tokens that are kept side by side, at the positions that these have in the cache.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Shape
+from kv.base import KV, Buffers, Method, Shape, option
 from kv.streaming import SINKS
-
-
-@dataclass(frozen=True)
-class Options:
-    pass
-
-
-@dataclass(frozen=True)
-class RoCoOptions:
-    sinks: int = SINKS
-
-
-@dataclass(frozen=True)
-class CaMOptions:
-    spread: int = field(default=32, metadata={"help": "kept tokens among which a value is divided", "min": 1})
 
 
 class H2O(KV):
@@ -243,25 +228,33 @@ class CaM(H2O):
                             torch.where((spreads[..., None] & real)[..., None], value, 0.0))  # fmt: skip
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 2
+@dataclass(frozen=True)
+class H2OMethod(Method):
+    help = "recent tokens, and those that got most attention"
+
+    def minimum(self, shape: Shape) -> int:
+        return 2
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [H2O(shape, budget, 0, budget // 2) for _ in range(shape.n_layer)]
 
 
-def roco_minimum(shape: Shape, options: RoCoOptions) -> int:
-    return 2 * options.sinks + 2
+@dataclass(frozen=True)
+class RoCoMethod(Method):
+    help = "the same by its mean and deviation"
+    sinks: int = SINKS
+
+    def minimum(self, shape: Shape) -> int:
+        return 2 * self.sinks + 2
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [RoCo(shape, budget, self.sinks) for _ in range(shape.n_layer)]
 
 
-def memory(shape: Shape, budget: int, options: object) -> int:
-    return shape.bytes(budget)
+@dataclass(frozen=True)
+class CaMMethod(H2OMethod):
+    help = "h2o that spreads the values it drops"
+    spread: int = option(32, "kept tokens among which a value is divided", min=1)
 
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    return [H2O(shape, budget, 0, budget // 2) for _ in range(shape.n_layer)]
-
-
-def roco_build(shape: Shape, budget: int, options: RoCoOptions) -> list[KV]:
-    return [RoCo(shape, budget, options.sinks) for _ in range(shape.n_layer)]
-
-
-def cam_build(shape: Shape, budget: int, options: CaMOptions) -> list[KV]:
-    return [CaM(shape, layer, budget, options.spread) for layer in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [CaM(shape, layer, budget, self.spread) for layer in range(shape.n_layer)]

@@ -14,35 +14,20 @@ the device. Traffic: a vector a block to choose, and the budget.
 """
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape
+from kv.base import KV, Shape, option
 from kv.fetched import Fetched
-
-
-@dataclass(frozen=True)
-class Options(offload.Options):
-    block: int = field(default=128, metadata={"help": "tokens of a block", "min": 1})
-    reps: int = field(default=4, metadata={"help": "tokens that represent it", "min": 1})
-    sinks: int | None = field(default=None, metadata={"help": "first tokens; auto: an eighth, at most 128", "min": 0})
-    local: int | None = field(default=None, metadata={"help": "prompt's last; auto: half, at most 512", "min": 1})
-    joint: bool = field(default=True, metadata={"help": "all heads choose together, on keys before RoPE"})
-
-    def at(self, budget: int) -> "Options":
-        """With the sinks and the local tokens of a budget."""
-        sinks = min(128, budget // 8) if self.sinks is None else self.sinks
-        local = min(512, budget // 2) if self.local is None else self.local
-        return replace(self, sinks=sinks, local=local)
 
 
 class InfLLM(Fetched):
     """Its rows are blocks of a KV head, each head's own."""
 
-    def __init__(self, shape: Shape, layer: int, count: int, options: Options, workers):
+    def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", workers):
         ends, block = options.sinks + options.local, options.block
         blocks = -(-max(1, shape.max_prompt - ends) // block)
         count, heads = min(count, blocks), shape.batch * shape.n_kv_head
@@ -145,25 +130,37 @@ class InfLLM(Fetched):
         }  # fmt: skip
 
 
-def blocks_of(budget: int, options: Options) -> int:
-    """Blocks that a budget attends to."""
-    sized = options.at(budget)
-    return (budget - sized.sinks - sized.local) // options.block
+@dataclass(frozen=True)
+class InfLLMMethod(offload.OffloadMethod):
+    help = "blocks by representative keys; --offload"
+    block: int = option(128, "tokens of a block", min=1)
+    reps: int = option(4, "tokens that represent it", min=1)
+    sinks: int | None = option(None, "first tokens; auto: an eighth, at most 128", min=0)
+    local: int | None = option(None, "prompt's last; auto: half, at most 512", min=1)
+    joint: bool = option(True, "all heads choose together, on keys before RoPE")
 
+    def at(self, budget: int) -> "InfLLMMethod":
+        """With the sinks and the local tokens of a budget."""
+        sinks = min(128, budget // 8) if self.sinks is None else self.sinks
+        local = min(512, budget // 2) if self.local is None else self.local
+        return replace(self, sinks=sinks, local=local)
 
-def minimum(shape: Shape, options: Options) -> int:
-    """One block beside the sinks and the local tokens."""
-    least = options.block + (options.sinks or 0) + (options.local or 0)
-    return next(t for t in itertools.count(least) if blocks_of(t, options) >= 1)
+    def blocks(self, budget: int) -> int:
+        """Blocks that a budget attends to."""
+        sized = self.at(budget)
+        return (budget - sized.sinks - sized.local) // self.block
 
+    def minimum(self, shape: Shape) -> int:
+        """One block beside the sinks and the local tokens."""
+        least = self.block + (self.sinks or 0) + (self.local or 0)
+        return next(t for t in itertools.count(least) if self.blocks(t) >= 1)
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    """The full cache, and an fp32 vector a block."""
-    sized = options.at(budget)
-    blocks = -(-max(1, shape.max_prompt - sized.sinks - sized.local) // options.block)
-    return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
+    def memory(self, shape: Shape, budget: int) -> int:
+        """The full cache, and an fp32 vector a block."""
+        sized = self.at(budget)
+        blocks = -(-max(1, shape.max_prompt - sized.sinks - sized.local) // self.block)
+        return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
 
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    workers, count = offload.Workers(options.threads), blocks_of(budget, options)
-    return [InfLLM(shape, layer, count, options.at(budget), workers) for layer in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        workers, count = offload.Workers(self.threads), self.blocks(budget)
+        return [InfLLM(shape, layer, count, self.at(budget), workers) for layer in range(shape.n_layer)]

@@ -7,24 +7,17 @@ Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (
 `recent` + `group` tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.quant import Packed, channels, widen
 
-GROUP = 64
-
-
-@dataclass(frozen=True)
-class Options:
-    bits: Literal[1, 2, 4, 8] = field(default=4, metadata={"help": "of a value"})
-    group: int = field(default=GROUP, metadata={"help": "tokens over which a channel of K is quantised", "min": 8})
-    recent: int = field(default=128, metadata={"help": "newest tokens that are not quantised", "min": 0})
+GROUP, RECENT = 64, 128  # tokens
 
 
 class Quantised(KV):
@@ -109,9 +102,16 @@ def layer_bytes(shape: Shape, bits: int, group: int = GROUP) -> int:
     return int(shape.batch * shape.n_kv_head * shape.planned * unit)
 
 
-def memory(shape: Shape, budget: None, options: Options) -> int:
-    return shape.n_layer * layer_bytes(shape, options.bits, options.group)
+@dataclass(frozen=True)
+class KIVIMethod(Method):
+    help = "all in 4 bits"
+    budgeted, lossless = False, {"recent": 2**30}
+    bits: Literal[1, 2, 4, 8] = option(4, "of a value")
+    group: int = option(GROUP, "tokens over which a channel of K is quantised", min=8)
+    recent: int = option(RECENT, "newest tokens that are not quantised", min=0)
 
+    def memory(self, shape: Shape, budget: None) -> int:
+        return shape.n_layer * layer_bytes(shape, self.bits, self.group)
 
-def build(shape: Shape, budget: None, options: Options) -> list[KV]:
-    return [Quantised(shape, options.bits, options.group, options.recent) for _ in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: None) -> list[KV]:
+        return [Quantised(shape, self.bits, self.group, self.recent) for _ in range(shape.n_layer)]

@@ -17,7 +17,7 @@ import resource
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 from weakref import WeakValueDictionary, finalize, ref
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from device import free_bytes
-from kv.base import Shape
+from kv.base import Method, Shape, option
 
 CHUNK = 4 << 20  # bytes of a staging buffer
 BACKLOG = 4  # writes that may be under way
@@ -34,14 +34,14 @@ WIDE = 64 << 10  # bytes of a row that is worth a copy of its own
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of every method that offloads."""
+class OffloadMethod(Method):
+    """A method that may keep most of the prompt on the host."""
 
-    offload: bool = field(default=False, metadata={"help": "most of the prompt lives on the host"})
-    engine: Literal["auto", "direct", "threads"] = field(
-        default="auto", metadata={"help": "who fetches: the GPU itself, or threads of the host"}
+    offload: bool = option(False, "most of the prompt lives on the host")
+    engine: Literal["auto", "direct", "threads"] = option(
+        "auto", "who fetches: the GPU itself, or threads of the host"
     )
-    threads: int = field(default=4, metadata={"help": "of the host, that fetch", "min": 1, "max": 256})
+    threads: int = option(4, "of the host, that fetch", min=1, max=256)
 
     def threaded(self, shape: Shape, early: bool = False) -> bool:
         """Whether threads fetch rows; unless told, they do if rows are wanted `early`."""

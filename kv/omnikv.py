@@ -18,7 +18,7 @@ twice, the others k and the generated tokens.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -26,21 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv import full, offload, ops, quant
-from kv.base import KV, Buffers, Shape
+from kv import offload, ops, quant
+from kv.base import KV, Buffers, Shape, option
 from kv.full import Full
-
-
-@dataclass(frozen=True)
-class Options(offload.Options):
-    filter_layers: list[int] | None = field(default=None, metadata={"help": "layers that choose", "min": 0})
-    selector: Literal["last", "uniform", "exp"] = field(default="last", metadata={"help": "whose attention decides"})
-    window: int = field(default=16, metadata={"help": "queries of uniform and exp", "min": 1})
-    mem: float | None = field(
-        default=None, metadata={"help": "share of the cache for the device, in place of a budget", "min": 0, "max": 1}
-    )
-    delta: bool = field(default=False, metadata={"help": "threads fetch only what the device does not hold already"})
-    bits: quant.Bits = quant.BITS
+from kv.full_bits import full_bytes, full_layer
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ class Plan:
     share: Fraction | None  # of a row's prompt, where k follows it
 
     @classmethod
-    def of(cls, shape: Shape, budget: int | None, options: Options) -> "Plan":
+    def of(cls, shape: Shape, budget: int | None, options: "OmniKVMethod") -> "Plan":
         filters = default_filters(shape) if options.filter_layers is None else options.filter_layers
         if sorted(set(filters)) != filters or any(layer >= shape.n_layer for layer in filters):
             raise ValueError(f"omnikv: filter_layers must ascend and lie below {shape.n_layer}, not {filters}")
@@ -96,7 +85,7 @@ def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
 class Segment(Buffers):
     """What a filter layer has chosen, and the sparse layers' rows to choose from."""
 
-    def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: Options, workers):
+    def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: "OmniKVMethod", workers):
         super().__init__(shape)
         self.layers, self.k, self.share = layers, plan.k, plan.share
         self.delta, self.bits = options.delta, options.bits
@@ -296,29 +285,35 @@ class Sparse(KV):
         self.segment.pool.close()
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 1
+@dataclass(frozen=True)
+class OmniKVMethod(offload.OffloadMethod):
+    help = "a few full layers choose what the others read; --offload"
+    instead, lossless = "mem", {"bits": 16}
+    filter_layers: list[int] | None = option(None, "layers that choose", min=0)
+    selector: Literal["last", "uniform", "exp"] = option("last", "whose attention decides")
+    window: int = option(16, "queries of uniform and exp", min=1)
+    mem: float | None = option(None, "share of the cache for the device, in place of a budget", min=0, max=1)
+    delta: bool = option(False, "threads fetch only what the device does not hold already")
+    bits: quant.Bits = quant.BITS
 
+    def memory(self, shape: Shape, budget: int | None) -> int:
+        """The full cache, in `bits` but for layers that choose; with offload, what is chosen is there a second time."""
+        plan = Plan.of(shape, budget, self)
+        sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
+        unit = 2 * quant.stored_bytes(shape, self.bits)
+        layer = shape.max_prompt * unit + shape.max_new_tokens * shape.unit_bytes
+        layer += self.offload * plan.k * shape.unit_bytes
+        whole, others = shape.full_bytes() // shape.n_layer, shape.n_layer - sparse - filters
+        layers = shape.batch * shape.n_kv_head * sparse * layer
+        return layers + filters * whole + others * full_bytes(shape, self.bits)
 
-def memory(shape: Shape, budget: int | None, options: Options) -> int:
-    """The full cache, in `bits` but for layers that choose; with offload, what is chosen is there a second time."""
-    plan = Plan.of(shape, budget, options)
-    sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
-    unit = 2 * quant.stored_bytes(shape, options.bits)
-    layer = shape.max_prompt * unit + shape.max_new_tokens * shape.unit_bytes
-    layer += options.offload * plan.k * shape.unit_bytes
-    whole, others = shape.full_bytes() // shape.n_layer, shape.n_layer - sparse - filters
-    full_bits = full.memory(shape, None, options) // shape.n_layer
-    return shape.batch * shape.n_kv_head * sparse * layer + filters * whole + others * full_bits
-
-
-def build(shape: Shape, budget: int | None, options: Options) -> list[KV]:
-    plan = Plan.of(shape, budget, options)
-    layers: dict[int, KV] = {}
-    workers = offload.Workers(options.threads)
-    for first, sparse in plan.segments.items():
-        if sparse:
-            segment = Segment(shape, sparse, plan, options, workers)
-            layers[first] = Filter(shape, segment, options.selector, options.window)
-            layers |= {layer: Sparse(shape, segment, layer) for layer in sparse}
-    return [layers.get(layer) or full.layer(shape, options.bits) for layer in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int | None) -> list[KV]:
+        plan = Plan.of(shape, budget, self)
+        layers: dict[int, KV] = {}
+        workers = offload.Workers(self.threads)
+        for first, sparse in plan.segments.items():
+            if sparse:
+                segment = Segment(shape, sparse, plan, self, workers)
+                layers[first] = Filter(shape, segment, self.selector, self.window)
+                layers |= {layer: Sparse(shape, segment, layer) for layer in sparse}
+        return [layers.get(layer) or full_layer(shape, self.bits) for layer in range(shape.n_layer)]

@@ -9,38 +9,21 @@ The budget is split as in tailorkv. Memory: the prompt on the host; on the devic
 budget. Traffic: the codes, and the budget.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape
-from kv.fetched import FetchedTokens, SplitOptions
+from kv.base import KV, Shape, option
+from kv.fetched import FetchedTokens, FetchMethod
 
 LONG = 64 * 1024  # tokens of a prompt beyond which one round of k-means must do
 
 
-@dataclass(frozen=True)
-class Options(SplitOptions):
-    partitions: int = field(default=2, metadata={"help": "parts of a key", "min": 1})
-    codebits: int = field(default=6, metadata={"help": "of a part's code: 2^n centroids", "min": 1, "max": 8})
-    rounds: int = field(default=8, metadata={"help": "of k-means; 1 for prompts beyond 64K tokens", "min": 0})
-
-    def split(self, budget: int) -> tuple[int, int]:
-        """At least the new token is local."""
-        local, count = super().split(budget)
-        more = max(0, self.initial + 1 - local)
-        return local + more, count - more
-
-    def reach(self, shape: Shape) -> int:
-        """Generated tokens too, once they are no longer local."""
-        return shape.planned
-
-
 class PQCache(FetchedTokens):
-    def __init__(self, shape: Shape, layer: int, budget: int, options: Options, staged, workers):
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged, workers):
         super().__init__(shape, layer, budget, options, staged, workers)
         self.rounds, self.parts, self.recent = options.rounds, options.partitions, self.ends - self.sinks
         if shape.head_dim % self.parts:
@@ -125,17 +108,32 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
     return centroids, nearest().to(torch.uint8)
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return max(8, options.initial + 2)
+@dataclass(frozen=True)
+class PQCacheMethod(FetchMethod):
+    help = "tokens from the host, by codes of their keys"
+    partitions: int = option(2, "parts of a key", min=1)
+    codebits: int = option(6, "of a part's code: 2^n centroids", min=1, max=8)
+    rounds: int = option(8, "of k-means; 1 for prompts beyond 64K tokens", min=0)
 
+    def split(self, budget: int) -> tuple[int, int]:
+        """At least the new token is local."""
+        local, count = super().split(budget)
+        more = max(0, self.initial + 1 - local)
+        return local + more, count - more
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    """K and V of the prompt; a byte a part and token, and the centroids in fp32."""
-    heads = shape.n_layer * shape.batch * shape.n_kv_head
-    codes = options.partitions * shape.planned + 4 * 2**options.codebits * shape.head_dim
-    return heads * (shape.max_prompt * shape.unit_bytes + codes)
+    def reach(self, shape: Shape) -> int:
+        """Generated tokens too, once they are no longer local."""
+        return shape.planned
 
+    def minimum(self, shape: Shape) -> int:
+        return max(8, self.initial + 2)
 
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    workers, staged = offload.Workers(options.threads), options.staged_rows(shape, budget)
-    return [PQCache(shape, layer, budget, options, staged, workers) for layer in range(shape.n_layer)]
+    def memory(self, shape: Shape, budget: int) -> int:
+        """K and V of the prompt; a byte a part and token, and the centroids in fp32."""
+        heads = shape.n_layer * shape.batch * shape.n_kv_head
+        codes = self.partitions * shape.planned + 4 * 2**self.codebits * shape.head_dim
+        return heads * (shape.max_prompt * shape.unit_bytes + codes)
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        workers, staged = offload.Workers(self.threads), self.staged_rows(shape, budget)
+        return [PQCache(shape, layer, budget, self, staged, workers) for layer in range(shape.n_layer)]

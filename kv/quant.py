@@ -7,7 +7,6 @@ vector one row of bytes, for methods that gather a few tokens.
 """
 
 import math
-from dataclasses import field
 from typing import Literal
 
 import torch
@@ -15,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import Buffers, Shape
+from kv.base import Buffers, Shape, option
 
-BITS = field(default=16, metadata={"help": "of a stored value: 16 is the model's own dtype"})  # an option of methods
+BITS = option(16, "of a stored value: 16 is the model's own dtype")  # an option of methods
 Bits = Literal[16, 8, 4]
 EPS = 2.0**-14  # the least scale: the smallest normal fp16
 CHANNELS = 64  # of one token that share a scale

@@ -6,28 +6,14 @@ full cache and two vectors a page. Traffic: the bounds, and the budget.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.full import Full
-
-
-@dataclass(frozen=True)
-class Options:
-    page: int | None = field(default=16, metadata={"help": "tokens; auto: half the budget is for the bounds", "min": 1})
-    skip_layers: int = field(default=2, metadata={"help": "first layers that stay full", "min": 0})
-
-
-def sizes(shape: Shape, budget: int, options: Options) -> tuple[int, int]:
-    """Tokens a page, and pages attended."""
-    if options.page is not None:
-        return options.page, budget // options.page
-    page = max(1, math.floor(2 * shape.planned / budget + 0.5))
-    return page, max(1, budget // 2 // page)
 
 
 class Quest(Full):
@@ -71,21 +57,34 @@ class Quest(Full):
         return self.shape.n_kv_head * units * self.shape.unit_bytes, 0
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    """Two pages."""
-    if options.page is not None:
-        return 2 * options.page
-    enough = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * sizes(shape, t, options)[0])
-    return next(enough, shape.planned)
+@dataclass(frozen=True)
+class QuestMethod(Method):
+    help = "pages by a bound of their scores"
+    approximates = "half of the budget is read to choose, and a step attends to the other half"
+    approximates_with = {"page": None}
+    page: int | None = option(16, "tokens; auto: half the budget is for the bounds", min=1)
+    skip_layers: int = option(2, "first layers that stay full", min=0)
 
+    def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
+        """Tokens a page, and pages attended."""
+        if self.page is not None:
+            return self.page, budget // self.page
+        page = max(1, math.floor(2 * shape.planned / budget + 0.5))
+        return page, max(1, budget // 2 // page)
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    """S units a KV head, and one more a page."""
-    pages = -(-shape.planned // sizes(shape, budget, options)[0])
-    return shape.full_bytes() + max(0, shape.n_layer - options.skip_layers) * pages * shape.slot_bytes
+    def minimum(self, shape: Shape) -> int:
+        """Two pages."""
+        if self.page is not None:
+            return 2 * self.page
+        enough = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.sizes(shape, t)[0])
+        return next(enough, shape.planned)
 
+    def memory(self, shape: Shape, budget: int) -> int:
+        """S units a KV head, and one more a page."""
+        pages = -(-shape.planned // self.sizes(shape, budget)[0])
+        return shape.full_bytes() + max(0, shape.n_layer - self.skip_layers) * pages * shape.slot_bytes
 
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    full = min(options.skip_layers, shape.n_layer)
-    layers: list[KV] = [Full(shape) for _ in range(full)]
-    return layers + [Quest(shape, *sizes(shape, budget, options)) for _ in range(shape.n_layer - full)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        full = min(self.skip_layers, shape.n_layer)
+        layers: list[KV] = [Full(shape) for _ in range(full)]
+        return layers + [Quest(shape, *self.sizes(shape, budget)) for _ in range(shape.n_layer - full)]

@@ -14,35 +14,17 @@ bits=8 or 4 the n1 vectors are quantised one by one, and those that are attended
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kv import full, ops, quant
-from kv.base import KV, Shape
+from kv import ops, quant
+from kv.base import KV, Method, Shape, option
 from kv.full import Full
-from kv.snapkv import Pooling, SnapKV, is_longchat
-
-
-@dataclass(frozen=True)
-class Stage2:
-    """Of the selection at every step, which is all that hybrid does."""
-
-    skip_layers: int | None = field(default=None, metadata={"help": "first layers that stay full", "min": 0})
-    bits: quant.Bits = quant.BITS
-
-
-@dataclass(frozen=True)
-class Options(Stage2, Pooling):
-    split: Literal["adaptive", "even"] = field(
-        default="adaptive", metadata={"help": "how much of it stage 1 compresses; even: half, as in the first paper"}
-    )
-
-    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
-        kernel, long_kernel, threshold = super().kernels(shape)
-        return kernel, long_kernel, threshold if self.split == "even" else self.threshold
+from kv.full_bits import full_bytes, full_layer
+from kv.snapkv import PoolingMethod, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
@@ -142,42 +124,51 @@ class RocketKV(SnapKV):
         return {"slot past the end": past, "row state": self.shift.nbytes}  # generated tokens are among the slots
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 8
+@dataclass(frozen=True)
+class Stage2Method(Method):
+    """The selection at every step."""
+
+    approximates, lossless = "half of the budget is read to choose, and a step attends to the other half", {"bits": 16}
+    split: ClassVar[str | None] = None  # no stage 1
+    skip_layers: int | None = option(None, "first layers that stay full", min=0)
+    bits: quant.Bits = quant.BITS
+
+    def minimum(self, shape: Shape) -> int:
+        return 8
+
+    def skipped(self, shape: Shape) -> int:
+        """Layers that stay full: 2 of LongChat (RocketKV, A.2), else none."""
+        return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
+
+    def stage1(self, shape: Shape) -> tuple:
+        """SnapKV's window and kernels, where it keeps less than everything."""
+        return 1, 1, 1, None
+
+    def memory(self, shape: Shape, budget: int) -> int:
+        """n1 + ceil(n1 / p) units a KV head."""
+        skip, sizes = self.skipped(shape), Sizes.of(shape, budget, self.split)
+        bounds = (1 if sizes.page == 1 else 2) * -(-sizes.slots // sizes.page) * shape.unit_bytes // 2
+        sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * quant.stored_bytes(shape, self.bits) + bounds)
+        return (shape.n_layer - skip) * sparse + skip * full_bytes(shape, self.bits)
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        skip, sizes, stage1 = self.skipped(shape), Sizes.of(shape, budget, self.split), self.stage1(shape)
+        layers = [full_layer(shape, self.bits) for _ in range(skip)]
+        return layers + [RocketKV(shape, sizes, self.bits, *stage1) for _ in range(shape.n_layer - skip)]
 
 
-def skipped(shape: Shape, options: Stage2) -> int:
-    """Layers that stay full: 2 of LongChat (RocketKV, A.2), else none."""
-    return 2 * is_longchat(shape) if options.skip_layers is None else min(options.skip_layers, shape.n_layer)
+@dataclass(frozen=True)
+class HybridMethod(Stage2Method):
+    help = "rocketkv's selection of pages alone"
 
 
-def build_with(shape: Shape, budget: int, options: Stage2, split: str | None, *stage1) -> list[KV]:
-    skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
-    layers = [full.layer(shape, options.bits) for _ in range(skip)]
-    return layers + [RocketKV(shape, sizes, options.bits, *stage1) for _ in range(shape.n_layer - skip)]
+@dataclass(frozen=True)
+class RocketKVMethod(Stage2Method, PoolingMethod):
+    help = "evicts at the prompt, then selects pages at every step"
+    split: Literal["adaptive", "even"] = option(
+        "adaptive", "how much of it stage 1 compresses; even: half, as in the first paper"
+    )
 
-
-def memory_with(shape: Shape, budget: int, options: Stage2, split: str | None) -> int:
-    skip, sizes = skipped(shape, options), Sizes.of(shape, budget, split)
-    pages = -(-sizes.slots // sizes.page)
-    bounds = (1 if sizes.page == 1 else 2) * pages * shape.unit_bytes // 2
-    sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * quant.stored_bytes(shape, options.bits) + bounds)
-    return (shape.n_layer - skip) * sparse + skip * full.memory(shape, None, options) // shape.n_layer
-
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    return build_with(shape, budget, options, options.split, options.window, *options.kernels(shape))
-
-
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    """n1 + ceil(n1 / p) units a KV head."""
-    return memory_with(shape, budget, options, options.split)
-
-
-def hybrid_build(shape: Shape, budget: int, options: Stage2) -> list[KV]:
-    return build_with(shape, budget, options, None, 1, 1, 1, None)
-
-
-def hybrid_memory(shape: Shape, budget: int, options: Stage2) -> int:
-    """S + ceil(S / p) units a KV head."""
-    return memory_with(shape, budget, options, None)
+    def stage1(self, shape: Shape) -> tuple:
+        kernel, long_kernel, threshold = self.kernels(shape)
+        return self.window, kernel, long_kernel, threshold if self.split == "even" else self.threshold

@@ -11,24 +11,14 @@ is the paper's rule as it stands: only traffic falls.
 Memory: the budget. Traffic: a layer reads what it has, on a CPU as much as its longest row has.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Shape
-
-
-@dataclass(frozen=True)
-class Options:
-    threshold: float | None = field(
-        default=None,
-        metadata={"help": "attention above which a layer is lazy; 1: none; auto: the model's", "min": 0, "max": 1},
-    )
-    sinks: int = field(default=4, metadata={"help": "first tokens that lazy layers keep", "min": 0})
-    recent: int = field(default=1024, metadata={"help": "newest tokens that lazy layers keep", "min": 1})
+from kv.base import KV, Buffers, Method, Shape, option
 
 
 def threshold_of(shape: Shape) -> float:
@@ -42,18 +32,10 @@ def threshold_of(shape: Shape) -> float:
     return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.n_kv_head, shape.rope_theta), 0.9)
 
 
-def plan(shape: Shape, budget: int, options: Options) -> tuple[int, int]:
-    """(layers that can keep everything, tokens that each of the others keeps)"""
-    window = min(budget, options.sinks + options.recent, shape.planned)
-    if window == shape.planned:
-        return 0, window
-    return min((budget - window) * shape.n_layer // (shape.planned - window), shape.n_layer), window
-
-
 class Shared(Buffers):
     """The slots of all layers: `large` regions for everything, and small ones. Each layer has one of them a row."""
 
-    def __init__(self, shape: Shape, large: int, window: int, options: Options):
+    def __init__(self, shape: Shape, large: int, window: int, options: "SimLayerMethod"):
         super().__init__(shape)
         self.large, self.window, self.planned = large, window, shape.planned
         self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
@@ -141,15 +123,30 @@ class SimLayer(KV):
         return {"whole blocks": beyond, "regions": shared.first.nbytes + shared.size.nbytes}
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return options.sinks + 1
+@dataclass(frozen=True)
+class SimLayerMethod(Method):
+    help = "everything in some layers, for each prompt, streaming in the others"
+    lossless = {"threshold": 1.0}
+    threshold: float | None = option(
+        None, "attention above which a layer is lazy; 1: none; auto: the model's", min=0, max=1
+    )
+    sinks: int = option(4, "first tokens that lazy layers keep", min=0)
+    recent: int = option(1024, "newest tokens that lazy layers keep", min=1)
 
+    def plan(self, shape: Shape, budget: int) -> tuple[int, int]:
+        """(layers that can keep everything, tokens that each of the others keeps)"""
+        window = min(budget, self.sinks + self.recent, shape.planned)
+        if window == shape.planned:
+            return 0, window
+        return min((budget - window) * shape.n_layer // (shape.planned - window), shape.n_layer), window
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    large, window = plan(shape, budget, options)
-    return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
+    def minimum(self, shape: Shape) -> int:
+        return self.sinks + 1
 
+    def memory(self, shape: Shape, budget: int) -> int:
+        large, window = self.plan(shape, budget)
+        return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
 
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    shared = Shared(shape, *plan(shape, budget, options), options)
-    return [SimLayer(shape, shared, index) for index in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        shared = Shared(shape, *self.plan(shape, budget), self)
+        return [SimLayer(shape, shared, index) for index in range(shape.n_layer)]

@@ -12,56 +12,20 @@ generated tokens.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.full import Full
 
 # Options of more than one method
-KERNEL = field(default=7, metadata={"help": "tokens that the max-pooling spans", "min": 1})
+KERNEL = option(7, "tokens that the max-pooling spans", min=1)
 THRESHOLD = "tokens of a long prompt; auto: the model's, for rocketkv with split=even alone"
-DEDUCT = field(default=False, metadata={"help": "generated tokens count: the prompt keeps fewer"})
-
-
-@dataclass(frozen=True)
-class Window:
-    window: int = field(default=32, metadata={"help": "last queries of the prompt whose attention decides", "min": 1})
-
-
-@dataclass(frozen=True)
-class Options(Window):
-    kernel: int = KERNEL
-    gqa: bool = field(default=False, metadata={"help": "the query heads of a group share what they keep"})
-    deduct: bool = DEDUCT
-
-
-@dataclass(frozen=True)
-class Pooling(Window):
-    """Of RocketKV's stage 1."""
-
-    kernel: int = field(default=63, metadata={"help": "tokens that the max-pooling spans", "min": 1})
-    long_kernel: int = field(default=511, metadata={"help": "the same for long prompts", "min": 1})
-    threshold: int | None = field(default=None, metadata={"help": THRESHOLD})
-
-    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
-        """What SnapKV takes: the kernel, that of long prompts, and how long those are."""
-        threshold = threshold_of(shape) if self.threshold is None else self.threshold
-        return self.kernel, self.long_kernel, threshold
-
-
-@dataclass(frozen=True)
-class PlusOptions(Pooling):
-    deduct: bool = DEDUCT
-
-
-@dataclass(frozen=True)
-class PyramidOptions(Window):
-    kernel: int = KERNEL
+DEDUCT = option(False, "generated tokens count: the prompt keeps fewer")
 
 
 class SnapKV(Full):
@@ -141,48 +105,72 @@ def is_longchat(shape: Shape) -> bool:
     return shape.rope_type == "linear" and (shape.n_layer, shape.n_kv_head) == (32, 32)
 
 
-# snapkv
+# The methods
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 2 * shape.n_head // shape.n_kv_head + options.deduct * shape.max_new_tokens
+@dataclass(frozen=True)
+class WindowMethod(Method):
+    window: int = option(32, "last queries of the prompt whose attention decides", min=1)
+
+    def minimum(self, shape: Shape) -> int:
+        return 2
 
 
-def keep_of(shape: Shape, budget: int, options: Options | PlusOptions) -> int:
-    return budget - shape.max_new_tokens if options.deduct else budget
+@dataclass(frozen=True)
+class SnapKVMethod(WindowMethod):
+    help = "what the prompt's end attends to"
+    approximates, approximates_with = "the query heads of a group share the budget", {"gqa": False}
+    kernel: int = KERNEL
+    gqa: bool = option(False, "the query heads of a group share what they keep")
+    deduct: bool = DEDUCT
+
+    def minimum(self, shape: Shape) -> int:
+        return 2 * shape.n_head // shape.n_kv_head + self.deduct * shape.max_new_tokens
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        kept, groups = budget - self.deduct * shape.max_new_tokens, shape.n_head // shape.n_kv_head
+        per_query = not self.gqa and groups > 1
+        kept = kept // groups if per_query else kept
+        window = min(self.window, kept // 2)
+        return [SnapKV(shape, kept, window, self.kernel, per_query=per_query) for _ in range(shape.n_layer)]
 
 
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    keep, groups = keep_of(shape, budget, options), shape.n_head // shape.n_kv_head
-    per_query = not options.gqa and groups > 1
-    keep = keep // groups if per_query else keep
-    window = min(options.window, keep // 2)
-    return [SnapKV(shape, keep, window, options.kernel, per_query=per_query) for _ in range(shape.n_layer)]
+@dataclass(frozen=True)
+class PoolingMethod(WindowMethod):
+    """Of RocketKV's stage 1."""
+
+    kernel: int = option(63, "tokens that the max-pooling spans", min=1)
+    long_kernel: int = option(511, "the same for long prompts", min=1)
+    threshold: int | None = option(None, THRESHOLD)
+
+    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
+        """What SnapKV takes: the kernel, that of long prompts, and how long those are."""
+        threshold = threshold_of(shape) if self.threshold is None else self.threshold
+        return self.kernel, self.long_kernel, threshold
 
 
-def memory(shape: Shape, budget: int, options: Window) -> int:
-    """The budget's tokens in every layer; those generated are declared as overhead."""
-    return shape.bytes(budget)
+@dataclass(frozen=True)
+class SnapKVPlusMethod(PoolingMethod):
+    help = "the same, shared by a group, pooled widely"
+    deduct: bool = DEDUCT
+
+    def minimum(self, shape: Shape) -> int:
+        return 2 + self.deduct * shape.max_new_tokens
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        kept = budget - self.deduct * shape.max_new_tokens
+        window = min(self.window, kept // 2)
+        return [SnapKV(shape, kept, window, *self.kernels(shape)) for _ in range(shape.n_layer)]
 
 
-# snapkv++
+@dataclass(frozen=True)
+class PyramidKVMethod(WindowMethod):
+    help = "snapkv with more tokens in lower layers"
+    kernel: int = KERNEL
 
-
-def plus_minimum(shape: Shape, options: PlusOptions) -> int:
-    return 2 + options.deduct * shape.max_new_tokens
-
-
-def plus_build(shape: Shape, budget: int, options: PlusOptions) -> list[KV]:
-    keep = keep_of(shape, budget, options)
-    window = min(options.window, keep // 2)
-    return [SnapKV(shape, keep, window, *options.kernels(shape)) for _ in range(shape.n_layer)]
-
-
-# pyramidkv
-
-
-def pyramid_minimum(shape: Shape, options: PyramidOptions) -> int:
-    return 2
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        kept = pyramid_budgets(shape.n_layer, budget, self.window, shape.max_prompt)
+        return [SnapKV(shape, n, min(self.window, budget // 2), self.kernel) for n in kept]
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
@@ -196,8 +184,3 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
     least = min(2 * mean - most, most)
     falls = [0.5 if n_layer == 1 else layer / (n_layer - 1) for layer in range(n_layer)]
     return [math.floor(most - fall * (most - least) + 0.5) + window for fall in falls]
-
-
-def pyramid_build(shape: Shape, budget: int, options: PyramidOptions) -> list[KV]:
-    keeps = pyramid_budgets(shape.n_layer, budget, options.window, shape.max_prompt)
-    return [SnapKV(shape, keep, min(options.window, budget // 2), options.kernel) for keep in keeps]

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape
 from kv.full import Full
-
-
-@dataclass(frozen=True)
-class Options:
-    pass
 
 
 class SparQ(Full):
@@ -72,14 +67,17 @@ class SparQ(Full):
         return {"slot past the end": self.shape.slot_bytes * 3 // 2, "mean of V": self.mean.nbytes}
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return 2
+@dataclass(frozen=True)
+class SparQMethod(Method):
+    help = "tokens by the query's largest channels"
+    approximates = "a step attends to half of the budget, and the mean of V stands for the rest"
 
+    def minimum(self, shape: Shape) -> int:
+        return 2
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    """1.5 S units a KV head."""
-    return shape.full_bytes() * 3 // 2
+    def memory(self, shape: Shape, budget: int) -> int:
+        """1.5 S units a KV head."""
+        return shape.full_bytes() * 3 // 2
 
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    return [SparQ(shape, budget) for _ in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [SparQ(shape, budget) for _ in range(shape.n_layer)]

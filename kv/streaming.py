@@ -6,21 +6,16 @@ positions just before the window, as in the paper (section 3.2), so that no dist
 traffic: `budget` tokens a KV head, however long the text.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV, Method, Shape, option
 from kv.full import Full
 
-SINKS = field(default=4, metadata={"help": "first tokens that are never dropped", "min": 0})  # an option of methods
-
-
-@dataclass(frozen=True)
-class Options:
-    sinks: int = SINKS
+SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of methods
 
 
 class Streaming(Full):
@@ -59,13 +54,13 @@ class Streaming(Full):
         return super().overhead() | {"sinks as they were": self.sink_keys.nbytes, "row state": state}
 
 
-def minimum(shape: Shape, options: Options) -> int:
-    return options.sinks + 1
+@dataclass(frozen=True)
+class StreamingMethod(Method):
+    help = "sinks and a recent window"
+    sinks: int = SINKS
 
+    def minimum(self, shape: Shape) -> int:
+        return self.sinks + 1
 
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    return shape.bytes(budget)
-
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    return [Streaming(shape, budget, options.sinks) for _ in range(shape.n_layer)]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [Streaming(shape, budget, self.sinks) for _ in range(shape.n_layer)]

@@ -13,28 +13,18 @@ Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values of a quantised layer, two b
 (Table 2), and t tokens of every other layer; host: K, V and K again. Traffic: d channels of S tokens, and the budget.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape
-from kv.fetched import FetchedTokens, SplitOptions
+from kv.base import KV, Shape, option
+from kv.fetched import FetchedTokens, FetchMethod
 from kv.kivi import GROUP, Quantised, layer_bytes
 
 LONG = 32 * 1024  # tokens of a prompt beyond which more channels are fetched
-
-
-@dataclass(frozen=True)
-class Options(SplitOptions):
-    quant_layers: list[int] | None = field(default=None, metadata={"help": "layers that are quantised", "min": 0})
-    bits: Literal[1, 2, 4, 8] = field(default=1, metadata={"help": "of a value in them"})
-    group: int = field(default=GROUP, metadata={"help": "tokens over which a channel of K is quantised", "min": 8})
-    channels: int | None = field(
-        default=None, metadata={"help": "of K that are fetched; auto: 8, or 12 for plans beyond 32K tokens", "min": 1}
-    )
 
 
 class Tailored(FetchedTokens):
@@ -42,7 +32,7 @@ class Tailored(FetchedTokens):
 
     wants_lookahead = True
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: Options, shared: "Shared"):
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
         super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
         self.channels = shared.channels
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # max |K|
@@ -109,48 +99,53 @@ class Tailored(FetchedTokens):
 class Shared:
     """What the layers use in turn: threads, and where rows and channels arrive."""
 
-    def __init__(self, shape: Shape, budget: int, options: Options):
-        self.channels = fetched_channels(shape, options)
+    def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
+        self.channels = options.fetched_channels(shape)
         slots = shape.batch * shape.n_kv_head * self.channels
         self.line_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
         self.lines = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
         self.rows = options.staged_rows(shape, budget)
 
 
-def fetched_channels(shape: Shape, options: Options) -> int:
-    """d_s: of a KV head's K."""
-    return min(options.channels or (12 if shape.max_prompt > LONG else 8), shape.head_dim)
+@dataclass(frozen=True)
+class TailorKVMethod(FetchMethod):
+    help = "dense layers in one bit, tokens of the others from the host by predicted queries"
+    lossless = {"quant_layers": []}
+    quant_layers: list[int] | None = option(None, "layers that are quantised", min=0)
+    bits: Literal[1, 2, 4, 8] = option(1, "of a value in them")
+    group: int = option(GROUP, "tokens over which a channel of K is quantised", min=8)
+    channels: int | None = option(None, "of K that are fetched; auto: 8, or 12 for plans beyond 32K tokens", min=1)
 
+    def fetched_channels(self, shape: Shape) -> int:
+        """d_s: of a KV head's K."""
+        return min(self.channels or (12 if shape.max_prompt > LONG else 8), shape.head_dim)
 
-def quantised_layers(shape: Shape, options: Options) -> list[int]:
-    """Those of the options; else 0, and 1 too for Llama-2-7B, Yi-6B and Yi-9B (section 5.1)."""
-    if options.quant_layers is None:
-        known = shape.dim == 4096 and (shape.n_layer, shape.n_kv_head) in ((32, 32), (32, 4), (48, 4))
-        return [0, 1] if known else [0]
-    if any(layer >= shape.n_layer for layer in options.quant_layers):
-        raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {options.quant_layers}")
-    return sorted(set(options.quant_layers))
+    def quantised_layers(self, shape: Shape) -> list[int]:
+        """Those of the options; else 0, and 1 too for Llama-2-7B, Yi-6B and Yi-9B (section 5.1)."""
+        if self.quant_layers is None:
+            known = shape.dim == 4096 and (shape.n_layer, shape.n_kv_head) in ((32, 32), (32, 4), (48, 4))
+            return [0, 1] if known else [0]
+        if any(layer >= shape.n_layer for layer in self.quant_layers):
+            raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {self.quant_layers}")
+        return sorted(set(self.quant_layers))
 
+    def minimum(self, shape: Shape) -> int:
+        return max(8, self.initial + 1)
 
-def minimum(shape: Shape, options: Options) -> int:
-    return max(8, options.initial + 1)
+    def memory(self, shape: Shape, budget: int) -> int:
+        """Table 2, and on the host K, V and K again."""
+        quantised = len(self.quantised_layers(shape))
+        sparse = shape.n_layer - quantised
+        prompt = shape.max_prompt * shape.slot_bytes
+        buffers = 2 * shape.batch * shape.n_kv_head * self.fetched_channels(shape) * shape.max_prompt
+        layers = quantised * layer_bytes(shape, self.bits, self.group) + sparse * prompt * 3 // 2
+        return layers + buffers * shape.dtype.itemsize * (sparse > 0)
 
-
-def memory(shape: Shape, budget: int, options: Options) -> int:
-    """Table 2, and on the host K, V and K again."""
-    quantised = len(quantised_layers(shape, options))
-    sparse = shape.n_layer - quantised
-    prompt = shape.max_prompt * shape.slot_bytes
-    buffers = 2 * shape.batch * shape.n_kv_head * fetched_channels(shape, options) * shape.max_prompt
-    layers = quantised * layer_bytes(shape, options.bits, options.group) + sparse * prompt * 3 // 2
-    return layers + buffers * shape.dtype.itemsize * (sparse > 0)
-
-
-def build(shape: Shape, budget: int, options: Options) -> list[KV]:
-    quantised, shared = quantised_layers(shape, options), Shared(shape, budget, options)
-    return [
-        Quantised(shape, options.bits, options.group)
-        if layer in quantised
-        else Tailored(shape, layer, budget, options, shared)
-        for layer in range(shape.n_layer)
-    ]
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        quantised, shared = self.quantised_layers(shape), Shared(shape, budget, self)
+        return [
+            Quantised(shape, self.bits, self.group)
+            if layer in quantised
+            else Tailored(shape, layer, budget, self, shared)
+            for layer in range(shape.n_layer)
+        ]

@@ -48,7 +48,7 @@ def test_a_row_a_method_context_batch_and_quantisation_with_the_agreed_keys(here
     found = result("--kv", "all", "--budget", "32,0.5", "--batch", "1,2", *quantized)
     assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(found)
     able = [method for name, method in kv.METHODS.items() if name != "infllm"]  # which needs more, and is left out
-    per_case = sum(1 if method.minimum is None else 2 for method in able)
+    per_case = sum(1 + method.budgeted for method in able)
     assert len(found["rows"]) == per_case * 4
     for row in found["rows"]:
         assert set(KEYS) <= set(row)

@@ -114,11 +114,10 @@ class Cache:
         if budget >= shape.planned:
             self.options.pop(METHODS[name].instead, None)
         self.shape, self.name = shape, name
-        parsed = kv.parse_options(name, self.options)
-        takes = kv.takes_budget(name, parsed)
-        self.budget = max(budget, BUDGETS.get(name, 0), METHODS[name].minimum(shape, parsed)) if takes else None
+        method = kv.parse_options(name, self.options)
+        self.budget = max(budget, BUDGETS.get(name, 0), method.minimum(shape)) if method.takes_budget else None
         if own:  # not the full cache that the registry puts in its place
-            self.layers = METHODS[name].build(shape, self.budget, parsed)
+            self.layers = method.build(shape, self.budget)
         else:
             self.layers = kv.build(name, shape, self.budget, self.options)
         self.step = Step(self.layers)
@@ -221,7 +220,7 @@ def shape(name, request) -> Shape:
 def approximation(variant: str) -> str | None:
     """What a method declares that it computes with a budget for everything, where that is not full attention."""
     name, options = VARIANTS.get(variant, (variant, {}))
-    return METHODS[name].approximation(kv.parse_options(name, options))
+    return kv.parse_options(name, options).approximation()
 
 
 APPROXIMATE = [name for name in VARIANTS if approximation(name)]
@@ -330,8 +329,7 @@ def test_law_7_bytes_are_what_the_buffers_take_and_what_the_paper_says(name, sha
     cache.run(make_texts(shape), 3)
     device, host = kv.total_bytes(cache.layers)
     assert device + host == sum(cache.storages().values())
-    options = kv.parse_options(cache.name, cache.options)
-    paper = kv.paper_bytes(cache.name, shape, cache.budget, options)
+    paper = kv.paper_bytes(kv.parse_options(cache.name, cache.options), shape, cache.budget)
     assert device + host <= paper + sum(sum(layer.overhead().values()) for layer in cache.layers)
     assert kv.planned_bytes(cache.name, shape, cache.budget, cache.options) == (device, host)
     for length in (1, 40, shape.planned):

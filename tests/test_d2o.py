@@ -259,9 +259,8 @@ def test_layers_that_are_uncounted_stay_full_beside_the_budget():
     layers = kv.build("d2o", shape, 20, {"uncounted": "0+1+7"})
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
     assert layers[2].shared.budget == 20
-    options = kv.parse_options("d2o", {"uncounted": [0, 1, 7]})
     device, host = kv.total_bytes(layers)
-    paper = kv.paper_bytes("d2o", shape, 20, options)
+    paper = kv.paper_bytes(kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
     assert paper == (5 * 20 + 3 * shape.planned) * shape.slot_bytes
     assert paper <= device + host <= paper + sum(sum(layer.overhead().values()) for layer in layers)
     both = {"uncounted": [0], "full_layers": [1]}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import write_random
 
+from decoder import Decoder
 from device import pick_device
 from engine import Engine
 
@@ -293,21 +294,22 @@ def test_an_interrupted_answer_keeps_its_tokens_and_the_conversation_goes_on(che
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, lag):
-    engine, launch = load(checkpoint), Engine.launch
+def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, lag, monkeypatch):
+    engine, launch = load(checkpoint), Decoder.launch
     engine.lag = lag
     launches = itertools.count(1)
 
-    def interrupt_in_the_question(commands, *plan):
+    def interrupt_in_the_question(decoder, commands, *plan):
         if next(launches) == 6:  # 3 steps for the first answer, then the question
             engine.interrupt()
-        return launch(engine, commands, *plan)
+        return launch(decoder, commands, *plan)
 
-    engine.launch = interrupt_in_the_question
+    monkeypatch.setattr(Decoder, "launch", interrupt_in_the_question)
     question, third = [1, 2, 3, 4, 5], [6]
     first, second, last = engine.generate([PROMPTS[0]], max_new_tokens=4, follow_ups=[[question, third]])[0].answers
     assert (len(second.tokens), second.finish_reason, last.finish_reason) == (1, "interrupted", "length")
     history = PROMPTS[0] + first.tokens + question + second.tokens + third
+    monkeypatch.undo()
     assert load(checkpoint).generate([history], max_new_tokens=4)[0].answers[0].tokens == last.tokens
 
 

@@ -100,7 +100,7 @@ def test_memory_is_table_2_and_the_window(bits, head_dim):
     shape = replace(make_shape(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
     table = 2 * 4096 * shape.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
     rows = shape.n_layer * shape.batch
-    assert kv.paper_bytes("kivi", shape, None, kv.parse_options("kivi", {"bits": bits})) == rows * table
+    assert kv.paper_bytes(kv.parse_options("kivi", {"bits": bits}), shape, None) == rows * table
     for recent in (0, 128):
         options = {"bits": bits, "recent": recent}
         over = kv.build("kivi", replace(shape, device=torch.device("meta")), None, options)[0].overhead()

@@ -45,7 +45,7 @@ def sample() -> list[tuple]:
 
 
 def accepts(name: str, storage: dict) -> bool:
-    return set(storage) <= {f.name for f in dataclasses.fields(METHODS[name].options)}
+    return set(storage) <= {f.name for f in dataclasses.fields(METHODS[name])}
 
 
 def pytest_generate_tests(metafunc):
@@ -79,10 +79,10 @@ def load(folder, name: str, storage: dict, **more) -> Engine:
     engine = Engine.load(folder, batch=1, compile=False, seed=0, max_new_tokens=1)
     engine.eos = set()  # every answer has its full length
     engine.compile = more.pop("compile", False)
-    method, takes = METHODS[name], None
-    if method.minimum:
+    method, takes = parse_options(name, storage), None
+    if method.takes_budget:
         shape = dataclasses.replace(engine._plan(MAX_PROMPT, 40), device=torch.device("meta"))
-        takes = max(BUDGET, method.minimum(shape, parse_options(name, storage)))
+        takes = max(BUDGET, method.minimum(shape))
     return engine.use(name, takes, storage, max_prompt=MAX_PROMPT, max_new_tokens=40, **more)
 
 

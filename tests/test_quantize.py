@@ -151,7 +151,7 @@ def pair(request, tmp_path_factory):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_on_quantised_weights(method, pair):
-    budget, options = None if METHODS[method].minimum is None else 40, {"infllm": {"block": 8}}.get(method)
+    budget, options = None if not METHODS[method].budgeted else 40, {"infllm": {"block": 8}}.get(method)
     plan = {"batch": 2, "max_new_tokens": 32, "compile": False, "seed": 0}
     found, expected = (Engine.load(folder, method, budget, options, **plan) for folder in pair)
     prompt, forced = list(range(3, 60)), list(range(80, 100))

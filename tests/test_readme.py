@@ -59,7 +59,7 @@ def keynorm(clone, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "kv.keynorm", module)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(kv.METHODS, "keynorm", kv.Method.of(module, "the shortest keys"))
+    monkeypatch.setitem(kv.METHODS, "keynorm", module.KeyNormMethod)
 
 
 def test_the_example_method_keeps_the_tokens_it_says(keynorm):

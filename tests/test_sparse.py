@@ -67,7 +67,7 @@ class Both:
             flat = [[2.0 - layer - 0.1 * h for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
             options["head_scores"] = flat
         self.name, self.shape = name, shape
-        self.layers = METHODS[name].build(shape, budget, kv.parse_options(name, options))
+        self.layers = kv.parse_options(name, options).build(shape, budget)
         self.slow = [self.reference(layer, budget, options) for layer in range(shape.n_layer)]
         self.chosen = None
         attend = ops.attend_rows
@@ -128,7 +128,7 @@ class Both:
 @pytest.mark.parametrize("name, options, budget", EVERY)
 def test_it_is_what_the_reference_computes(name, options, budget, heads, monkeypatch):
     shape = make_shape(heads)
-    if budget < METHODS[name].minimum(shape, kv.parse_options(name, {k: v for k, v in options.items() if v})):
+    if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):
         pytest.skip("the budget is below the method's minimum for this shape")
     both = Both(name, shape, budget, options, monkeypatch)
     for prompt in PROMPTS:

@@ -347,7 +347,7 @@ def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
 
 def test_a_layer_that_is_named_twice_is_quantised_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
-    assert kv.paper_bytes("tailorkv", make_shape(), 24, twice) == kv.paper_bytes("tailorkv", make_shape(), 24, once)
+    assert kv.paper_bytes(twice, make_shape(), 24) == kv.paper_bytes(once, make_shape(), 24)
 
 
 def test_what_stays_on_the_device_has_no_buffers_and_what_the_gpu_reads_itself_neither():
