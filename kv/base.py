@@ -144,11 +144,23 @@ class Buffers(nn.Module):
         super().__init__()
         self.shape = shape
 
+        self.states: dict[str, float] = {}  # buffers that say what a row holds, and what they are filled with at first
+
     def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0) -> None:
         """A buffer [B,*size], of the cache's dtype unless told."""
         shape = self.shape
         buffer = torch.full((shape.batch, *size), fill, dtype=dtype or shape.dtype, device=shape.device)
         self.register_buffer(name, buffer, persistent=False)
+
+    def state(self, name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
+        """A buffer [B,*size] that says what a row holds: `reset` fills it again, `overhead` counts it."""
+        self.allocate(name, *size, dtype=dtype, fill=fill)
+        self.states[name] = fill
+
+    def reset(self, row: int) -> None:
+        """Forgets a row."""
+        for name, fill in self.states.items():
+            getattr(self, name)[row] = fill
 
 
 class KV(Buffers, ABC):
@@ -157,6 +169,8 @@ class KV(Buffers, ABC):
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache is fixed: a row may generate any number of tokens
     recent = 0  # newest tokens, the current one included, that every step attends to
+    slots = 0  # of k and v, of each KV head
+    least = 0  # slots that a step reads however short the rows are: it chooses so many
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
@@ -175,11 +189,34 @@ class KV(Buffers, ABC):
         if self.rope_speed is not None:
             self.rope_speed[row] = speed
 
-    def allocate_slots(self, count: int, width: int | None = None) -> None:
-        """Buffers k and v [B,Hk,count+1,D], or of `width` bytes: one slot past the end, see ops.span."""
+    def allocate_slots(self, slots: int, width: int | None = None) -> None:
+        """Buffers k and v [B,Hk,slots+1,D], or of `width` bytes: one slot past the end, see ops.span."""
+        self.slots, self.span = slots, ops.span(None, slots, slots, self.shape.device)
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
-            self.allocate(name, self.shape.n_kv_head, count + 1, size, dtype=dtype)
+            self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
+
+    def reads(self, length: int, new: int) -> int:
+        """How many of the first slots a step reads, for rows of `length` tokens, `new` of them generated."""
+        return min(length, self.slots)
+
+    def fit(self, length: int, new: int) -> None:
+        """Called on the host before a step: no row will hold more than `length` tokens, `new` of them generated."""
+        if self.slots:
+            self.span = ops.span(self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device)
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """The slots of a buffer [B,Hk,S,...] that this step reads."""
+        return buffer.narrow(2, 0, self.span.shape[0])
+
+    def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
+        """Writes one token a row, k and v [B,Hk,1,D], at slot [B]."""
+        ops.store(self.k, k, slot, active)
+        ops.store(self.v, v, slot, active)
+
+    def attend(self, q: Tensor, length: Tensor) -> Tensor:
+        """Attention to each row's first `length` [B] slots."""
+        return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over a whole prompt; what the method keeps of it goes into row `row`.
@@ -213,22 +250,12 @@ class KV(Buffers, ABC):
         newest token, or 0.
         """
 
-    @abstractmethod
-    def reset(self, row: int) -> None:
-        """Forgets a row."""
-
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         """Takes this layer's query as the input of the layer below predicts it: [B,Hq,1,D], RoPE applied.
 
         The layer below goes on with what is returned, x: an order that a compiler keeps. `active` as in `decode`.
         """
         return x
-
-    def fit(self, length: int, new: int) -> None:
-        """Called on the host before a step: no row will hold more than `length` tokens, `new` of them generated.
-
-        A method whose traffic grows with the text narrows here what the step reads.
-        """
 
     def close(self) -> None:
         """Ends what runs beside the caller, threads for example; the cache is used no more."""
@@ -250,13 +277,43 @@ class KV(Buffers, ABC):
         """Rows that steps wanted from the host, and those that were not on the device already; a shared pool's once."""
         return 0, 0
 
-    @abstractmethod
     def step_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes that one decode step reads for one row that holds `length` tokens after it."""
+        read = self.reads(length, max(0, length - self.shape.max_prompt))
+        return self.shape.n_kv_head * read * self.shape.unit_bytes, 0
 
     def overhead(self) -> dict[str, int]:
         """What is allocated beyond the paper's formula, by name, in bytes."""
-        return {}
+        found = {"slot past the end": 2 * self.k[:, :, 0].nbytes} if self.slots else {}
+        state = sum(getattr(self, name).nbytes for name in self.states)
+        return found | ({"row state": state} if state else {})
+
+
+class Kept(KV):
+    """Slots for `kept` tokens of a prompt, in order, and every generated token behind them."""
+
+    def __init__(self, shape: Shape, kept: int):
+        super().__init__(shape)
+        self.kept = min(kept, shape.max_prompt)
+        self.allocate_slots(self.kept + shape.max_new_tokens)
+        self.state("dropped")  # tokens of each row's prompt, [B]
+
+    def fill(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> None:
+        """Stores a prompt's tokens at positions kept [H,n]: k and v [1,Hk,T,D], H = Hk heads or G times as many."""
+        heads, n = kept.shape
+        head = torch.arange(heads, device=k.device)[:, None] // (heads // k.shape[1])
+        self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
+        self.dropped[row] = k.shape[2] - n
+
+    def coded(self, x: Tensor) -> Tensor:
+        """Vectors as they are stored."""
+        return x
+
+    def reads(self, length: int, new: int) -> int:
+        return min(length, self.kept + new)
+
+    def overhead(self) -> dict[str, int]:
+        return super().overhead() | {"generated": self.shape.max_new_tokens * self.shape.slot_bytes}
 
 
 def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:

@@ -53,10 +53,10 @@ class Loaded(Fetched):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
             q = layer.load(q, active)
-        age = self.store(k, v, pos, active)
+        age = self.store_generated(k, v, pos, active)
         loaded, self.pending = self.pool.wait(self.pending, q), None
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
-        new = [x.narrow(2, 0, self.span.shape[0]) for x in (self.k, self.v)]
+        new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
         place = torch.arange(keys.shape[2], device=q.device) - self.shape.max_prompt
         first = place + self.shape.max_prompt < self.prompt[:, None]
@@ -68,8 +68,7 @@ class Loaded(Fetched):
         return units * length, units * min(length, self.shape.max_prompt)
 
     def overhead(self) -> dict[str, int]:
-        staging, state = self.pool.overhead(), self.prompt.nbytes
-        return {"slot past the end": self.shape.slot_bytes, "staging": staging, "prompt lengths": state}
+        return super().overhead() | {"staging": self.pool.overhead()}
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,16 @@ from kv.full import Full
 class ExactTopK(Full):
     def __init__(self, shape: Shape, budget: int, shared: bool):
         super().__init__(shape)
-        self.recent = 0
-        self.budget, self.shared = min(budget, self.size), shared
+        self.recent, self.shared = 0, shared
+        self.budget = self.least = min(budget, self.size)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        ops.store(self.k, k, pos, active)
-        ops.store(self.v, v, pos, active)
-        keys = self.k.narrow(2, 0, self.span.shape[0])
+        self.store(k, v, pos, active)
+        keys = self.read(self.k)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         weight = ops.weights(q, keys, later[:, None, None])  # [B,Hk,G,S]
         index = ops.top(weight.sum(2) if self.shared else weight.flatten(1, 2), self.budget)
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
-
-    def fit(self, length: int, new: int) -> None:
-        super().fit(max(length, self.budget), new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         choices = 1 if self.shared else self.shape.n_head // self.shape.n_kv_head

@@ -39,42 +39,35 @@ class FetchMethod(offload.OffloadMethod):
         return self.staged(slots, (2, shape.head_dim), shape)
 
 
-class Fetched(KV):
-    """Slots: the ends of the prompt, what was fetched, the generated tokens.
-
-    The pool holds K and V of what lies between, `width` tokens a row of it; `count` rows are fetched.
-    """
+class Parts(KV):
+    """Slots in three parts: the ends of the prompt, the chosen tokens of what lies between, the generated tokens."""
 
     recent = 1
 
-    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, width: int, pool: Pool):
+    def __init__(self, shape: Shape, sinks: int, ends: int, chosen: int, prompt: Tensor | None = None):
+        """prompt [B]: tokens of each row's, where layers share that."""
         super().__init__(shape)
-        self.sinks, self.ends, self.count = sinks, ends, count
-        self.chosen = ends + count * width  # slots before the generated tokens
-        self.capacity = self.chosen + shape.max_new_tokens
-        self.allocate_slots(self.capacity)
-        self.allocate("prompt", dtype=torch.int64)  # tokens of each row's
-        self.allocate("index", shape.n_kv_head, count, dtype=torch.int64, fill=-1)  # what was chosen; -1: none
-        self.pool = pool
-        self.register_buffer("pool_buffer", pool.buffer, persistent=False)
-        self.span = ops.span(None, self.capacity, self.capacity, shape.device)
+        self.sinks, self.ends, self.chosen = sinks, ends, ends + chosen  # the last: slots before the generated tokens
+        self.allocate_slots(self.chosen + shape.max_new_tokens)
+        if prompt is None:
+            self.state("prompt")
+        else:
+            self.register_buffer("prompt", prompt, persistent=False)
+
+    def reads(self, length: int, new: int) -> int:
+        return self.chosen + max(new, 1)
 
     def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
         """The first tokens and the last of a prompt: k and v [Hk,T,D]."""
         self.prompt[row] = length = k.shape[1]
-        self.index[row] = -1
         ends = torch.arange(min(length, self.ends), device=k.device)
         ends = torch.where(ends < self.sinks, ends, ends + max(0, length - self.ends))
         self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
 
-    def finish(self, row: int) -> None:
-        self.pool.settle()
-
-    def store(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+    def store_generated(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """Takes in one token a row; its place [B] among those generated."""
         age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
-        ops.store(self.k, k, self.chosen + age, active)
-        ops.store(self.v, v, self.chosen + age, active)
+        self.store(k, v, self.chosen + age, active)
         return age
 
     def held(self, age: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,17 +75,25 @@ class Fetched(KV):
         ends = torch.arange(self.ends, device=age.device) < self.prompt[:, None]
         return ends, torch.arange(self.span.shape[0] - self.chosen, device=age.device) <= age[:, None]
 
-    def attend(self, q: Tensor, ends: Tensor, chosen: Tensor, new: Tensor) -> Tensor:
-        """Attention to those slots of the ends [B,n], of what was fetched [B,Hk,n], of the generated tokens [B,n]."""
-        n, (b, h, _) = self.span.shape[0], chosen.shape
+    def attend_parts(self, q: Tensor, ends: Tensor, chosen: Tensor, new: Tensor) -> Tensor:
+        """Attention to those slots of the ends [B,n], of the chosen tokens [B,Hk,n], of the generated ones [B,n]."""
+        b, h, _ = chosen.shape
         mask = torch.cat([ends[:, None].expand(b, h, -1), chosen, new[:, None].expand(b, h, -1)], dim=2)
-        return ops.attend(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), mask)
+        return ops.attend(q, self.read(self.k), self.read(self.v), mask)
 
-    def reset(self, row: int) -> None:
-        self.prompt[row], self.index[row] = 0, -1
 
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, self.chosen + max(new, 1), self.capacity, self.shape.device)
+class Fetched(Parts):
+    """What lies between the ends is in a pool, K and V of `width` tokens a row of it; `count` rows are fetched."""
+
+    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, width: int, pool: Pool):
+        super().__init__(shape, sinks, ends, count * width)
+        self.count = count
+        self.state("index", shape.n_kv_head, count, fill=-1)  # what was chosen; -1: none
+        self.pool = pool
+        self.register_buffer("pool_buffer", pool.buffer, persistent=False)
+
+    def finish(self, row: int) -> None:
+        self.pool.settle()
 
     def host_bytes(self) -> int:
         return self.pool.host_bytes
@@ -142,8 +143,6 @@ class FetchedTokens(Fetched):
         chosen, unit = min(self.count, length - new - ends), self.shape.n_kv_head * self.shape.unit_bytes
         return (ends + chosen + new) * unit, chosen * unit * (self.pool.host_bytes > 0)
 
-    def slots_overhead(self) -> dict[str, int]:
-        return {
-            "slots": self.shape.slot_bytes * (self.capacity + 1), "choice": self.prompt.nbytes + self.index.nbytes,
-            "staging": self.pool.overhead(),
-        }  # fmt: skip
+    def overhead(self) -> dict[str, int]:
+        slots = {"slots": self.slots * self.shape.slot_bytes}
+        return super().overhead() | slots | {"staging": self.pool.overhead()}

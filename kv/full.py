@@ -21,7 +21,6 @@ class Full(KV):
         self.sinks = min(sinks, self.size - 1)
         self.allocate_slots(self.size)
         self.recent = self.size - self.sinks
-        self.span = ops.span(None, self.size, self.size, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         kept = ops.in_ring(k.shape[2], self.size, self.sinks, k.device)
@@ -29,24 +28,8 @@ class Full(KV):
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept], v[0, :, kept]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        slot = ops.ring(pos, self.size, self.sinks)
-        ops.store(self.k, k, slot, active)
-        ops.store(self.v, v, slot, active)
-        n = self.span.shape[0]
-        length = (pos + 1).clamp(max=self.size)  # slots fill in order, so the first `length` hold tokens
-        return ops.attend_prefix(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), length)
-
-    def reset(self, row: int) -> None:
-        pass  # a row's length says which slots hold tokens
-
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, min(length, self.size), self.size, self.shape.device)
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        return self.shape.n_kv_head * min(length, self.size) * self.shape.unit_bytes, 0
-
-    def overhead(self) -> dict[str, int]:
-        return {"slot past the end": self.shape.slot_bytes}
+        self.store(k, v, ops.ring(pos, self.size, self.sinks), active)
+        return self.attend(q, (pos + 1).clamp(max=self.size))  # slots fill in order
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class InfLLM(Fetched):
         return torch.stack(sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = self.store(k, v, pos, active)
+        age = self.store_generated(k, v, pos, active)
         b, h = q.shape[0], k.shape[1]
         self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
         block = self.index
@@ -92,7 +92,7 @@ class InfLLM(Fetched):
         place = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # behind the sinks
         inside = (block[..., None] >= 0) & (place < (self.prompt - self.ends)[:, None, None, None])
         ends, new = self.held(age)
-        return self.attend(q, ends, inside.flatten(2), new)
+        return self.attend_parts(q, ends, inside.flatten(2), new)
 
     def choose(self, q: Tensor, pos: Tensor) -> Tensor:
         """The best blocks, [B,Hk,count]; -1 where a row has fewer."""
@@ -121,10 +121,8 @@ class InfLLM(Fetched):
     def overhead(self) -> dict[str, int]:
         units = self.shape.slot_bytes
         rest = self.blocks * self.block - max(0, self.shape.max_prompt - self.ends)
-        return {
-            "slot past the end": units, "staging": self.pool.overhead(),
-            "choice": self.prompt.nbytes + self.index.nbytes,
-            "speeds of RoPE": self.rope_speed.nbytes if self.joint else 0,
+        return super().overhead() | {
+            "staging": self.pool.overhead(), "speeds of RoPE": self.rope_speed.nbytes if self.joint else 0,
             "chosen blocks": units * self.count * self.block, "ends of blocks": units * rest,
             "ends of a short prompt": units * max(0, self.ends - self.shape.max_prompt),
         }  # fmt: skip

@@ -74,9 +74,6 @@ class Quantised(KV):
         index = slot[:, None].expand(-1, self.k.shape[1], -1)
         self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
 
-    def reset(self, row: int) -> None:
-        pass  # a row's length says where its tokens are
-
     def groups_read(self, old: Tensor | None, length: int) -> Tensor:
         step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
         return ops.span(old, max(1, self.groups(length)), most, self.shape.device, step)

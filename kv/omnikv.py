@@ -23,11 +23,11 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv import offload, ops, quant
 from kv.base import KV, Buffers, Shape, option
+from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_bytes, full_layer
 
@@ -89,9 +89,9 @@ class Segment(Buffers):
         super().__init__(shape)
         self.layers, self.k, self.share = layers, plan.k, plan.share
         self.delta, self.bits = options.delta, options.bits
-        self.allocate("index", plan.k, dtype=torch.int64, fill=-1)  # prompt positions; -1: none
-        self.allocate("prompt", dtype=torch.int64)  # tokens of each row's
-        self.allocate("count", dtype=torch.int64)  # tokens to choose of it
+        self.state("index", plan.k, fill=-1)  # prompt positions; -1: none
+        self.state("prompt")  # tokens of each row's
+        self.state("count")  # tokens to choose of it
         what = "layers " + ", ".join(map(str, layers))
         width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
@@ -115,10 +115,6 @@ class Segment(Buffers):
             for start, part in enumerate(x.transpose(0, 1).split(step)):
                 part = part if self.bits == 16 else quant.encode(part, self.bits)
                 self.pool.write(row * self.shape.max_prompt + start * step, part, self.layers.index(layer), i)
-
-    def reset(self, row: int) -> None:
-        self.prompt[row] = self.count[row] = 0
-        self.index[row] = -1
 
     def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
         """The best prompt tokens by scores [B,N], fp32, N >= k; their fetch begins before the y returned is used."""
@@ -166,6 +162,7 @@ class Filter(Full):
     def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
         super().__init__(shape)
         self.segment, self.selector = segment, selector
+        self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
         if self.window > 1:  # the scores that past queries gave, a ring by position
             self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
@@ -191,7 +188,7 @@ class Filter(Full):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         y = super().decode(q, k, v, pos, active)
-        keys = self.k.narrow(2, 0, self.span.shape[0])
+        keys = self.read(self.k)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         scores = ops.weights(q, keys, later[:, None, None]).amax((1, 2))  # [B,N]
         return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
@@ -210,30 +207,22 @@ class Filter(Full):
     def reset(self, row: int) -> None:
         self.segment.reset(row)
 
-    def fit(self, length: int, new: int) -> None:
-        super().fit(max(length, self.segment.k), new)
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         past = 4 * self.window * length if self.window > 1 else 0
         return super().step_bytes(length)[0] * 3 // 2 + past, 0
 
     def overhead(self) -> dict[str, int]:
         past = self.past.nbytes if self.window > 1 else 0
-        choice = sum(x.nbytes for x in (self.segment.index, self.segment.prompt, self.segment.count))
+        choice = sum(getattr(self.segment, name).nbytes for name in self.segment.states)
         return super().overhead() | {"choice": choice, "past scores": past}
 
 
-class Sparse(KV):
+class Sparse(Parts):
     """Attends to what the segment's filter layer chose and to the generated tokens, which it holds itself."""
 
-    recent = 1
-
     def __init__(self, shape: Shape, segment: Segment, layer: int):
-        super().__init__(shape)
+        super().__init__(shape, 0, 0, segment.k, segment.prompt)
         self.segment, self.layer = segment, layer
-        self.capacity = segment.k + shape.max_new_tokens
-        self.allocate_slots(self.capacity)
-        self.span = ops.span(None, self.capacity, self.capacity, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.write(row, self.layer, k[0], v[0])
@@ -242,22 +231,11 @@ class Sparse(KV):
         self.segment.pool.settle()
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        chosen = self.segment.k
-        age = (pos - self.segment.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
-        ops.store(self.k, k, chosen + age, active)
-        ops.store(self.v, v, chosen + age, active)
-        keys, values = self.segment.take(self.layer, q)
-        self.k[:, :, :chosen], self.v[:, :, :chosen] = keys, values
-        n = self.span.shape[0]
-        generated = torch.arange(n, device=q.device) - chosen <= age[:, None]
-        first = F.pad(self.segment.index >= 0, (0, n - chosen), value=True)
-        return ops.attend(q, self.k.narrow(2, 0, n), self.v.narrow(2, 0, n), first & generated)
-
-    def reset(self, row: int) -> None:
-        pass  # the segment's filter layer does
-
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, self.segment.k + max(new, 1), self.capacity, self.shape.device)
+        age = self.store_generated(k, v, pos, active)
+        self.k[:, :, : self.chosen], self.v[:, :, : self.chosen] = self.segment.take(self.layer, q)
+        chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
+        ends, new = self.held(age)
+        return self.attend_parts(q, ends, chosen, new)
 
     def host_bytes(self) -> int:
         """All of the segment's are the first layer's."""
@@ -274,7 +252,7 @@ class Sparse(KV):
         return (generated + chosen, chosen) if self.segment.pool.host_bytes else (generated + chosen, 0)
 
     def overhead(self) -> dict[str, int]:
-        pool, declared = self.segment.pool, {"slot past the end": self.shape.slot_bytes}
+        pool, declared = self.segment.pool, super().overhead()
         if not pool.host_bytes:
             declared["chosen tokens"] = self.segment.k * self.shape.slot_bytes
         elif self.layer == self.segment.layers[0]:

@@ -43,7 +43,7 @@ class PQCache(FetchedTokens):
                 self.codes[row, head, part, : len(x)] = codes
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, pos, active)
+        self.store_generated(k, v, pos, active)
         self.encode(pos - self.recent, active)
         n = self.seen.shape[0]
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.parts, -1))  # [B,Hk,parts,d]
@@ -53,7 +53,7 @@ class PQCache(FetchedTokens):
         q = self.fetch(scores, (place >= self.sinks) & (place <= (pos - self.recent)[:, None]), active, q)
         self.copy_generated()
         ends, new = self.near(pos)
-        return self.attend(q, ends, self.index >= 0, new)
+        return self.attend_parts(q, ends, self.index >= 0, new)
 
     def encode(self, place: Tensor, active: Tensor) -> None:
         """The token at place [B], which is no longer recent, gets its codes if it was generated."""
@@ -89,7 +89,7 @@ class PQCache(FetchedTokens):
         return device + self.codes[0, ..., 0].numel() * length + self.centroids[0].nbytes, host
 
     def overhead(self) -> dict[str, int]:
-        return self.slots_overhead() | {"code past the end": self.codes[..., 0].numel()}
+        return super().overhead() | {"code past the end": self.codes[..., 0].numel()}
 
 
 def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:

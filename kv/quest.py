@@ -22,6 +22,7 @@ class Quest(Full):
         self.recent = 1
         count = -(-self.size // page)
         self.page, self.pages = page, min(pages, count)
+        self.least = self.pages * page
         for name in ("low", "high"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
 
@@ -31,8 +32,7 @@ class Quest(Full):
         self.low[row, :, :pages], self.high[row, :, :pages] = ops.page_bounds(k[0], self.page)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        ops.store(self.k, k, pos, active)
-        ops.store(self.v, v, pos, active)
+        self.store(k, v, pos, active)
         newest, begins = pos // self.page, (pos % self.page == 0)[:, None, None, None]
         row = torch.arange(pos.shape[0], device=q.device)
         for buffer, extreme in ((self.low, torch.minimum), (self.high, torch.maximum)):
@@ -47,9 +47,6 @@ class Quest(Full):
         weight = weight.masked_fill((page == newest[:, None])[:, None], torch.inf)  # [B,Hk,pages]
         best = ops.top(weight, self.pages)
         return ops.attend_pages(q, self.k, self.v, best, self.page, pos)
-
-    def fit(self, length: int, new: int) -> None:
-        super().fit(max(length, self.pages * self.page), new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-length // self.page)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from kv import ops, quant
 from kv.base import KV, Method, Shape, option
-from kv.full import Full
 from kv.full_bits import full_bytes, full_layer
 from kv.snapkv import PoolingMethod, SnapKV, is_longchat
 
@@ -59,10 +58,11 @@ class RocketKV(SnapKV):
         super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold)
         self.bits = bits
         if bits < 16:
-            self.allocate_slots(self.size, quant.vector_bytes(shape.head_dim, bits))
+            self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
         self.page, self.channels, self.recent = sizes.page, sizes.channels, 0
-        count = -(-self.size // self.page)
+        count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
+        self.least = self.pages * self.page
         # Channel-major: the D least, then the D greatest of every page. Those of one token are the same.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
 
@@ -80,9 +80,8 @@ class RocketKV(SnapKV):
         return x if self.bits == 16 else quant.decode(x, self.bits, self.shape.head_dim).to(self.shape.dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        slot = pos + self.shift
-        ops.store(self.k, self.coded(k), slot, active)
-        ops.store(self.v, self.coded(v), slot, active)
+        slot = pos - self.dropped
+        self.store(self.coded(k), self.coded(v), slot, active)
         self.update(k, slot, active)
         page = ops.top(self.score(q, slot), self.pages)  # [B,Hk,pages]
         return ops.attend_pages(q, self.k, self.v, page, self.page, slot, self.decoded)
@@ -110,18 +109,14 @@ class RocketKV(SnapKV):
         lines = ops.gather(self.bounds.narrow(3, 0, used), line)
         return ops.channel_weights(rows, channel, lines, empty).sum(2)
 
-    def fit(self, length: int, new: int) -> None:
-        Full.fit(self, max(min(length, self.kept + new), self.pages * self.page), new)  # so many pages are there
-
     def step_bytes(self, length: int) -> tuple[int, int]:
-        pages = -(-self.stored(length) // self.page)
+        pages = -(-self.reads(length, max(0, length - self.shape.max_prompt)) // self.page)
         choose = self.channels * pages * self.shape.dtype.itemsize
         attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.bits)
         return self.shape.n_kv_head * (choose + attend), 0
 
     def overhead(self) -> dict[str, int]:
-        past = self.shape.batch * self.shape.n_kv_head * 2 * quant.stored_bytes(self.shape, self.bits)
-        return {"slot past the end": past, "row state": self.shift.nbytes}  # generated tokens are among the slots
+        return KV.overhead(self)  # generated tokens are among the n1
 
 
 @dataclass(frozen=True)

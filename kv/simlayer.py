@@ -81,7 +81,7 @@ class SimLayer(KV):
         super().__init__(shape)
         self.shared, self.index = shared, index
         self.recent = shared.window - shared.sinks
-        self.span = ops.span(None, shape.planned, shape.planned, shape.device)
+        self.slots, self.span = shape.planned, ops.span(None, shape.planned, shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
@@ -103,16 +103,10 @@ class SimLayer(KV):
     def reset(self, row: int) -> None:
         self.shared.sizes[row][self.index] = 0  # its length says which slots hold tokens
 
-    def held(self, length: int) -> int:
+    def reads(self, length: int, new: int) -> int:
         """Tokens of a row that holds so many in all: of the one for which the layer keeps most; as planned, if none."""
         planned = self.shape.planned if self.index < self.shared.large else self.shared.window
         return min(length, max(sizes[self.index] for sizes in self.shared.sizes) or planned)
-
-    def fit(self, length: int, new: int) -> None:
-        self.span = ops.span(self.span, self.held(length), self.shape.planned, self.shape.device)
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        return self.shape.n_kv_head * self.held(length) * self.shape.unit_bytes, 0
 
     def overhead(self) -> dict[str, int]:
         shared = self.shared

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Method, Shape, option
-from kv.full import Full
+from kv.base import KV, Kept, Method, Shape, option
 
 # Options of more than one method
 KERNEL = option(7, "tokens that the max-pooling spans", min=1)
@@ -28,7 +27,7 @@ THRESHOLD = "tokens of a long prompt; auto: the model's, for rocketkv with split
 DEDUCT = option(False, "generated tokens count: the prompt keeps fewer")
 
 
-class SnapKV(Full):
+class SnapKV(Kept):
     """Keeps `kept` tokens of a prompt, the last `window` among them, and all that follow.
 
     For each KV head, or `per_query` for each query head.
@@ -38,23 +37,13 @@ class SnapKV(Full):
         self, shape: Shape, kept: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
         per_query: bool = False,
     ):  # fmt: skip
-        kept, window = min(kept, shape.max_prompt), min(window, kept)
-        stored = replace(shape, n_kv_head=shape.n_head) if per_query else shape
-        super().__init__(stored, kept + shape.max_new_tokens)
-        self.kept, self.kernel, self.long_kernel, self.threshold = kept, kernel, long_kernel, threshold
-        self.repeats = stored.n_kv_head // shape.n_kv_head  # heads that store a KV head's tokens
-        self.recent = self.window = window
-        self.allocate("shift", dtype=torch.int64)  # from a token's position to its slot
+        super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept)
+        self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
+        self.repeats = self.shape.n_kv_head // shape.n_kv_head  # heads that store a KV head's tokens
+        self.recent = self.window = min(window, self.kept)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        kept = self.choose(q, k)
-        head, n = torch.arange(kept.shape[0], device=k.device)[:, None] // self.repeats, kept.shape[1]
-        self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
-        self.shift[row] = n - k.shape[2]
-
-    def coded(self, x: Tensor) -> Tensor:
-        """Vectors as they are stored."""
-        return x
+        self.fill(row, k, v, self.choose(q, k))
 
     def choose(self, q: Tensor, k: Tensor) -> Tensor:
         """Positions that are kept, [heads, n] in sequence order."""
@@ -73,25 +62,9 @@ class SnapKV(Full):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         if self.repeats > 1:
             k, v = (x.repeat_interleave(self.repeats, dim=1) for x in (k, v))
-        return super().decode(q, k, v, pos + self.shift, active)
-
-    def reset(self, row: int) -> None:
-        self.shift[row] = 0
-
-    def fit(self, length: int, new: int) -> None:
-        super().fit(min(length, self.kept + new), new)
-
-    def stored(self, length: int) -> int:
-        """Tokens in a row of `length` tokens, those beyond max_prompt generated."""
-        new = max(0, length - self.shape.max_prompt)
-        return min(length - new, self.kept) + new
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        return super().step_bytes(self.stored(length))
-
-    def overhead(self) -> dict[str, int]:
-        generated = self.shape.max_new_tokens * self.shape.slot_bytes
-        return super().overhead() | {"generated": generated, "row state": self.shift.nbytes}
+        slot = pos - self.dropped
+        self.store(k, v, slot, active)
+        return self.attend(q, slot + 1)
 
 
 def threshold_of(shape: Shape) -> int | None:

@@ -20,7 +20,7 @@ class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
         self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
-        self.count = max(1, budget // 2)
+        self.count = self.least = max(1, budget // 2)
         self.recent = self.count // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel by channel
         self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # of all V
@@ -31,8 +31,7 @@ class SparQ(Full):
         super().keep(row, q, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        ops.store(self.k, k, pos, active)
-        ops.store(self.v, v, pos, active)
+        self.store(k, v, pos, active)
         row, live = torch.arange(pos.shape[0], device=q.device), active[:, None, None]
         self.kt[row, :, :, pos] = torch.where(live, k[:, :, 0], self.kt[row, :, :, pos])
         mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
@@ -55,16 +54,14 @@ class SparQ(Full):
         later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
         return ops.channel_weights(rows, channel, ops.gather(table, channel), later)
 
-    def fit(self, length: int, new: int) -> None:
-        super().fit(max(length, self.count), new)
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         choose = self.channels * length * self.shape.dtype.itemsize
         attend = min(self.count, length) * self.shape.unit_bytes
         return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
 
     def overhead(self) -> dict[str, int]:
-        return {"slot past the end": self.shape.slot_bytes * 3 // 2, "mean of V": self.mean.nbytes}
+        past = super().overhead()["slot past the end"] + self.kt[..., 0].nbytes
+        return {"slot past the end": past, "mean of V": self.mean.nbytes}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Streaming(Full):
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
         self.allocate_speeds()
-        self.allocate("shift", dtype=torch.int64)  # positions that each row's sinks have moved by
+        self.state("shift")  # positions that each row's sinks have moved by
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)  # as they were before
         self.past = False  # whether a row may have left the model's context
 
@@ -42,16 +42,12 @@ class Streaming(Full):
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
         keys.copy_(torch.where(past, ops.turn(self.sink_keys, self.shift[:, None, None], self.rope_speed), keys))
 
-    def reset(self, row: int) -> None:
-        self.shift[row] = 0
-
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)
         self.past = length > self.shape.max_length
 
     def overhead(self) -> dict[str, int]:
-        state = self.rope_speed.nbytes + self.shift.nbytes
-        return super().overhead() | {"sinks as they were": self.sink_keys.nbytes, "row state": state}
+        return super().overhead() | {"sinks as they were": self.sink_keys.nbytes, "RoPE": self.rope_speed.nbytes}
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Tailored(FetchedTokens):
         return ops.grouped(q, self.shape.n_kv_head).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = self.store(k, v, pos, active)
+        age = self.store_generated(k, v, pos, active)
         if self.pending is None:  # the first layer: nothing could look ahead
             q = self.lookahead(q, q, active)
         (channel, token), self.pending = self.pending, None
@@ -76,7 +76,7 @@ class Tailored(FetchedTokens):
         between = (place >= self.sinks) & (place < (self.prompt - self.ends + self.sinks)[:, None])
         q = self.fetch(scores, between, active, q)
         ends, new = self.held(age)
-        return self.attend(q, ends, self.index >= 0, new)
+        return self.attend_parts(q, ends, self.index >= 0, new)
 
     def host_bytes(self) -> int:
         return super().host_bytes() + self.lines.host_bytes
@@ -89,7 +89,7 @@ class Tailored(FetchedTokens):
 
     def overhead(self) -> dict[str, int]:
         lines = self.lines.overhead() - self.lines.staged_bytes  # those are in Table 2
-        return self.slots_overhead() | {"largest": self.largest.nbytes, "channels": lines}
+        return super().overhead() | {"largest": self.largest.nbytes, "channels": lines}
 
     def close(self) -> None:
         super().close()
