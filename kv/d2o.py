@@ -105,7 +105,7 @@ class Shared(Buffers):
 
 
 class D2O(H2O):
-    """A layer's region of the shared slots: it begins at `first` [B] and has `slots` [B] and a spare one."""
+    """A layer's region of the shared slots: it begins at `first` [B] and has `allotted` [B] and a spare one."""
 
     recent = 1
 
@@ -117,7 +117,7 @@ class D2O(H2O):
             self.register_buffer(name, getattr(shared, name), persistent=False)
         self.most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
         self.allocate("first", dtype=torch.int64, fill=index * (shared.budget + 1))
-        self.allocate("slots", dtype=torch.int64, fill=shared.budget)
+        self.allocate("allotted", dtype=torch.int64, fill=shared.budget)
         self.allocate("spare", shape.n_kv_head, dtype=torch.int64)
         self.allocate("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
         self.allocate_speeds()
@@ -134,7 +134,7 @@ class D2O(H2O):
             self.shared.divide(row)
         sizes = self.shared.sizes[row]
         first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
-        self.first[row], self.slots[row], self.threshold[row] = first, size, -torch.inf
+        self.first[row], self.allotted[row], self.threshold[row] = first, size, -torch.inf
         _, known, *kv = self.shared.parked[self.index]
         kept, *rest = self.compress(row, known, *(x.to(self.k.device) for x in kv), size)
         self.fill(row, slice(first, first + kept.shape[1]), kept, *rest)
@@ -146,7 +146,7 @@ class D2O(H2O):
         return (size - self.sinks) * newest // (important + newest)
 
     def sizes(self) -> Tensor:
-        return self.slots[:, None]
+        return self.allotted[:, None]
 
     # Merging
 
@@ -216,7 +216,7 @@ class D2O(H2O):
         found = ops.gather(buffer, self.own())
         if buffer is not self.place:
             return found
-        beyond = torch.arange(found.shape[2], device=found.device) > self.slots[:, None]  # another layer's
+        beyond = torch.arange(found.shape[2], device=found.device) > self.allotted[:, None]  # another layer's
         return found.masked_fill(beyond[:, None], -1)
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
@@ -228,8 +228,8 @@ class D2O(H2O):
 
     def reset(self, row: int) -> None:
         self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
-        self.first[row], self.slots[row] = self.index * (self.shared.budget + 1), self.shared.budget
-        self.place[row, :, self.first[row] : self.first[row] + self.slots[row] + 1] = -1
+        self.first[row], self.allotted[row] = self.index * (self.shared.budget + 1), self.shared.budget
+        self.place[row, :, self.first[row] : self.first[row] + self.allotted[row] + 1] = -1
         self.spare[row], self.threshold[row] = 0, -torch.inf
 
     def fit(self, length: int, new: int) -> None:
@@ -245,7 +245,7 @@ class D2O(H2O):
         return self.shape.n_kv_head * read * (unit + 12), 0
 
     def overhead(self) -> dict[str, int]:
-        state = sum(x.nbytes for x in (self.first, self.slots, self.spare, self.threshold, self.rope_speed))
+        state = sum(x.nbytes for x in (self.first, self.allotted, self.spare, self.threshold, self.rope_speed))
         if self.index == 0:
             state += self.place.nbytes + self.score.nbytes
         return {"spare slot": self.shape.slot_bytes, "scores and places": state}

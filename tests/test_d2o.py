@@ -48,7 +48,7 @@ def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: li
 
 def sorted_slots(layer, row: int, head: int) -> tuple:
     """(places, keys, values) of a KV head, in order."""
-    first, size = (int(layer.first[row]), int(layer.slots[row])) if isinstance(layer, D2O) else (0, layer.size)
+    first, size = (int(layer.first[row]), int(layer.allotted[row])) if isinstance(layer, D2O) else (0, layer.size)
     place = layer.place[row, head, first : first + size + 1]
     order = [i for i in place.argsort().tolist() if place[i] >= 0]
     at = [first + i for i in order]
@@ -82,7 +82,7 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads):
                         tau, threshold = check.tau(layer, head), ours.threshold[0, head].item()
                         assert threshold == pytest.approx(-math.inf if tau is None else tau, abs=1e-5)
             if step == 0 and name == "d2o":
-                sizes = [int(ours.slots[0]) if isinstance(ours, D2O) else shape.planned for ours in run.layers]
+                sizes = [int(ours.allotted[0]) if isinstance(ours, D2O) else shape.planned for ours in run.layers]
                 assert sizes == check.sizes
             inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, 1, generator), strict=True)]
             found = run.step(inputs)
@@ -153,7 +153,7 @@ def test_important_and_recent_tokens_share_the_slots_as_the_ratio_says():
     for ratio, recent in (("3+1", 4), ("1:1", 8), ("1:3", 12), ("1+0", 0), ("0:5", 16), (None, 4)):
         run = Run("d2o", shape, 20, {"allocation": "uniform"} | ({"ratio": ratio} if ratio else {}))
         run.prefill(0, prompt)
-        assert [layer.newest(layer.slots).tolist() for layer in run.layers] == [[recent]] * LAYERS
+        assert [layer.newest(layer.allotted).tolist() for layer in run.layers] == [[recent]] * LAYERS
         run.step(tokens(shape, 1, 1, torch.Generator().manual_seed(1)))
         kept = {place for place in run.layers[0].place[0, 0, :21].tolist() if place >= 0}
         assert {*range(4), *range(101 - recent, 101)} <= kept and len(kept) == 20
@@ -170,7 +170,7 @@ def test_six_tokens_by_hand():
     """
     shape = kv.Shape(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
     layer = kv.build("d2o", shape, 8, {"sinks": 1})[0]
-    layer.shared.sizes[0], layer.slots[0] = [4], 4
+    layer.shared.sizes[0], layer.allotted[0] = [4], 4
     degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
     k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
@@ -229,9 +229,9 @@ def test_memory_is_the_budget_for_any_number_of_tokens_and_prompts_of_any_kind()
             scales = torch.rand(LAYERS, generator=generator) * 3
             inputs = [(q * s, k, v) for s, (q, k, v) in zip(scales, tokens(shape, 1, prompt, generator), strict=True)]
             run.prefill(row, inputs)
-            sizes = [int(layer.slots[row]) for layer in run.layers]
+            sizes = [int(layer.allotted[row]) for layer in run.layers]
             seen.add(tuple(sizes))
-            ends = [int(layer.first[row]) + int(layer.slots[row]) + 1 for layer in run.layers]
+            ends = [int(layer.first[row]) + int(layer.allotted[row]) + 1 for layer in run.layers]
             assert sum(sizes) <= LAYERS * budget and ends[-1] <= LAYERS * (budget + 1)
             assert [int(layer.first[row]) for layer in run.layers] == [0, *ends[:-1]]
         for _ in range(60):

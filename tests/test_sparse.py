@@ -190,7 +190,7 @@ def test_sizes_are_those_of_the_reference(split):
                     if budget < planned:
                         shape = replace(make_shape("gqa", new), max_prompt=planned - new, head_dim=dim)
                         s = Sizes.of(shape, budget, split)
-                        ours = {"n1": s.slots, "keep": s.keep, "page": s.page, "channels": s.channels, "pages": s.pages}
+                        ours = {"n1": s.slots, "keep": s.kept, "page": s.page, "channels": s.channels, "pages": s.pages}
                         assert ours == rocket_sizes(planned, budget, new, dim, split)
 
 
@@ -289,7 +289,7 @@ def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length(
     for shape in (*paper_shapes(), make_shape("gqa")):
         layer = kv.build("rocketkv", shape, 24, {})[-1]
         assert (layer.kernel, layer.threshold) == (63, None)
-        assert layer.size == Sizes.of(shape, 24, "adaptive").slots != Sizes.of(shape, 24, "even").slots
+        assert layer.slots == Sizes.of(shape, 24, "adaptive").slots != Sizes.of(shape, 24, "even").slots
     layer = kv.build("rocketkv", shape, 24, {"threshold": 50})[-1]
     assert layer.threshold == 50  # as the user says
 
