@@ -248,7 +248,7 @@ class SharedPrompts(Engine):
     as many prompts as fit stay on the host.
     """
 
-    seen: dict[tuple, tuple]  # of a prompt: its logits, RoPE speeds, and q, k, v of every layer
+    seen: dict[tuple, tuple]  # of a prompt: logits, RoPE speeds, q, k, v of every layer, statistics of its attention
     room: int  # bytes of host memory that are left for it
 
     def share(self) -> "SharedPrompts":
@@ -268,19 +268,21 @@ class SharedPrompts(Engine):
                 logits = self.model.prefill(torch.tensor(prompt, device=self.device), row, planned)
             finally:
                 self.give(methods)
-            self.seen[key] = logits, self.model.rope_speed[row].clone(), [layer.qkv for layer in seen]
+            self.seen[key] = logits, self.model.rope_speed[row].clone(), [layer.qkv for layer in seen], {}
             self.room -= bytes_
         for layer in self.layers:
             layer.reset(row)
         self.decoder.reset(row)
-        logits, self.model.rope_speed[row], qkv = self.seen[key]
-        for layer, x in zip(self.layers, qkv, strict=True):
+        logits, self.model.rope_speed[row], qkv, observed = self.seen[key]
+        for i, (layer, x) in enumerate(zip(self.layers, qkv, strict=True)):
             layer.set_speed(row, self.model.rope_speed[row])
             q, k, v = (part.to(self.device) for part in x)
-            if type(layer).attend_prompt is KV.attend_prompt:
-                layer.keep(row, q, k, v)
-            else:  # `keep` needs what attending finds
-                layer.prefill(row, q, k, v)
+            if layer.sums:  # statistics of the attention, which methods share too
+                if (i, layer.sums) not in observed:
+                    layer.attend_prompt(q, k, v)
+                    observed[i, layer.sums] = layer.observed
+                layer.observed = observed[i, layer.sums]
+            layer.keep(row, q, k, v)
         for layer in self.layers:
             layer.finish(row)
         return logits

@@ -169,6 +169,8 @@ class KV(Buffers, ABC):
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache is fixed: a row may generate any number of tokens
     recent = 0  # newest tokens, the current one included, that every step attends to
+    sums: tuple[str, ...] = ()  # statistics of a prompt's attention that `keep` needs: `attend_prompt` leaves them here
+    observed: tuple | None = None
     slots = 0  # of k and v, of each KV head
     least = 0  # slots that a step reads however short the rows are: it chooses so many
 

@@ -28,10 +28,13 @@ from torch import Tensor
 from kv import ops
 from kv.base import KV, Buffers, Method, Shape, option
 from kv.full import Full
-from kv.h2o import H2O, allocate_known
+from kv.h2o import H2O, allocate_tokens
 from kv.streaming import SINKS
 
 LEAST = 4  # tokens of a layer beside the sinks
+
+
+# How layers share the budget
 
 
 def scaled_mean(variances: list[float]) -> float:
@@ -87,20 +90,22 @@ class Shared(Buffers):
     def __init__(self, shape: Shape, layers: int, budget: int, options: "D2OMethod"):
         super().__init__(shape)
         self.budget, self.options, self.total = budget, options, layers * (budget + 1)
-        allocate_known(self, self.total, D2O.known)
+        for name in ("k", "v"):
+            self.allocate(name, shape.n_kv_head, self.total, shape.head_dim)
+        allocate_tokens(self, self.total, D2O.sums)
         self.parked: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []  # the first: of the query heads, [Hq]
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # on the host
 
-    def park(self, known: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
+    def park(self, sums: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
         if self.options.park == "host":
             k, v = k.cpu(), v.cpu()
-        self.parked.append((variance, known, k, v))
+        self.parked.append((variance, sums, k, v))
 
     def divide(self, row: int) -> None:
         """How many slots each layer has of the row."""
         variances = torch.stack([variance for variance, *_ in self.parked]).tolist()
         prompt = self.parked[0][2].shape[1]
-        self.place[row] = -1
+        self.position[row] = -1
         self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
 
 
@@ -113,15 +118,15 @@ class D2O(H2O):
         KV.__init__(self, shape)
         self.shared, self.index, self.options = shared, index, options
         self.sinks, self.size, self.parts = options.sinks, shared.budget, options.parts
-        for name in ("k", "v", "place", *self.known):
+        for name in ("k", "v", "position", *self.sums):
             self.register_buffer(name, getattr(shared, name), persistent=False)
-        self.most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        self.allocate("first", dtype=torch.int64, fill=index * (shared.budget + 1))
-        self.allocate("allotted", dtype=torch.int64, fill=shared.budget)
-        self.allocate("spare", shape.n_kv_head, dtype=torch.int64)
-        self.allocate("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
+        most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
+        self.slots, self.span = most + 1, ops.span(None, most + 1, most + 1, shape.device)
+        self.state("first", fill=index * (shared.budget + 1))
+        self.state("allotted", fill=shared.budget)
+        self.state("spare", shape.n_kv_head)
+        self.state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
         self.allocate_speeds()
-        self.span = ops.span(None, self.most + 1, self.most + 1, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
@@ -135,77 +140,73 @@ class D2O(H2O):
         sizes = self.shared.sizes[row]
         first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
         self.first[row], self.allotted[row], self.threshold[row] = first, size, -torch.inf
-        _, known, *kv = self.shared.parked[self.index]
-        kept, *rest = self.compress(row, known, *(x.to(self.k.device) for x in kv), size)
-        self.fill(row, slice(first, first + kept.shape[1]), kept, *rest)
+        _, sums, *kv = self.shared.parked[self.index]
+        self.compress(row, first, sums, *(x.to(self.k.device) for x in kv), size)
         if self.index == len(sizes) - 1:
             self.shared.parked.clear()
 
     def newest(self, size: Tensor | int) -> Tensor | int:
+        """M of N + M (Equation 8), but for the sinks."""
         important, newest = self.parts
         return (size - self.sinks) * newest // (important + newest)
 
-    def sizes(self) -> Tensor:
-        return self.allotted[:, None]
+    # Merging: Equations 9 to 12
 
-    # Merging
+    def merge_prompt(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        stays = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device).scatter(1, kept, True)
+        keys, values = super().merge_prompt(row, k, v, kept)
+        merged_keys, merged_values = keys.clone(), values.clone()
+        for head, gone in enumerate(~stays):
+            similarity, to = self.nearest(k[head, gone], keys[head])  # Equation 9
+            self.threshold[row, head] = tau = similarity.mean()  # Equation 10, at the prompt
+            if self.options.merge == "none":
+                continue
+            weight = self.weight(similarity) * (similarity >= tau)
+            theirs = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
+            own = self.own_weight(theirs)  # Equation 11: w_c, and of each token that goes w_e
+            each = (weight * ((1 - own) / theirs.clamp(min=1e-30))[to])[:, None]
+            for out, ours, gone_x in ((merged_keys, keys, k[head, gone]), (merged_values, values, v[head, gone])):
+                total = (own[:, None] * ours[head].float()).index_add_(0, to, each * gone_x.float())  # Equation 12
+                out[head] = total.to(out.dtype)
+        return merged_keys, merged_values
 
-    def absorb(self, row: int, score: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().absorb(row, score, k, v, kept)
-        stays = torch.zeros_like(score, dtype=torch.bool).scatter(1, kept, True)
-        goes = (~stays).nonzero()[:, 1].view(len(k), -1)  # every head drops as many
-        merged = [self.merge_prompt(*head) for head in zip(k, v, goes, keys, values, strict=True)]
-        keys, values, mean = (torch.stack(x) for x in zip(*merged, strict=True))
-        self.threshold[row] = mean
-        return keys, values
+    def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
+        def at(x: Tensor, slot: Tensor) -> Tensor:
+            return x.gather(2, slot[..., None, None].expand(-1, -1, 1, x.shape[3]))[:, :, 0].float()
 
-    def merge_prompt(self, k: Tensor, v: Tensor, goes: Tensor, keys: Tensor, values: Tensor) -> tuple:
-        """One KV head's keys and values [n,D] after k and v [T,D] at places `goes` have merged, and their threshold."""
-        ours = F.normalize(keys.float(), dim=1)
-        best = []  # similarity and slot
-        for part in goes.split(max(1, ops.SCORES // len(keys))):
-            best.append((F.normalize(k[part].float(), dim=1) @ ours.mT).max(1))
-        likeness, slot = (torch.cat(x) for x in zip(*best, strict=True))
-        mean = likeness.mean()
-        if self.options.merge == "none":
-            return keys, values, mean
-        weight = self.weight(likeness) * (likeness >= mean)
-        theirs = torch.zeros(len(keys), device=k.device).index_add_(0, slot, weight)
-        own = self.own_weight(theirs)
-        share = weight * ((1 - own) / theirs.clamp(min=1e-30))[slot]
-        merged = []
-        for kept, all_ in ((keys, k), (values, v)):
-            part = share[:, None] * all_[goes].float()
-            merged.append((own[:, None] * kept.float()).index_add_(0, slot, part).to(kept.dtype))
-        return *merged, mean
+        key, value = at(keys, slot), at(values, slot)  # [B,Hk,D]
+        others = (position >= 0) & (torch.arange(position.shape[2], device=slot.device) != slot[..., None])
+        products = ops.dots(key[:, :, None], keys)[:, :, 0]
+        norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
+        similarity, to = (products / norms).masked_fill(~others, -2.0).max(2)  # Equation 9
+        if self.options.merge != "none":
+            own = self.own_weight(self.weight(similarity))[..., None]  # Equation 11
+            merges = evicts & (similarity >= self.threshold)
+            for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
+                self.put(buffer, to, merges, (own * at(all_, to) + (1 - own) * gone).to(all_.dtype))  # Equation 12
+        beta = self.options.beta
+        tau = torch.where(self.threshold.isinf(), similarity, beta * similarity + (1 - beta) * self.threshold)
+        self.threshold.copy_(torch.where(evicts, tau, self.threshold))  # Equation 10, at a step
 
-    def weight(self, likeness: Tensor) -> Tensor:
-        return likeness.exp() if self.options.merge == "weighted" else torch.ones_like(likeness)
+    def nearest(self, gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosine of each key that goes [m,D] with the most similar one that stays [n,D], and which that is: [m]."""
+        kept, found = F.normalize(kept.float(), dim=1), []
+        for part in gone.split(max(1, ops.SCORES // len(kept))):
+            found.append((F.normalize(part.float(), dim=1) @ kept.mT).max(1))
+        return tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+    def weight(self, similarity: Tensor) -> Tensor:
+        return similarity.exp() if self.options.merge == "weighted" else torch.ones_like(similarity)
 
     def own_weight(self, theirs: Tensor) -> Tensor:
         """w_c, the weight of a kept token into which others of weights that sum to `theirs` merge."""
         one = math.e if self.options.merge == "weighted" else 1.0
         return torch.where(theirs > 0, (one / (one + theirs)).clamp(min=self.options.keep), 1.0)
 
-    def leave(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, place: Tensor, score: Tensor) -> None:
-        def at(x: Tensor, slot: Tensor) -> Tensor:
-            return x.gather(2, slot[..., None, None].expand(-1, -1, 1, x.shape[3]))[:, :, 0].float()
-
-        key, value = at(keys, slot), at(values, slot)  # [B,Hk,D]
-        others = (place >= 0) & (torch.arange(place.shape[2], device=slot.device) != slot[..., None])
-        products = ops.dots(key[:, :, None], keys)[:, :, 0]
-        norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
-        likeness, to = (products / norms).masked_fill(~others, -2.0).max(2)
-        if self.options.merge != "none":
-            own = self.own_weight(self.weight(likeness))[..., None]
-            merges = evicts & (likeness >= self.threshold)
-            self.put(self.k, to, merges, (own * at(keys, to) + (1 - own) * key).to(keys.dtype))
-            self.put(self.v, to, merges, (own * at(values, to) + (1 - own) * value).to(values.dtype))
-        beta = self.options.beta
-        moved = torch.where(self.threshold.isinf(), likeness, beta * likeness + (1 - beta) * self.threshold)
-        self.threshold.copy_(torch.where(evicts, moved, self.threshold))
-
     # The region
+
+    def sizes(self) -> Tensor:
+        return self.allotted[:, None]
 
     def own(self) -> Tensor:
         """Where the first slots lie, [B,Hk,n]."""
@@ -214,7 +215,7 @@ class D2O(H2O):
 
     def read(self, buffer: Tensor) -> Tensor:
         found = ops.gather(buffer, self.own())
-        if buffer is not self.place:
+        if buffer is not self.position:
             return found
         beyond = torch.arange(found.shape[2], device=found.device) > self.allotted[:, None]  # another layer's
         return found.masked_fill(beyond[:, None], -1)
@@ -226,29 +227,25 @@ class D2O(H2O):
     def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
         super().put(buffer, slot + self.first[:, None], live, new)
 
-    def reset(self, row: int) -> None:
-        self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
-        self.first[row], self.allotted[row] = self.index * (self.shared.budget + 1), self.shared.budget
-        self.place[row, :, self.first[row] : self.first[row] + self.allotted[row] + 1] = -1
-        self.spare[row], self.threshold[row] = 0, -torch.inf
+    def reads(self, length: int, new: int) -> int:
+        """What the largest row has; on CUDA, what one could have."""
+        largest = max(sizes[self.index] for sizes in self.shared.sizes) + 1
+        return min(length, self.slots if self.shape.device.type == "cuda" else largest)
 
-    def fit(self, length: int, new: int) -> None:
-        self.past = length > self.shape.max_length
-        largest = max(sizes[self.index] for sizes in self.shared.sizes)
-        self.span = ops.span(self.span, min(length, largest + 1), self.most + 1, self.shape.device)
+    def reset(self, row: int) -> None:
+        KV.reset(self, row)
+        self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
+        self.position[row, :, self.first[row] : self.first[row] + self.allotted[row] + 1] = -1
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        """What the largest row has; on CUDA, what one could have."""
-        largest = max(sizes[self.index] for sizes in self.shared.sizes)
-        read = min(length, (self.most if self.shape.device.type == "cuda" else largest) + 1)
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
-        return self.shape.n_kv_head * read * (unit + 12), 0
+        return self.shape.n_kv_head * self.reads(length, 0) * (unit + 12), 0
 
     def overhead(self) -> dict[str, int]:
-        state = sum(x.nbytes for x in (self.first, self.allotted, self.spare, self.threshold, self.rope_speed))
+        state = sum(getattr(self, name).nbytes for name in self.states) + self.rope_speed.nbytes
         if self.index == 0:
-            state += self.place.nbytes + self.score.nbytes
-        return {"spare slot": self.shape.slot_bytes, "scores and places": state}
+            state += self.position.nbytes + self.received.nbytes
+        return {"spare slot": self.shape.slot_bytes, "sums and positions": state}
 
 
 @dataclass(frozen=True)

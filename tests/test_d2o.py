@@ -49,7 +49,7 @@ def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: li
 def sorted_slots(layer, row: int, head: int) -> tuple:
     """(places, keys, values) of a KV head, in order."""
     first, size = (int(layer.first[row]), int(layer.allotted[row])) if isinstance(layer, D2O) else (0, layer.size)
-    place = layer.place[row, head, first : first + size + 1]
+    place = layer.position[row, head, first : first + size + 1]
     order = [i for i in place.argsort().tolist() if place[i] >= 0]
     at = [first + i for i in order]
     return place[order].tolist(), layer.k[row, head, at], layer.v[row, head, at]
@@ -155,7 +155,7 @@ def test_important_and_recent_tokens_share_the_slots_as_the_ratio_says():
         run.prefill(0, prompt)
         assert [layer.newest(layer.allotted).tolist() for layer in run.layers] == [[recent]] * LAYERS
         run.step(tokens(shape, 1, 1, torch.Generator().manual_seed(1)))
-        kept = {place for place in run.layers[0].place[0, 0, :21].tolist() if place >= 0}
+        kept = {place for place in run.layers[0].position[0, 0, :21].tolist() if place >= 0}
         assert {*range(4), *range(101 - recent, 101)} <= kept and len(kept) == 20
     for ratio in ("3", "3+1+1", "0+0", "-1+2", "x", [3, 1], "1" * 9 + ":1"):
         with pytest.raises(ValueError, match="d2o: ratio must be N:M or N"):
@@ -307,7 +307,7 @@ def test_cam_merges_no_value_of_the_prompt():
     for run in (cam, h2o):
         run.prefill(0, inputs)
     for ours, plain in zip(cam.layers, h2o.layers, strict=True):
-        assert torch.equal(ours.v[:, :, :24], plain.v[:, :, :24]) and torch.equal(ours.place, plain.place)
+        assert torch.equal(ours.v[:, :, :24], plain.v[:, :, :24]) and torch.equal(ours.position, plain.position)
     for _ in range(20):
         inputs = tokens(shape, 1, 1, generator)
         for run in (cam, h2o):
