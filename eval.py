@@ -8,87 +8,31 @@ was stopped goes on where it was, if it has --json FILE or --progress FILE.
 import startup  # noqa: F401
 
 import argparse
-import dataclasses
 import hashlib
 import json
-import math
-import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import COMPANIONS, fingerprint
-from cli import Choice, check_output, choices, columns, number, numbers, profile_lines, read_text, run, write_json
-from device import DTYPES, free_bytes
+from cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
+from device import DTYPES
 from engine import Engine
-from kv import KV, BudgetTooSmall
-from progress import Phase
-from tasks import Question, Sample, Setting, Task, shipped_haystack, texts
+from kv import BudgetTooSmall
+from tasks import Setting, shipped_haystack, texts
+from tasks.answers import Job, Reference, answer, digest, force, later_turn
 from tasks.registry import GROUPS, TASKS
+from tasks.report import Progress, summary, table
+from tasks.shared import SharedPrompts
 
 ROUND = 128  # caches are planned for a multiple of it
 JOINTS = 4  # tokens by which texts encoded apart may differ from the same texts joined
 ROOT = Path(__file__).parent
 OTHER_TOOLS = {  # code that no answer passes through
-    "calibrate.py", "conversation.py", "convert_hf_checkpoint.py",
-    "generate.py", "progress.py", "setup.py",
+    "calibrate.py", "conversation.py", "convert_hf_checkpoint.py", "generate.py", "progress.py", "setup.py",
 }  # fmt: skip
-
-
-@dataclass
-class Job:
-    """A task at a length: its samples, and the caches that they need."""
-
-    task: str
-    length: int
-    graded: Task | None  # None: measured on a forced text
-    items: list  # Samples, or (prompt, continuation)
-    new: int  # tokens that a row decodes at most
-    chat: bool = False  # prompts are put into the checkpoint's chat template
-
-    @property
-    def prompt(self) -> int:
-        """Tokens that the caches are planned for: budgets given as a share are a share of them."""
-        return self.length - (self.graded.max_new_tokens if self.graded else texts.FORCED)
-
-    @cached_property
-    def digests(self) -> list[str]:
-        """Of every item: what the texts, the seed and the task made of it."""
-        return [digest(dataclasses.asdict(x) if isinstance(x, Sample) else x) for x in self.items]
-
-
-@dataclass
-class Progress:
-    """What is already known: lines of JSON, one a sample, in a file if there is one."""
-
-    path: Path | None
-    known: dict[str, dict] = field(default_factory=dict)
-
-    def __post_init__(self):
-        if self.path is None or not self.path.exists():
-            return
-        text = read_text(str(self.path))
-        for line in text.splitlines():
-            try:
-                entry = json.loads(line)
-                self.known[entry["key"]] = entry["found"]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                continue  # the line that was being written when the run was stopped, or none of ours
-        if text and not text.endswith("\n"):
-            with open(self.path, "a") as file:
-                file.write("\n")
-
-    def add(self, key: str, found: dict) -> None:
-        self.known[key] = found
-        if self.path is not None:
-            with open(self.path, "a") as file:
-                file.write(json.dumps({"key": key, "found": found}) + "\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -176,163 +120,6 @@ def prepare(
 # Running
 
 
-def later_turn(engine: Engine, question: Question, chat: bool) -> str | list[int]:
-    """What is fed for a question that is not in the prompt."""
-    if not chat:
-        return question.text
-    said = question.text.removesuffix(question.opening).lstrip()
-    return engine.tokenizer.chat_next(said, opening=question.opening)
-
-
-def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str | list[int], list[str | list[int]]]:
-    """A sample's prompt, and what is fed after it.
-
-    In a chat, `blind` parts the first turn where the question begins: the two parts are the ids of the whole turn.
-    """
-    later = [later_turn(engine, q, chat) for q in sample.questions[1:]]
-    first = sample.questions[0]
-    if not chat:
-        return (sample.text, [first.text, *later]) if blind else (sample.prompt, later)
-    whole = engine.tokenizer.chat(sample.prompt.removesuffix(first.opening), opening=first.opening)
-    if not blind:
-        return whole, later
-    text = os.path.commonprefix([whole, engine.tokenizer.chat(sample.text)])
-    return text, [whole[len(text) :], *later]
-
-
-def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list[dict]:
-    """What the engine answers to samples, and the scores."""
-    prompts, fed = zip(*(turns(engine, sample, job.chat, blind) for sample in samples), strict=True)
-    completions = engine.generate(
-        list(prompts),
-        max_new_tokens=job.graded.max_new_tokens,
-        stop=list(job.graded.stop) or None,
-        follow_ups=list(fed),
-        answer_prompts=not blind,
-    )
-    found = []
-    for sample, completion in zip(samples, completions, strict=True):
-        graded = [
-            {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q)}
-            for q, a in zip(sample.questions, completion.answers, strict=True)
-        ]
-        scores = [g["score"] for g in graded]
-        found.append(
-            {"prompt_tokens": completion.prompt_tokens, **graded[0], "score": sum(scores) / len(scores)}
-            | {"first": scores[0], "later": graded[1:]}
-            | ({} if sample.depth is None else {"depth": sample.depth})
-        )
-    return found
-
-
-class Seen(KV):
-    """Takes down what a layer's method is handed of a prompt, on the host."""
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.qkv = q.cpu(), k.cpu(), v.cpu()
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        raise NotImplementedError("prompts alone are taken down")
-
-    def reset(self, row: int) -> None:
-        pass
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        return 0, 0
-
-
-class SharedPrompts(Engine):
-    """Runs a prompt through the model once for all methods.
-
-    Every method attends to a prompt exactly, so what its `keep` is handed does not depend on the method. q, k and v of
-    as many prompts as fit stay on the host.
-    """
-
-    seen: dict[tuple, tuple]  # of a prompt: logits, RoPE speeds, q, k, v of every layer, statistics of its attention
-    room: int  # bytes of host memory that are left for it
-
-    def share(self) -> "SharedPrompts":
-        """Begins to share, in half of the host's free memory."""
-        self.seen, self.room = {}, free_bytes(torch.device("cpu")) // 2
-        return self
-
-    def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:
-        key, c = (tuple(prompt), planned), self.config
-        bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * len(prompt) * c.head_dim * self.dtype.itemsize
-        if key not in self.seen:
-            if bytes_ > self.room:
-                return super().prefill(row, prompt, planned, phase)
-            methods, seen = self.layers, [Seen(self.shape) for _ in self.layers]
-            self.give(seen)
-            try:
-                logits = self.model.prefill(torch.tensor(prompt, device=self.device), row, planned)
-            finally:
-                self.give(methods)
-            self.seen[key] = logits, self.model.rope_speed[row].clone(), [layer.qkv for layer in seen], {}
-            self.room -= bytes_
-        for layer in self.layers:
-            layer.reset(row)
-        self.decoder.reset(row)
-        logits, self.model.rope_speed[row], qkv, observed = self.seen[key]
-        for i, (layer, x) in enumerate(zip(self.layers, qkv, strict=True)):
-            layer.set_speed(row, self.model.rope_speed[row])
-            q, k, v = (part.to(self.device) for part in x)
-            if layer.sums:  # statistics of the attention, which methods share too
-                if (i, layer.sums) not in observed:
-                    layer.attend_prompt(q, k, v)
-                    observed[i, layer.sums] = layer.observed
-                layer.observed = observed[i, layer.sums]
-            layer.keep(row, q, k, v)
-        for layer in self.layers:
-            layer.finish(row)
-        return logits
-
-    def give(self, layers: list[KV]) -> None:
-        for block, layer in zip(self.model.layers, layers, strict=True):
-            block.attention.kv = layer
-
-
-class Reference:
-    """The full cache's logits for forced texts, computed once: samples x 128 x vocab fp32 on the host."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.logits = engine, {}
-
-    def prepare(self, job: Job, indices: list[int], batch: int) -> None:
-        wanted = [i for i in indices if (job.length, i) not in self.logits]
-        if wanted:
-            self.engine.use("full", batch=batch, max_prompt=job.prompt, max_new_tokens=job.new)
-        for at in range(0, len(wanted), batch):
-            part = wanted[at : at + batch]
-            for i, logits in zip(part, forced(self.engine, job, part), strict=True):
-                self.logits[job.length, i] = logits
-
-
-def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
-    """Logits [128, vocab] of texts that are decoded together, on the host."""
-    prompts, continuations = zip(*(job.items[i] for i in indices), strict=True)
-    return [logits.cpu() for logits in engine.logits(list(prompts), list(continuations))]
-
-
-def force(engine: Engine, job: Job, indices: list[int], reference: Reference) -> list[dict]:
-    """What the engine predicts of forced texts, and the scores."""
-    results = []
-    for i, logits in zip(indices, forced(engine, job, indices), strict=True):
-        prompt, continuation = job.items[i]
-        found = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
-        if job.task == "perplexity":
-            nll = texts.negative_log_likelihood(logits, continuation)
-            results.append(found | {"score": math.exp(nll), "nll": nll})
-        else:
-            kl, same = texts.divergence(logits, reference.logits[job.length, i])
-            results.append(found | {"score": 100 * same, "kl": kl})
-    return results
-
-
-def digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def code(root: Path = ROOT) -> str:
     """A hash of the code that asks, answers and scores: new files count until they are named in OTHER_TOOLS."""
     files = sorted(file for place in (".", "kv", "tasks") for file in (root / place).glob("*.py"))
@@ -411,56 +198,6 @@ def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
         "step_device_bytes": read_device,
         "step_host_bytes": read_host,
     }
-
-
-def mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def summary(job: Job, results: list[dict]) -> dict:
-    """The means over a job's samples; `later` over all later questions."""
-    if job.task == "perplexity":
-        return {"n": len(results), "score": math.exp(mean([r["nll"] for r in results])), "first": None, "later": None}
-    found = {"n": len(results), "score": mean([r["score"] for r in results])}
-    if job.task == "fidelity":
-        return found | {"first": None, "later": None, "kl": mean([r["kl"] for r in results])}
-    later = [question["score"] for r in results for question in r["later"]]
-    return found | {"first": mean([r["first"] for r in results]), "later": mean(later)}
-
-
-# Showing
-
-
-def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
-    """Methods down, tasks across; first and later questions apart, where there are later ones."""
-    lengths = {job.length for job in jobs}
-    names = {(j.task, j.length): j.task + (f"@{j.length}" if len(lengths) > 1 else "") for j in jobs}
-    graded = [(j.task, j.length) for j in jobs if j.graded]
-    lines = [["method", *names.values(), *["average"] * (len(graded) > 1), "KV bytes", "of full"]]
-
-    def cell(row: dict) -> str:
-        if row["score"] is None:
-            return f"min {row['minimum']}"
-        if row["task"] == "fidelity":
-            return f"{row['score']:.1f}% kl {row['kl']:.4f}"
-        later = "" if row["later"] is None else f" / {row['later']:.1f}"
-        return f"{row['score'] if row['first'] is None else row['first']:.1f}{later}"
-
-    for method in chosen:
-        own = {
-            (r["task"], r["length"]): r
-            for r in rows
-            if (r["kv"], r["budget"], r["options"]) == (method.kv, method.budget, method.options)
-        }
-        scores = [own[key]["score"] for key in graded]
-        sized = [r for r in own.values() if r["score"] is not None]
-        average = "-" if None in scores or not scores else f"{mean(scores):.1f}"
-        most = max(sized, key=lambda r: r["kv_device_bytes"] + r["kv_host_bytes"], default=None)
-        size = "-" if most is None else f"{(most['kv_device_bytes'] + most['kv_host_bytes']) / 1e6:.2f} MB"
-        share = "-" if most is None else f"{100 * most['share_of_full']:.1f}%"
-        lines.append([method.label, *(cell(own[key]) for key in names), *[average] * (len(graded) > 1), size, share])
-    chat = ", ".join(dict.fromkeys(job.task for job in jobs if job.chat))
-    return columns(lines) + f"\nin the checkpoint's chat template: {chat}" * bool(chat)
 
 
 def list_tasks() -> Iterator[str]:

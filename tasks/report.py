@@ -1,0 +1,84 @@
+"""What eval.py knows so far, and its table."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli import Choice, columns, read_text
+from tasks.answers import Job
+
+
+@dataclass
+class Progress:
+    """What is already known: lines of JSON, one a sample, in a file if there is one."""
+
+    path: Path | None
+    known: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.path is None or not self.path.exists():
+            return
+        text = read_text(str(self.path))
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line)
+                self.known[entry["key"]] = entry["found"]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                continue  # the line that was being written when the run was stopped, or none of ours
+        if text and not text.endswith("\n"):
+            with open(self.path, "a") as file:
+                file.write("\n")
+
+    def add(self, key: str, found: dict) -> None:
+        self.known[key] = found
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"key": key, "found": found}) + "\n")
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def summary(job: Job, results: list[dict]) -> dict:
+    """The means over a job's samples; `later` over all later questions."""
+    if job.task == "perplexity":
+        return {"n": len(results), "score": math.exp(mean([r["nll"] for r in results])), "first": None, "later": None}
+    found = {"n": len(results), "score": mean([r["score"] for r in results])}
+    if job.task == "fidelity":
+        return found | {"first": None, "later": None, "kl": mean([r["kl"] for r in results])}
+    later = [question["score"] for r in results for question in r["later"]]
+    return found | {"first": mean([r["first"] for r in results]), "later": mean(later)}
+
+
+def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
+    """Methods down, tasks across; first and later questions apart, where there are later ones."""
+    lengths = {job.length for job in jobs}
+    names = {(j.task, j.length): j.task + (f"@{j.length}" if len(lengths) > 1 else "") for j in jobs}
+    graded = [(j.task, j.length) for j in jobs if j.graded]
+    lines = [["method", *names.values(), *["average"] * (len(graded) > 1), "KV bytes", "of full"]]
+
+    def cell(row: dict) -> str:
+        if row["score"] is None:
+            return f"min {row['minimum']}"
+        if row["task"] == "fidelity":
+            return f"{row['score']:.1f}% kl {row['kl']:.4f}"
+        later = "" if row["later"] is None else f" / {row['later']:.1f}"
+        return f"{row['score'] if row['first'] is None else row['first']:.1f}{later}"
+
+    for method in chosen:
+        own = {
+            (r["task"], r["length"]): r
+            for r in rows
+            if (r["kv"], r["budget"], r["options"]) == (method.kv, method.budget, method.options)
+        }
+        scores = [own[key]["score"] for key in graded]
+        sized = [r for r in own.values() if r["score"] is not None]
+        average = "-" if None in scores or not scores else f"{mean(scores):.1f}"
+        most = max(sized, key=lambda r: r["kv_device_bytes"] + r["kv_host_bytes"], default=None)
+        size = "-" if most is None else f"{(most['kv_device_bytes'] + most['kv_host_bytes']) / 1e6:.2f} MB"
+        share = "-" if most is None else f"{100 * most['share_of_full']:.1f}%"
+        lines.append([method.label, *(cell(own[key]) for key in names), *[average] * (len(graded) > 1), size, share])
+    chat = ", ".join(dict.fromkeys(job.task for job in jobs if job.chat))
+    return columns(lines) + f"\nin the checkpoint's chat template: {chat}" * bool(chat)

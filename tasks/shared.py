@@ -1,0 +1,76 @@
+"""One prefill of a prompt for all methods."""
+
+import torch
+from torch import Tensor
+
+from device import free_bytes
+from engine import Engine
+from kv import KV
+from progress import Phase
+
+
+class Seen(KV):
+    """Takes down what a layer's method is handed of a prompt, on the host."""
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.qkv = q.cpu(), k.cpu(), v.cpu()
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        raise NotImplementedError("prompts alone are taken down")
+
+    def reset(self, row: int) -> None:
+        pass
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        return 0, 0
+
+
+class SharedPrompts(Engine):
+    """Runs a prompt through the model once for all methods.
+
+    Every method attends to a prompt exactly, so what its `keep` is handed does not depend on the method. q, k and v of
+    as many prompts as fit stay on the host.
+    """
+
+    seen: dict[tuple, tuple]  # of a prompt: logits, RoPE speeds, q, k, v of every layer, statistics of its attention
+    room: int  # bytes of host memory that are left for it
+
+    def share(self) -> "SharedPrompts":
+        """Begins to share, in half of the host's free memory."""
+        self.seen, self.room = {}, free_bytes(torch.device("cpu")) // 2
+        return self
+
+    def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:
+        key, c = (tuple(prompt), planned), self.config
+        bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * len(prompt) * c.head_dim * self.dtype.itemsize
+        if key not in self.seen:
+            if bytes_ > self.room:
+                return super().prefill(row, prompt, planned, phase)
+            methods, seen = self.layers, [Seen(self.shape) for _ in self.layers]
+            self.give(seen)
+            try:
+                logits = self.model.prefill(torch.tensor(prompt, device=self.device), row, planned)
+            finally:
+                self.give(methods)
+            self.seen[key] = logits, self.model.rope_speed[row].clone(), [layer.qkv for layer in seen], {}
+            self.room -= bytes_
+        for layer in self.layers:
+            layer.reset(row)
+        self.decoder.reset(row)
+        logits, self.model.rope_speed[row], qkv, observed = self.seen[key]
+        for i, (layer, x) in enumerate(zip(self.layers, qkv, strict=True)):
+            layer.set_speed(row, self.model.rope_speed[row])
+            q, k, v = (part.to(self.device) for part in x)
+            if layer.sums:  # statistics of the attention, which methods share too
+                if (i, layer.sums) not in observed:
+                    layer.attend_prompt(q, k, v)
+                    observed[i, layer.sums] = layer.observed
+                layer.observed = observed[i, layer.sums]
+            layer.keep(row, q, k, v)
+        for layer in self.layers:
+            layer.finish(row)
+        return logits
+
+    def give(self, layers: list[KV]) -> None:
+        for block, layer in zip(self.model.layers, layers, strict=True):
+            block.attention.kv = layer
