@@ -28,10 +28,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from caches import shape_of
 from checkpoint import read_json
 from cli import check_output, columns, load_pyplot, read_text, run
 from device import DTYPES
-from engine import Engine, shape_of
+from engine import Engine
 from kv import ops
 from kv.base import KV, Shape
 from kv.duo import DuoMethod

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import kv as methods
+from caches import shape_of
 from cli import Choice
 from config import ModelConfig
 from decoder import CONTINUE, Sampling, read_later
-from engine import Engine, shape_of
+from engine import Engine
 from kv import ops
 from kv.full import Full
 from model import Transformer

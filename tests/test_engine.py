@@ -244,7 +244,7 @@ def test_a_grown_cache_stays_within_the_context_and_half_the_free_memory(checkpo
     needed = 2 * 2 * 2 * 16 * 4  # bytes a token takes: layers, KV heads, K and V, head dim, fp32
     for prompt in (20, 2100):
         engine.generate([[7] * prompt])
-    monkeypatch.setattr("engine.free_bytes", lambda _: 2 * 2600 * needed)
+    monkeypatch.setattr("caches.free_bytes", lambda _: 2 * 2600 * needed)
     engine.use("full", max_new_tokens=2).generate([[7] * 20])
     engine.generate([[7] * 1100])  # 2,048 + 2 leave half
     engine.generate([[7] * 2100])  # 3,000 + 2 would not
@@ -350,7 +350,7 @@ def test_a_row_that_passes_the_context_is_warned_of_once(tmp_path, capsys):
 
 def test_an_engine_tells_what_it_is_busy_with(checkpoint, monkeypatch):
     heard = []
-    monkeypatch.setattr("engine.SLICE", 50)  # prompts beyond it report their layers
+    monkeypatch.setattr("caches.SLICE", 50)  # prompts beyond it report their layers
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     engine = load(checkpoint, compile=True, on_phase=lambda p: heard.append((p.name, p.about, p.done, p.seconds)))
     engine.generate([PROMPTS[2]], max_new_tokens=3)
