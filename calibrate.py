@@ -133,8 +133,8 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
         raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
     found = {"filter_ability": ability, "head_scores": scores} | ({"filter_layers": filters} if filters else {})
     dense = [round(p.dense, 5) for p in probes]
-    quantised = [layer for layer, share in enumerate(dense) if share > tau]
-    found |= {"dense_preference": dense, "quant_layers": quantised, "query_similarity": similar}
+    quantized = [layer for layer, share in enumerate(dense) if share > tau]
+    found |= {"dense_preference": dense, "quant_layers": quantized, "query_similarity": similar}
     return {"format": 1, "tokens": len(ids)} | found
 
 
@@ -163,7 +163,7 @@ def draw(found: dict, tau: float, path: str) -> None:
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     filters = found["filter_ability"][:-1], found.get("filter_layers", []), "filter layers"
-    dense = found["dense_preference"], found["quant_layers"], "quantised layers"
+    dense = found["dense_preference"], found["quant_layers"], "quantized layers"
     for axis, (curve, marked, label) in zip(axes, (filters, dense), strict=True):
         axis.plot(range(len(curve)), curve, marker="o")
         axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--length", type=int, help="read the last so many tokens of the text (default: what the model can)")
     p.add_argument("--sinks", type=int, default=DuoMethod.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=DuoMethod.recent, help="newest tokens of a streaming head")
-    p.add_argument("--tau", type=float, default=0.2, help="dense preference beyond which a layer is quantised")
+    p.add_argument("--tau", type=float, default=0.2, help="dense preference beyond which a layer is quantized")
     p.add_argument("--out", type=Path, metavar="FILE", help="default: kv_profile.json in the checkpoint")
     p.add_argument("--plot", metavar="FILE", help="draw filter ability and dense preference over the layers")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
@@ -214,17 +214,17 @@ def main(argv: list[str] | None = None) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(profile, indent=1) + "\n")
     partial.replace(path)
-    filters, quantised = found.get("filter_layers", []), found["quant_layers"]
+    filters, quantized = found.get("filter_layers", []), found["quant_layers"]
     heads = [f"head {h}" for h in range(len(found["head_scores"][0]))]
     lines = [["layer", "filter ability", "dense preference", "query similarity", *heads]]
     names = ("filter_ability", "dense_preference", "query_similarity", "head_scores")
     for layer, (*shares, scores) in enumerate(zip(*map(found.get, names), strict=True)):
-        mark = "*" * (layer in filters) + "q" * (layer in quantised)
+        mark = "*" * (layer in filters) + "q" * (layer in quantized)
         cells = ["-" if share is None else f"{100 * share:.1f}%" for share in (*shares, *scores)]
         lines.append([str(layer) + mark, *cells])
     print(columns(lines))
     print("* proposed as filter layers" if filters else "too few layers for filter layers")
-    print("q proposed as quantised layers" if quantised else f"no layer's dense preference is above {args.tau}")
+    print("q proposed as quantized layers" if quantized else f"no layer's dense preference is above {args.tau}")
     if args.plot:
         draw(found, args.tau, args.plot)
     print(f"wrote {path}", file=sys.stderr)

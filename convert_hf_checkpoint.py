@@ -56,7 +56,7 @@ def read_source(folder: Path) -> tuple[dict, ModelConfig]:
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"{folder} is quantised ({method}); convert the unquantised model")
+        raise ValueError(f"{folder} is quantized ({method}); convert the unquantized model")
     return config, ModelConfig.from_dict(config)
 
 
@@ -97,8 +97,8 @@ def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: to
     check_weights(stored, shapes, folder)
     for tensor in stored.values():
         if not tensor.dtype.is_floating_point:
-            raise ValueError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, so the model is quantised; "
-                             "convert the unquantised one")
+            raise ValueError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, so the model is quantized; "
+                             "convert the unquantized one")
     return layout
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from device import WIDENED
 
 MANY = 8  # tokens for which a weight is worth widening, where that speeds its products up
-STREAMED = 8  # rows that a quantised weight is read for at once, as it is stored
+STREAMED = 8  # rows that a quantized weight is read for at once, as it is stored
 
 # torch.mv streams a 16-bit weight faster than the matmul of one row does, but Inductor would take it apart.
 _library = torch.library.Library("kv_fast", "DEF")
@@ -119,7 +119,7 @@ class Int4Linear(nn.Module):
 
 
 def few(x: Tensor) -> bool:
-    """Whether x [...,I] has so few rows that torch's CPU kernels for quantised weights beat a matmul of floats."""
+    """Whether x [...,I] has so few rows that torch's CPU kernels for quantized weights beat a matmul of floats."""
     return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
 
 

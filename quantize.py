@@ -1,10 +1,10 @@
-"""Weight-only quantisation of a checkpoint: python quantize.py --checkpoint DIR --mode int4 --groupsize 128 --out DIR
+"""Weight-only quantization of a checkpoint: python quantize.py --checkpoint DIR --mode int4 --groupsize 128 --out DIR
 
 Every linear layer's weight becomes int8 with a scale for each output channel, or int4 with a scale and a zero point
 for each group of input channels. With --embeddings the embedding table and the head become int8 too, a scale for each
 token. Norms and biases stay as they are. Rounding is to nearest: a weight is off by at most half its scale.
 
-What is written loads like any checkpoint; tensors are read, quantised and written one at a time.
+What is written loads like any checkpoint; tensors are read, quantized and written one at a time.
 """
 
 import startup  # noqa: F401
@@ -24,7 +24,7 @@ from linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
 from model import Transformer
 
 MODES = ("int8", "int4")
-BLOCK = 2**21  # weights quantised at a time: bounds what is held in fp32
+BLOCK = 2**21  # weights quantized at a time: bounds what is held in fp32
 
 # The numbers
 
@@ -61,7 +61,7 @@ def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:
-    """Replaces a model's linear layers, on the meta device, by modules for quantised weights.
+    """Replaces a model's linear layers, on the meta device, by modules for quantized weights.
 
     Raises ValueError for an unknown mode, and an int4 group size that is odd or does not divide a layer's input.
     """
@@ -105,7 +105,7 @@ def quantize(
     checkpoint: str | Path, out: str | Path, mode: str, groupsize: int = 128, embeddings: bool = False,
     force: bool = False,
 ) -> None:  # fmt: skip
-    """Writes the quantised checkpoint `out`.
+    """Writes the quantized checkpoint `out`.
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
@@ -113,7 +113,7 @@ def quantize(
     check_output(out, folder, force)
     config = read_config(folder)
     if found := read_quantization(config):
-        raise ValueError(f"{folder} is quantised already ({found['mode']}); quantise the checkpoint it was made from")
+        raise ValueError(f"{folder} is quantized already ({found['mode']}); quantize the checkpoint it was made from")
     with torch.device("meta"):
         source, model = (Transformer(ModelConfig.from_dict(config)) for _ in range(2))
     quantize_modules(model, mode, groupsize, embeddings)

@@ -1,7 +1,7 @@
 """The contract between the model and a KV cache method.
 
 Every layer of the model owns one `KV` module. The model hands it q, k and v and takes back the attention output;
-what is stored, dropped, quantised or moved in between is the method's own affair. A method is built for all layers at
+what is stored, dropped, quantized or moved in between is the method's own affair. A method is built for all layers at
 once, `build(shape, budget, options) -> list[KV]`, so that layers can share what they must.
 
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries a group, T prompt tokens, S cache slots, D head

@@ -44,10 +44,10 @@ class Loaded(Fetched):
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
         """Begins to bring the whole prompt, before the q returned, an earlier layer's, is used."""
-        place = torch.arange(self.shape.max_prompt, device=self.prompt.device)
-        rows = place + self.shape.max_prompt * torch.arange(self.shape.batch, device=place.device)[:, None]
-        rows = torch.where(place < self.prompt[:, None], rows, -1).flatten()
-        self.pending, q = self.pool.issue(rows, active.repeat_interleave(len(place)), q, q)
+        position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
+        rows = position + self.shape.max_prompt * torch.arange(self.shape.batch, device=position.device)[:, None]
+        rows = torch.where(position < self.prompt[:, None], rows, -1).flatten()
+        self.pending, q = self.pool.issue(rows, active.repeat_interleave(len(position)), q, q)
         return q
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ class Loaded(Fetched):
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
-        place = torch.arange(keys.shape[2], device=q.device) - self.shape.max_prompt
-        first = place + self.shape.max_prompt < self.prompt[:, None]
-        mask = torch.where(place < 0, first, place <= age[:, None])
+        position = torch.arange(keys.shape[2], device=q.device) - self.shape.max_prompt
+        first = position + self.shape.max_prompt < self.prompt[:, None]
+        mask = torch.where(position < 0, first, position <= age[:, None])
         return ops.attend(q, keys, values, mask)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

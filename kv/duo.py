@@ -36,9 +36,9 @@ class Duo(KV):
         self.counts = [part.shape.n_kv_head for part in self.parts]
         self.endless = not count
         self.recent = min(part.recent for part in self.parts)
-        place = torch.tensor(order, device=shape.device)
-        self.register_buffer("order", place, persistent=False)
-        self.register_buffer("back", place.argsort(), persistent=False)
+        heads = torch.tensor(order, device=shape.device)
+        self.register_buffer("order", heads, persistent=False)
+        self.register_buffer("back", heads.argsort(), persistent=False)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """[B,H,T,D], H the KV heads or G times as many, as each part's heads."""

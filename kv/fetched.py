@@ -65,7 +65,7 @@ class Parts(KV):
         self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
 
     def store_generated(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """Takes in one token a row; its place [B] among those generated."""
+        """Takes in one token a row; its index [B] among those generated."""
         age = (pos - self.prompt).clamp(min=0)  # of a row that has generated nothing: inactive
         self.store(k, v, self.chosen + age, active)
         return age

@@ -1,14 +1,14 @@
-"""full: every token's K and V, in the model's dtype (kv/full.py) or, with bits=8 or 4, quantised as in kv/kivi.py.
+"""full: every token's K and V, in the model's dtype (kv/full.py) or, with bits=8 or 4, quantized as in kv/kivi.py.
 
 Memory and traffic: one K and one V vector a token and KV head, or bits / 16 of that, 16-bit scales and zero points, and
-the newest tokens. Where the model itself has a sliding window, slots of the unquantised cache are a ring of that many.
+the newest tokens. Where the model itself has a sliding window, slots of the unquantized cache are a ring of that many.
 """
 
 from dataclasses import dataclass
 
 from kv.base import KV, Shape
 from kv.full import Full, FullMethod
-from kv.kivi import RECENT, Quantised, layer_bytes
+from kv.kivi import RECENT, Quantized, layer_bytes
 from kv.quant import BITS, Bits
 
 
@@ -31,7 +31,7 @@ def full_layer(shape: Shape, bits: int) -> KV:
         return Full(shape, shape.window)
     if shape.window is not None and shape.window < shape.planned:
         raise ValueError(f"a cache in {bits} bits does not honour this model's sliding window: leave out --kv-bits")
-    return Quantised(shape, bits, recent=RECENT)
+    return Quantized(shape, bits, recent=RECENT)
 
 
 def full_bytes(shape: Shape, bits: int) -> int:

@@ -58,13 +58,13 @@ class InfLLM(Fetched):
     def speak(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
         """The sum of the keys that represent each block, [Hk,blocks,D] fp32."""
         length, sums = k.shape[2], []
-        place = torch.arange(self.sinks, length - self.local, device=k.device)
-        last = (place + self.local).clamp(max=length - 1)
-        rest = used * self.block - len(place)
+        position = torch.arange(self.sinks, length - self.local, device=k.device)
+        last = (position + self.local).clamp(max=length - 1)
+        rest = used * self.block - len(position)
         for rows, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
             queries = rows.double().sum(0).cumsum(0)  # of the group, up to each position
-            following = (queries[last] - queries[place]) / (last - place)[:, None]
-            middle = keys[place].float()
+            following = (queries[last] - queries[position]) / (last - position)[:, None]
+            middle = keys[position].float()
             score = (following.float() * middle).sum(1)
             score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(used, self.block)
             middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(used, self.block, -1)  # nothing adds nothing
@@ -89,8 +89,8 @@ class InfLLM(Fetched):
         keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
         self.k[:, :, self.ends : self.chosen] = keys.flatten(2, 3)
         self.v[:, :, self.ends : self.chosen] = values.flatten(2, 3)
-        place = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # behind the sinks
-        inside = (block[..., None] >= 0) & (place < (self.prompt - self.ends)[:, None, None, None])
+        position = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # behind the sinks
+        inside = (block[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
         ends, new = self.held(age)
         return self.attend_parts(q, ends, inside.flatten(2), new)
 

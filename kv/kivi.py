@@ -1,7 +1,7 @@
 """kivi: every token's K and V in 2 or 4 bits, but for the newest (KIVI, Liu et al., arXiv 2402.02750).
 
-K is quantised per channel over the tokens of a group, V per token over its channels, `recent` tokens and more wait in
-full precision until another group of them is full. The parent of what stores whole layers quantised.
+K is quantized per channel over the tokens of a group, V per token over its channels, `recent` tokens and more wait in
+full precision until another group of them is full. The parent of what stores whole layers quantized.
 
 Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 values a value), the newest
 `recent` + `group` tokens.
@@ -20,7 +20,7 @@ from kv.quant import Packed, channels, widen
 GROUP, RECENT = 64, 128  # tokens
 
 
-class Quantised(KV):
+class Quantized(KV):
     """Tokens 0 to P(n) of n are packed, the others wait in a ring."""
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
@@ -104,11 +104,11 @@ class KIVIMethod(Method):
     help = "all in 4 bits"
     budgeted, lossless = False, {"recent": 2**30}
     bits: Literal[1, 2, 4, 8] = option(4, "of a value")
-    group: int = option(GROUP, "tokens over which a channel of K is quantised", min=8)
-    recent: int = option(RECENT, "newest tokens that are not quantised", min=0)
+    group: int = option(GROUP, "tokens over which a channel of K is quantized", min=8)
+    recent: int = option(RECENT, "newest tokens that are not quantized", min=0)
 
     def memory(self, shape: Shape, budget: None) -> int:
         return shape.n_layer * layer_bytes(shape, self.bits, self.group)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
-        return [Quantised(shape, self.bits, self.group, self.recent) for _ in range(shape.n_layer)]
+        return [Quantized(shape, self.bits, self.group, self.recent) for _ in range(shape.n_layer)]

@@ -118,17 +118,17 @@ class Segment(Buffers):
 
     def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
         """The best prompt tokens by scores [B,N], fp32, N >= k; their fetch begins before the y returned is used."""
-        place = torch.arange(scores.shape[1], device=scores.device)
-        best = ops.top(scores.masked_fill(place >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
+        position = torch.arange(scores.shape[1], device=scores.device)
+        best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
         best = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
-        best = self.keep_places(best) if self.delta else best
+        best = self.keep_slots(best) if self.delta else best
         self.index.copy_(torch.where(active[:, None], best, self.index))
         first = torch.arange(len(best), device=best.device)[:, None] * self.shape.max_prompt
         rows = torch.where(self.index < 0, -1, self.index + first).flatten()
         self.pending, y = self.pool.issue(rows, active.repeat_interleave(self.k), y)
         return y
 
-    def keep_places(self, best: Tensor) -> Tensor:
+    def keep_slots(self, best: Tensor) -> Tensor:
         """best [B,k] in another order: what was chosen before stays in its slot."""
         n = self.shape.max_prompt
 

@@ -125,13 +125,13 @@ def turn(x: Tensor, shift: Tensor, speed: Tensor) -> Tensor:
     return rotate(x, angle.cos(), angle.sin())
 
 
-def ring(place: Tensor, size: Tensor | int, sinks: int) -> Tensor:
-    """The slots, of `size`, where the tokens at some places of the text live: the ring turns behind the sinks."""
-    return torch.where(place < size, place, sinks + (place - sinks) % (size - sinks))
+def ring(position: Tensor, size: Tensor | int, sinks: int) -> Tensor:
+    """The slots, of `size`, where the tokens at some positions live: the ring turns behind the sinks."""
+    return torch.where(position < size, position, sinks + (position - sinks) % (size - sinks))
 
 
 def in_ring(length: int, size: int, sinks: int, device: torch.device) -> Tensor:
-    """The places of the tokens that a ring holds of so many."""
+    """The positions of the tokens that a ring holds of so many."""
     kept = torch.arange(length, device=device)
     return kept if length <= size else torch.cat((kept[:sinks], kept[length - size + sinks :]))
 
@@ -171,14 +171,14 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
     return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
 
 
-def channel_weights(rows: Tensor, channel: Tensor, lines: Tensor, empty: Tensor) -> Tensor:
+def channel_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) -> Tensor:
     """Each query's attention to N keys, guessed from R of their channels: [B,Hk,G,N] fp32.
 
-    rows [B,Hk,G,D], channel [B,Hk,R], those channels of the keys as lines [B,Hk,R,N], which are read once for a group;
+    rows [B,Hk,G,D], channel [B,Hk,R], those channels of the keys [B,Hk,R,N], read once for a group;
     `empty` [B,N] keys get nothing. The temperature is SparQ's (arXiv 2312.04985): it allows for the channels left out.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
-    logits = sums(part.float(), lines.float())
+    logits = sums(part.float(), keys.float())
     heat = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
     return (logits / heat).masked_fill(empty[:, None, None], -torch.inf).softmax(-1)
 

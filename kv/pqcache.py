@@ -1,4 +1,4 @@
-"""pqcache: tokens of the host's cache chosen by product-quantisation codes of their keys (arXiv 2407.12820).
+"""pqcache: tokens of the host's cache chosen by product-quantization codes of their keys (arXiv 2407.12820).
 
 The prompt's keys are cut into parts of the head, each part of a KV head clustered by k-means; a key is known by the
 numbers of its nearest centroids. A step multiplies the group's queries with the centroids, adds up what each token's
@@ -49,20 +49,20 @@ class PQCache(FetchedTokens):
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.parts, -1))  # [B,Hk,parts,d]
         products = (queries[:, :, :, None] * self.centroids).sum(4)
         scores = products.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
-        place = torch.arange(n, device=q.device)
-        q = self.fetch(scores, (place >= self.sinks) & (place <= (pos - self.recent)[:, None]), active, q)
+        position = torch.arange(n, device=q.device)
+        q = self.fetch(scores, (position >= self.sinks) & (position <= (pos - self.recent)[:, None]), active, q)
         self.copy_generated()
         ends, new = self.near(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
-    def encode(self, place: Tensor, active: Tensor) -> None:
-        """The token at place [B], which is no longer recent, gets its codes if it was generated."""
-        at = self.chosen + (place - self.prompt).clamp(min=0)
-        row = torch.arange(len(place), device=place.device)
+    def encode(self, position: Tensor, active: Tensor) -> None:
+        """The token at position [B], which is no longer recent, gets its codes if it was generated."""
+        at = self.chosen + (position - self.prompt).clamp(min=0)
+        row = torch.arange(len(position), device=position.device)
         key = self.k[row, :, at].float().unflatten(2, (self.parts, 1, -1))  # [B,Hk,parts,1,d]
         code = (key - self.centroids).square().sum(4).argmin(3).to(torch.uint8)
-        place, new = place.clamp(min=0), (active & (place >= self.prompt))[:, None, None]
-        self.codes[row, :, :, place] = torch.where(new, code, self.codes[row, :, :, place])
+        position, new = position.clamp(min=0), (active & (position >= self.prompt))[:, None, None]
+        self.codes[row, :, :, position] = torch.where(new, code, self.codes[row, :, :, position])
 
     def copy_generated(self) -> None:
         """Chosen tokens that were generated are on the device already."""

@@ -23,7 +23,7 @@ CHANNELS = 64  # of one token that share a scale
 SLICE = 4096  # tokens that exist in full precision at once where a step is not compiled, and in a prompt
 
 
-def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8), and scale and zero point (fp16, `dim` of size 1), over all of one dimension of x.
 
     Equation 4. The codes are those of the rounded scale and zero point, so x is missed by half a step at most, and by
@@ -79,7 +79,7 @@ def channels(size: int) -> int:
 
 def encode(x: Tensor, bits: int) -> Tensor:
     """Vectors x [..., D] as rows of bytes [..., vector_bytes]: the codes, then each scale and zero point."""
-    codes, scale, zero = quantise(x.unflatten(-1, (-1, channels(x.shape[-1]))), bits, -1)
+    codes, scale, zero = quantize(x.unflatten(-1, (-1, channels(x.shape[-1]))), bits, -1)
     packed = pack(codes.flatten(-2), bits, -1)
     constants = torch.cat([scale, zero], dim=-1).flatten(-2).view(torch.int16).int()
     low, high = constants & 255, (constants >> 8) & 255
@@ -129,9 +129,9 @@ class Packed(Buffers):
 
     def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Whole groups k and v [..., group, D] as the buffers hold them."""
-        codes, k_scale, k_zero = quantise(k, self.bits, -2)
+        codes, k_scale, k_zero = quantize(k, self.bits, -2)
         found = {"k": pack(codes, self.bits, -2), "k_scale": k_scale, "k_zero": k_zero}
-        codes, v_scale, v_zero = quantise(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
+        codes, v_scale, v_zero = quantize(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
         found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
         return found
 

@@ -10,7 +10,7 @@ with one pooling kernel for prompts of every length. split=even is their first p
 kernel for long prompts.
 
 Memory: n1 + n1 / p units of one K and one V vector a KV head (n1 / 2 for pages of one token). Traffic: t units. With
-bits=8 or 4 the n1 vectors are quantised one by one, and those that are attended to are unpacked.
+bits=8 or 4 the n1 vectors are quantized one by one, and those that are attended to are unpacked.
 """
 
 import math
@@ -70,8 +70,8 @@ class RocketKV(SnapKV):
         super().keep(row, q, k, v)
         n = min(k.shape[2], self.kept)
         keys = self.decoded(self.k[row, :, :n])  # [Hk,n,D]
-        lines = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
-        self.bounds[row, :, :, : lines.shape[1]] = lines.mT
+        bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
+        self.bounds[row, :, :, : bounds.shape[1]] = bounds.mT
 
     def coded(self, x: Tensor) -> Tensor:
         return x if self.bits == 16 else quant.encode(x, self.bits)
@@ -101,13 +101,13 @@ class RocketKV(SnapKV):
         """How much of the group's attention each page may get, [B,Hk,pages]. Step 2."""
         rows = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
-        line = channel
+        index = channel
         if self.page > 1:
-            line = channel + q.shape[-1] * (rows.sum(2) >= 0).gather(2, channel)
+            index = channel + q.shape[-1] * (rows.sum(2) >= 0).gather(2, channel)
         used = -(-self.span.shape[0] // self.page)
         empty = torch.arange(used, device=q.device) > (slot // self.page)[:, None]
-        lines = ops.gather(self.bounds.narrow(3, 0, used), line)
-        return ops.channel_weights(rows, channel, lines, empty).sum(2)
+        bounds = ops.gather(self.bounds.narrow(3, 0, used), index)
+        return ops.channel_weights(rows, channel, bounds, empty).sum(2)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-self.reads(length, max(0, length - self.shape.max_prompt)) // self.page)

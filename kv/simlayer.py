@@ -69,7 +69,7 @@ class Shared(Buffers):
         self.write(row, layer, size, kept, k[:, kept], v[:, kept])
 
     def write(self, row: int, layer: int, size: int, kept: Tensor, k: Tensor, v: Tensor) -> None:
-        """A layer now has a ring of so many slots in its region, and in it the tokens at places kept [n]."""
+        """A layer now has a ring of so many slots in its region, and in it the tokens at positions kept [n]."""
         first = self.starts[self.regions[row][layer]]
         self.first[layer, row], self.size[layer, row], self.sizes[row][layer] = first, size, size
         slot = first + ops.ring(kept, size, self.sinks)
@@ -96,9 +96,9 @@ class SimLayer(KV):
         length = torch.minimum(pos + 1, size)
         if torch.compiler.is_compiling() and q.device.type == "cuda":
             return ops.flex_prefix(q, shared.k, shared.v, length, first)
-        place = torch.arange(self.span.shape[0], device=q.device)
-        index = (first[:, None] + place).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
-        return ops.attend_rows(q, shared.k, shared.v, index, (place < length[:, None])[:, None])
+        offset = torch.arange(self.span.shape[0], device=q.device)
+        index = (first[:, None] + offset).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
+        return ops.attend_rows(q, shared.k, shared.v, index, (offset < length[:, None])[:, None])
 
     def reset(self, row: int) -> None:
         self.shared.sizes[row][self.index] = 0  # its length says which slots hold tokens

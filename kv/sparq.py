@@ -38,8 +38,8 @@ class SparQ(Full):
         self.mean.copy_(torch.where(live, mean, self.mean))
         rows = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         weight = self.guess(rows, pos)  # [B,Hk,G,S]
-        place = torch.arange(weight.shape[3], device=q.device)
-        newest = (place > (pos - self.recent)[:, None]) & (place <= pos[:, None])  # [B,S]
+        position = torch.arange(weight.shape[3], device=q.device)
+        newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
         index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.count)
         mask = index <= pos[:, None, None]
         y = ops.attend_rows(q, self.k, self.v, index, mask).view(rows.shape).float()

@@ -9,7 +9,7 @@ choose together, by their mean.
 
 The budget t is n_local + n_topk, n_local = min(128, t / 3). Attended: these, and all that was generated.
 
-Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values of a quantised layer, two buffers of S d Hk values for d channels
+Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values of a quantized layer, two buffers of S d Hk values for d channels
 (Table 2), and t tokens of every other layer; host: K, V and K again. Traffic: d channels of S tokens, and the budget.
 """
 
@@ -22,13 +22,13 @@ from torch import Tensor
 from kv import offload, ops
 from kv.base import KV, Shape, option
 from kv.fetched import FetchedTokens, FetchMethod
-from kv.kivi import GROUP, Quantised, layer_bytes
+from kv.kivi import GROUP, Quantized, layer_bytes
 
 LONG = 32 * 1024  # tokens of a prompt beyond which more channels are fetched
 
 
 class Tailored(FetchedTokens):
-    """A layer that is not quantised."""
+    """A layer that is not quantized."""
 
     wants_lookahead = True
 
@@ -38,25 +38,25 @@ class Tailored(FetchedTokens):
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # max |K|
         what = f"the channels of layer {layer}"
         rows, width = self.largest.numel(), (shape.max_prompt,)
-        self.lines = options.pool(what, rows, width, shared.lines[layer % 2], shape, shared.line_workers)
-        self.register_buffer("line_buffer", self.lines.buffer, persistent=False)
+        self.channel_pool = options.pool(what, rows, width, shared.staged_channels[layer % 2], shape, shared.channel_workers)
+        self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
         self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
-        length, lines = k.shape[2], k.shape[1] * k.shape[3]
-        self.lines.write(row * lines, k[0].mT.flatten(0, 1), slice(0, length))
+        length, channels = k.shape[2], k.shape[1] * k.shape[3]
+        self.channel_pool.write(row * channels, k[0].mT.flatten(0, 1), slice(0, length))
         self.largest[row] = k[0].abs().amax(1)
 
     def finish(self, row: int) -> None:
         super().finish(row)
-        self.lines.settle()
+        self.channel_pool.settle()
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
         b, h, d = self.largest.shape
         wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + channel).flatten()
-        token, x = self.lines.issue(wanted, active.repeat_interleave(h * self.channels), x)
+        token, x = self.channel_pool.issue(wanted, active.repeat_interleave(h * self.channels), x)
         self.pending = channel, token
         return x
 
@@ -69,31 +69,31 @@ class Tailored(FetchedTokens):
         if self.pending is None:  # the first layer: nothing could look ahead
             q = self.lookahead(q, q, active)
         (channel, token), self.pending = self.pending, None
-        lines = self.lines.take(self.lines.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
+        keys = self.channel_pool.take(self.channel_pool.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
         part = self.mean(q).gather(2, channel)[:, :, None]
-        scores = ops.sums(part, lines.float())[:, :, 0]
-        place = torch.arange(self.shape.max_prompt, device=q.device)
-        between = (place >= self.sinks) & (place < (self.prompt - self.ends + self.sinks)[:, None])
+        scores = ops.sums(part, keys.float())[:, :, 0]
+        position = torch.arange(self.shape.max_prompt, device=q.device)
+        between = (position >= self.sinks) & (position < (self.prompt - self.ends + self.sinks)[:, None])
         q = self.fetch(scores, between, active, q)
         ends, new = self.held(age)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def host_bytes(self) -> int:
-        return super().host_bytes() + self.lines.host_bytes
+        return super().host_bytes() + self.channel_pool.host_bytes
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """The channels come from the host, as many tokens of them as are planned, and are read where they arrive."""
         device, host = self.fetched_bytes(length)
-        lines = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
-        return device + lines, host + lines * (self.lines.host_bytes > 0)
+        channels = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
+        return device + channels, host + channels * (self.channel_pool.host_bytes > 0)
 
     def overhead(self) -> dict[str, int]:
-        lines = self.lines.overhead() - self.lines.staged_bytes  # those are in Table 2
-        return super().overhead() | {"largest": self.largest.nbytes, "channels": lines}
+        channels = self.channel_pool.overhead() - self.channel_pool.staged_bytes  # those are in Table 2
+        return super().overhead() | {"largest": self.largest.nbytes, "channels": channels}
 
     def close(self) -> None:
         super().close()
-        self.lines.close()
+        self.channel_pool.close()
 
 
 class Shared:
@@ -102,8 +102,8 @@ class Shared:
     def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
         self.channels = options.fetched_channels(shape)
         slots = shape.batch * shape.n_kv_head * self.channels
-        self.line_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
-        self.lines = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
+        self.channel_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
+        self.staged_channels = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
         self.rows = options.staged_rows(shape, budget)
 
 
@@ -111,16 +111,16 @@ class Shared:
 class TailorKVMethod(FetchMethod):
     help = "dense layers in one bit, tokens of the others from the host by predicted queries"
     lossless = {"quant_layers": []}
-    quant_layers: list[int] | None = option(None, "layers that are quantised", min=0)
+    quant_layers: list[int] | None = option(None, "layers that are quantized", min=0)
     bits: Literal[1, 2, 4, 8] = option(1, "of a value in them")
-    group: int = option(GROUP, "tokens over which a channel of K is quantised", min=8)
+    group: int = option(GROUP, "tokens over which a channel of K is quantized", min=8)
     channels: int | None = option(None, "of K that are fetched; auto: 8, or 12 for plans beyond 32K tokens", min=1)
 
     def fetched_channels(self, shape: Shape) -> int:
         """d_s: of a KV head's K."""
         return min(self.channels or (12 if shape.max_prompt > LONG else 8), shape.head_dim)
 
-    def quantised_layers(self, shape: Shape) -> list[int]:
+    def quantized_layers(self, shape: Shape) -> list[int]:
         """Those of the options; else 0, and 1 too for Llama-2-7B, Yi-6B and Yi-9B (section 5.1)."""
         if self.quant_layers is None:
             known = shape.dim == 4096 and (shape.n_layer, shape.n_kv_head) in ((32, 32), (32, 4), (48, 4))
@@ -134,18 +134,18 @@ class TailorKVMethod(FetchMethod):
 
     def memory(self, shape: Shape, budget: int) -> int:
         """Table 2, and on the host K, V and K again."""
-        quantised = len(self.quantised_layers(shape))
-        sparse = shape.n_layer - quantised
+        quantized = len(self.quantized_layers(shape))
+        sparse = shape.n_layer - quantized
         prompt = shape.max_prompt * shape.slot_bytes
         buffers = 2 * shape.batch * shape.n_kv_head * self.fetched_channels(shape) * shape.max_prompt
-        layers = quantised * layer_bytes(shape, self.bits, self.group) + sparse * prompt * 3 // 2
+        layers = quantized * layer_bytes(shape, self.bits, self.group) + sparse * prompt * 3 // 2
         return layers + buffers * shape.dtype.itemsize * (sparse > 0)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        quantised, shared = self.quantised_layers(shape), Shared(shape, budget, self)
+        quantized, shared = self.quantized_layers(shape), Shared(shape, budget, self)
         return [
-            Quantised(shape, self.bits, self.group)
-            if layer in quantised
+            Quantized(shape, self.bits, self.group)
+            if layer in quantized
             else Tailored(shape, layer, budget, self, shared)
             for layer in range(shape.n_layer)
         ]

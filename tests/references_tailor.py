@@ -1,7 +1,7 @@
 """Slow reference implementations of TailorKV and of the methods beside it: one batch row, all layers, plain loops.
 
 They follow the equations and share no code with kv/. TailorKV (arXiv 2505.19586, Equations 4 and 6 to 12, Figure 14),
-KIVI (arXiv 2402.02750), PQCache (arXiv 2407.12820). All arithmetic is fp64, but for the quantiser, which rounds as an
+KIVI (arXiv 2402.02750), PQCache (arXiv 2407.12820). All arithmetic is fp64, but for the quantizer, which rounds as an
 implementation in fp32 with 16-bit scales and zero points does, so that codes can be compared bit by bit. Outputs and
 stored vectors are given out as fp32.
 
@@ -26,7 +26,7 @@ LONG_PROMPT = 32 * 1024  # a longer one is read by 12 channels, not 8
 LONG_CLUSTERING = 64 * 1024  # a longer prompt's keys get one round of k-means
 
 
-def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """One group's codes, scale and zero point (Equation 4): x [n] -> int64 [n], fp16, fp16.
 
     s = max((max x - min x) / (2^b - 1), 2^-14) and z = min x in fp32, then rounded to fp16; codes come from the rounded
@@ -40,13 +40,13 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.long(), scale, zero
 
 
-def dequantise(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """codes s + z in fp64, where it is exact: up to 8 bits, rounding it to fp32 gives what fp32 arithmetic gives."""
     return codes.double() * scale.double() + zero.double()
 
 
 def dense_preference(q: Tensor, k: Tensor, n_q: int = 32, share: float = 0.05) -> float:
-    """P of a layer and a prompt (Equations 6 to 8): q [Hq,T,D], k [Hk,T,D]. By Equation 9, P > tau quantises the layer.
+    """P of a layer and a prompt (Equations 6 to 8): q [Hq,T,D], k [Hk,T,D]. By Equation 9, P > tau quantizes the layer.
 
     Our reading: A (Equation 6) is each query head's softmax over the keys that a query may see, 0 ... its own position;
     I (Equation 7) holds the k highest entries of each row of A by itself, k = `share` of the prompt, rounded half up
@@ -128,10 +128,10 @@ class SlowLayers:
         return self.texts[layer].queries[kv_head * self.groups : (kv_head + 1) * self.groups, -1]
 
 
-class QuantisedText(Text):
+class QuantizedText(Text):
     """One layer's tokens, of which the first `packed` are codes: `keys` and `values` hold what those stand for.
 
-    A group is `group` tokens from a multiple of `group` on. Its keys are quantised a channel at a time over its tokens,
+    A group is `group` tokens from a multiple of `group` on. Its keys are quantized a channel at a time over its tokens,
     its values a token at a time over `channels` channels (the last ones of a head may be fewer).
     """
 
@@ -158,7 +158,7 @@ class QuantisedText(Text):
         return max(0, (self.length - self.recent) // self.group) * self.group
 
     def pack(self) -> None:
-        """Quantises every group that is due."""
+        """Quantizes every group that is due."""
         while self.packed < self.due():
             for kv_head in range(self.keys.shape[0]):
                 self.pack_keys(kv_head, self.packed)
@@ -170,16 +170,16 @@ class QuantisedText(Text):
         """Per channel (Section 4.3), over the tokens of a group."""
         for channel in range(self.keys.shape[2]):
             x = self.keys[kv_head, first : first + self.group, channel]
-            group = quantise(x, self.bits)
+            group = quantize(x, self.bits)
             self.key_groups[kv_head, first // self.group, channel] = group
-            self.keys[kv_head, first : first + self.group, channel] = dequantise(*group)
+            self.keys[kv_head, first : first + self.group, channel] = dequantize(*group)
 
     def pack_values(self, kv_head: int, token: int) -> None:
         """Per token (Section 4.3), over each span of channels."""
         for i, (low, high) in enumerate(self.spans):
-            group = quantise(self.values[kv_head, token, low:high], self.bits)
+            group = quantize(self.values[kv_head, token, low:high], self.bits)
             self.value_groups[kv_head, token, i] = group
-            self.values[kv_head, token, low:high] = dequantise(*group)
+            self.values[kv_head, token, low:high] = dequantize(*group)
 
     def packed_keys(self, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes int64 [P,D], scales and zero points fp16 [P / group,D]."""
@@ -203,8 +203,8 @@ class QuantisedText(Text):
         return codes, scales, zeros
 
 
-class SlowQuantised(SlowLayers):
-    """Every layer quantised but for its newest tokens: KIVI with 2 or 4 bits and 128 recent tokens.
+class SlowQuantized(SlowLayers):
+    """Every layer quantized but for its newest tokens: KIVI with 2 or 4 bits and 128 recent tokens.
 
     Of n tokens the first max(0, floor((n - recent) / group)) group are packed, so that at least the `recent` newest and
     at most recent + group - 1 are in full precision. A step stores its token, packs a group that is due, and attends to
@@ -216,18 +216,18 @@ class SlowQuantised(SlowLayers):
         self.bits, self.group, self.channels, self.recent = bits, group, channels, recent
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
-        return QuantisedText(self.shape, q, k, v, self.bits, self.group, self.channels, self.recent)
+        return QuantizedText(self.shape, q, k, v, self.bits, self.group, self.channels, self.recent)
 
     def packed(self, layer: int) -> int:
         """P(n): how many tokens are codes."""
         return self.texts[layer].packed
 
     def keys(self, layer: int, kv_head: int) -> Tensor:
-        """The keys as they are attended to, dequantised or in full precision, in order of position: [n,D]."""
+        """The keys as they are attended to, dequantized or in full precision, in order of position: [n,D]."""
         return self.texts[layer].keys[kv_head].float()
 
     def values(self, layer: int, kv_head: int) -> Tensor:
-        """The values as they are attended to, dequantised or in full precision, in order of position: [n,D]."""
+        """The values as they are attended to, dequantized or in full precision, in order of position: [n,D]."""
         return self.texts[layer].values[kv_head].float()
 
     def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,8 +239,8 @@ class SlowQuantised(SlowLayers):
         return self.texts[layer].packed_values(kv_head)
 
 
-class SlowTailorKV(SlowQuantised):
-    """TailorKV: the layers of `quant_layers` are quantised, without recent tokens; the others select prompt tokens.
+class SlowTailorKV(SlowQuantized):
+    """TailorKV: the layers of `quant_layers` are quantized, without recent tokens; the others select prompt tokens.
 
     A sparse layer attends to the prompt's first `initial` and last n_local - initial tokens, to the n_topk best of
     those between, chosen per KV head in each step, and to everything generated. `channels` is d_s (None: 8, or 12 for
@@ -269,11 +269,11 @@ class SlowTailorKV(SlowQuantised):
         super().begin()
         self.predicted = {}
 
-    def is_quantised(self, layer: int) -> bool:
+    def is_quantized(self, layer: int) -> bool:
         return layer in self.quant_layers
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
-        return super().text_of(layer, q, k, v) if self.is_quantised(layer) else Text(self.shape, q, k, v)
+        return super().text_of(layer, q, k, v) if self.is_quantized(layer) else Text(self.shape, q, k, v)
 
     def n_channels(self, prompt: int) -> int:
         """d_s: how many channels of a prompt's keys are read to choose tokens."""
@@ -304,7 +304,7 @@ class SlowTailorKV(SlowQuantised):
         Figure 14, `approximate_attn`: raw dot products of the true query, no softmax.
         """
         text = self.texts[layer]
-        if self.is_quantised(layer):
+        if self.is_quantized(layer):
             return list(range(text.length))
         channels = self.channels_of(layer, kv_head)
         query = [math.fsum(column) / self.groups for column in self.queries(layer, kv_head)[:, channels].T.tolist()]
@@ -320,7 +320,7 @@ class SlowTailorKV(SlowQuantised):
 
         `predicted` [Hq,D] is the query that the layer below foresaw, RoPE applied; without one the true query is used.
         """
-        if not self.is_quantised(layer):
+        if not self.is_quantized(layer):
             self.predicted[layer] = (q if predicted is None else predicted).double()
         return super().decode(layer, q, k, v)
 
@@ -351,7 +351,7 @@ def k_means(points: Tensor, count: int, rounds: int) -> Tensor:
 
 
 class SlowPQCache(SlowLayers):
-    """PQCache: tokens are selected by product-quantised keys.
+    """PQCache: tokens are selected by product-quantized keys.
 
     A KV head attends to the text's first `initial` tokens, to its newest `window`, the new one among them, and to the
     n_topk best of those between. A token's code in each partition of the channels is its nearest centroid, and the

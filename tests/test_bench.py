@@ -43,7 +43,7 @@ def result(*args) -> dict:
         return json.load(file)
 
 
-def test_a_row_a_method_context_batch_and_quantisation_with_the_agreed_keys(here):
+def test_a_row_a_method_context_batch_and_quantization_with_the_agreed_keys(here):
     quantized = ["--quantize", "none,int4", "--groupsize", "32"]
     found = result("--kv", "all", "--budget", "32,0.5", "--batch", "1,2", *quantized)
     assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(found)

@@ -431,7 +431,7 @@ def break_checkpoint(folder: Path, how: str) -> None:
         edit(config, num_hidden_layers=10**9)
     elif how == "odd EOS":
         edit(config, eos_token_id={"a": 1})
-    elif how == "quantised":
+    elif how == "quantized":
         edit(config, kv_fast={"format": 1, "dtype": "bfloat16", "quantization": {"mode": "int3"}})
     elif how == "odd dtype":
         edit(config, kv_fast={"format": 1, "dtype": ["x"], "quantization": None})
@@ -461,7 +461,7 @@ BROKEN = {
     "unknown RoPE": ["longrope"],
     "endless layers": ["num_hidden_layers", "at most 1000"],
     "odd EOS": ["config.json", "eos_token_id"],
-    "quantised": ["int3", "int8, int4"],
+    "quantized": ["int3", "int8, int4"],
     "odd dtype": ["dtype", "bfloat16"],
     "not converted": ["convert_hf_checkpoint.py"],
     "damaged tokenizer": ["tokenizer.model"],

@@ -323,12 +323,12 @@ def integer_weights(src):
     for file in src.glob("model-*.safetensors"):
         if name in load_file(file):
             edit_weights(file, lambda state: state.update({name: torch.ones(16, 32, dtype=torch.int8)}))
-            return [name, "int8", "quantised", file]
+            return [name, "int8", "quantized", file]
 
 
 def quantized(src):
     edit_json(src / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
-    return ["awq", "quantised"]
+    return ["awq", "quantized"]
 
 
 def other_architecture(src):

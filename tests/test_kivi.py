@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references_tailor import SlowQuantised
+from references_tailor import SlowQuantized
 from runs import HEADS, Run, TensorSizes, make_shape, prefill_both, step_both, tokens
 from torch._inductor.utils import run_and_get_code
 
@@ -23,7 +23,7 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(ops, "SPAN", 8)
 
 
-def same_codes(layer, slow: SlowQuantised, index: int) -> None:
+def same_codes(layer, slow: SlowQuantized, index: int) -> None:
     """What a layer has packed of row 0 is what the reference has, to the bit."""
     packed = layer.packed
     count = slow.packed(index) // packed.group
@@ -46,7 +46,7 @@ def same_codes(layer, slow: SlowQuantised, index: int) -> None:
 def test_it_is_what_the_reference_computes(bits, recent, heads):
     shape = replace(make_shape(heads, new=30), n_layer=2)
     run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})
-    slow = SlowQuantised(shape, bits, 8, quant.channels(shape.head_dim), recent)
+    slow = SlowQuantized(shape, bits, 8, quant.channels(shape.head_dim), recent)
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
@@ -82,7 +82,7 @@ def test_rows_of_a_batch_pack_their_groups_each_in_its_time():
 
 def test_in_bfloat16_the_codes_are_those_of_the_rounded_tokens():
     shape = replace(make_shape(), n_layer=1, dtype=torch.bfloat16)
-    run, slow = Run("kivi", shape, None, {"group": 8, "recent": 4}), SlowQuantised(shape, 4, 8, 16, 4)
+    run, slow = Run("kivi", shape, None, {"group": 8, "recent": 4}), SlowQuantized(shape, 4, 8, 16, 4)
     generator = torch.Generator().manual_seed(0)
     (q, k, v) = (x.bfloat16() for x in tokens(shape, 1, 50, generator)[0])
     run.prefill(0, [(q, k, v)])

@@ -163,7 +163,7 @@ def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
         kv.build("omnikv", shape, None, {})
 
 
-def test_mem_of_a_quantised_cache_counts_the_buffer_in_its_bits():
+def test_mem_of_a_quantized_cache_counts_the_buffer_in_its_bits():
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
     options = {"filter_layers": [1], "mem": 0.6, "offload": True, "bits": 4}
     layers = kv.build("omnikv", shape, None, options)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references_tailor import dequantise
-from references_tailor import quantise as slow_quantise
+from references_tailor import dequantize
+from references_tailor import quantize as slow_quantize
 from runs import make_shape
 
 from kv import quant
@@ -25,7 +25,7 @@ def groups(count: int, size: int) -> torch.Tensor:
 
 def decoded(x: torch.Tensor, bits: int, size: int) -> torch.Tensor:
     """What the reference makes of vectors x [...,D], `size` channels of which share a scale."""
-    parts = [dequantise(*slow_quantise(part, bits)) for part in x.reshape(-1, size)]
+    parts = [dequantize(*slow_quantize(part, bits)) for part in x.reshape(-1, size)]
     return torch.stack(parts).float().view(x.shape)
 
 
@@ -50,27 +50,27 @@ def test_a_byte_holds_codes_that_are_far_apart():
 
 def both_ways(x: torch.Tensor, bits: int) -> list[torch.Tensor]:
     """Codes, scales and zero points of groups [...,n], and of the same along the last dimension but one."""
-    across = [part.mT for part in quant.quantise(x.mT.contiguous(), bits, -2)]
-    return [*quant.quantise(x, bits, -1), *across]
+    across = [part.mT for part in quant.quantize(x.mT.contiguous(), bits, -2)]
+    return [*quant.quantize(x, bits, -1), *across]
 
 
 @every_width
 @pytest.mark.parametrize("compiled", (False, True))
-def test_quantised_as_the_reference_does_to_the_bit(compiled, bits):
+def test_quantized_as_the_reference_does_to_the_bit(compiled, bits):
     x = groups(20, 16)
     found = (torch.compile(both_ways, dynamic=False) if compiled else both_ways)(x, bits)
     assert [part.dtype for part in found] == [torch.uint8, torch.float16, torch.float16] * 2
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
     for group, *parts in zip(x.flatten(0, 1), *(part.flatten(0, 1) for part in found[:3]), strict=True):
-        for part, expected in zip(parts, slow_quantise(group, bits), strict=True):
+        for part, expected in zip(parts, slow_quantize(group, bits), strict=True):
             assert torch.equal(part.to(expected.dtype), expected.expand(part.shape))
 
 
 @every_width
 def test_a_value_is_missed_by_half_a_step_and_what_rounding_the_zero_point_cuts_off(bits):
     x = groups(500, 16)
-    codes, scale, zero = quant.quantise(x, bits, -1)
-    missed = (dequantise(codes, scale, zero) - x.double()).abs()
+    codes, scale, zero = quant.quantize(x, bits, -1)
+    missed = (dequantize(codes, scale, zero) - x.double()).abs()
     cut = zero.double().abs() * 2**-11 + 2**-25  # fp16 has 11 significant bits, and steps of 2^-24 below 2^-14
     assert (missed <= scale.double() * (0.5 + 1e-4) + cut).all()
     assert codes.amin() == 0 and codes.amax() == 2**bits - 1

@@ -1,4 +1,4 @@
-"""Quantised weights: within the bound, half a byte, streamed, refused where they must be, and read by every method."""
+"""Quantized weights: within the bound, half a byte, streamed, refused where they must be, and read by every method."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def levels_one_by_one(packed: torch.Tensor, groupsize: int) -> torch.Tensor:
 
 
 def restored(parts: tuple, groupsize: int | None) -> torch.Tensor:
-    """The weight that quantised parts stand for, fp32."""
+    """The weight that quantized parts stand for, fp32."""
     if groupsize is None:
         return parts[0].float() * parts[1].float()[:, None]
     scales, zeros = (x.float().repeat_interleave(groupsize, dim=1) for x in parts[1].transpose(0, 1).unbind(-1))
@@ -123,7 +123,7 @@ def test_four_bits_are_half_a_byte(checkpoint, tmp_path):
 
 
 def dequantized(folder: Path, out: Path) -> Path:
-    """A plain checkpoint with the weights that a quantised one stands for."""
+    """A plain checkpoint with the weights that a quantized one stands for."""
     config, stored = read_config(folder), open_weights(folder)
     groupsize = config.pop("kv_fast")["quantization"]["groupsize"]
     state = {}
@@ -142,15 +142,15 @@ def dequantized(folder: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module", params=[("int8", False), ("int4", False), ("int4", True)], ids=str)
 def pair(request, tmp_path_factory):
-    """A quantised checkpoint, with biases and a head of its own, and the plain one that it equals."""
+    """A quantized checkpoint, with biases and a head of its own, and the plain one that it equals."""
     folder, (mode, embeddings) = tmp_path_factory.mktemp("pair"), request.param
     write_random(folder / "plain", num_hidden_layers=3, attention_bias=True, mlp_bias=True)
-    q.quantize(folder / "plain", folder / "quantised", mode, 32, embeddings)
-    return folder / "quantised", dequantized(folder / "quantised", folder / "restored")
+    q.quantize(folder / "plain", folder / "quantized", mode, 32, embeddings)
+    return folder / "quantized", dequantized(folder / "quantized", folder / "restored")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_on_quantised_weights(method, pair):
+def test_every_method_runs_on_quantized_weights(method, pair):
     budget, options = None if not METHODS[method].budgeted else 40, {"infllm": {"block": 8}}.get(method)
     plan = {"batch": 2, "max_new_tokens": 32, "compile": False, "seed": 0}
     found, expected = (Engine.load(folder, method, budget, options, **plan) for folder in pair)
@@ -159,7 +159,7 @@ def test_every_method_runs_on_quantised_weights(method, pair):
     assert (a - b).abs().max() < 1e-3 * b.abs().max()
 
 
-def test_a_tied_table_may_be_quantised_too(tmp_path):
+def test_a_tied_table_may_be_quantized_too(tmp_path):
     write_random(tmp_path / "plain", tie_word_embeddings=True)
     q.quantize(tmp_path / "plain", tmp_path / "eight", "int8", embeddings=True)
     found = Engine.load(tmp_path / "eight", compile=False)
@@ -181,7 +181,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, tmp_path, capsys):
     q.quantize(checkpoint, tmp_path / "eight", "int8")
     there = sorted(p.name for p in tmp_path.iterdir())
     out, source = ["--out", tmp_path / "out"], ["--checkpoint", checkpoint]
-    assert "quantised already (int8)" in refused(
+    assert "quantized already (int8)" in refused(
         capsys, "--checkpoint", tmp_path / "eight", *out, "--mode", "int4", "--groupsize", 32
     )
     for size in (5, 48, 0, -2, 1000):

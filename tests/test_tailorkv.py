@@ -89,7 +89,7 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
                     predicted = foreseen(q)[row, :, 0] if layer > 0 else None
                     expected = check.decode(layer, q[row, :, 0], k[row, :, 0], v[row, :, 0], predicted)
                     assert (found[layer, row] - expected).abs().max() <= 1e-5
-                    if not check.is_quantised(layer):
+                    if not check.is_quantized(layer):
                         for head, index in enumerate(run.layers[layer].index[row].tolist()):
                             between = check.candidates(layer)
                             chosen = [p for p in check.chosen(layer, head) if p in between]
@@ -170,7 +170,7 @@ def test_the_query_is_predicted_from_what_the_layer_below_attends_with(name, tmp
     monkeypatch.setattr(Tailored, "lookahead", noted)
     monkeypatch.setattr(Attention, "query", lambda a, *args: asked.append(a) or query(a, *args))
     steps(engine, 10)
-    assert asked == [layers[i].attention for i in (2, 3)] * 10  # 0 is the first, 1 is quantised
+    assert asked == [layers[i].attention for i in (2, 3)] * 10  # 0 is the first, 1 is quantized
     assert [i for i, *_ in theirs] == [0, 2, 3] * 10
     for n, (i, q, h) in enumerate(theirs):
         if i == 0:
@@ -201,7 +201,7 @@ def test_channels_come_while_the_layer_below_computes(tmp_path, monkeypatch):
     for i, layer in enumerate(kvs):
         monkeypatch.setattr(layer, "decode", lambda *a, i=i, f=layer.decode: (f(*a), log.append(("decoded", i)))[0])
     for i in (2, 3):
-        pool, needed = kvs[i].lines, threading.Event()
+        pool, needed = kvs[i].channel_pool, threading.Event()
 
         def gather(*args, needed=needed, gather=pool.gather):
             assert needed.wait(30), "nobody waits for it"
@@ -345,7 +345,7 @@ def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
     assert layers[1].step_bytes(prompt) == (lines + heads * t * unit, lines + heads * (t - 128) * unit)
 
 
-def test_a_layer_that_is_named_twice_is_quantised_once():
+def test_a_layer_that_is_named_twice_is_quantized_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
     assert kv.paper_bytes(twice, make_shape(), 24) == kv.paper_bytes(once, make_shape(), 24)
 
@@ -372,7 +372,7 @@ def test_what_does_not_fit_the_model_or_the_method_is_refused_in_one_line():
     assert refused(24, {"group": 12}).startswith("a group of tokens that are packed together has 8, 16, 24")
 
 
-def test_which_layers_are_quantised_unless_told():
+def test_which_layers_are_quantized_unless_told():
     def of(n_layer: int, n_kv_head: int) -> list[int]:
         shape = replace(make_shape(), n_layer=n_layer, n_head=32, n_kv_head=n_kv_head, dim=4096)
         layers = kv.build("tailorkv", replace(shape, device=torch.device("meta")), 24, {})
