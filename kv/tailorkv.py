@@ -38,7 +38,8 @@ class Tailored(FetchedTokens):
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # max |K|
         what = f"the channels of layer {layer}"
         rows, width = self.largest.numel(), (shape.max_prompt,)
-        self.channel_pool = options.pool(what, rows, width, shared.staged_channels[layer % 2], shape, shared.channel_workers)
+        staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
+        self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
         self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
         self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
 

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import Question, Sample, Setting, fit, needle, registry, ruler, shipped_haystack, texts, two_stage
+from tasks import Question, Sample, Setting, fit, needle, registry, ruler, ruler_qa, shipped_haystack, texts, two_stage
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # about what a real tokenizer makes of English
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -595,10 +595,10 @@ def test_without_a_dataset_one_line_says_what_to_give(name, file, tmp_path):
     assert str(tmp_path / file) in said and "--data" in said
     (tmp_path / file).write_text('{"data": ')
     assert f"{tmp_path / file} is not valid JSON" in refused(ValueError, tmp_path)
-    ruler.read_json.cache_clear()
+    ruler_qa.read_json.cache_clear()
     (tmp_path / file).write_text('[["other"]]')
     assert str(tmp_path / file) in refused(ValueError, tmp_path)
-    ruler.read_json.cache_clear()
+    ruler_qa.read_json.cache_clear()
 
 
 # Haystacks
