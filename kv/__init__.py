@@ -8,6 +8,7 @@ import math
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ from kv import (
     streaming,
     tailorkv,
 )
-from kv.base import KV, Method, Shape, total_bytes
+from kv.base import KV, Method, Shape
 
 __all__ = [
     "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "from_profile", "paper_bytes",
@@ -149,6 +150,14 @@ def paper_bytes(method: Method, shape: Shape, budget: int | None) -> int:
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
     """(device, host) bytes that `build` with the same arguments would allocate; allocates nothing."""
     return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
+
+
+def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
+    """(device, host) bytes of a whole model's cache; storage that layers share counts once."""
+    layers, shared = list(layers), {}
+    for layer in layers:
+        shared |= layer.storages()
+    return sum(shared.values()), sum(layer.host_bytes() for layer in layers)
 
 
 def parse_options(name: str, given: dict) -> Method:

@@ -1,23 +1,22 @@
 """The contract between the model and a KV cache method.
 
-Every layer of the model owns one `KV` module. The model hands it q, k and v and takes back the attention output;
-what is stored, dropped, quantized or moved in between is the method's own affair. A method is built for all layers at
-once, `build(shape, budget, options) -> list[KV]`, so that layers can share what they must.
+Every layer of the model owns one `KV` module. The model hands it q, k and v and takes back the attention output; what
+is stored, evicted, quantized or moved in between is the method's own affair. A method writes `keep`, what stays of a
+prompt, and `decode`, one step; the base attends to the prompt, allocates and narrows slots, resets rows and counts
+bytes. A `Method` builds all layers at once, so that layers can share what they must.
 
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries a group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer is one sequence with a length of its own. Keys arrive with RoPE applied and are stored so.
 
-The life of a row: `prefill(row)` once, which attends to the prompt and then calls `keep`, what the method keeps of it;
-`finish(row)` after every layer's prefill; `decode` once a token; `reset(row)`.
-Decode steps are compiled with static shapes (`fullgraph=True`, a CUDA graph on GPUs): every size is fixed when the
-method is built, what varies is a tensor and a mask. So inside `decode`: no `.item()`, no shape that depends on data,
-nothing that outlives the step, every write in place into a registered buffer.
+The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)` after the last layer's prefill;
+`decode` once a token; `reset(row)`. Decode steps are compiled with static shapes (`fullgraph=True`, a CUDA graph on
+GPUs): a size is fixed when the method is built, what varies is a tensor and a mask. So `decode` has no `.item()`, no
+shape that depends on data, and writes only in place, into registered buffers.
 
 The laws, which tests/test_contract.py checks for every registered method:
 
 1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off) a method, as its own `build`
-   makes it, equals full attention. If its paper approximates even then, the registry says so, and it equals its slow
-   reference.
+   makes it, equals full attention. A method that approximates even then says so, and equals its slow reference.
 2. Compiled equals eager.
 3. A row's output does not depend on the other rows.
 4. Slots that hold no token are never read: whatever lies there, no output changes.
@@ -30,7 +29,6 @@ The laws, which tests/test_contract.py checks for every registered method:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -169,27 +167,55 @@ class KV(Buffers, ABC):
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache is fixed: a row may generate any number of tokens
     recent = 0  # newest tokens, the current one included, that every step attends to
-    sums: tuple[str, ...] = ()  # statistics of a prompt's attention that `keep` needs: `attend_prompt` leaves them here
-    observed: tuple | None = None
     slots = 0  # of k and v, of each KV head
-    least = 0  # slots that a step reads however short the rows are: it chooses so many
+    least = 0  # slots that a step reads at least, because it chooses so many
+    sums: tuple[str, ...] = ()  # the statistics of a prompt's attention that `keep` needs,
+    observed: tuple | None = None  # and where `attend_prompt` leaves them
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
-        self.register_buffer("rope_speed", None, persistent=False)  # [B,D/2] fp32, for methods that turn keys
+        self.register_buffer("rope_speed", None, persistent=False)
 
-    def allocate_speeds(self) -> None:
-        """The RoPE speeds of each row's keys: what `ops.turn` needs to move a key to another position."""
-        pairs, shape = self.shape.head_dim // 2, self.shape
-        speeds = shape.rope_speeds or [shape.rope_theta ** (-i / pairs) for i in range(pairs)]
-        self.register_buffer(
-            "rope_speed", torch.tensor(speeds, device=shape.device).repeat(shape.batch, 1), persistent=False
-        )
+    # What a method writes
 
-    def set_speed(self, row: int, speed: Tensor) -> None:
-        """Called before a prompt: RoPE turns the keys of row `row` by speed [D/2] (dynamic NTK: by length)."""
-        if self.rope_speed is not None:
-            self.rope_speed[row] = speed
+    @abstractmethod
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores in row `row` what stays of a prompt: q [1,Hq,T,D], k and v [1,Hk,T,D]."""
+
+    @abstractmethod
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """Stores one token a row and attends: q [B,Hq,1,D], k and v [B,Hk,1,D], pos [B] int64 -> [B,Hq,1,D].
+
+        A row whose `active` [B] is False stores nothing, and its output is ignored; its `pos` is that of its newest
+        token, or 0.
+        """
+
+    def finish(self, row: int) -> None:
+        """Called after the last layer's prefill: for methods that must see every layer before they shrink any."""
+
+    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
+        """Takes this layer's query as the input of the layer below predicts it: [B,Hq,1,D], RoPE applied.
+
+        The layer below continues with what is returned, x, which fixes the order for a compiler.
+        """
+        return x
+
+    # The prompt
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attends to a whole prompt and keeps what the method keeps of it: q [1,Hq,T,D], k, v [1,Hk,T,D] -> like q."""
+        y = self.attend_prompt(q, k, v)
+        self.keep(row, q, k, v)
+        return y
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Exact causal attention; overridden where `keep` needs statistics of it, never to approximate it."""
+        return ops.causal_attention(q, k, v, self.shape.window)
+
+    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
+        """Replaces `attend_prompt` where a benchmark fills the cache with random tokens: makes the statistics up."""
+
+    # Slots
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         """Buffers k and v [B,Hk,slots+1,D], or of `width` bytes: one slot past the end, see ops.span."""
@@ -199,7 +225,7 @@ class KV(Buffers, ABC):
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
 
     def reads(self, length: int, new: int) -> int:
-        """How many of the first slots a step reads, for rows of `length` tokens, `new` of them generated."""
+        """How many of the first slots a step reads for rows of `length` tokens, `new` of them generated."""
         return min(length, self.slots)
 
     def fit(self, length: int, new: int) -> None:
@@ -220,47 +246,20 @@ class KV(Buffers, ABC):
         """Attention to each row's first `length` [B] slots."""
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention over a whole prompt; what the method keeps of it goes into row `row`.
+    # RoPE, for methods that move keys to other positions
 
-        q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]
-        """
-        y = self.attend_prompt(q, k, v)
-        self.keep(row, q, k, v)
-        return y
+    def allocate_speeds(self) -> None:
+        """The buffer rope_speed [B,D/2] fp32, radians a position: what `ops.turn` needs."""
+        pairs, shape = self.shape.head_dim // 2, self.shape
+        speeds = shape.rope_speeds or [shape.rope_theta ** (-i / pairs) for i in range(pairs)]
+        self.rope_speed = torch.tensor(speeds, device=shape.device).repeat(shape.batch, 1)
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Exact causal attention, in every method; overridden where `keep` needs more than its output."""
-        return ops.causal_attention(q, k, v, self.shape.window)
+    def set_speed(self, row: int, speed: Tensor) -> None:
+        """Called before a prompt: RoPE turns the keys of row `row` by speed [D/2] (dynamic NTK: by length)."""
+        if self.rope_speed is not None:
+            self.rope_speed[row] = speed
 
-    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
-        """In place of `attend_prompt`, where a benchmark fills the cache with random tokens: makes up what `keep`
-        needs from it."""
-
-    @abstractmethod
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores in row `row` what the method keeps of a prompt: q [1,Hq,T,D], k and v [1,Hk,T,D]."""
-
-    def finish(self, row: int) -> None:
-        """Called after the last layer's prefill: for methods that must see every layer before they shrink any."""
-
-    @abstractmethod
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """Stores one token a row and attends: q [B,Hq,1,D], k and v [B,Hk,1,D], pos [B] int64 -> [B,Hq,1,D].
-
-        Where `active` [B] is False nothing is stored and what is returned is ignored; `pos` is then that of the row's
-        newest token, or 0.
-        """
-
-    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Takes this layer's query as the input of the layer below predicts it: [B,Hq,1,D], RoPE applied.
-
-        The layer below goes on with what is returned, x: an order that a compiler keeps. `active` as in `decode`.
-        """
-        return x
-
-    def close(self) -> None:
-        """Ends what runs beside the caller, threads for example; the cache is used no more."""
+    # Accounting
 
     def device_bytes(self) -> int:
         """Bytes that this layer's buffers take on the device."""
@@ -275,24 +274,27 @@ class KV(Buffers, ABC):
         found = (buffer.untyped_storage() for buffer in self.buffers())
         return {storage._cdata: storage.nbytes() for storage in found}
 
-    def fetched(self) -> tuple[int, int]:
-        """Rows that steps wanted from the host, and those that were not on the device already; a shared pool's once."""
-        return 0, 0
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes that one decode step reads for one row that holds `length` tokens after it."""
         read = self.reads(length, max(0, length - self.shape.max_prompt))
         return self.shape.n_kv_head * read * self.shape.unit_bytes, 0
 
     def overhead(self) -> dict[str, int]:
-        """What is allocated beyond the paper's formula, by name, in bytes."""
+        """Bytes allocated beyond the paper's formula, by name."""
         found = {"slot past the end": 2 * self.k[:, :, 0].nbytes} if self.slots else {}
         state = sum(getattr(self, name).nbytes for name in self.states)
         return found | ({"row state": state} if state else {})
 
+    def fetched(self) -> tuple[int, int]:
+        """Rows that steps wanted from the host, and those that had to be fetched; a shared pool reports them once."""
+        return 0, 0
+
+    def close(self) -> None:
+        """Ends what runs beside the caller, threads for example; the cache is not used again."""
+
 
 class Kept(KV):
-    """Slots for `kept` tokens of a prompt, in order, and every generated token behind them."""
+    """Slots for `kept` tokens of a prompt, in order, and for every generated token behind them."""
 
     def __init__(self, shape: Shape, kept: int):
         super().__init__(shape)
@@ -316,11 +318,3 @@ class Kept(KV):
 
     def overhead(self) -> dict[str, int]:
         return super().overhead() | {"generated": self.shape.max_new_tokens * self.shape.slot_bytes}
-
-
-def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
-    """(device, host) bytes of a whole model's cache; storage that layers share counts once."""
-    layers, shared = list(layers), {}
-    for layer in layers:
-        shared |= layer.storages()
-    return sum(shared.values()), sum(layer.host_bytes() for layer in layers)
