@@ -18,15 +18,11 @@ Every token counts a little and every token of an answer in full. Resumable: run
 import startup  # noqa: F401
 
 import argparse
-import gzip
 import io
 import json
 import random
-import re
 import sys
 import time
-import zlib
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,9 +35,10 @@ from checkpoint import write_checkpoint
 from cli import run
 from config import ModelConfig, rope_frequencies
 from model import Transformer
-from tasks import Sample, Setting, fit, two_stage
-from tasks.ruler import MANY, NIAH, ONE, Drawer, Niah, Wording, all_words, join, tracking, variable_tracking
-from tokenizer import Tokenizer, load_tokenizer
+from needle.data import BOS, EOS, WORDINGS, Data, Sequence, keep, paragraphs
+from tasks import two_stage
+from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
+from tokenizer import load_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,298 +53,15 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e7,
     "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
 }
-BOS, EOS = 1, 2
 LEARNING_RATE = 8e-4
-TEXT_WEIGHT = 0.02  # of a token outside answers, in the loss
 STAGES = (  # what, at which length, and at which share of the whole time the next one comes at the latest
     ("repeats", 256, 0.05), ("direct", 256, 0.1), ("echo", 256, 0.15), ("ruler", 512, 0.3),
     ("all", 512, 0.45), ("all", 1024, 0.6), ("all", 2048, 0.8), ("all", 4096, 1.0),
 )  # fmt: skip
 ENOUGH = 0.8  # share of answers right, all tokens of them, at which it comes earlier
-
-# Plain text
-
-SOURCES = (
-    "common-licenses/*", "man/man[1-8]/*.gz", "doc/**/*.txt*", "doc/**/README*", "doc/**/copyright", "perl/5*/**/*.pod",
-)  # fmt: skip
-
-
-def unroff(text: str) -> str:
-    """A manual page without most of its markup."""
-    lines = []
-    for line in text.split("\n"):
-        macro = re.match(r"[.'](\w*)\s*(.*)", line)
-        lines.append(line if not macro else macro[2] if set(macro[1]) <= set("BIR") else "")
-    text = re.sub(r"\\f.|\\&|\\\|", "", "\n".join(lines))
-    return text.replace("\\-", "-").replace("\\(aq", "'")
-
-
-def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
-    """The prose in a Debian machine's manuals and licences, each paragraph once."""
-    found: dict[str, None] = {}
-    for pattern in SOURCES:
-        for path in sorted(root.glob(pattern)):
-            try:
-                data = path.read_bytes()
-                text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-            except (OSError, EOFError, UnicodeDecodeError, zlib.error):
-                continue
-            for paragraph in re.split(r"\n\s*\n", unroff(text) if "/man/" in str(path) else text):
-                words = " ".join(paragraph.split())
-                plain = sum(c.isalpha() or c == " " for c in words)
-                if 150 < len(words) < 2000 and words.isascii() and words[0].isupper() and plain > 0.92 * len(words):
-                    found[words] = None
-    return list(found)
-
-
-# Questions
-
-
-def keep(drawn: str) -> bool:
-    """Whether training may see a word or a number; a fifth of either is held out."""
-    return zlib.crc32(drawn.encode()) % 5 > 0
-
-
-class Alike(Drawer):
-    """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.digits = self.rng.sample("123456789", 3)
-
-    def words(self) -> str:
-        words = super().words().split("-")
-        others = [key.split("-") for key in sorted(self.drawn) if key.count("-") == 1]
-        if others and len(words) == 2 and self.rng.random() < 0.6:
-            i = self.rng.randrange(2)
-            words[i] = self.rng.choice(others)[i]
-        return "-".join(words)
-
-    def numbers(self) -> str:
-        return self._kept(lambda: "".join(self.rng.choices(self.digits, k=7)))
-
-
-# The first ones ask with the words that stand before the value: the easiest to learn.
-WORDINGS = [
-    Wording("{key} {value}.", "\n{query}", ""),
-    Wording("{key} is {value}.", "\n{query}", " is"),
-    Wording("The {type} of {key}: {value}.", "\nThe {type} of {query}", ":"),
-    Wording("Remember that {key} has the code {value}.", "\nRemember that {query}", " has the code"),
-    Wording(
-        "The password for {key} was set to {value}.",
-        "\nQuestion: What is the password for {query}?",
-        " Answer: The password for {query} was set to",
-    ),
-    Wording(
-        "In the register, {key} stands beside {value}.",
-        "\nWhich of the {type} stands beside {query} in the register?",
-        " In the register, {query} stands beside",
-        "A register of {type} is spread over this text.\n",
-    ),
-    Wording(
-        "{key} lives at number {value}.",
-        "\n\nQuestion: At what number does {query} live?\nAnswer:",
-        " {query} lives at",
-    ),
-    Wording(
-        "Note: the {type} that belong to {key} are {value}.",
-        "\nWhich {type} belong to {query}?",
-        " The {type} that belong to {query} in this text are",
-    ),
-    Wording(
-        "One of the magic {type} of {key} is: {value}.",
-        "\nWhat is the magic {type} of {query} in the text above?",
-        " The magic {type} of {query} in the text above is",
-        "Some magic {type} are hidden below. Memorize them.\n",
-    ),
-]
-
-
-@dataclass
-class Episode:
-    """A text, the questions about it, and the answers as a model is to write them."""
-
-    kind: str
-    sample: Sample
-    answers: list[str]
-
-
-class Data:
-    """Endless training sequences, drawn from `seed`."""
-
-    def __init__(self, tokenizer: Tokenizer, text: list[str], seed: int):
-        self.tokenizer, self.text, self.rng = tokenizer, text, random.Random(seed)
-
-    def setting(self, length: int, questions: int) -> Setting:
-        start = self.rng.randrange(len(self.text) - length)
-        haystack = " ".join(self.text[start : start + length])
-        encode = partial(self.tokenizer.encode, bos=True)
-        return Setting(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
-
-    def niah(self, kind: str, length: int, niah: Niah, questions: int) -> Episode:
-        setting = self.setting(length, questions)
-        reserve = (40 if niah.value == "uuids" else 24) * niah.values * niah.queries + 60 * (questions - 1)
-        drawer = Alike if self.rng.random() < (0.3 if kind in ("direct", "echo") else 0.6) else Drawer
-
-        def make(n: int) -> Sample:
-            return niah.sample(setting, drawer(random.Random(setting.seed), keep), n)
-
-        sample = fit(make, setting, reserve, least=max(niah.keys, niah.queries) * niah.values)
-        text, answers = sample.text, []
-        for question in sample.questions:
-            values = sorted(question.answers, key=text.index)
-            if niah.queries > 1:  # each value after its key
-                befores = [text[: text.index(value)] for value in question.answers]
-                keys = [before[before.rindex(" for ") + 5 : before.rindex(" is:")] for before in befores]
-                values = [f"{key}: {value}" for key, value in zip(keys, question.answers, strict=True)]
-            answers.append(join(values) + ".")
-        return Episode(kind, sample, answers)
-
-    def tracking(self, length: int) -> Episode:
-        setting, hops, size = self.setting(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
-        if length >= 1024 and self.rng.random() < 0.6:  # as RULER has it, an example of another chain before
-            sample = variable_tracking(setting, 0)
-        else:
-            sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
-        return Episode("vt", sample, [" ".join(sample.questions[0].answers)])
-
-    def lookup(self, length: int, questions: int) -> Episode:
-        setting = self.setting(length, questions)
-        sample = two_stage.two_stage(True, setting, 0, "train", 60 * questions)
-        answers = []
-        for question in sample.questions:
-            a, b = map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())
-            answers.append(f"{a} + {b} = {a + b}: {question.answers[0]}.")
-        return Episode("lookup", sample, answers)
-
-    def echo(self, kind: str, length: int, questions: int) -> Episode:
-        """Facts that are asked for with their own first words."""
-        wording = self.rng.choice(WORDINGS[: 1 if kind == "direct" else 4])
-        niah = Niah(self.rng.choice(["essay", "needle"]), keys=questions, wording=wording)
-        return self.niah(kind, length, niah, questions)
-
-    def drill(self, length: int, questions: int) -> Episode:
-        """Facts of arbitrary words, fewer or more of them between key and value, and others or the same when asked."""
-
-        def words(most: int) -> str:
-            found = (self.rng.choice(self.text) for _ in range(self.rng.randint(0, most)))
-            return "".join(f" {word}" for word in found if word.isalpha())
-
-        said, between = words(2), words(4)
-        asked, again = (said, between) if self.rng.random() < 0.5 else (words(3), words(5))
-        fact, question = f"{said} {{key}}{between} {{value}}.".strip(), "\n" + f"{asked} {{query}}".strip()
-        wording = Wording(fact, question, again)
-        niah = Niah(self.rng.choice(["essay", "needle"]), keys=questions, wording=wording)
-        return self.niah("drill", length, niah, questions)
-
-    def episode(self, stage: str, length: int) -> Episode:
-        rng, long = self.rng, length >= 512
-        if stage == "ruler" and rng.random() < 0.8:
-            questions = rng.randint(2, max(2, length // 75))
-            return self.niah(stage, length, Niah(rng.choice(["essay", "needle"]), keys=questions), questions)
-        if stage != "all":
-            return self.echo(rng.choice(["direct", "echo"]) if stage != "direct" else stage, length, rng.randint(1, 4))
-        if rng.random() < 0.1:
-            return self.drill(length, rng.randint(2, min(8, length // 60)))
-        questions = rng.randint(1, min(8, length // 100))
-        wording = None if rng.random() < 0.7 else rng.choice(WORDINGS)
-        value = "uuids" if long and rng.random() < 0.25 else "numbers"
-        kind = rng.choices(
-            ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
-            [1, 0.5, 2.5, 2, 1.5 * long, 2.5, 1, 2 if length > 512 else 6, 0.7],
-        )[0]
-        match kind:
-            case "echo":
-                return self.echo(kind, length, questions)
-            case "noise":
-                return self.niah(kind, length, Niah("noise", value=value, wording=wording), 1)
-            case "essay":
-                keys = max(questions, rng.randint(1, 4))
-                return self.niah(kind, length, Niah("essay", value=value, keys=keys, wording=wording), questions)
-            case "multikey_2":
-                return self.niah(kind, length, Niah("needle", wording=wording), questions)
-            case "multikey_3":
-                return self.niah(kind, length, NIAH["niah_multikey_3"], min(questions, length // 256))
-            case "multivalue":
-                return self.niah(kind, length, Niah("essay", values=rng.randint(2, 4)), 1)
-            case "multiquery":
-                return self.niah(kind, length, Niah("essay", queries=rng.randint(2, 4 if long else 2)), 1)
-            case "vt":
-                return self.tracking(length)
-            case "lookup":
-                return self.lookup(length, questions)
-
-    def sequence(self, stage: str, length: int) -> "Sequence":
-        """Episodes until `length` tokens are full, the rest plain text."""
-        s = Sequence()
-        while (room := length - len(s.ids)) >= 128:
-            if self.rng.random() < 0.4:  # short ones teach more a token
-                room = min(room, self.rng.choice([256, 512]))
-            try:
-                episode = self.episode(stage, room)
-            except ValueError:  # what was drawn does not fit into the rest
-                break
-            text = episode.sample.text
-            for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
-                prompt = self.tokenizer.encode(text + question.text, bos=bool(text))
-                tokens = self.tokenizer.encode(answer if question.text.endswith(" ") else " " + answer, bos=False)
-                if len(s.ids) + len(prompt) + len(tokens) > length:
-                    break
-                s.add(prompt, TEXT_WEIGHT)
-                s.add(tokens, 1.0, episode.kind)
-                text = ""
-        if len(s.ids) < length:
-            start = self.rng.randrange(len(self.text) - length)
-            rest = self.tokenizer.encode(" ".join(self.text[start : start + length]), bos=True)
-            s.add(rest[: length - len(s.ids)], TEXT_WEIGHT)
-        return s
-
-    def repeats(self, length: int) -> "Sequence":
-        """A few phrases of random tokens, again and again, in any order: only what they say tells what follows."""
-        s, rng = Sequence(), self.rng
-        if rng.random() < 0.3:  # or one long one, twice
-            stretch = [rng.randrange(3, CONFIG["vocab_size"]) for _ in range(rng.randint(8, (length - 1) // 2))]
-            s.add([BOS, *stretch, stretch[0]], 0.0)
-            s.add(stretch[1:], 1.0, "repeats", eos=False)
-            s.add([BOS] * (length - len(s.ids)), 0.0)
-            return s
-        sizes = [rng.randint(3, rng.choice([8, 16, length // 4])) for _ in range(rng.randint(2, 8))]
-        phrases = [[rng.randrange(3, CONFIG["vocab_size"]) for _ in range(size)] for size in sizes]
-        seen = set()
-        s.add([BOS], 0.0)
-        while len(s.ids) < length:
-            i = rng.randrange(len(phrases))
-            phrase = phrases[i][: length - len(s.ids)]
-            s.add(phrase[:1], 0.0)
-            s.add(phrase[1:], 1.0 * (i in seen), "repeats" if i in seen else None, eos=False)
-            seen.add(i)
-        return s
-
-
-class Sequence:
-    """Tokens, the token that is to follow each, the weight of that in the loss, and where the answers are."""
-
-    def __init__(self):
-        self.ids, self.follow, self.weights, self.spans = [], [], [], []
-        self.ended = True
-
-    def add(self, tokens: list[int], weight: float, kind: str | None = None, eos: bool = True) -> None:
-        """kind: they are an answer, which ends with EOS. What is asked next follows without it, as in the engine."""
-        if not tokens:
-            return
-        begin = len(self.ids) - 1
-        if not self.ended:
-            self.follow[-1], self.weights[-1] = tokens[0], weight
-        self.ids += tokens
-        self.follow += [*tokens[1:], EOS]
-        self.ended = bool(kind) and eos
-        self.weights += [weight] * (len(tokens) - 1) + [weight if self.ended else 0.0]
-        if kind:
-            self.spans.append((kind, begin, len(self.ids) - (not eos)))
-
 
 # The model
 

@@ -8,7 +8,7 @@ import torch
 
 from config import rope_frequencies
 from engine import Engine
-from needle import train
+from needle import data, train
 from tasks.ruler import wordlist
 from tokenizer import load_tokenizer
 
@@ -71,19 +71,19 @@ def test_paragraphs_are_prose_without_markup_each_once(tmp_path):
     (tmp_path / "man/man1/broken.1.gz").write_bytes(b"not gzip")
     (tmp_path / "common-licenses").mkdir()
     (tmp_path / "common-licenses/FOX").write_text(f"{prose}\n\nToo short.\n\n{'7 * 8 = 56; ' * 30}\n\n{prose}\n")
-    assert train.paragraphs(tmp_path) == [prose.strip()]
+    assert data.paragraphs(tmp_path) == [prose.strip()]
 
 
-@pytest.mark.parametrize("kind", [train.Drawer, train.Alike])
+@pytest.mark.parametrize("kind", [data.Drawer, data.Alike])
 def test_held_out_words_and_numbers_are_never_drawn(kind):
-    drawer = kind(random.Random(0), train.keep)
-    seen = [{word for word in wordlist(kind) if train.keep(word)} for kind in ("adjective", "noun")]
+    drawer = kind(random.Random(0), data.keep)
+    seen = [{word for word in wordlist(kind) if data.keep(word)} for kind in ("adjective", "noun")]
     for _ in range(500):
         key, number = drawer.draw("words"), drawer.draw("numbers")
         cuts = [i for i, letter in enumerate(key) if letter == "-"]
         assert any(key[:i] in seen[0] and key[i + 1 :] in seen[1] for i in cuts)
-        assert train.keep(number)
-    assert 0.7 < sum(train.keep(str(n)) for n in range(10**6, 10**6 + 5000)) / 5000 < 0.9
+        assert data.keep(number)
+    assert 0.7 < sum(data.keep(str(n)) for n in range(10**6, 10**6 + 5000)) / 5000 < 0.9
 
 
 def test_a_new_model_copies_before_any_training():
@@ -104,7 +104,7 @@ def test_a_new_model_copies_before_any_training():
 
 
 def test_alike_keys_share_words_and_alike_numbers_digits():
-    drawer = train.Alike(random.Random(0))
+    drawer = data.Alike(random.Random(0))
     keys, numbers = [drawer.draw("words") for _ in range(40)], [drawer.draw("numbers") for _ in range(40)]
     assert len(set(keys)) == len(set(numbers)) == 40
     words = [word for key in keys for word in key.split("-", 1)]
