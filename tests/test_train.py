@@ -28,7 +28,7 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
-def data(tokenizer, seed=0):
+def make_data(tokenizer, seed=0):
     return train.Data(tokenizer, " ".join(TEXT * 2).split(), seed)
 
 
@@ -39,7 +39,7 @@ def test_the_first_digit_of_a_number_takes_the_space_before_it_and_the_others_st
 
 @pytest.mark.parametrize("stage, length", [("direct", 256), ("echo", 256), ("ruler", 512), ("all", 256), ("all", 2048)])
 def test_every_token_is_followed_by_the_next_but_an_answer_by_its_end(tokenizer, stage, length):
-    source = data(tokenizer)
+    source = make_data(tokenizer)
     kinds = set()
     for _ in range(40):
         s = source.sequence(stage, length)
@@ -55,7 +55,7 @@ def test_every_token_is_followed_by_the_next_but_an_answer_by_its_end(tokenizer,
 
 
 def test_answers_are_in_the_text_before_them(tokenizer):
-    source = data(tokenizer, seed=3)
+    source = make_data(tokenizer, seed=3)
     for _ in range(60):
         episode = source.episode("all", 1024)
         for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
@@ -122,7 +122,7 @@ def small(monkeypatch):
 
 def test_a_run_goes_on_from_where_it_was_saved(small, tokenizer, folder):
     run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
-    source = data(tokenizer)
+    source = make_data(tokenizer)
     run.train_step(run.batch(source))
     run.save()
     again = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
@@ -152,7 +152,7 @@ def test_stages_follow_one_another_when_most_answers_are_right_or_their_time_is_
 def test_what_is_shipped_is_what_was_trained(small, tokenizer, folder, tmp_path):
     run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
     for _ in range(3):
-        run.train_step([data(tokenizer).sequence("direct", 256)])
+        run.train_step([make_data(tokenizer).sequence("direct", 256)])
     train.ship(run, tmp_path / "shipped")
     engine = Engine.load(tmp_path / "shipped", compile=False, dtype="float32", max_new_tokens=8)
     ids = engine.encode("One of the magic numbers is 1234567. What is it?")
