@@ -118,7 +118,7 @@ def beyond_afresh(engine: Engine, name: str, budget: int, measured: range) -> fl
     return (found - torch.cat(afresh)).mean().item()
 
 
-@pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "d2o"))  # not cam, whose values grow with every merge
+@pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "d2o"))  # cam is as far off within the context
 def test_far_beyond_the_context_no_method_falls_off_a_cliff(needle, name, request):
     if not request.config.getoption("--all"):
         pytest.skip("takes minutes; --all runs it")
