@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,15 +16,12 @@ from progress import Phase, timed
 from sequence import Answer, Completion, Row
 from tokenizer import Stream
 
-if TYPE_CHECKING:
-    from engine import Engine
-
 
 class Loop:
-    """One call of `Engine.generate`."""
+    """One call of `Engine.generate`; `engine` is the engine itself."""
 
     def __init__(
-        self, engine: "Engine", waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
+        self, engine, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
         on_token: Callable[[int, int, str], None], on_done: Callable[[int, Completion], None],
     ):  # fmt: skip
         self.engine, self.waiting, self.answer_prompts = engine, waiting, answer_prompts
