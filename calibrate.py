@@ -76,7 +76,7 @@ class Probe(KV):
         super().__init__(shape)
         self.sinks, self.recent_tokens, self.chosen = sinks, recent, chosen
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         length = k.shape[2]
         most, caught = q.new_zeros(QUERIES, length, dtype=torch.float32), [0.0] * len(self.chosen)
         missed = 0.0
@@ -95,16 +95,9 @@ class Probe(KV):
                 caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item() / QUERIES / q.shape[1]
         self.caught, self.dense = caught, missed / QUERIES / q.shape[1]
         self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length + 0.5)))))  # [queries,n]
-        return ops.causal_attention(q, k, v)
 
     def decode(self, *_) -> Tensor:
         raise NotImplementedError("a probe only sees prompts")
-
-    def reset(self, row: int) -> None:
-        pass
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        return 0, 0
 
 
 def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: float = 0.2) -> dict:

@@ -20,7 +20,7 @@ def interrupted(*_) -> None:
 def is_tool() -> bool:
     """Whether this process runs a file of this repository, and does not only import from it."""
     path = getattr(sys.modules["__main__"], "__file__", None)
-    return path is not None and Path(path).resolve().parent in (ROOT, ROOT / "needle")
+    return path is not None and Path(path).resolve().parent in (ROOT, ROOT / "bench", ROOT / "needle")
 
 
 def check_torch() -> None:

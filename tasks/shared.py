@@ -18,12 +18,6 @@ class Seen(KV):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         raise NotImplementedError("prompts alone are taken down")
 
-    def reset(self, row: int) -> None:
-        pass
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        return 0, 0
-
 
 class SharedPrompts(Engine):
     """Runs a prompt through the model once for all methods.

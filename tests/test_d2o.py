@@ -176,8 +176,9 @@ def test_six_tokens_by_hand():
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
     (score,), _ = ops.column_sums(torch.zeros(1, 1, 6, 2), k[None])
     assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
-    kept, known, keys, values = layer.compress(0, [score], k, v, 4)
-    assert kept.tolist() == [[0, 1, 2, 3]]
+    layer.compress(0, 0, [score], k, v, 4)
+    keys, values = layer.k[0, :, :4], layer.v[0, :, :4]
+    assert layer.position[0, :, :4].tolist() == [[0, 1, 2, 3]]
     # Token 4 at 60 degrees is most like token 3 at 45: cos 15 = 0.9659. Token 5 at 270: like 0 and 2, cos 90 = 0.
     assert layer.threshold[0, 0].item() == pytest.approx((math.cos(math.radians(15)) + 0) / 2, abs=1e-6)  # 0.4830
     # 0.9659 is above it: merged with w = e^0.9659 / (e + e^0.9659) = 2.6272 / 5.3455 = 0.4915. 0 is below: dropped.
@@ -187,7 +188,7 @@ def test_six_tokens_by_hand():
     expected = [own * math.cos(math.pi / 4) + other * 0.5, own * math.sin(math.pi / 4) + other * math.sqrt(3) / 2]
     assert keys[0, 3].tolist() == pytest.approx(expected, abs=1e-4)  # 0.6053, 0.7852
     assert values[0, 3].tolist() == pytest.approx([own * 4 + other * 5, other * 1], abs=1e-4)  # 4.4915, 0.4915
-    assert known[0].tolist() == [score[0, :4].tolist()]  # scores do not change
+    assert layer.received[0, 0, :4].tolist() == score[0, :4].tolist()  # scores do not change
 
 
 def test_weights_of_a_merge_sum_to_one():
@@ -240,7 +241,7 @@ def test_memory_is_the_budget_for_any_number_of_tokens_and_prompts_of_any_kind()
     for layer in run.layers:
         read = min(110, 1 + max(sizes[layer.index] for sizes in layer.shared.sizes))
         assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes * 3 // 2 + 12)
-        assert read <= layer.most + 1
+        assert read <= layer.slots
 
 
 def test_layers_that_stay_full_count():
@@ -287,7 +288,7 @@ def test_roco_protects_the_newest_ten_and_a_share_that_varies():
     deviation = torch.zeros(100)
     deviation[20:28] = torch.linspace(2.0, 1.3, 8)
     known = [mean * visits, (mean**2 + deviation**2) * visits]
-    kept = layer.choose([x[None] for x in known], 24)
+    kept = layer.select([x[None] for x in known], 24)
     assert kept.tolist() == [[*range(4), *range(20, 27), *range(87, 100)]]
 
 

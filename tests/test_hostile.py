@@ -15,7 +15,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import ANY
 
-import compare
 import pytest
 import torch
 from chat_templates import LLAMA2
@@ -29,6 +28,7 @@ import convert_hf_checkpoint
 import eval as evaluation
 import generate
 import quantize
+from bench import compare
 from checkpoint import open_weights, write_checkpoint
 from device import resident_bytes
 from engine import Engine

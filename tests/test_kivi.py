@@ -202,7 +202,7 @@ def test_rocketkv_in_8_bits_chooses_nearly_as_in_16(name, monkeypatch):
     (exact, *coded), (eight, four) = differences(name, 100)
     a, b = exact.layers[0], coded[0].layers[0]
     for x, y in ((a.k, b.decoded(b.k)), (a.v, b.decoded(b.v))):
-        assert 0 < (x - y)[:, :, : a.keep].abs().max() < 0.02  # the same tokens, half a step away
+        assert 0 < (x - y)[:, :, : a.kept].abs().max() < 0.02  # the same tokens, half a step away
     runs = torch.arange(len(pages)) // (2 * 2) % 3  # of each layer's and KV head's pages
     by_run = [[pages[i] for i in (runs == run).nonzero()] for run in range(3)]
     same = [sum(len(x & y) / len(x) for x, y in zip(by_run[0], own, strict=True)) for own in by_run[1:]]

@@ -171,7 +171,7 @@ def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, chann
     shape = Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), 1, planned - new, new)
     sizes = Sizes.of(shape, budget, "even")
     assert (sizes.slots, sizes.page, sizes.channels) == (slots, page, channels)
-    assert sizes.keep == slots - new
+    assert sizes.kept == slots - new
     (layer, *_) = kv.build("rocketkv", shape, budget, {"split": "even"})
     unit = shape.n_kv_head * shape.unit_bytes
     pages = -(-slots // page)
@@ -199,7 +199,7 @@ def test_pages_of_one_token_are_one_copy_of_k():
     layer = kv.build("rocketkv", shape, 100, {})[0]
     assert layer.page == 1
     units = layer.device_bytes() - sum(layer.overhead().values())
-    assert units * 2 == 3 * layer.size * shape.n_kv_head * shape.unit_bytes
+    assert units * 2 == 3 * layer.slots * shape.n_kv_head * shape.unit_bytes
 
 
 @pytest.mark.parametrize("name, options", [("rocketkv", {}), ("hybrid", {}), ("quest", {"page": 4, "skip_layers": 0})])
@@ -211,7 +211,7 @@ def test_bounds_are_those_of_the_stored_keys(name, options, monkeypatch):
         layer = both.layers[0]
         for _ in range(40):
             both.step()
-            stored = min(prompt, getattr(layer, "keep", prompt)) + both.new
+            stored = min(prompt, getattr(layer, "kept", prompt)) + both.new
             keys = layer.k[0, :, :stored]
             for page, lanes in enumerate(keys.split(layer.page, dim=1)):
                 if name == "quest":
@@ -245,7 +245,7 @@ def test_pyramid_budgets():
 
 def test_pyramidkv_gives_higher_layers_what_lower_ones_cannot_use():
     shape = replace(make_shape("gqa"), n_layer=32, max_prompt=2048, device=torch.device("meta"))
-    keeps = [layer.keep for layer in kv.build("pyramidkv", shape, 1843, {})]
+    keeps = [layer.kept for layer in kv.build("pyramidkv", shape, 1843, {})]
     assert max(keeps) == 2048 and keeps == sorted(keeps, reverse=True)
     assert sum(keeps) / 32 == pytest.approx(1843, abs=1)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOOLS = [f"{name}.py" for name in "generate eval bench calibrate compare convert_hf_checkpoint quantize".split()]
-MODULES = ["needle.train", "needle.sparsity"]
+TOOLS = [f"{name}.py" for name in "generate eval calibrate convert_hf_checkpoint quantize".split()]
+MODULES = ["bench", "bench.compare", "needle.train", "needle.sparsity"]
 
 
 def python(place: Path, *command) -> subprocess.CompletedProcess:

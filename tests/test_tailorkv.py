@@ -232,8 +232,8 @@ def test_a_compiled_step_keeps_that_order(monkeypatch):
         return x.clone()
 
     mark.register_fake(torch.empty_like)
-    attend = Fetched.attend
-    monkeypatch.setattr(Fetched, "attend", lambda *args: mark(attend(*args)))
+    attend = Fetched.attend_parts
+    monkeypatch.setattr(Fetched, "attend_parts", lambda *args: mark(attend(*args)))
     for method in (offload.ThreadedPool.start, offload.ThreadedPool.finish):
 
         def logged(pool, *args, method=method):
@@ -278,7 +278,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kv-offload")]
 
 
-@pytest.mark.parametrize("pool, what", [("lines", "the channels of layer 2"), ("pool", "layer 2")])
+@pytest.mark.parametrize("pool, what", [("channel_pool", "the channels of layer 2"), ("pool", "layer 2")])
 def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(pool, what, monkeypatch):
     shape = make_shape(batch=2)
     here, there = Tailor(shape, 24, HERE), Tailor(shape, 24, THREADS)
@@ -333,9 +333,10 @@ def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
     table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
     layers = kv.build("tailorkv", shape, t, {})
     over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
-    assert over.pop("slots") == 3 * rows * (t + new + 1) * unit
+    slots = over.pop("slots"), over.pop("slot past the end")
+    assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # tokens that arrive, of one layer after the other
-    beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "choice", "largest"))
+    beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "row state", "largest"))
     device, host = kv.planned_bytes("tailorkv", shape, t, {})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
     assert device < 0.2 * shape.full_bytes()
