@@ -179,6 +179,6 @@ def read_later(tokens: Tensor) -> Callable[[], list[int]]:
 
 def compiled_graphs() -> int:
     """That torch has compiled in this process."""
-    from torch._dynamo.utils import counters  # not at the top: see Engine.__init__
+    from torch._dynamo.utils import counters  # not at the top: see Caches.__init__
 
     return counters["stats"]["unique_graphs"]

@@ -121,13 +121,11 @@ class Naive(Full):
     """What papers often compare with: K and V repeated for every query head, products and softmax one by one."""
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        slot = ops.ring(pos, self.size, self.sinks)
-        ops.store(self.k, k, slot, active)
-        ops.store(self.v, v, slot, active)
-        n, groups = self.span.shape[0], q.shape[1] // k.shape[1]
-        keys, values = (x.narrow(2, 0, n).repeat_interleave(groups, dim=1) for x in (self.k, self.v))
+        self.store(k, v, ops.ring(pos, self.size, self.sinks), active)
+        groups = q.shape[1] // k.shape[1]
+        keys, values = (self.read(x).repeat_interleave(groups, dim=1) for x in (self.k, self.v))
         scores = q @ keys.mT * q.shape[-1] ** -0.5
-        hidden = torch.arange(n, device=q.device) > pos[:, None]
+        hidden = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         return scores.masked_fill(hidden[:, None, None], -torch.inf).float().softmax(-1).to(q.dtype) @ values
 
 

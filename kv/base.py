@@ -141,19 +141,21 @@ class Buffers(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
-
         self.states: dict[str, float] = {}  # buffers that say what a row holds, and what they are filled with at first
 
     def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0) -> None:
         """A buffer [B,*size], of the cache's dtype unless told."""
-        shape = self.shape
-        buffer = torch.full((shape.batch, *size), fill, dtype=dtype or shape.dtype, device=shape.device)
+        shape, dtype = self.shape, dtype or self.shape.dtype
+        buffer = torch.full((shape.batch, *size), fill, dtype=dtype, device=shape.device)
         self.register_buffer(name, buffer, persistent=False)
 
     def state(self, name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
         """A buffer [B,*size] that says what a row holds: `reset` fills it again, `overhead` counts it."""
         self.allocate(name, *size, dtype=dtype, fill=fill)
         self.states[name] = fill
+
+    def state_bytes(self) -> int:
+        return sum(getattr(self, name).nbytes for name in self.states)
 
     def reset(self, row: int) -> None:
         """Forgets a row."""
@@ -271,8 +273,7 @@ class KV(Buffers, ABC):
 
     def storages(self) -> dict[int, int]:
         """Each distinct storage behind the buffers, with its bytes: layers that share one report the same key."""
-        found = (buffer.untyped_storage() for buffer in self.buffers())
-        return {storage._cdata: storage.nbytes() for storage in found}
+        return {storage._cdata: storage.nbytes() for storage in map(Tensor.untyped_storage, self.buffers())}
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes that one decode step reads for one row that holds `length` tokens after it."""
@@ -282,8 +283,7 @@ class KV(Buffers, ABC):
     def overhead(self) -> dict[str, int]:
         """Bytes allocated beyond the paper's formula, by name."""
         found = {"slot past the end": 2 * self.k[:, :, 0].nbytes} if self.slots else {}
-        state = sum(getattr(self, name).nbytes for name in self.states)
-        return found | ({"row state": state} if state else {})
+        return found | ({"row state": self.state_bytes()} if self.states else {})
 
     def fetched(self) -> tuple[int, int]:
         """Rows that steps wanted from the host, and those that had to be fetched; a shared pool reports them once."""

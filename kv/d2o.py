@@ -242,7 +242,7 @@ class D2O(H2O):
         return self.shape.n_kv_head * self.reads(length, 0) * (unit + 12), 0
 
     def overhead(self) -> dict[str, int]:
-        state = sum(getattr(self, name).nbytes for name in self.states) + self.rope_speed.nbytes
+        state = self.state_bytes() + self.rope_speed.nbytes
         if self.index == 0:
             state += self.position.nbytes + self.received.nbytes
         return {"spare slot": self.shape.slot_bytes, "sums and positions": state}

@@ -46,8 +46,7 @@ class Quantized(KV):
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, count:], v[0, :, count:]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        ops.store(self.k, k, pos % self.ring, active)
-        ops.store(self.v, v, pos % self.ring, active)
+        self.store(k, v, pos % self.ring, active)
         count = self.groups(pos + 1)
         if self.packed.groups:
             self.pack(count - 1, active & (count > self.groups(pos)))

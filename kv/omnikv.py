@@ -213,8 +213,7 @@ class Filter(Full):
 
     def overhead(self) -> dict[str, int]:
         past = self.past.nbytes if self.window > 1 else 0
-        choice = sum(getattr(self.segment, name).nbytes for name in self.segment.states)
-        return super().overhead() | {"choice": choice, "past scores": past}
+        return super().overhead() | {"choice": self.segment.state_bytes(), "past scores": past}
 
 
 class Sparse(Parts):
