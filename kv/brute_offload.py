@@ -67,9 +67,6 @@ class Loaded(Fetched):
         units = self.shape.n_kv_head * self.shape.unit_bytes
         return units * length, units * min(length, self.shape.max_prompt)
 
-    def overhead(self) -> dict[str, int]:
-        return super().overhead() | {"staging": self.pool.overhead()}
-
 
 @dataclass(frozen=True)
 class BruteOffloadMethod(Method):

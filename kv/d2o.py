@@ -127,6 +127,9 @@ class D2O(H2O):
         self.state("spare", shape.n_kv_head)
         self.state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
         self.allocate_speeds()
+        self.beyond["spare slot"] = shape.slot_bytes
+        if index == 0:
+            self.beyond += shared.beyond
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
@@ -240,12 +243,6 @@ class D2O(H2O):
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
         return self.shape.n_kv_head * self.reads(length, 0) * (unit + 12), 0
-
-    def overhead(self) -> dict[str, int]:
-        state = self.state_bytes() + self.rope_speed.nbytes
-        if self.index == 0:
-            state += self.position.nbytes + self.received.nbytes
-        return {"spare slot": self.shape.slot_bytes, "sums and positions": state}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Parts(KV):
     def __init__(self, shape: Shape, sinks: int, ends: int, chosen: int, prompt: Tensor | None = None):
         """prompt [B]: tokens of each row's, where layers share that."""
         super().__init__(shape)
+        self.pools: list[Pool] = []  # that this layer answers for
         self.sinks, self.ends, self.chosen = sinks, ends, ends + chosen  # the last: slots before the generated tokens
         self.allocate_slots(self.chosen + shape.max_new_tokens)
         if prompt is None:
@@ -81,6 +82,26 @@ class Parts(KV):
         mask = torch.cat([ends[:, None].expand(b, h, -1), chosen, new[:, None].expand(b, h, -1)], dim=2)
         return ops.attend(q, self.read(self.k), self.read(self.v), mask)
 
+    # What lies between the ends
+
+    def finish(self, row: int) -> None:
+        for pool in self.pools:
+            pool.settle()
+
+    def host_bytes(self) -> int:
+        return sum(pool.host_bytes for pool in self.pools)
+
+    def fetched(self) -> tuple[int, int]:
+        wanted, fetched = zip((0, 0), *(pool.counts for pool in self.pools), strict=True)
+        return sum(wanted), sum(fetched)
+
+    def overhead(self) -> dict[str, int]:
+        return super().overhead() | {"staging": sum(pool.overhead() for pool in self.pools)}
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
 
 class Fetched(Parts):
     """What lies between the ends is in a pool, K and V of `width` tokens a row of it; `count` rows are fetched."""
@@ -89,20 +110,8 @@ class Fetched(Parts):
         super().__init__(shape, sinks, ends, count * width)
         self.count = count
         self.state("index", shape.n_kv_head, count, fill=-1)  # what was chosen; -1: none
-        self.pool = pool
+        self.pool, self.pools = pool, [pool]
         self.register_buffer("pool_buffer", pool.buffer, persistent=False)
-
-    def finish(self, row: int) -> None:
-        self.pool.settle()
-
-    def host_bytes(self) -> int:
-        return self.pool.host_bytes
-
-    def fetched(self) -> tuple[int, int]:
-        return self.pool.counts
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 class FetchedTokens(Fetched):
@@ -113,6 +122,7 @@ class FetchedTokens(Fetched):
         rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
         super().__init__(shape, options.initial, ends, count, 1, pool)
+        self.beyond["slots"] = self.slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
@@ -142,7 +152,3 @@ class FetchedTokens(Fetched):
         ends = min(length - new, self.ends)
         chosen, unit = min(self.count, length - new - ends), self.shape.n_kv_head * self.shape.unit_bytes
         return (ends + chosen + new) * unit, chosen * unit * (self.pool.host_bytes > 0)
-
-    def overhead(self) -> dict[str, int]:
-        slots = {"slots": self.slots * self.shape.slot_bytes}
-        return super().overhead() | slots | {"staging": self.pool.overhead()}

@@ -41,6 +41,7 @@ class H2O(KV):
         allocate_tokens(self, size + 2, self.sums)
         self.state("spare", shape.n_kv_head)  # the slot of the next token
         self.allocate_speeds()
+        self.beyond["spare slot"] = shape.slot_bytes
 
     # The prompt
 
@@ -161,16 +162,13 @@ class H2O(KV):
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)
         return self.shape.n_kv_head * self.reads(length, 0) * unit, 0
 
-    def overhead(self) -> dict[str, int]:
-        state = sum(getattr(self, name).nbytes for name in (*self.sums, "position", "rope_speed"))
-        return super().overhead() | {"spare slot": self.shape.slot_bytes, "sums and positions": state}
-
 
 def allocate_tokens(owner: Buffers, slots: int, sums: tuple[str, ...]) -> None:
-    """What is known of the tokens in so many slots: their sums, and their positions in the text, -1: none."""
+    """Allocates, for the token in each slot, its sums and its position in the sequence (-1: the slot is empty)."""
+    size, beyond = (owner.shape.n_kv_head, slots), "sums and positions"
     for name in sums:
-        owner.allocate(name, owner.shape.n_kv_head, slots, dtype=torch.float32)
-    owner.allocate("position", owner.shape.n_kv_head, slots, dtype=torch.int64, fill=-1)
+        owner.allocate(name, *size, dtype=torch.float32, beyond=beyond)
+    owner.allocate("position", *size, dtype=torch.int64, fill=-1, beyond=beyond)
 
 
 class RoCo(H2O):

@@ -41,6 +41,11 @@ class InfLLM(Fetched):
             self.allocate_speeds()
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("speakers", *size, dtype=torch.float32)  # each block's representatives' keys, summed
+        for name, slots in (
+            ("chosen blocks", count * block), ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
+            ("ends of a short prompt", max(0, ends - shape.max_prompt)),
+        ):  # fmt: skip
+            self.beyond[name] = slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
@@ -117,15 +122,6 @@ class InfLLM(Fetched):
         device = choose + (min(length - new, self.ends) + chosen + new) * unit
         heads = self.shape.n_kv_head
         return heads * device, heads * chosen * unit if self.pool.host_bytes else 0
-
-    def overhead(self) -> dict[str, int]:
-        units = self.shape.slot_bytes
-        rest = self.blocks * self.block - max(0, self.shape.max_prompt - self.ends)
-        return super().overhead() | {
-            "staging": self.pool.overhead(), "speeds of RoPE": self.rope_speed.nbytes if self.joint else 0,
-            "chosen blocks": units * self.count * self.block, "ends of blocks": units * rest,
-            "ends of a short prompt": units * max(0, self.ends - self.shape.max_prompt),
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class Quantized(KV):
         self.ring = -(-self.wait // group) * group + group
         self.packed = Packed(shape, max(0, shape.planned - self.wait) // group, group, bits)
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim)
+            self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim, beyond="tokens that wait")
+        self.beyond["group past the end"] = shape.batch * shape.n_kv_head * self.packed.group_bytes
         self.span = self.groups_read(None, shape.planned)
 
     def groups(self, count: Tensor | int) -> Tensor | int:
@@ -85,10 +86,6 @@ class Quantized(KV):
         waits = self.ring + self.group * (self.packed.groups > 0)
         packed = self.groups(length) * self.packed.group_bytes
         return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
-
-    def overhead(self) -> dict[str, int]:
-        group = self.shape.batch * self.shape.n_kv_head * self.packed.group_bytes
-        return {"tokens that wait": self.k.nbytes + self.v.nbytes, "group past the end": group}
 
 
 def layer_bytes(shape: Shape, bits: int, group: int = GROUP) -> int:

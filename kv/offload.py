@@ -34,9 +34,7 @@ class OffloadMethod(Method):
     """A method that may keep most of the prompt on the host."""
 
     offload: bool = option(False, "most of the prompt lives on the host")
-    engine: Literal["auto", "direct", "threads"] = option(
-        "auto", "who fetches: the GPU itself, or threads of the host"
-    )
+    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the GPU itself, or threads of the host")
     threads: int = option(4, "of the host, that fetch", min=1, max=256)
 
     def threaded(self, shape: Shape, early: bool = False) -> bool:

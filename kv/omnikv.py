@@ -162,10 +162,11 @@ class Filter(Full):
     def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
         super().__init__(shape)
         self.segment, self.selector = segment, selector
+        self.beyond += segment.beyond
         self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
         if self.window > 1:  # the scores that past queries gave, a ring by position
-            self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
+            self.allocate("past", self.window, self.size + 1, dtype=torch.float32, beyond="past scores")
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.begin(row, k.shape[2])
@@ -211,10 +212,6 @@ class Filter(Full):
         past = 4 * self.window * length if self.window > 1 else 0
         return super().step_bytes(length)[0] * 3 // 2 + past, 0
 
-    def overhead(self) -> dict[str, int]:
-        past = self.past.nbytes if self.window > 1 else 0
-        return super().overhead() | {"choice": self.segment.state_bytes(), "past scores": past}
-
 
 class Sparse(Parts):
     """Attends to what the segment's filter layer chose and to the generated tokens, which it holds itself."""
@@ -222,12 +219,13 @@ class Sparse(Parts):
     def __init__(self, shape: Shape, segment: Segment, layer: int):
         super().__init__(shape, 0, 0, segment.k, segment.prompt)
         self.segment, self.layer = segment, layer
+        if layer == segment.layers[0]:  # the pool is the whole segment's, and is counted once
+            self.pools = [segment.pool]
+        if not segment.pool.host_bytes:
+            self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.write(row, self.layer, k[0], v[0])
-
-    def finish(self, row: int) -> None:
-        self.segment.pool.settle()
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         age = self.store_generated(k, v, pos, active)
@@ -236,30 +234,12 @@ class Sparse(Parts):
         ends, new = self.held(age)
         return self.attend_parts(q, ends, chosen, new)
 
-    def host_bytes(self) -> int:
-        """All of the segment's are the first layer's."""
-        return self.segment.pool.host_bytes if self.layer == self.segment.layers[0] else 0
-
-    def fetched(self) -> tuple[int, int]:
-        return self.segment.pool.counts if self.layer == self.segment.layers[0] else (0, 0)
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
         unit = 2 * quant.stored_bytes(self.shape, self.segment.bits)
         chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
         generated = self.shape.n_kv_head * new * self.shape.unit_bytes
         return (generated + chosen, chosen) if self.segment.pool.host_bytes else (generated + chosen, 0)
-
-    def overhead(self) -> dict[str, int]:
-        pool, declared = self.segment.pool, super().overhead()
-        if not pool.host_bytes:
-            declared["chosen tokens"] = self.segment.k * self.shape.slot_bytes
-        elif self.layer == self.segment.layers[0]:
-            declared["staging"] = pool.overhead()
-        return declared
-
-    def close(self) -> None:
-        self.segment.pool.close()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class PQCache(FetchedTokens):
         parts, centroid = (shape.n_kv_head, self.parts), (2**options.codebits, shape.head_dim // self.parts)
         self.allocate("centroids", *parts, *centroid, dtype=torch.float32)
         self.allocate("codes", *parts, shape.planned + 1, dtype=torch.uint8)
+        self.beyond["code past the end"] = self.codes[..., 0].nbytes
         self.seen = ops.span(None, shape.planned, shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -87,9 +88,6 @@ class PQCache(FetchedTokens):
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = self.fetched_bytes(length)
         return device + self.codes[0, ..., 0].numel() * length + self.centroids[0].nbytes, host
-
-    def overhead(self) -> dict[str, int]:
-        return super().overhead() | {"code past the end": self.codes[..., 0].numel()}
 
 
 def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:

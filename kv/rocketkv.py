@@ -56,6 +56,7 @@ class RocketKV(SnapKV):
         self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
     ):
         super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold)
+        del self.beyond["generated"]  # these tokens are among the n1
         self.bits = bits
         if bits < 16:
             self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
@@ -114,9 +115,6 @@ class RocketKV(SnapKV):
         choose = self.channels * pages * self.shape.dtype.itemsize
         attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.bits)
         return self.shape.n_kv_head * (choose + attend), 0
-
-    def overhead(self) -> dict[str, int]:
-        return KV.overhead(self)  # generated tokens are among the n1
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,13 @@ class Shared(Buffers):
         whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix wants a region to begin with a block
         sizes = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in sizes)]
+        self.beyond["whole blocks"] = (self.starts[-1] - sum(sizes)) * shape.slot_bytes
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
         table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
         self.register_buffer("first", table, persistent=False)  # where a layer's slots of a row begin
         self.register_buffer("size", table + window, persistent=False)  # how many of them it uses, as a ring
+        self.beyond["regions"] = self.first.nbytes + self.size.nbytes
         self.regions, self.sizes = ([[0] * shape.n_layer for _ in range(shape.batch)] for _ in range(2))  # on the host
         self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # of the layers that have seen a row's prompt
 
@@ -82,6 +84,8 @@ class SimLayer(KV):
         self.shared, self.index = shared, index
         self.recent = shared.window - shared.sinks
         self.slots, self.span = shape.planned, ops.span(None, shape.planned, shape.planned, shape.device)
+        if index == 0:
+            self.beyond += shared.beyond
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
@@ -107,14 +111,6 @@ class SimLayer(KV):
         """Tokens of a row that holds so many in all: of the one for which the layer keeps most; as planned, if none."""
         planned = self.shape.planned if self.index < self.shared.large else self.shared.window
         return min(length, max(sizes[self.index] for sizes in self.shared.sizes) or planned)
-
-    def overhead(self) -> dict[str, int]:
-        shared = self.shared
-        if self.index:
-            return {}
-        units = shared.large * self.shape.planned + (self.shape.n_layer - shared.large) * shared.window
-        beyond = shared.k.nbytes + shared.v.nbytes - units * self.shape.slot_bytes
-        return {"whole blocks": beyond, "regions": shared.first.nbytes + shared.size.nbytes}
 
 
 @dataclass(frozen=True)

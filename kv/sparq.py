@@ -23,7 +23,8 @@ class SparQ(Full):
         self.count = self.least = max(1, budget // 2)
         self.recent = self.count // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel by channel
-        self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # of all V
+        self.beyond["slot past the end"] += self.kt[..., 0].nbytes
+        self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="mean of V")
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.kt[row, :, :, : k.shape[2]] = k[0].mT
@@ -58,10 +59,6 @@ class SparQ(Full):
         choose = self.channels * length * self.shape.dtype.itemsize
         attend = min(self.count, length) * self.shape.unit_bytes
         return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
-
-    def overhead(self) -> dict[str, int]:
-        past = super().overhead()["slot past the end"] + self.kt[..., 0].nbytes
-        return {"slot past the end": past, "mean of V": self.mean.nbytes}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Streaming(Full):
         super().__init__(shape, size, sinks)
         self.allocate_speeds()
         self.state("shift")  # positions that each row's sinks have moved by
-        self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)  # as they were before
+        self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")
         self.past = False  # whether a row may have left the model's context
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -45,9 +45,6 @@ class Streaming(Full):
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)
         self.past = length > self.shape.max_length
-
-    def overhead(self) -> dict[str, int]:
-        return super().overhead() | {"sinks as they were": self.sink_keys.nbytes, "RoPE": self.rope_speed.nbytes}
 
 
 @dataclass(frozen=True)

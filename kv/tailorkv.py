@@ -35,11 +35,12 @@ class Tailored(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
         super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
         self.channels = shared.channels
-        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)  # max |K|
+        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="max |K|")
         what = f"the channels of layer {layer}"
         rows, width = self.largest.numel(), (shape.max_prompt,)
         staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
         self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
+        self.pools.append(self.channel_pool)
         self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
         self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
 
@@ -48,10 +49,6 @@ class Tailored(FetchedTokens):
         length, channels = k.shape[2], k.shape[1] * k.shape[3]
         self.channel_pool.write(row * channels, k[0].mT.flatten(0, 1), slice(0, length))
         self.largest[row] = k[0].abs().amax(1)
-
-    def finish(self, row: int) -> None:
-        super().finish(row)
-        self.channel_pool.settle()
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
@@ -79,9 +76,6 @@ class Tailored(FetchedTokens):
         ends, new = self.held(age)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
-    def host_bytes(self) -> int:
-        return super().host_bytes() + self.channel_pool.host_bytes
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         """The channels come from the host, as many tokens of them as are planned, and are read where they arrive."""
         device, host = self.fetched_bytes(length)
@@ -89,12 +83,8 @@ class Tailored(FetchedTokens):
         return device + channels, host + channels * (self.channel_pool.host_bytes > 0)
 
     def overhead(self) -> dict[str, int]:
-        channels = self.channel_pool.overhead() - self.channel_pool.staged_bytes  # those are in Table 2
-        return super().overhead() | {"largest": self.largest.nbytes, "channels": channels}
-
-    def close(self) -> None:
-        super().close()
-        self.channel_pool.close()
+        declared = super().overhead()
+        return declared | {"staging": declared["staging"] - self.channel_pool.staged_bytes}  # those are in Table 2
 
 
 class Shared:

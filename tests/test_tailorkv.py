@@ -336,11 +336,11 @@ def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # tokens that arrive, of one layer after the other
-    beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "row state", "largest"))
+    beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "row state", "max |K|"))
     device, host = kv.planned_bytes("tailorkv", shape, t, {})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
     assert device < 0.2 * shape.full_bytes()
-    assert over.keys() == {"staging", "channels"}  # what is left of them is the threads', on the host
+    assert over.keys() == {"staging"}  # what is left of it is the threads', on the host
     assert host == 1.5 * 3 * rows * prompt * unit + sum(over.values()) - staged
     lines = heads * channels * prompt * 2
     assert layers[1].step_bytes(prompt) == (lines + heads * t * unit, lines + heads * (t - 128) * unit)
