@@ -271,8 +271,7 @@ class SlowRocket(SlowSnapPlus):
         bound = torch.zeros(len(pages), q.shape[1])
         for i, tokens in enumerate(pages):
             low, high = bounds(keys, tokens)
-            for channel in channels:
-                bound[i, channel] = high[channel] if q_sum[channel] >= 0 else low[channel]
+            bound[i] = torch.where(q_sum >= 0, high, low)
         scores = torch.zeros(len(pages))
         for one in q:
             scores += partial_weights(one, bound, channels)
