@@ -1,4 +1,4 @@
-"""A model and its KV caches: planned, allocated, grown, given up; prompts prefilled into them."""
+"""A model and its KV caches: plans, allocates, grows and frees them, and prefills prompts into them."""
 
 import functools
 import sys
@@ -18,7 +18,7 @@ from progress import Listener, Phase, Stats
 
 
 def exclusive(method: Callable) -> Callable:
-    """A method of Engine that needs its rows and caches for itself: RuntimeError while another such call runs."""
+    """Gives an Engine method exclusive use of rows and caches: RuntimeError while another such call runs."""
 
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
@@ -36,21 +36,21 @@ def exclusive(method: Callable) -> Callable:
 
 
 class Caches:
-    """One model with the caches of one KV method, and the decode step over them."""
+    """One model, the caches of one KV method, and the decode step that uses them."""
 
     def __init__(
         self, model: Transformer, eos: set[int], profile: dict, compile: bool, on_phase: Listener | None = None
     ):
         with compile_errors():
-            compiled_graphs()  # torch's compiler makes its folder when it is imported, and caches import it
+            compiled_graphs()  # imports torch's compiler, as caches do: the import creates its folder, which can fail
         self.model, self.config, self.profile, self.compile = model, model.config, profile, compile
         self.eos = eos  # ids that end an answer
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # its streams are then the current ones
+            torch.cuda.set_device(self.device)  # makes its streams the current ones
         self.on_phase, self.stats = on_phase, Stats()
-        self.guard = threading.Lock()  # held by the call that uses the rows and caches
-        self.warned = False  # of a row past the model's context
+        self.guard = threading.Lock()  # held by the call that is using the rows and caches
+        self.warned = False  # whether `warn_past_context` has warned
         self.method, self.budget, self.options = "full", None, {}  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 1
         self.shape: Shape | None = None  # None: no caches yet
@@ -62,7 +62,7 @@ class Caches:
         self, kv: str, budget: int | float | None = None, options: dict | None = None, batch: int = 1,
         max_prompt: int | None = None, max_new_tokens: int = 256,
     ) -> "Caches":  # fmt: skip
-        """Caches of another method or another size on the same weights; arguments and errors as in `load`."""
+        """Switches to another method or size on the same weights; arguments and errors as in `load`."""
         counts = {"batch": batch, "max_new_tokens": max_new_tokens}
         for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
             check_count(name, value)
@@ -72,18 +72,18 @@ class Caches:
         self._release()
         if max_prompt is not None:
             self.reserve(max_prompt, max_new_tokens)
-        else:  # say now, before the first prompt, what is wrong with the method's budget or options
+        else:  # raise errors in the method's budget or options now, before the first prompt
             self._planned_bytes(self._plan(self._longest_prompt(max_new_tokens), max_new_tokens))
         return self
 
     @property
     def endless(self) -> bool:
-        """Whether rows can decode any number of tokens."""
+        """Whether rows can decode an unlimited number of tokens."""
         return all(layer.endless for layer in self.layers)
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
-            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens are more GB than there are; lower "
+            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens do not fit in any memory; lower "
                              "--max-new-tokens or --batch")  # fmt: skip
         return shape_of(self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens)
 
@@ -91,7 +91,7 @@ class Caches:
         return methods.planned_bytes(self.method, shape, self.budget, self.options, self.profile)
 
     def reserve(self, prompt: int, new: int) -> None:
-        """Caches for prompts of that many tokens and `new` more; those there are stay if they are large enough."""
+        """Ensures caches for prompts of `prompt` tokens and `new` more; keeps the present ones if large enough."""
         self.check_length(prompt)
         new = max(new, self.max_new_tokens)
         if self.shape is None:
@@ -106,14 +106,14 @@ class Caches:
             self._allocate(shape)
 
     def _grown(self, prompt: int, new: int) -> Shape:
-        """The plan for caches that must grow: what grows becomes a power of two, so that the next prompt, a little
-        longer, needs no other compile. The sizes asked for, if that does not leave half of the free memory to prefill.
+        """Plans larger caches. A size that grows becomes a power of two, so that a slightly longer prompt needs no
+        recompile; sizes stay as requested if powers of two do not leave half of the free memory for prefill.
 
-        A budget that is a share of the prompt fixes a method's sizes: prompts are then planned as they are.
+        The prompt also stays as requested if the budget is a share of it: rounding would change the method's sizes.
         """
         has, windowed = self.shape, methods.METHODS[self.method].windowed
         longest = self.config.max_length if windowed else self._longest_prompt(new)
-        self._release()  # its memory counts as free
+        self._release()  # so that its memory counts as free
         share = isinstance(self.budget, float) and self.budget != 1.0
         try:
             shape = self._plan(
@@ -126,26 +126,26 @@ class Caches:
             return self._plan(prompt, new)
 
     def _longest_prompt(self, new: int) -> int:
-        """What every method can take: with `new` tokens more it stays within the model's window, if it has one."""
+        """The longest prompt every method accepts: with `new` more tokens it fits the model's window, if any."""
         window, longest = self.config.window, self.config.max_length
         return min(longest, max(1, window - new)) if window else longest
 
     @exclusive
     def close(self) -> None:
-        """Gives up the caches, and threads that fetched for them; the next call allocates them again."""
+        """Frees the caches and ends their fetching threads; the next call allocates the caches again."""
         self._release()
 
     def _release(self) -> None:
         for layer in self.layers:
             layer.close()
         if self.decoder is not None:
-            self.decoder.step = None  # it refers to the decoder, and that to the caches: their memory is to be free now
+            self.decoder.step = None  # breaks a reference cycle, which would keep the caches' memory
         self.shape, self.layers, self.decoder = None, [], None
         for layer in self.model.layers:
             layer.attention.kv = None
 
     def _check_memory(self, shape: Shape, spare: float = 0.0) -> None:
-        """Raises ValueError if the caches leave less than the share `spare` of the free memory."""
+        """Raises ValueError if the caches would leave less than the share `spare` of the free memory."""
         device, host = self._planned_bytes(shape)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
@@ -157,7 +157,7 @@ class Caches:
                 )
 
     def _allocate(self, shape: Shape) -> None:
-        self._release()  # the old caches go first
+        self._release()  # frees the old caches first
         self._check_memory(shape)
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers, self.batch)
@@ -169,9 +169,9 @@ class Caches:
     def prefill(
         self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None
     ) -> Tensor:
-        """Resets row `row` and fills it: logits [vocab] after the prompt.
+        """Resets row `row` and prefills it; returns the logits [vocab] after the prompt.
 
-        planned: tokens that the row will hold at most. A long prompt's layers count in `phase`.
+        planned: the most tokens the row will hold. phase: counts the finished layers of a prompt beyond SLICE tokens.
         """
         for layer in self.layers:
             layer.reset(row)
@@ -180,7 +180,7 @@ class Caches:
 
         def count() -> None:
             if self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # the host runs ahead of the device
+                torch.cuda.current_stream().synchronize()  # otherwise the host counts ahead of the device
             phase.done += 1
             self.tell(phase)
 
@@ -189,28 +189,28 @@ class Caches:
         return self.model.prefill(torch.tensor(prompt, device=self.device), row, planned, count if long else None)
 
     def check_length(self, prompt: int) -> None:
-        """Raises ValueError for more prompt tokens than the model's context, or `max_prompt`, allows."""
+        """Raises ValueError if a prompt of `prompt` tokens exceeds the model's context or `max_prompt`."""
         for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
             if limit is not None and prompt > limit:
                 raise ValueError(f"the prompt has {prompt} tokens and {what} is {limit}")
 
     def kv_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the cache on the device and on the host, and what the full cache would take for the same plan."""
+        """Bytes of the cache on the device and on the host, and of a full cache for the same plan."""
         if self.shape is None:
             raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
         return (*methods.total_bytes(self.layers), self.shape.full_bytes())
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        """(device, host) bytes of its cache that a step reads for a row of so many tokens."""
+        """(device, host) bytes of the cache that one step reads for a row of `length` tokens."""
         read = [layer.step_bytes(length) for layer in self.layers]
         return sum(device for device, _ in read), sum(host for _, host in read)
 
     def from_profile(self) -> dict:
-        """The method's options that the checkpoint's kv_profile.json set."""
+        """The method's options that come from the checkpoint's kv_profile.json."""
         return methods.from_profile(self.method, self.options, self.profile)
 
     def fetched(self) -> tuple[int, int]:
-        """Rows that steps wanted from the host since the caches were allocated, and those that had to be fetched."""
+        """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
         found = [layer.fetched() for layer in self.layers]
         return sum(wanted for wanted, _ in found), sum(brought for _, brought in found)
 
@@ -219,7 +219,7 @@ class Caches:
             self.on_phase(phase)
 
     def warn_past_context(self) -> None:
-        """Says once that a row has outgrown the model's context."""
+        """Warns once that a row has grown past the model's context."""
         if not self.warned:
             self.warned = True
             print(
@@ -232,7 +232,7 @@ class Caches:
 def shape_of(
     c: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int, max_prompt: int, max_new_tokens: int
 ) -> Shape:
-    """What the KV methods are told of a model and a plan."""
+    """What KV methods receive about a model and a plan."""
     return Shape(
         n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
         rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=dtype, device=device,
@@ -242,7 +242,7 @@ def shape_of(
 
 
 def _power_of_two(n: int) -> int:
-    """The least that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 

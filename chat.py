@@ -1,8 +1,8 @@
-"""Chat templates: what a conversation looks like to the model. A checkpoint brings its own, a program in Jinja.
+"""Chat templates turn a conversation into text for the model. A checkpoint brings its own template, a Jinja program.
 
-`render` runs it as transformers does, in jinja2's immutable sandbox: a template reaches no file, module or private
-attribute and changes nothing it is given. It also runs in a process of its own (`python chat.py`), which has SECONDS
-for an answer and BYTES of memory: a template that never ends, or whose text never ends, costs that process alone.
+`render` runs it as transformers does, in jinja2's immutable sandbox: a template can access no file, module or private
+attribute and cannot change its inputs. The sandbox is in a separate process (`python chat.py`), limited to SECONDS per
+answer and BYTES of memory: a template that never ends, or whose text never ends, affects only that process.
 """
 
 import atexit
@@ -18,7 +18,7 @@ SECONDS = 10
 BYTES = 1 << 30
 GROWTH = 1_000_000  # characters that a template may add to a conversation
 
-# For checkpoints without a template: (control tokens that the vocabulary must have, template).
+# For checkpoints without a template: (control tokens the vocabulary must have, template).
 DEFAULTS = {
     "llama-3": (
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -43,9 +43,9 @@ CONTROL_TOKENS = {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}.union(*(tokens for toke
 
 
 def render(template: str, messages: list[dict[str, str]], variables: dict[str, str]) -> str:
-    """The conversation with the header of the answer to come; `variables` are bos_token and the like.
+    """The conversation as text, up to the header of the next answer; `variables` are bos_token and the like.
 
-    Raises ValueError, in one line, if the template refuses the conversation, is damaged, or exceeds its limits.
+    Raises a one-line ValueError if the template rejects the conversation, is damaged, or exceeds its limits.
     """
     found = _worker.ask({"template": template, "messages": messages, "variables": variables})
     if "error" in found:
@@ -54,7 +54,7 @@ def render(template: str, messages: list[dict[str, str]], variables: dict[str, s
 
 
 class Worker:
-    """The process that renders: started by the first question, and again after it was stopped."""
+    """The rendering process: started on first use, and restarted after it was stopped."""
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
@@ -73,7 +73,7 @@ class Worker:
                 answer = self.process.stdout.readline() if ready else b""
             except BrokenPipeError:
                 ready, answer = True, b""
-            except BaseException:  # Ctrl-C: the answer that still comes is nobody's
+            except BaseException:  # Ctrl-C: the pending answer must not reach the next call
                 self.stop()
                 raise
             if not answer:
@@ -92,7 +92,7 @@ _worker = Worker()
 atexit.register(_worker.stop)
 
 
-# The process that renders
+# The rendering process
 
 
 @lru_cache
@@ -102,7 +102,7 @@ def _compiled(template: str):
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}: marks an answer's text for training; here it is that text."""
+        """{% generation %}: marks an answer's text for training; here it renders that text unchanged."""
 
         tags = {"generation"}
 
@@ -119,7 +119,7 @@ def _compiled(template: str):
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
+    environment.filters["tojson"] = to_json  # jinja2's own filter escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
@@ -138,7 +138,7 @@ def _answer(line: str) -> dict:
         return {"error": f"it needs more than {BYTES >> 20} MB"}
     except ImportError as error:
         return {"error": f"{error}: pip install jinja2"}
-    except Exception as error:  # a template is a program, and fails as it likes
+    except Exception as error:  # a template is a program and can raise anything
         return {"error": str(error) or type(error).__name__}
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     import resource
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process as it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and kills this process at exit
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     for line in sys.stdin:
         print(json.dumps(_answer(line)), flush=True)

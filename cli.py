@@ -1,4 +1,4 @@
-"""What the command lines share: mistakes that are not bugs, lists of methods and budgets, tables."""
+"""What the command-line tools share: user errors, lists of methods and budgets, tables."""
 
 import startup
 
@@ -16,7 +16,7 @@ from device import memory_errors
 
 
 def run(main: Callable[[], object]) -> NoReturn:
-    """Exits with 0; with 2 and `error: one line` for the user's mistake (ValueError, OSError); with 130 for Ctrl-C."""
+    """Runs main; exits with 0, 2 after `error: one line` for a user error (ValueError, OSError), or 130 for Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is startup.interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -32,7 +32,7 @@ def run(main: Callable[[], object]) -> NoReturn:
 
 
 def check_output(name: str | None, flag: str) -> None:
-    """Raises ValueError if a file of that name could not be written, or drawn, once the work is done; --json - is
+    """Raises ValueError if the file could not be written, or for --plot drawn, once the work is done; --json - is
     stdout."""
     if name is None or (name, flag) == ("-", "--json"):
         return
@@ -65,7 +65,7 @@ def read_text(name: str) -> str:
 
 
 def write_json(name: str | None, found: dict) -> None:
-    """Where --json said: to a file, to stdout for `-`, nowhere without it."""
+    """Writes to the file that --json names, or to stdout for `-`; does nothing without --json."""
     if name == "-":
         print(json.dumps(found))
     elif name is not None:
@@ -73,7 +73,7 @@ def write_json(name: str | None, found: dict) -> None:
 
 
 def number(text: str) -> int | float:
-    """A budget: tokens, or a share of the prompt."""
+    """A budget: an int in tokens, or a float as a share of the prompt."""
     try:
         return int(text)
     except ValueError:
@@ -81,7 +81,7 @@ def number(text: str) -> int | float:
 
 
 def numbers(text: str, flag: str, kind: Callable[[str], int | float]) -> list:
-    """Positive numbers with commas between, one at least. Raises ValueError for anything else."""
+    """One or more positive numbers, separated by commas. Raises ValueError for anything else."""
     try:
         found = [kind(part) for part in text.split(",") if part]
     except ValueError:
@@ -93,7 +93,7 @@ def numbers(text: str, flag: str, kind: Callable[[str], int | float]) -> list:
 
 @dataclass(frozen=True)
 class Choice:
-    """A KV method as the command line names it, with one of its budgets."""
+    """A KV method and options as the command line names them, with one budget."""
 
     kv: str
     budget: int | float | None
@@ -106,7 +106,7 @@ class Choice:
 
 
 def choices(text: str, budgets: list) -> list[Choice]:
-    """What `full,streaming:sinks=8` means, every method that takes a budget once with each."""
+    """Parses a list like `full,streaming:sinks=8`; a method that takes a budget appears once per budget."""
     found = []
     for part in text.split(","):
         name, *given = part.split(":")
@@ -116,7 +116,7 @@ def choices(text: str, budgets: list) -> list[Choice]:
             if not equals:
                 raise ValueError(f"--kv {part}: write options as name:option=value")
             options[key] = value
-        takes = methods.parse_options(name, options).takes_budget  # refuses what is unknown
+        takes = methods.parse_options(name, options).takes_budget  # rejects unknown names and options
         if takes and not budgets:
             raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
         found += [Choice(name, budget, options) for budget in (budgets if takes else [None])]
@@ -124,7 +124,7 @@ def choices(text: str, budgets: list) -> list[Choice]:
 
 
 def profile_lines(rows: list[dict]) -> list[str]:
-    """Which options of which method kv_profile.json set, a line each; rows of a report have `kv` and `profile`."""
+    """One line per method option that kv_profile.json set; `rows` are rows of a report, with `kv` and `profile`."""
     found = {}
     for row in rows:
         for name, value in row.get("profile", {}).items():
@@ -134,7 +134,7 @@ def profile_lines(rows: list[dict]) -> list[str]:
 
 
 def columns(lines: list[list[str]]) -> str:
-    """A table as text: the first column to the left, the others to the right."""
+    """A table as text: the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))

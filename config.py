@@ -1,4 +1,4 @@
-"""A model's sizes and switches from its config.json: Llama, Mistral, Yi and Qwen, and the RoPE types they come with."""
+"""A model's sizes and switches, read from its config.json: Llama, Mistral, Yi and Qwen, with their RoPE types."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What an architecture takes for granted where config.json is silent, and what it has whatever config.json says.
+# For each architecture: defaults for what config.json leaves out, and values that override config.json.
 ARCHITECTURES = {
     "LlamaForCausalLM": ({}, {}),
     "MistralForCausalLM": (
@@ -37,10 +37,10 @@ class ModelConfig:
     ffn_dim: int
     vocab_size: int
     norm_eps: float
-    max_length: int  # longest prompt: max_position_embeddings, times the factor where RoPE scaling extends it
+    max_length: int  # context in tokens: max_position_embeddings, or original x factor where RoPE scaling extends it
     rope: dict  # rope_type, rope_theta, max_position_embeddings and the type's own parameters
-    window: int | None = None  # sliding window: tokens a query sees, itself included
-    tied: bool = False  # the head is the embedding table
+    window: int | None = None  # sliding window: tokens a query sees, including its own
+    tied: bool = False  # the output head is the embedding table
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -48,7 +48,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict) -> "ModelConfig":
-        """From what Hugging Face's config.json holds. Raises ValueError naming whatever this engine does not know."""
+        """From the content of a Hugging Face config.json. Raises ValueError that names an unsupported setting."""
         names = config.get("architectures") or ["none"]
         name = str(names[0] if isinstance(names, list) else names)
         if name not in ARCHITECTURES:
@@ -104,7 +104,7 @@ class ModelConfig:
 
 
 def _check_layer_types(kinds: object, window: int | None) -> None:
-    """Raises ValueError unless every layer has the window, or none where there is none."""
+    """Raises ValueError unless all layers use the sliding window or, if it is None, all use full attention."""
     expected = "full_attention" if window is None else "sliding_attention"
     if kinds is not None and (not isinstance(kinds, list) or any(kind != expected for kind in kinds)):
         found = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)
@@ -119,7 +119,7 @@ def _positive(key: str, value: object) -> float:
 
 
 def _rope_parameters(config: dict, max_position: int) -> dict:
-    """One dict from either spelling: rope_theta + rope_scaling, or the newer rope_parameters."""
+    """The RoPE settings as one dict, from rope_theta + rope_scaling or from the newer rope_parameters."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.json: RoPE scaling must be an object, not {given!r}")
@@ -133,7 +133,7 @@ def _rope_parameters(config: dict, max_position: int) -> dict:
     rope = {"rope_theta": config.get("rope_theta") or 10000.0, **rope, "max_position_embeddings": max_position}
     needs = ["rope_theta"] if kind == "default" else ["rope_theta", "factor"]
     original = rope.pop("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    if kind == "llama3" or (kind == "yarn" and original is not None):  # linear and dynamic go by the other one
+    if kind == "llama3" or (kind == "yarn" and original is not None):  # others use max_position_embeddings
         rope["original_max_position_embeddings"] = original
         needs.append("original_max_position_embeddings")
     needs += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
@@ -142,7 +142,7 @@ def _rope_parameters(config: dict, max_position: int) -> dict:
         needs += [key for key in optional if key in rope]
     rope |= {key: _positive(f"RoPE type {kind!r}: {key}", rope.get(key)) for key in needs}
     if rope["rope_theta"] <= 1 or (kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]):
-        raise ValueError("config.json: rope_theta must exceed 1, and high_freq_factor low_freq_factor")
+        raise ValueError("config.json: rope_theta must exceed 1, and high_freq_factor must exceed low_freq_factor")
     return {**rope, "rope_type": kind}
 
 
@@ -155,10 +155,10 @@ def _max_length(rope: dict) -> int:
 
 
 def rope_frequencies(rope: dict, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """Rotation speeds [D/2] in radians per position (fp32), and the factor on cos and sin (1 but for yarn).
+    """Rotation speeds [D/2] in radians per position (fp32), and the factor on cos and sin (1 except for yarn).
 
-    Default: RoFormer, arXiv 2104.09864. linear: arXiv 2306.15595. dynamic: NTK-aware, its base from the `length` of
-    the text. llama3: Llama 3.1's smoothed split at two wavelengths. yarn: arXiv 2309.00071, sections 3.2 to 3.4.
+    default: RoFormer, arXiv 2104.09864. linear: arXiv 2306.15595. dynamic: NTK-aware, with a base for `length` tokens.
+    llama3: Llama 3.1's smoothed split at two wavelengths. yarn: arXiv 2309.00071, sections 3.2 to 3.4.
     """
     kind, theta, factor = rope["rope_type"], rope["rope_theta"], rope.get("factor", 1.0)
     limit = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
@@ -180,7 +180,7 @@ def rope_frequencies(rope: dict, head_dim: int, length: int) -> tuple[Tensor, fl
 def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor, float]:
     factor = rope["factor"]
 
-    def channel(turns: float) -> float:  # the (fractional) channel that turns this often within the context
+    def channel(turns: float) -> float:  # the (fractional) channel that makes this many turns within the context
         return head_dim * math.log(limit / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
     first, last = channel(rope.get("beta_fast", 32)), channel(rope.get("beta_slow", 1))

@@ -9,26 +9,26 @@ from typing import TextIO
 
 from engine import Engine
 
-HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, and leaves where you are asked"
+HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits at the > prompt"
 
 
 class Conversation:
-    """While it is open, Ctrl-C ends the answer that the engine decodes instead of the program.
+    """While it is open, Ctrl-C ends the answer being decoded instead of the program.
 
-    Before the first token, and where a question is asked for, Ctrl-C raises KeyboardInterrupt as usual. So does a
-    second one that comes before the first has ended the answer.
+    Before the first token and at the input prompt, Ctrl-C raises KeyboardInterrupt as usual. So does a second Ctrl-C
+    before the first has ended the answer.
     """
 
     def __init__(self, engine: Engine, out: TextIO):
-        self.engine, self.out = engine, out  # out: where the answers go
+        self.engine, self.out = engine, out  # out: receives the answers
         self.answering = False
 
     def __enter__(self) -> "Conversation":
         try:
-            import readline  # input() then has arrows and a history
+            import readline  # gives input() arrow keys and a history
 
             if "libedit" not in readline.__doc__:
-                readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message
+                readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
         except ImportError:
             pass
         print(HELP, file=sys.stderr)
@@ -40,11 +40,11 @@ class Conversation:
         termios.tcflush(sys.stdin, termios.TCIFLUSH)  # the rest of a pasted text must not reach the shell
 
     def begun(self) -> None:
-        """The engine has a token of an answer."""
+        """Notes that an answer has begun."""
         self.answering = True
 
     def questions(self) -> Iterator[list[int]]:
-        """The ids of every later turn."""
+        """Yields the ids of every later turn."""
         self.answering = False
         print(file=self.out, flush=True)
         while (line := self._read()) is not None:
@@ -65,7 +65,7 @@ class Conversation:
         self.engine.interrupt()
 
     def _read(self) -> str | None:
-        """A message without the blanks around it; None where the conversation ends."""
+        """A message without surrounding white space; None if the conversation ends."""
         try:
             line = ask("> ").strip()
         except EOFError:
@@ -78,7 +78,7 @@ class Conversation:
 
 
 def ask(prompt: str) -> str:
-    """`input`, but with readline wherever stdin and stderr are terminals, and never a prompt in a piped stdout."""
+    """`input`, but with readline whenever stdin and stderr are terminals, and never prompting in a piped stdout."""
     if sys.stdout.isatty():
         return input(prompt)
     sys.stdout.flush()

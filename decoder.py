@@ -1,8 +1,8 @@
 """The decode step that the device runs: one token in, one token out, for every row of the batch.
 
-It is compiled once and, on CUDA, replayed as a graph. The host steers it with one command a row and reads its tokens
-whenever it likes; the device never waits. Sampling is inside the step, and its noise is a hash of (seed, request,
-position), so what a row samples depends on no other row and not on when it ran.
+The step is compiled once and, on CUDA, replayed as a graph. The host sends it one command per row and reads the tokens
+at any later time; the device never waits. The step also samples, with noise that is a hash of (seed, request,
+position): a row's samples do not depend on other rows or on timing.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from kv.ops import hashed
 from model import Transformer
 from progress import Listener, Phase, Stats, timed
 
-CONTINUE, SLEEP = -1, -2  # commands to a row; anything from 0 up is a token to feed it
+CONTINUE, SLEEP = -1, -2  # commands to a row; a value of 0 or more is a token to feed it
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 and top_k 1 are greedy; else top_k and top_p cut the distribution."""
+    """How to choose the next token. Temperature 0 or top_k 1 is greedy; else top_k and top_p cut the distribution."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -42,13 +42,13 @@ class Sampling:
 
     @property
     def variant(self) -> str:
-        """Which of the three compiled steps this needs: only `cut` pays for a sort of the vocabulary."""
-        if self.temperature < 1e-6 or self.top_k == 1:  # logits over less would overflow
+        """Which of three compiled steps this needs: greedy, plain or cut. Only `cut` sorts the vocabulary."""
+        if self.temperature < 1e-6 or self.top_k == 1:  # dividing logits by less would overflow
             return "greedy"
         return "plain" if self.top_k is None and self.top_p is None else "cut"
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What varies without a recompile: (temperature, top_k, top_p) as float64, and the seed."""
+        """What can change without a recompile: (temperature, top_k, top_p) as float64, and the seed."""
         cut = (self.temperature, min(self.top_k or 2**31, 2**31), self.top_p or 1.0)
         return torch.tensor(cut, dtype=torch.float64, device=device), torch.tensor(self.seed % 2**32, device=device)
 
@@ -69,15 +69,15 @@ def sample(logits: Tensor, variant: str, cut: Tensor, seed: Tensor, request: Ten
 
 
 def _gumbel(seed: Tensor, request: Tensor, pos: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise [B, vocab]: adding it to logits and taking the best draws from their softmax."""
+    """Standard Gumbel noise [B, vocab]: the argmax of logits plus noise is a draw from their softmax."""
     state = hashed(hashed(hashed(seed) ^ request) ^ pos)[:, None]
     bits = hashed(state ^ hashed(torch.arange(vocab, device=pos.device)))
-    u = ((bits >> 9).float() + 0.5) / 2**23  # 23 bits and a half are exact in fp32, and never 0 or 1
+    u = ((bits >> 9).float() + 0.5) / 2**23  # exact in fp32 (23 bits plus a half), so never 0 or 1
     return -torch.log(-torch.log(u))
 
 
 class Decoder(nn.Module):
-    """A model and the state of its rows, all in buffers that a step updates in place; and how steps are launched."""
+    """A model and the state of its rows, in buffers that each step updates in place; it also launches the steps."""
 
     def __init__(
         self, model: Transformer, layers: list[KV], shape: Shape, eos: list[int], compile: bool, stats: Stats,
@@ -93,31 +93,31 @@ class Decoder(nn.Module):
         live = torch.zeros(self.batch, dtype=torch.bool, device=self.device)
         self.register_buffer("live", live, persistent=False)
         self.register_buffer("eos", torch.tensor(eos or [-1], device=self.device), persistent=False)
-        self.sampling, self.knobs = None, ()  # how the next token is chosen, and that as tensors
-        self.commands, self.command = None, None  # to every row in the last step, and that as a tensor
-        self.warm: set[str] = set()  # variants of the step that are compiled
+        self.sampling, self.knobs = None, ()  # the current Sampling, and its tensors
+        self.commands, self.command = None, None  # the last step's command to each row, as list and tensor
+        self.warm: set[str] = set()  # compiled variants of the step
         self.step = self._compile() if compile else self.forward
 
     def reset(self, row: int) -> None:
-        """Row `row` holds nothing and sleeps."""
+        """Empties row `row` and puts it to sleep."""
         self.pos[row], self.live[row] = 0, False
 
     def start(self, row: int, token: int, pos: int, request: int) -> None:
-        """Row `row` holds `pos` tokens and has just sampled `token`."""
+        """Wakes row `row`, which holds `pos` tokens and has just sampled `token`."""
         for buffer, value in ((self.token, token), (self.pos, pos), (self.request, request), (self.live, True)):
             buffer[row] = value
 
     @torch.no_grad()
     def forward(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """command [B] -> what each row samples next [B], and the logits [B, vocab] it was drawn from.
+        """command [B] -> the token each row samples [B], and the logits [B, vocab] it is drawn from.
 
-        A row that sampled an EOS goes to sleep by itself: the EOS is not fed. A token to feed wakes it.
+        A row that sampled an EOS goes to sleep by itself, without feeding the EOS. A token to feed wakes it.
         """
         fed = command >= 0
         ended = (self.token[:, None] == self.eos).any(-1)
         live = fed | (self.live & (command == CONTINUE) & ~ended)
         token = torch.where(fed, command, self.token)
-        at = torch.where(live, self.pos, (self.pos - 1).clamp(min=0))  # asleep: a position that its cache holds
+        at = torch.where(live, self.pos, (self.pos - 1).clamp(min=0))  # asleep: a position its cache holds
         logits = self.model(token[:, None], at, live)
         self.pos.add_(live)
         self.live.copy_(live)
@@ -131,33 +131,33 @@ class Decoder(nn.Module):
             return self(*inputs)
 
         cuda = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-        # A code object of its own: torch.compile counts recompiles by it and gives up at the ninth.
+        # Each decoder needs its own code object: torch.compile counts recompiles per object and gives up at the ninth.
         own = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
         return torch.compile(own, fullgraph=True, options=cuda if self.device.type == "cuda" else None)
 
     def warm_up(self, sampling: Sampling, prompt: int) -> None:
-        """Compiles (and on CUDA captures) the step before anything is timed, with every row asleep."""
+        """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
         if sampling != self.sampling:
             self.sampling, self.knobs = sampling, sampling.tensors(self.device)
         if self.compiled and sampling.variant not in self.warm:
             about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
             with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
-                for _ in range(3 if self.device.type == "cuda" else 1):  # a CUDA graph runs, is recorded, is replayed
+                for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds
             self.warm.add(sampling.variant)
 
     def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
-        """Launches a step after which no row holds more than `length` tokens, `new` of them decoded.
+        """Launches a step. After it, no row holds more than `length` tokens, `new` of them decoded.
 
-        Returns what was sampled [B] and the logits [B, vocab], good until the next step.
+        Returns the sampled tokens [B] and the logits [B, vocab], valid until the next step.
         """
         for layer in self.layers:
             layer.fit(length, new)
         before = compiled_graphs()
-        if self.compiled and self.device.type == "cuda":  # it imports torch's compiler, which takes a second
+        if self.compiled and self.device.type == "cuda":  # the call imports torch's compiler: a second
             torch.compiler.cudagraph_mark_step_begin()
-        if commands != self.commands:  # from pinned memory: a copy from any other would wait for the last step
+        if commands != self.commands:  # pinned: a copy from other memory would wait for the last step
             pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")
             self.commands, self.command = commands, pinned.to(self.device, non_blocking=True)
         out = self.step(self.command, self.sampling.variant, *self.knobs)
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
 
 
 def read_later(tokens: Tensor) -> Callable[[], list[int]]:
-    """Starts a copy of tokens to the host; the function returned waits for it."""
+    """Starts a copy of tokens to the host; the returned function waits for it and returns the tokens."""
     if tokens.device.type != "cuda":
         values = tokens.tolist()
         return lambda: values
@@ -178,7 +178,7 @@ def read_later(tokens: Tensor) -> Callable[[], list[int]]:
 
 
 def compiled_graphs() -> int:
-    """That torch has compiled in this process."""
+    """The number of graphs torch has compiled in this process."""
     from torch._dynamo.utils import counters  # not at the top: see Caches.__init__
 
     return counters["stats"]["unique_graphs"]

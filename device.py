@@ -12,16 +12,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def _multiplies(bits: str) -> bool:
-    """Whether torch has matrix products of such numbers for this CPU; without them its fallback is far behind fp32."""
+    """Whether torch has matrix products in `bits` (bf16 or fp16) for this CPU; its fallback is far slower than fp32."""
     return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{bits}_supported")()
 
 
-# Dtypes that this CPU multiplies faster as fp32, where there is enough to multiply.
+# Dtypes whose large matrix products are faster in fp32 on this CPU.
 WIDENED = [dtype for bits, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if not _multiplies(bits)]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that could still be allocated, within `cap_memory`."""
+    """Bytes that can still be allocated on the device, within the limit of `cap_memory`."""
     if device.type == "cuda":
         used = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
@@ -31,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def resident_bytes(what: str) -> int:
-    """This process's memory on the host: VmRSS now, VmHWM at most since it began or /proc/self/clear_refs was told."""
+    """This process's host memory: VmRSS now, VmHWM the peak since its start or a reset by /proc/self/clear_refs."""
     return _kilobytes("/proc/self/status", what)
 
 
@@ -44,7 +44,7 @@ _caps: dict[str, int] = {}
 
 
 def cap_memory(limit: int, device: torch.device) -> None:
-    """Lets this process plan for, and on CUDA allocate, no more than `limit` bytes of such a device."""
+    """Limits what this process plans, and on CUDA allocates, on devices of this type to `limit` bytes."""
     _caps[device.type] = limit
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -62,7 +62,7 @@ def machine(device: torch.device) -> str:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turns torch's out-of-memory errors, which say what was needed, into a line that says what helps."""
+    """Turns torch's out-of-memory errors into a ValueError: one line with torch's reason and what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def memory_errors() -> Iterator[None]:
 
 @contextmanager
 def compile_errors() -> Iterator[None]:
-    """Turns what keeps torch from compiling here into a line that says what helps."""
+    """Turns the known reasons why torch cannot compile here into a ValueError: one line with what to do."""
     try:
         yield
     except OSError as error:
@@ -88,7 +88,7 @@ def compile_errors() -> Iterator[None]:
         if not isinstance(error, BackendCompilerFailed):
             raise
         inner, full = error.inner_exception, os.strerror(errno.ENOSPC)
-        if isinstance(inner, OSError) or full in str(inner):  # the compiler that torch starts says it too
+        if isinstance(inner, OSError) or full in str(inner):  # the C++ compiler reports a full disk as text
             raise ValueError(_unwritable_cache(getattr(inner, "strerror", None) or full)) from None
         if isinstance(inner, InvalidCxxCompiler | CppCompileError):
             raise ValueError(
@@ -107,7 +107,7 @@ def _unwritable_cache(reason: str) -> str:
 
 
 def pick_device(name: str | torch.device | None) -> torch.device:
-    """The device of that name; None: a GPU where there is one. Raises ValueError for one that is not here."""
+    """The device of that name; None selects a GPU if there is one. Raises ValueError if it does not exist."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name or default)
@@ -120,7 +120,7 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name. Raises ValueError for one that weights and caches do not come in."""
+    """The dtype of that name. Raises ValueError if weights and caches do not support it."""
     dtype = DTYPES.get(name) if isinstance(name, str) else name
     if dtype not in list(DTYPES.values()):
         raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(DTYPES)}")

@@ -1,6 +1,6 @@
-"""The engine: loads a checkpoint, prefills prompts row by row, decodes them together.
+"""The engine: loads a checkpoint, prefills prompts row by row, and decodes them together.
 
-Prompts of different lengths share a batch: each row has its own length, and a row that finishes is refilled. The
+Prompts of different lengths share a batch: each row has its own length, and a finished row takes the next prompt. The
 decode step is compiled once and, on CUDA, replayed as a graph; the host only issues commands and reads tokens
 (loop.py).
 """
@@ -33,25 +33,25 @@ Prompt = str | list[int]
 
 
 class Engine(Caches):
-    """One model with one KV method. Make it with `Engine.load`.
+    """One model with one KV method. Create it with `Engine.load`.
 
-    It serves one call at a time: a second one, from another thread or from a callback of the first, is refused.
+    It serves one call at a time. A second call, from another thread or from a callback, raises RuntimeError.
     """
 
-    no_tokenizer = "this engine has no tokenizer"  # why, as an error says it
+    no_tokenizer = "this engine has no tokenizer"  # the reason, for error messages
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], profile: dict, compile: bool,
         seed: int | None, on_phase: Listener | None = None,
     ):  # fmt: skip
-        """A loaded model and the arguments of `load`; `use` gives it its caches."""
+        """Takes a loaded model and arguments of `load`; call `use` to set up the caches."""
         super().__init__(model, eos, profile, compile, on_phase)
         self.tokenizer = tokenizer
         self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
-        self.lag = 1 if self.device.type == "cuda" else 0  # steps that the host reads behind the device
-        self.interrupted = False  # running answers are to end
+        self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
+        self.interrupted = False  # whether running answers must end
         self.requests = itertools.count()
-        self.called = 0.0  # when the running call of `generate` began
+        self.called = 0.0  # start of the current `generate` call
 
     @classmethod
     def load(
@@ -71,13 +71,13 @@ class Engine(Caches):
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
-        budget: tokens a KV head, or a share of the prompt. options: the method's own, typed or as strings.
-        max_prompt: caches are allocated for it now, and longer prompts are refused; else they follow the prompts.
-        max_new_tokens: tokens a row may decode after its prompt, those fed by follow-ups included.
-        dtype: default, the checkpoint's. on_phase: is told what the engine is busy with, see progress.py.
+        budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
+        max_prompt: allocates caches for it now, and rejects longer prompts; by default caches grow with the prompts.
+        max_new_tokens: tokens a row may decode after its prompt, including those fed by follow-ups.
+        dtype: default, the checkpoint's. on_phase: called with each phase of the engine's work, see progress.py.
         Raises ValueError or FileNotFoundError with one line that says what to do.
         """
-        methods.parse_options(kv, options or {})  # cheap refusals before the weights are read
+        methods.parse_options(kv, options or {})  # reject bad options before the weights are read
         device, folder = pick_device(device), Path(checkpoint)
         config = read_config(folder)
         with torch.device("meta"):
@@ -89,10 +89,10 @@ class Engine(Caches):
         try:
             tokenizer = load_tokenizer(folder)
         except (ValueError, FileNotFoundError) as error:
-            no_tokenizer = str(error)  # token ids need none
+            no_tokenizer = str(error)  # token ids work without one
         if tokenizer is not None:
             eos |= tokenizer.eos_ids
-            used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may lie beyond
+            used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may be larger
             if used >= model.config.vocab_size:
                 raise ValueError(
                     f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and the model "
@@ -113,7 +113,7 @@ class Engine(Caches):
         engine.stats.load_s, engine.stats.load_bytes = phase.seconds, needed
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
 
-    # What a caller asks
+    # What a caller uses
 
     @exclusive
     @memory_errors()
@@ -130,17 +130,17 @@ class Engine(Caches):
         on_token: Callable[[int, int, str], None] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        """Answers every prompt (text or ids), in order; more prompts than rows wait for a row.
+        """Answers every prompt (text or ids), in order; prompts beyond the batch size wait for a free row.
 
-        Caches that are too small are replaced by larger ones, and the step is compiled again; sizes step up by powers
-        of two, so that this is rare, and `load(max_prompt=...)` avoids it.
+        Caches that are too small are replaced by larger ones, and the step is recompiled. Sizes grow to powers of two
+        to make this rare; `load(max_prompt=...)` avoids it.
 
-        max_new_tokens: per answer; default, what `load` was given. stop: texts that end an answer and are cut off.
-        follow_ups: per prompt, texts or ids that are fed after each answer and answered in turn; any iterable, asked
-        for its next item when the answer before is complete. answer_prompts: if False, prompts are only prefilled,
-        and all answers are to follow-ups. on_token(prompt index, token, text): each token of an
-        answer, with the text that it completes. on_done(prompt index, completion): each prompt whose answers are
-        complete, at once. Raises ValueError for what does not fit the model or the plan.
+        max_new_tokens: per answer; default, as in `load`. stop: texts that end an answer and are cut off.
+        follow_ups: per prompt, an iterable of texts or ids; when an answer is complete, the next item is requested, fed
+        and answered. answer_prompts: if False, prompts are only prefilled, and only follow-ups are answered.
+        on_token(prompt index, token, text): called for each token of an answer, with the text that it completes.
+        on_done(prompt index, completion): called as soon as all answers of a prompt are complete.
+        Raises ValueError for arguments that do not fit the model or the plan.
         """
         self.called, self.interrupted = time.perf_counter(), False
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
@@ -154,7 +154,7 @@ class Engine(Caches):
             raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
         if isinstance(stop, str) or not all(stop or []):
             raise ValueError("stop must be a list of texts, none of them empty")
-        # Lists of follow-ups are encoded now, so that a mistake in them is known before anything runs.
+        # Encode lists of follow-ups now, to find mistakes in them before anything runs.
         asked = [[]] * len(ids) if follow_ups is None else list(follow_ups)
         if any(isinstance(f, str) for f in asked):
             raise ValueError("follow_ups must hold a list of texts or ids for each prompt, not a text")
@@ -170,7 +170,7 @@ class Engine(Caches):
         waiting = deque()
         for i, (prompt, f, new) in enumerate(zip(ids, asked, decoded, strict=True)):
             new = new if isinstance(f, list) else self.shape.max_new_tokens
-            waiting.append(Row(i, prompt, f, len(prompt) + new - 1))  # the last token sampled is not fed
+            waiting.append(Row(i, prompt, f, len(prompt) + new - 1))  # the last sampled token is not fed
         completions = [row.completion for row in waiting]
         unheard = lambda *_: None  # noqa: E731
         Loop(self, waiting, answer_prompts, limit, stop or [], on_token or unheard, on_done or unheard).run()
@@ -178,7 +178,7 @@ class Engine(Caches):
 
     def interrupt(self) -> None:
         """Ends the answers that `generate` is decoding: each keeps its tokens so far and gets the finish reason
-        `interrupted`. Follow-ups and waiting prompts go on. Safe in a signal handler and from other threads."""
+        `interrupted`. Follow-ups and waiting prompts continue. Safe in a signal handler and from other threads."""
         self.interrupted = True
 
     @exclusive
@@ -186,10 +186,10 @@ class Engine(Caches):
     def logits(
         self, prompt_ids: list[int] | list[list[int]], continuation_ids: list[int] | list[list[int]]
     ) -> Tensor | list[Tensor]:
-        """[n, vocab] fp32 for n continuation tokens: row i is what token i is drawn from.
+        """Logits [n, vocab] fp32 for n continuation tokens: token i is drawn from row i.
 
-        Row 0 comes out of the prefill, the others out of decode steps that are fed the forced tokens. Lists of prompts
-        and of continuations, no more than the engine has rows, are decoded together: a list of such tensors.
+        Prefill computes row 0; decode steps, fed the continuation, compute the others. Lists of prompts and of
+        continuations, at most one for each row of the engine, are decoded together and return a list of such tensors.
         """
         if single := not (prompt_ids and isinstance(prompt_ids[0], list)):
             prompt_ids, continuation_ids = [prompt_ids], [continuation_ids]
@@ -217,7 +217,7 @@ class Engine(Caches):
         return found[0] if single else found
 
     def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
-        """Ids of a text, or the ids given, checked. Raises ValueError for what the model cannot be fed."""
+        """The ids of a text, or the given ids, checked. Raises ValueError if the model cannot take them."""
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty")

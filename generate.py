@@ -1,6 +1,6 @@
 """Answers a prompt: python generate.py --checkpoint DIR --prompt "..." --kv streaming --budget 256
 
-Without arguments it answers a question about the long text in needle/, with the checkpoint there.
+Without arguments it uses the checkpoint in needle/ to answer a question about the long text there.
 """
 
 import startup  # noqa: F401
@@ -25,7 +25,7 @@ from sequence import Completion
 
 __all__ = ["Engine"]
 NEEDLE = Path(__file__).parent / "needle"
-CHAT_TURNS = 16  # a conversation's caches have room for that many answers and questions of the same length
+CHAT_TURNS = 16  # a conversation's caches hold this many answers, and as many questions of the same length
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     p.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)")
-    p.add_argument("--batch", type=int, help="rows decoded together (default: the prompts, at most 8)")
+    p.add_argument("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     p.add_argument("--top-k", type=int)
     p.add_argument("--top-p", type=float)
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
-    """The prompts by id: of a line without one, its number."""
+    """The prompts by id; a line without an id gets its line number."""
     if args.batch_file is not None:
         return parse_batch(args.batch_file, read_text(args.batch_file))
     if args.prompt_file is not None:
@@ -75,7 +75,7 @@ def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
 
 
 def parse_batch(name: str, text: str) -> dict[str | int, str]:
-    """Prompts by id. The file is JSONL if it is called so, or if its first line is an object with a prompt."""
+    """Prompts by id. The file is JSONL if its name ends in .jsonl or its first line is an object with a prompt."""
     lines = {i: line.removesuffix("\r") for i, line in enumerate(text.split("\n"), 1) if line.strip()}
     if not lines:
         raise ValueError(f"{name} holds no prompt")
@@ -96,7 +96,7 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
 
 
 def parse_object(line: str) -> dict:
-    """The JSON object in a line; an empty one if there is none."""
+    """The JSON object in a line; an empty dict if there is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -105,7 +105,7 @@ def parse_object(line: str) -> dict:
 
 
 def open_to_append(name: str) -> BinaryIO:
-    """The file, ready for a new line even if its last one was cut off."""
+    """Opens the file to append lines; if its last line was cut off, ends it first."""
     file = open(name, "ab+")
     if file.seekable() and file.seek(0, 2):
         file.seek(-1, 2)
@@ -115,14 +115,14 @@ def open_to_append(name: str) -> BinaryIO:
 
 
 def encode(engine: Engine, text: str, args: argparse.Namespace) -> list[int]:
-    """A prompt's ids. Raises ValueError for one that the engine would refuse."""
+    """A prompt's ids. Raises ValueError if the engine would reject the prompt."""
     ids = engine.tokenizer.chat(text, args.system) if args.chat else engine.encode(text)
     engine.check_length(len(ids))
     return ids
 
 
 def given_options(args: argparse.Namespace) -> dict:
-    """The method's options, of --kv-opt and of the flags that are short for one. Raises ValueError if two disagree."""
+    """The method's options, from --kv-opt and the flags that are short for it. Raises ValueError if two disagree."""
     given = [option.partition("=") for option in args.kv_opt]
     for name, equals, _ in given:
         if not equals:
@@ -138,12 +138,12 @@ def given_options(args: argparse.Namespace) -> dict:
 
 
 def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: Path, out: TextIO) -> None:
-    """Loads the engine, generates, and prints what was measured; text streams to `out`.
+    """Loads the engine, generates, and prints the measurements. Answers go to `out`; a single one streams.
 
-    Of several prompts, one that is refused fails alone: ValueError names it when the others are answered.
+    A rejected prompt among several fails alone: after the others are answered, ValueError names it.
     """
     options = given_options(args)
-    Sampling(args.temperature, args.top_k, args.top_p)  # refuses now what generate would
+    Sampling(args.temperature, args.top_k, args.top_p)  # rejects now what generate would reject
     single = len(prompts) == 1
     talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
     demo = args.checkpoint is None
@@ -153,7 +153,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
             checkpoint, args.kv, args.budget, options, device=args.device, dtype=args.dtype, seed=args.seed,
             batch=args.batch if args.batch is not None else min(len(prompts), 8),
             max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
-            compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile would pay
+            compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile pays off
             on_phase=progress,
         )  # fmt: skip
         if engine.tokenizer is None:
@@ -211,7 +211,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
 
 
 def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, completions: list) -> dict:
-    """The JSON object: what was generated, how long it took, and what the cache takes."""
+    """The JSON report: what was generated, how long it took, and how many bytes the cache takes."""
     stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
     wanted, fetched = engine.fetched()
     cuda = engine.device.type == "cuda"
@@ -232,8 +232,8 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "prefill_s": stats.prefill_s,
         "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s,
         "first_token_s": stats.first_token_s,
-        "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,  # of a row: a step's time
-        "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # of all rows
+        "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,  # per row: a step's time
+        "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
         "kv_device_bytes": device_bytes,
         "kv_host_bytes": host_bytes,
         "kv_full_bytes": full_bytes,

@@ -1,4 +1,4 @@
-"""Linear layers in 16 bits, int8 and int4, and which product a device does fastest."""
+"""Linear layers in 16 bits, int8 and int4; each uses the product that is fastest on its device."""
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from device import WIDENED
 
-MANY = 8  # tokens for which a weight is worth widening, where that speeds its products up
-STREAMED = 8  # rows that a quantized weight is read for at once, as it is stored
+MANY = 8  # fewest tokens for which widening a weight to fp32 pays off, on a CPU without 16-bit products
+STREAMED = 8  # most tokens for which products and sums read a quantized weight as stored, see `streams`
 
-# torch.mv streams a 16-bit weight faster than the matmul of one row does, but Inductor would take it apart.
+# For one token, torch.mv reads a 16-bit weight faster than a matmul; the custom op keeps Inductor from decomposing it.
 _library = torch.library.Library("kv_fast", "DEF")
 _library.define("mv(Tensor weight, Tensor x) -> Tensor")
 _library.impl("mv", torch.mv, "CPU")
@@ -17,8 +17,7 @@ _library.impl("mv", lambda weight, x: x.new_empty(weight.shape[0]), "Meta")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; on a CPU the product that reads the weight fastest for one bf16 token, and for many tokens fp32 where
-    the CPU knows no product of 16-bit numbers."""
+    """F.linear; on a CPU, torch.mv for one bf16 token, and fp32 for MANY tokens or more of a dtype in WIDENED."""
     rows = x.numel() // x.shape[-1]
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and rows == 1:
         y = torch.ops.kv_fast.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
@@ -33,16 +32,16 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
     def first(self, x: Tensor, rows: int) -> Tensor:
-        """The first `rows` output channels alone."""
+        """Only the first `rows` output channels."""
         return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows])
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: weights are loaded. (On a meta tensor normal_ makes torch import its compiler: half a second.)"""
+        """Does nothing: weights are loaded, and normal_ on a meta tensor imports torch's compiler (half a second)."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """The table as the head that is tied to it."""
+        """The table as the tied output head: x [...,C] -> [...,vocab]"""
         return linear(x, self.weight)
 
 
@@ -88,10 +87,10 @@ class Int4Linear(nn.Module):
         self.register_buffer("weight", linear.weight.new_empty(out, size // 2, dtype=torch.uint8))
         self.register_buffer("scales", linear.weight.new_empty(size // groupsize, out, 2))
         self.bias = linear.bias
-        self.packed = 0  # rows whose low levels share bytes with as many others', in the order of torch's CPU kernel
+        self.packed = 0  # `half` of levels_of_packed if in the order of torch's CPU kernel, else 0
 
     def pack(self) -> None:
-        """Reorders the weight in place for torch's CPU kernel, where there is one that takes its sizes."""
+        """Reorders the weight in place for torch's CPU kernel, if the kernel supports its sizes."""
         rows = self.weight.shape[0]
         if self.weight.device.type != "cpu" or rows % 64 or self.groupsize not in (32, 64, 128, 256) or self.packed:
             return
@@ -99,7 +98,7 @@ class Int4Linear(nn.Module):
             levels = levels_of(block, self.groupsize)
             new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
             half = next((n for n in (32, 16) if torch.equal(levels_of_packed(new, n), levels)), 0)  # AVX-512, AVX2
-            if not half:  # this CPU's kernel has another order
+            if not half:  # this CPU's kernel uses another order
                 return
             block.copy_(new)
         self.packed = half
@@ -119,19 +118,19 @@ class Int4Linear(nn.Module):
 
 
 def few(x: Tensor) -> bool:
-    """Whether x [...,I] has so few rows that torch's CPU kernels for quantized weights beat a matmul of floats."""
+    """Whether torch's CPU kernels for quantized weights beat a float matmul: x [...,I] has few rows, on a CPU."""
     return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
 
 
 def streams(x: Tensor) -> bool:
-    """Whether x has few rows, in a compiled step: products and sums then read the weight once, as it is stored."""
+    """Whether the step is compiled and x has few rows: products and sums then read the weight once, as stored."""
     return x.numel() <= STREAMED * x.shape[-1] and torch.compiler.is_compiling()
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [...,I] as [rows,I] fp32, by as_strided so that Inductor stores x first.
+    """x [...,I] as [rows,I] fp32; as_strided makes Inductor store x first.
 
-    Else it computes x (a norm, say) anew for every row of a weight.
+    Otherwise Inductor recomputes x (the output of a norm, say) for every row of a weight.
     """
     return x.contiguous().as_strided((x.numel() // x.shape[-1], x.shape[-1]), (x.shape[-1], 1)).float()
 
@@ -168,18 +167,18 @@ def levels_of(weight: Tensor, groupsize: int) -> Tensor:
 
 
 def levels_of_packed(weight: Tensor, half: int) -> Tensor:
-    """The same from the order of torch's CPU kernel: of 2 x half rows, column by column, the first and second half."""
+    """`levels_of` for torch's CPU kernel: blocks of 2 x half rows by column, the second half in the high bits."""
     blocks = weight.view(-1, 2 * weight.shape[1], half)
     return torch.cat((blocks & 15, blocks >> 4), dim=-1).transpose(1, 2).reshape(-1, 2 * weight.shape[1])
 
 
 def restore(groups: Tensor, scales: Tensor) -> Tensor:
-    """Levels [O,groups,groupsize], scales and zeros [groups,O,2] -> the weight [O,I] that they stand for."""
+    """Dequantizes: levels [O,groups,groupsize], scales and zeros [groups,O,2] -> weight [O,I]"""
     scale, zero = scales.transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
     return ((groups.to(scale.dtype) - 8) * scale + zero).flatten(1)
 
 
 def finish(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """y [rows,O] with the bias, as the product of x [...,I]"""
+    """y [rows,O] plus the bias -> [...,O], in the dtype and leading shape of x [...,I]"""
     y = y if bias is None else y + bias
     return y.to(x.dtype).view(*x.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""The host's loop over a batch: gives prompts to free rows, commands the device, reads its tokens.
+"""The host's loop over a batch: gives prompts to free rows, commands the device and reads its tokens.
 
 On CUDA the host reads one step late, so that the device never waits for it.
 """
@@ -18,7 +18,7 @@ from tokenizer import Stream
 
 
 class Loop:
-    """One call of `Engine.generate`; `engine` is the engine itself."""
+    """One call of `Engine.generate`; `engine` is that Engine."""
 
     def __init__(
         self, engine, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
@@ -27,10 +27,10 @@ class Loop:
         self.engine, self.waiting, self.answer_prompts = engine, waiting, answer_prompts
         self.limit, self.stop, self.on_token, self.on_done = limit, stop, on_token, on_done
         self.context = math.inf if engine.endless else engine.config.max_length
-        self.waited_s = 0.0  # for follow-ups
+        self.waited_s = 0.0  # spent waiting for follow-ups
 
     def run(self) -> None:
-        """Until every row is done: fills free rows, commands, launches, and reads the step `lag` steps before."""
+        """Until every row is done: fills free rows, launches a step, and reads the step launched `lag` steps before."""
         engine, stats = self.engine, self.engine.stats
         self.begin = time.perf_counter()
         rows: list[Row | None] = [None] * engine.batch
@@ -61,7 +61,7 @@ class Loop:
         stats.decode_s = time.perf_counter() - self.begin - stats.prefill_s - self.waited_s
 
     def _fill(self, rows: list[Row | None]) -> None:
-        """Gives idle rows their next follow-up, and rows without one the next prompt."""
+        """Gives idle rows their next follow-up, and rows that are finished or empty the next prompt."""
         for b, row in enumerate(rows):
             if row and row.idle and not self._ask(row):
                 self.on_done(row.index, row.completion)
@@ -74,7 +74,7 @@ class Loop:
                     self._read(rows[b], token, 0)
 
     def _start(self, b: int, row: Row) -> int:
-        """Prefills a prompt into batch row b: the token that would begin its answer."""
+        """Prefills a prompt into batch row b; returns the token that would begin its answer."""
         engine, n = self.engine, len(row.prompt)
         with timed(engine.on_phase, Phase("prefill", f"{n} tokens", tokens=n)) as phase:
             request = next(engine.requests)
@@ -87,9 +87,9 @@ class Loop:
         return token
 
     def _ask(self, row: Row) -> bool:
-        """Feeds the row's next follow-up, if it has one."""
+        """Queues the row's next follow-up; returns False if there is none, or no room for it."""
         engine, begin = self.engine, time.perf_counter()
-        question = next(row.follow_ups, None)  # somebody may be typing it
+        question = next(row.follow_ups, None)  # may wait for a user who types it
         self.waited_s += time.perf_counter() - begin
         if question is None:
             return False
@@ -104,7 +104,7 @@ class Loop:
         return True
 
     def _read(self, row: Row, token: int, ahead: int) -> None:
-        """Takes a token for the row's answer; `ahead` steps that continue it were launched since."""
+        """Adds a token to the row's answer; `ahead` later steps that continue the row are already launched."""
         engine, stats = self.engine, self.engine.stats
         if stats.first_token_s is None:
             stats.first_token_s = time.perf_counter() - engine.called

@@ -2,7 +2,7 @@
 
 `Transformer.prefill` runs one prompt through the model layer by layer; `Transformer.forward` is the decode step,
 one token for every row of the batch. Attention projects q, k and v and hands them to `self.kv`, the layer's KV
-module (kv/base.py), which stores what it wants and returns the attention output. The model knows no method by name.
+module (kv/base.py), which stores what it needs and returns the attention output. The model names no KV method.
 
 Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head dim, C model dim.
 """
@@ -17,7 +17,7 @@ from config import ModelConfig, rope_frequencies
 from kv.ops import rotate
 from linear import Embedding, Linear
 
-SLICE = 4096  # prompt tokens that norms, projections and MLPs see at a time: bounds prefill's transients
+SLICE = 4096  # prompt tokens per call of norms, projections and MLPs: bounds prefill's temporary memory
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections; attention itself, and what is kept for it, is the KV module's."""
+    """The q, k, v and output projections; the KV module stores the cache and computes attention."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -46,13 +46,13 @@ class Attention(nn.Module):
         self.kv: nn.Module | None = None  # set by Transformer.set_kv
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B,T,C] -> q [B,Hq,T,D], k and v [B,Hk,T,D]; RoPE on q and k. cos, sin: [B,1,T,D/2]."""
+        """x [B,T,C] -> q [B,Hq,T,D], k and v [B,Hk,T,D]; q and k get RoPE. cos, sin: [B,1,T,D/2]."""
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)
         return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The q of `project` alone: what a KV module that looks ahead asks of the next layer."""
+        """Only the q of `project`: the query that a KV module's `lookahead` receives."""
         q = self.wqkv.first(x, self.heads[0] * self.head_dim).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return rotate(self.q_norm(q), cos, sin)
 
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each on a normed copy of x and added to it."""
+    """One layer: attention, then feed-forward; each reads a normed copy of x and adds its output to x."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -85,7 +85,7 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
 
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, row: int) -> None:
-        """Runs a whole prompt, updating x [1,T,C] in place; only q, k, v and y ever span all of T."""
+        """Runs a whole prompt and updates x [1,T,C] in place; besides x, only q, k, v and y span all of T."""
         a, slices = self.attention, range(0, x.shape[1], SLICE)
         (q, k, v) = (x.new_empty(1, heads, x.shape[1], a.head_dim) for heads in a.heads)
         for s in slices:
@@ -100,7 +100,7 @@ class Block(nn.Module):
             x[:, t] += self.feed_forward(self.ffn_norm(x[:, t]))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor, after: "Block | None"):
-        """One token a row: x [B,1,C]. `after` is the next block, whose KV module may want to see its query early."""
+        """One token per row: x [B,1,C] -> [B,1,C]. `after` is the next block, whose KV module may look ahead."""
         a, h = self.attention, self.attention_norm(x)
         if after is not None and after.attention.kv.wants_lookahead:
             h = after.attention.kv.lookahead(after.attention.query(h, cos, sin), h, active)
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A whole prompt of one row (`prefill`), or one token of every row (`forward`); KV modules are set before."""
+    """The whole model: `prefill` runs one row's prompt, `forward` one token of every row. Call `set_kv` first."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -121,10 +121,10 @@ class Transformer(nn.Module):
         self.output = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
 
     def set_kv(self, modules: list[nn.Module], batch: int) -> None:
-        """Gives every layer its KV module, and every row its RoPE speeds (dynamic NTK: they follow its length)."""
+        """Gives every layer its KV module and every row RoPE speeds (dynamic NTK adapts them to its length)."""
         for layer, kv in zip(self.layers, modules, strict=True):
             layer.attention.kv = kv
-        for function in (torch.cos, torch.sin, torch.exp):  # MKL's first call, made by many threads, may be coarse
+        for function in (torch.cos, torch.sin, torch.exp):  # MKL's first call, if multithreaded, can lose precision
             function(torch.ones(1))
         speed, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
         speed = speed.to(self.tok_embeddings.weight.device)
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [B,1,C], the last position only -> [B, vocab] fp32"""
+        """x [B,1,C] of the last position -> [B, vocab] fp32"""
         x = self.norm(x[:, -1])
         return (self.tok_embeddings.logits(x) if self.output is None else self.output(x)).float()
 
@@ -144,11 +144,11 @@ class Transformer(nn.Module):
     def prefill(
         self, tokens: Tensor, row: int, planned: int | None = None, on_layer: Callable[[], None] | None = None
     ) -> Tensor:
-        """tokens [T] of one prompt -> logits [vocab] after its last token; row `row` of every layer is filled.
+        """tokens [T] of one prompt -> logits [vocab] after its last token; fills row `row` of every layer.
 
-        planned: tokens that the row will hold at most, T by default: dynamic NTK takes the row's base from it, for a
-        base that fits the prompt alone fails past the limit, and keys cannot change theirs. on_layer: called after
-        each layer.
+        planned: the most tokens the row will hold (default: T). Dynamic NTK computes the row's RoPE base from it: a
+        base that fits only the prompt fails past max_position_embeddings, and stored keys cannot change their base.
+        on_layer: called after each layer.
         """
         length = max(tokens.numel(), min(planned or 0, self.config.max_length))
         speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, length)
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """The decode step: tokens [B,1] at positions pos [B] -> logits [B, vocab]; inactive rows change nothing."""
+        """The decode step: tokens [B,1] at positions pos [B] -> logits [B, vocab]; inactive rows keep their state."""
         cos, sin = self.cos_sin(pos[:, None], self.rope_speed)
         x = self.tok_embeddings(tokens)
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):

@@ -1,4 +1,4 @@
-"""What an engine measures of its work, and the lines on stderr that report its phases."""
+"""What an engine measures, and the lines on stderr that report its phases."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 @dataclass
 class Stats:
-    """What the engine measured since it was loaded (load, compile) or in its last call of `generate` (the rest)."""
+    """Measurements since the engine was loaded (load, compile) or of its last `generate` call (the rest)."""
 
     load_s: float = 0.0
     load_bytes: int = 0  # of the weights
@@ -19,26 +19,26 @@ class Stats:
     compiles: int = 0  # times the decode step was compiled
     prefill_s: float = 0.0
     prefill_tokens: int = 0
-    first_token_s: float | None = None  # from the call to the first token: compiling and prefill are in it
+    first_token_s: float | None = None  # from the call to the first token, including compile and prefill
     decode_s: float = 0.0
-    steps: int = 0  # that a row needed; on CUDA one more runs before the host knows that an answer has ended
-    decoded: int = 0  # tokens that rows fed these steps, those of follow-ups too: with one row, as many as steps
-    past_context: list[int] = field(default_factory=list)  # prompts whose rows decoded past the model's context
+    steps: int = 0  # steps a row needed, not counting the one that CUDA runs before the host sees an answer's end
+    decoded: int = 0  # tokens that rows fed to these steps, including follow-ups; with one row, equal to steps
+    past_context: list[int] = field(default_factory=list)  # indices of prompts whose rows decoded past the context
 
     def next_call(self) -> None:
-        """Forgets what the last call measured."""
+        """Resets what the last call measured."""
         vars(self).update(vars(Stats(self.load_s, self.load_bytes, self.compile_s, self.compiles)))
 
 
 @dataclass
 class Phase:
-    """load, compile, prefill, or first token: the time from a call of `generate` to its first token."""
+    """A phase: load, compile, prefill, or first token (the time from a `generate` call to its first token)."""
 
     name: str
     about: str = ""  # what is loaded, compiled or prefilled
-    tokens: int = 0  # of the prompt that is prefilled
-    layers: int = 0  # of a prefill long enough to report each
-    done: int = 0  # layers so far
+    tokens: int = 0  # tokens of the prefilled prompt
+    layers: int = 0  # the model's layers, if the prefill is long enough to report each
+    done: int = 0  # layers prefilled so far
     seconds: float | None = None  # None while the phase runs
 
 
@@ -47,7 +47,7 @@ Listener = Callable[[Phase], None]
 
 @contextmanager
 def timed(listener: Listener | None, phase: Phase) -> Iterator[Phase]:
-    """Measures the phase; the listener, if there is one, hears of its start and of its end."""
+    """Times the phase; calls the listener, if there is one, at its start and at its end."""
     begin, listener = time.perf_counter(), listener or (lambda _: None)
     listener(phase)
     yield phase
@@ -56,7 +56,7 @@ def timed(listener: Listener | None, phase: Phase) -> Iterator[Phase]:
 
 
 class Progress:
-    """Listens to an engine: one line on stderr per phase. A terminal also shows what is running, and how far."""
+    """A listener that prints a line on stderr per phase; a terminal also shows the running phase and its progress."""
 
     def __init__(self, prompts: int):
         self.terminal, self.single = sys.stderr.isatty(), prompts == 1
@@ -74,11 +74,11 @@ class Progress:
         self.line(f"-- {phase.name}: {about}{phase.seconds:.2f} s{rate}")
 
     def finished(self) -> None:
-        """One more prompt is answered."""
+        """Counts one more answered prompt."""
         self.bar.update()
 
     def line(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         self._status("")
         tqdm.write(text, file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The host's view of a batch row: a prompt, its answers, and what the device still owes it."""
+"""The host's view of a batch row: a prompt, its answers, and the samples the device still owes it."""
 
 import dataclasses
 from collections import deque
@@ -28,27 +28,27 @@ class Completion:
         return sum(len(answer.tokens) for answer in self.answers)
 
     def to_dict(self) -> dict:
-        """text, tokens and finish_reason are the first answer's, new_tokens those of all answers."""
+        """text, tokens and finish_reason are those of the first answer; new_tokens counts all answers."""
         answers = [dataclasses.asdict(answer) for answer in self.answers]
         first = answers[0] if answers else dataclasses.asdict(Answer())
         return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **first, "answers": answers}
 
 
 class Row:
-    """One prompt on its way through a batch row."""
+    """One prompt and its progress through a batch row."""
 
     def __init__(self, index: int, prompt: list[int], follow_ups: Iterable, planned: int):
         self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
-        self.planned = planned  # tokens that it will hold at most
+        self.planned = planned  # the most tokens it will hold
         self.completion = Completion(len(prompt))
         self.length = len(prompt)  # tokens in the cache once every launched step has run
-        self.feed: deque[int] = deque()  # tokens to force, one a step
-        self.limit = 0  # tokens that the current answer may have
-        self.wanted = 0  # samples still to be asked of the device for it
-        self.unfed: list[int] = []  # its last token, where that has not entered the cache
-        self.stream: Stream | None = None  # turns its tokens into text
-        self.shown = 0  # characters of it that on_token has seen
-        self.interrupted = False  # its limit was lowered to what the device had been asked for
+        self.feed: deque[int] = deque()  # tokens to feed, one per step
+        self.limit = 0  # the most tokens of the current answer
+        self.wanted = 0  # samples still to request from the device for the answer
+        self.unfed: list[int] = []  # the answer's last token, if it is not in the cache
+        self.stream: Stream | None = None  # turns the answer's tokens into text
+        self.shown = 0  # characters of the answer that on_token has received
+        self.interrupted = False  # `interrupt` has lowered the limit
 
     @property
     def answer(self) -> Answer:
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def idle(self) -> bool:
-        """Its answer, if it has begun one, is complete."""
+        """Whether no answer is running: none has begun, or the last one is complete."""
         return not self.completion.answers or bool(self.answer.finish_reason)
 
     @property
@@ -64,21 +64,21 @@ class Row:
         return self.length - len(self.prompt)
 
     def open(self, limit: int, stream: Stream | None, sampled: int = 0) -> None:
-        """A new answer of at most `limit` tokens begins, `sampled` of them asked of the device already."""
+        """Begins a new answer of at most `limit` tokens; `sampled` of them are already requested from the device."""
         self.completion.answers.append(Answer())
         self.limit, self.wanted = limit, limit - sampled
         self.stream, self.shown, self.interrupted = stream, 0, False
 
     def interrupt(self) -> None:
-        """The running answer, if there is one, ends with the next token read: a question on its way is fed whole, and
-        every token of the answer but the last is in the cache, as after any other end."""
+        """Ends the running answer, if there is one, with the next token read. A question that is being fed is fed to
+        its end, and the cache holds all tokens of the answer except the last, as after any other end."""
         if not self.idle:
             asked = self.limit - self.wanted
-            self.wanted = int(asked == len(self.answer.tokens))  # nothing to read: one more sample
+            self.wanted = int(asked == len(self.answer.tokens))  # nothing left to read: one more sample
             self.limit, self.interrupted = asked + self.wanted, True
 
     def command(self) -> tuple[int, bool]:
-        """What the row does in the next step, and whether what it samples then belongs to its answer."""
+        """The row's command for the next step, and whether the token it then samples belongs to its answer."""
         if self.feed:
             command, counts = self.feed.popleft(), not self.feed
         else:
@@ -88,10 +88,10 @@ class Row:
         return command, counts
 
     def take(self, token: int, ended: bool, ahead: int, stop: list[str]) -> str:
-        """Adds a sampled token to the answer; the text that may be shown for it.
+        """Adds a sampled token to the answer; returns the text that may now be shown.
 
-        ended: it is an EOS. ahead: steps launched since that continue the row (0 or 1): the device has fed them this
-        token, unless it ended.
+        ended: the token is an EOS. ahead: later steps, already launched, that continue the row (0 or 1); the device
+        feeds them this token unless it is an EOS.
         """
         answer, before = self.answer, len(self.answer.text)
         if not ended:
@@ -101,7 +101,7 @@ class Row:
         full = len(answer.tokens) == self.limit
         if self.stream is not None and (ended or full):
             answer.text += self.stream.flush()
-        begin = max(0, before - max(map(len, stop), default=0))  # what lies before was searched already
+        begin = max(0, before - max(map(len, stop), default=0))  # earlier text is already searched
         cut = min((at for text in stop if (at := answer.text.find(text, begin)) >= 0), default=None)
         if cut is not None:
             answer.text = answer.text[:cut]
@@ -110,7 +110,7 @@ class Row:
             answer.finish_reason = out_of_tokens if full and cut is None else "stop"
             self.wanted, self.unfed = 0, [] if ended or ahead else [token]
             self.length -= ahead if ended else 0
-        # A stop text may have begun at the end: that much is held back until it is certain.
+        # The end may be the start of a stop text: hold that much back until it is certain.
         begun = (n for text in stop for n in range(len(text)) if answer.text.endswith(text[:n]))
         held = 0 if answer.finish_reason else max(begun, default=0)
         visible = answer.text[self.shown : len(answer.text) - held]

@@ -1,4 +1,4 @@
-"""Imported before what takes seconds to import: Ctrl-C then ends a tool in one line, and torch's version is checked."""
+"""Import this before slow modules: it makes Ctrl-C end a tool with one line, and checks torch's version."""
 
 import os
 import re
@@ -8,23 +8,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-OLDEST, NEWEST = (2, 11), (2, 13)  # of torch: what the tests have run on
+OLDEST, NEWEST = (2, 11), (2, 13)  # torch versions the tests have run on
 
 
 def interrupted(*_) -> None:
-    """While modules are imported there is nothing to tidy up, and some of them turn KeyboardInterrupt into another."""
+    """Exits at once: imports leave nothing to clean up, and some of them turn KeyboardInterrupt into another error."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
 def is_tool() -> bool:
-    """Whether this process runs a file of this repository, and does not only import from it."""
+    """Whether this process runs a file of this repository rather than only importing from it."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return path is not None and Path(path).resolve().parent in (ROOT, ROOT / "bench", ROOT / "needle")
 
 
 def check_torch() -> None:
-    """Raises ImportError for a torch that is missing or too old; says so if it is newer than those tested."""
+    """Raises ImportError if torch is missing or too old; prints a notice if it is newer than tested."""
     supported = " to ".join(".".join(map(str, v)) for v in (OLDEST, NEWEST))
     try:
         found = version("torch")
@@ -38,7 +38,7 @@ def check_torch() -> None:
 
 
 if is_tool() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, interrupted)  # until cli.run
+    signal.signal(signal.SIGINT, interrupted)  # until cli.run restores the default
 try:
     check_torch()
 except ImportError as error:
