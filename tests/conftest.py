@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -81,4 +82,14 @@ def text_checkpoint(tmp_path_factory) -> Path:
         normalization_rule_name="identity",
     )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(tokenizer.getvalue())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(text_checkpoint, tmp_path_factory) -> Path:
+    """Two small layers in fp32, and a tokenizer."""
+    folder = write_random(
+        tmp_path_factory.mktemp("checkpoint") / "tiny", vocab_size=1024, bos_token_id=1, eos_token_id=2
+    )
+    shutil.copy(text_checkpoint / "tokenizer.model", folder)
     return folder

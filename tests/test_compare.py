@@ -12,16 +12,16 @@ from bench import compare
 
 
 @pytest.fixture(scope="module")
-def measured(text_checkpoint, tmp_path_factory):
+def measured(tiny_checkpoint, tmp_path_factory):
     """[answers.json, speed.json] of two methods."""
     folder = tmp_path_factory.mktemp("compare")
     kv = ["--kv", "full,streaming:sinks=2", "--budget", "64"]
     tasks = ["--tasks", "niah_multikey_1,needle,perplexity", "--questions", "2"]
     plan = ["--length", "500", "--samples", "1", "--json", str(folder / "answers.json")]
-    evaluation.main(["--checkpoint", str(text_checkpoint), *tasks, *plan, *kv])
+    evaluation.main(["--checkpoint", str(tiny_checkpoint), *tasks, *plan, *kv])
     plan = ["--context", "200", "--steps", "1", "--repeats", "1", "--no-compile", "--no-prefill"]
     out = ["--json", str(folder / "speed.json"), "--results", str(folder / "results.jsonl")]
-    bench.main(["--shape", str(text_checkpoint / "config.json"), *plan, *out, *kv])
+    bench.main(["--shape", str(tiny_checkpoint / "config.json"), *plan, *out, *kv])
     return [str(folder / "answers.json"), str(folder / "speed.json")]
 
 

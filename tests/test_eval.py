@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from conftest import write_random
 
 import cli
 import eval as evaluation
@@ -15,18 +14,10 @@ from tasks.registry import TASKS
 
 
 @pytest.fixture(scope="module")
-def tiny_checkpoint(text_checkpoint, tmp_path_factory):
-    """Two small layers, fp32, and the tokenizer."""
-    folder = write_random(tmp_path_factory.mktemp("eval") / "tiny", vocab_size=1024, bos_token_id=1, eos_token_id=2)
-    shutil.copy(text_checkpoint / "tokenizer.model", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def result(text_checkpoint, tmp_path_factory):
+def result(tiny_checkpoint, tmp_path_factory):
     """A run over two methods, a budget that is too small, and every kind of task."""
     out = tmp_path_factory.mktemp("eval") / "out.json"
-    arguments(text_checkpoint, "--json", out, "--samples", 2, "--questions", 3, "--batch", 2, "--plot", f"{out}.png")
+    arguments(tiny_checkpoint, "--json", out, "--samples", 2, "--questions", 3, "--batch", 2, "--plot", f"{out}.png")
     return out
 
 
@@ -47,7 +38,7 @@ def test_every_method_budget_and_task_is_a_row_with_the_bytes_it_takes(result):
     full, small = found["full", None, "needle"], found["streaming", 64, "needle"]
     assert full["n"] == small["n"] == 2 and full["share_of_full"] == pytest.approx(1, abs=0.01)
     assert small["kv_device_bytes"] < full["kv_device_bytes"] / 5 and small["share_of_full"] < 0.2
-    assert small["step_device_bytes"] == 8 * 2 * 64 * 2 * 64 * 2  # layers, KV heads, slots, K and V, head dim, bf16
+    assert small["step_device_bytes"] == 2 * 2 * 64 * 2 * 16 * 4  # layers, KV heads, slots, K and V, head dim, fp32
 
 
 def test_a_budget_below_the_minimum_is_an_empty_cell(result, capsys):
@@ -68,9 +59,9 @@ def test_fidelity_of_the_full_cache_to_itself_is_perfect_and_of_a_small_one_is_n
     assert found["streaming", 64, "fidelity"]["kl"] > 0
 
 
-def test_perplexity_is_that_of_the_text_through_the_decode_path(result, text_checkpoint):
+def test_perplexity_is_that_of_the_text_through_the_decode_path(result, tiny_checkpoint):
     samples = [s for s in json.loads(result.read_text())["samples"] if (s["task"], s["kv"]) == ("perplexity", "full")]
-    engine = Engine.load(text_checkpoint, compile=False, max_new_tokens=128)
+    engine = Engine.load(tiny_checkpoint, compile=False, max_new_tokens=128)
     text = evaluation.shipped_haystack()
     bos, *ids = engine.encode(text)
     for i, sample in enumerate(samples):
@@ -80,7 +71,7 @@ def test_perplexity_is_that_of_the_text_through_the_decode_path(result, text_che
         assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == 472
 
 
-def test_a_rerun_continues_where_the_run_was_stopped(result, text_checkpoint, monkeypatch):
+def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, monkeypatch):
     """Half the progress, and a line cut short: only what is missing is computed, and the result is the same."""
     before = json.loads(result.read_text())
     progress = result.with_name(result.name + ".progress.jsonl")
@@ -94,12 +85,12 @@ def test_a_rerun_continues_where_the_run_was_stopped(result, text_checkpoint, mo
         return generate(self, prompts, **k)
 
     monkeypatch.setattr(Engine, "generate", spy)
-    arguments(text_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
+    arguments(tiny_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
     after = json.loads(result.read_text())
     assert after["rows"] == before["rows"] and after["samples"] == before["samples"]
     assert 0 < len(asked) < 16
     length = len(progress.read_text().splitlines())
-    arguments(text_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
+    arguments(tiny_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
     assert len(progress.read_text().splitlines()) == length == len(lines) + 1  # nothing was computed twice
 
 
@@ -160,7 +151,7 @@ def test_a_plot_is_drawn(result):
     assert result.with_name(result.name + ".png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_blind_prefills_the_text_alone_and_feeds_every_question(text_checkpoint, tmp_path, monkeypatch):
+def test_blind_prefills_the_text_alone_and_feeds_every_question(tiny_checkpoint, tmp_path, monkeypatch):
     seen = []
     generate = Engine.generate
 
@@ -169,7 +160,7 @@ def test_blind_prefills_the_text_alone_and_feeds_every_question(text_checkpoint,
         return generate(self, prompts, **k)
 
     monkeypatch.setattr(Engine, "generate", spy)
-    arguments(text_checkpoint, "--samples", 1, "--blind", "--json", tmp_path / "o", tasks="niah_single_2", kv="full")
+    arguments(tiny_checkpoint, "--samples", 1, "--blind", "--json", tmp_path / "o", tasks="niah_single_2", kv="full")
     [([prompt], [[question]], answered)] = seen
     assert "What is the special magic number" in question and "What is" not in prompt and not answered
     assert json.loads((tmp_path / "o").read_text())["samples"][0]["prompt_tokens"] < 600 - 128
@@ -182,9 +173,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chat_checkpoint(text_checkpoint, tmp_path_factory):
+def chat_checkpoint(tiny_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "checkpoint"
-    shutil.copytree(text_checkpoint, folder)
+    shutil.copytree(tiny_checkpoint, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -237,16 +228,16 @@ def test_chat_and_blind_part_the_first_turn_where_the_question_begins(chat_check
     assert len(text) > len(question)
 
 
-def test_chat_without_a_template_is_refused(text_checkpoint):
+def test_chat_without_a_template_is_refused(tiny_checkpoint):
     with pytest.raises(ValueError, match="no chat template"):
-        arguments(text_checkpoint, "--samples", 1, "--chat", tasks="niah_single_1", kv="full")
+        arguments(tiny_checkpoint, "--samples", 1, "--chat", tasks="niah_single_1", kv="full")
 
 
-def test_a_score_is_the_mean_over_the_questions(text_checkpoint, tmp_path, monkeypatch):
+def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monkeypatch):
     sample = Sample("one two three", tuple(Question(f" {i}?", (str(i),)) for i in range(4)))
     task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q.answers[0] in "13"))
     monkeypatch.setitem(TASKS, "odd", task)
-    arguments(text_checkpoint, "--samples", 2, "--questions", 4, "--json", tmp_path / "o", tasks="odd", kv="full")
+    arguments(tiny_checkpoint, "--samples", 2, "--questions", 4, "--json", tmp_path / "o", tasks="odd", kv="full")
     row = rows(tmp_path / "o")["full", None, "odd"]
     assert (row["score"], row["first"], row["later"]) == (50, 0, pytest.approx(200 / 3))
 
@@ -276,8 +267,8 @@ def test_a_score_is_the_mean_over_the_questions(text_checkpoint, tmp_path, monke
         (["--text", "/dev/null"], "--text /dev/null: the text is empty"),
     ),
 )
-def test_mistakes_are_one_line_before_anything_runs(text_checkpoint, more, message):
-    base = ["--checkpoint", str(text_checkpoint), "--tasks", "niah_single_1", "--length", "512", "--budget", "64"]
+def test_mistakes_are_one_line_before_anything_runs(tiny_checkpoint, more, message):
+    base = ["--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1", "--length", "512", "--budget", "64"]
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         evaluation.main([*base, *more])
     assert message in " ".join(str(error.value).split())
