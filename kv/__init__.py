@@ -1,6 +1,6 @@
-"""The registry of KV methods: names, and what builds them from a budget and options.
+"""The registry of KV methods: builds them by name, from a budget and options.
 
-A new method is one file and one line of the table.
+A new method is one file, its import and its line in METHODS.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# The options that kv_profile.json may set: what calibrate.py finds out about a model. None names a file, and none says
-# how much is kept: a checkpoint comes from anywhere.
+# The options that kv_profile.json may set: what calibrate.py measures of a model. Checkpoints are untrusted, so none of
+# these options names a file or changes how much is kept.
 PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores": list[list[float]]}
 
 
@@ -84,17 +84,17 @@ def _method(name: str) -> type[Method]:
 
 
 def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
-    """One KV module a layer.
+    """One KV module per layer.
 
-    `options` holds typed values or strings; what it leaves out comes from `profile` (see `read_profile`), then from the
-    method. Raises ValueError for an unknown name or option, a budget that does not fit the method, and
-    prompts beyond a sliding window that the method does not honour.
+    `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
+    method's defaults. Raises ValueError for an unknown name or option, a budget that does not fit the method, and a
+    planned length beyond a sliding window that the method does not honour.
     """
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
     if shape.window is not None and shape.planned > shape.window and not method.windowed:
         raise ValueError(
             f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
-            "prompts and answers"
+            "prompt and answer together"
         )
     if not method.takes_budget:
         if budget is not None:
@@ -113,12 +113,12 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
 
 
 def full_cache(method: Method) -> Method:
-    """The full cache that stands in for a method whose budget covers everything, in as many bits."""
+    """The full cache, with the method's bits, that replaces a method whose budget covers every token."""
     return METHODS["full"](**({"bits": method.bits} if "bits" in method.lossless else {}))
 
 
 def read_profile(content: dict) -> dict:
-    """The options in a kv_profile.json, PROFILE's and no others. Raises ValueError for one of another type."""
+    """The options of PROFILE that a kv_profile.json sets. Raises ValueError if one has the wrong type."""
     found = {key: content[key] for key in PROFILE if key in content}
     for key, value in found.items():
         if not _is_a(value, PROFILE[key]):
@@ -128,7 +128,7 @@ def read_profile(content: dict) -> dict:
 
 
 def _is_a(value: object, hint: object) -> bool:
-    """Whether JSON gave a list, of lists perhaps, of finite numbers or of whole ones from 0 up."""
+    """Whether a JSON value has the type `hint`: possibly nested lists of finite numbers, or of integers from 0 up."""
     if typing.get_origin(hint) is list:
         return isinstance(value, list) and all(_is_a(x, *typing.get_args(hint)) for x in value)
     if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
@@ -137,7 +137,7 @@ def _is_a(value: object, hint: object) -> bool:
 
 
 def from_profile(name: str, options: dict, profile: dict) -> dict:
-    """What `build` takes from the profile: options of the method that `options` leaves out."""
+    """What `build` takes from the profile: the method's options that `options` does not set."""
     known = {f.name for f in dataclasses.fields(_method(name))} & PROFILE.keys()
     return {key: value for key, value in profile.items() if key in known and key not in options}
 
@@ -148,7 +148,7 @@ def paper_bytes(method: Method, shape: Shape, budget: int | None) -> int:
 
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
-    """(device, host) bytes that `build` with the same arguments would allocate; allocates nothing."""
+    """(device, host) bytes that `build` would allocate for the same arguments. Allocates nothing."""
     return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
 
 
@@ -161,7 +161,7 @@ def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
 
 
 def parse_options(name: str, given: dict) -> Method:
-    """The method with its options from typed values or from strings; lists are joined with + or commas."""
+    """The method with the given options, typed values or strings; in a string + or commas separate list items."""
     cls = _method(name)
     hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     values = {}
@@ -204,13 +204,13 @@ def _convert(value: object, hint: object, min: float | None, max: float | None) 
 
 
 def describe(name: str) -> str:
-    """A method's help: its file's docstring, and each option with type, default and meaning."""
+    """A method's help: its module docstring, and each option with type, default and meaning."""
     method = _method(name)
-    takes = "none" if not method.budgeted else "--budget, in tokens a KV head or as a share of the prompt"
+    takes = "none" if not method.budgeted else "--budget, in tokens per KV head or as a share of the prompt"
     lines = [sys.modules[method.__module__].__doc__.strip(), "", f"budget: {takes}"]
     if method.approximates:
         given = "".join(f" and {key}={'auto' if x is None else x}" for key, x in method.approximates_with.items())
-        lines.append(f"with a budget for everything{given} the full cache stands in, for {method.approximates}")
+        lines.append(f"with a budget for every token{given} the full cache replaces it, because {method.approximates}")
     for option in dataclasses.fields(method):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
         if typing.get_origin(option.type) is typing.Literal:

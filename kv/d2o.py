@@ -1,19 +1,19 @@
-"""d2o: h2o with a budget for each layer, and tokens that merge into the ones kept when they go (D2O, arXiv 2406.13035).
+"""d2o: h2o with a budget per layer, and evicted tokens merge into kept ones (D2O, arXiv 2406.13035).
 
-Layers share L t slots of a KV head and row. The variances of the attention that tokens receive decide a layer's share
-(Equation 5): every layer's prompt must have been seen, so K and V wait on the host until then. Raw variances would give
-the softmax one winner, so each query head's is scaled to 0 ... 1 over the heads of its layer, and a layer counts with
-the mean of its heads: a layer gets more the further most of its heads are below the one that varies most. Of a layer's
-slots 4 are the sinks'; `ratio` divides the others between the tokens with the highest sums of attention and the newest
-ones (Equations 6 to 8), 3:1.
+The layers share L t slots per KV head and row. A softmax over the negative variances of the attention that tokens
+receive sets each layer's share (Equation 5). Every layer must see the prompt first, so K and V wait on the host until
+then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to 0 ... 1 and
+averaged: a layer gets more slots the further most of its heads are below the one that varies most. Each layer reserves
+4 slots for sinks; `ratio` (3:1) divides the others between the tokens with the highest attention sums and the newest
+tokens (Equations 6 to 8).
 
-A token that goes merges into the kept one whose key is most like its own by cosine (Equation 9), if that is like it
-enough: at the prompt, as much as the mean of all that go; at a step, as much as a moving average (Equation 10).
-Weights are e^similarity, e for the kept token itself (Equations 11 and 12).
+An evicted token merges into the kept token with the most similar key by cosine (Equation 9), if the similarity reaches
+a threshold: at the prompt, the mean over all evicted tokens; at a step, a moving average (Equation 10). The merge
+weights are e^similarity, and e for the kept token itself (Equations 11 and 12).
 
-Memory: the budget, a spare slot a layer, and every planned token in `uncounted` layers. Any number of tokens can be
-generated, unless some layers keep all. Traffic: a layer reads as many slots as its largest row has, on CUDA as many as
-it could have, and the keys a second time for the similarities.
+Memory: the budget, a spare slot per layer, and every planned token in `uncounted` layers. Generation is unbounded
+unless some layers keep all tokens. Traffic: a layer reads as many slots as its largest row has, on CUDA as many as a
+row could have, and reads the keys a second time for the similarities.
 """
 
 import math
@@ -31,22 +31,23 @@ from kv.full import Full
 from kv.h2o import H2O, allocate_tokens
 from kv.streaming import SINKS
 
-LEAST = 4  # tokens of a layer beside the sinks
+LEAST = 4  # the fewest tokens of a layer besides the sinks
 
 
-# How layers share the budget
+# How the layers share the budget
 
 
 def scaled_mean(variances: list[float]) -> float:
-    """F_l from the variances of a layer's query heads: scaled to 0 ... 1 over them, then their mean; 0 if all equal."""
+    """F_l: the variances of a layer's query heads, scaled to 0 ... 1 and then averaged; 0 if all are equal."""
     low, high = min(variances), max(variances)
     return sum(f - low for f in variances) / (high - low) / len(variances) if high > low else 0.0
 
 
 def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
-    """S_l (Equation 5): slots of each layer, in all `budget` times their number; none has more than the prompt.
+    """S_l (Equation 5): the slots of each layer, `budget` on average (`exponential`: at most that).
 
-    `variances` has those of each layer's query heads; only `softmax` scales them.
+    If the prompt exceeds the budget, no layer has more slots than the prompt has tokens. `variances` are raw, per layer
+    and query head; only `softmax` scales them.
     """
     count = len(variances)
     if prompt <= budget or allocation == "uniform":
@@ -61,7 +62,7 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     least, most = sinks + LEAST, prompt
     if allocation == "exponential":  # not scaled to the sum
         return [int(min(max(round(budget * share, 6), least), most)) for share in shares]
-    fixed: dict[int, float] = {}  # layers at a bound; the others share what is left
+    fixed: dict[int, float] = {}  # layers at a bound; the others share the rest
     while True:
         free = [i for i in range(count) if i not in fixed]
         scale = (budget * count - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
@@ -76,8 +77,8 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
 
 
 def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> int:
-    """The largest S_l that there can be."""
-    if options.allocation == "softmax":  # one layer's F is 0, another's 1
+    """The largest possible S_l."""
+    if options.allocation == "softmax":  # F is 0 in one layer, 1 in all others
         return max(budget, min(shape.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
     if options.allocation == "reciprocal":
         return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + LEAST)))
@@ -85,7 +86,7 @@ def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> 
 
 
 class Shared(Buffers):
-    """The slots of all layers, a region for each layer and row, and prompts that wait for every layer to be seen."""
+    """The slots of all layers, one region per layer and row, and the prompt's K and V until every layer has seen it."""
 
     def __init__(self, shape: Shape, layers: int, budget: int, options: "D2OMethod"):
         super().__init__(shape)
@@ -93,8 +94,8 @@ class Shared(Buffers):
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.total, shape.head_dim)
         allocate_tokens(self, self.total, D2O.sums)
-        self.parked: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []  # the first: of the query heads, [Hq]
-        self.sizes = [[budget] * layers for _ in range(shape.batch)]  # on the host
+        self.parked: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []  # by layer: variance [Hq], sums, k, v
+        self.sizes = [[budget] * layers for _ in range(shape.batch)]  # S_l by row and layer, on the host
 
     def park(self, sums: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
         if self.options.park == "host":
@@ -102,7 +103,7 @@ class Shared(Buffers):
         self.parked.append((variance, sums, k, v))
 
     def divide(self, row: int) -> None:
-        """How many slots each layer has of the row."""
+        """Divides the row's slots among the layers, by the variances of the parked prompt."""
         variances = torch.stack([variance for variance, *_ in self.parked]).tolist()
         prompt = self.parked[0][2].shape[1]
         self.position[row] = -1
@@ -110,7 +111,7 @@ class Shared(Buffers):
 
 
 class D2O(H2O):
-    """A layer's region of the shared slots: it begins at `first` [B] and has `allotted` [B] and a spare one."""
+    """One layer: its region of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one."""
 
     recent = 1
 
@@ -125,7 +126,7 @@ class D2O(H2O):
         self.state("first", fill=index * (shared.budget + 1))
         self.state("allotted", fill=shared.budget)
         self.state("spare", shape.n_kv_head)
-        self.state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: none has gone
+        self.state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: no eviction yet
         self.allocate_speeds()
         self.beyond["spare slot"] = shape.slot_bytes
         if index == 0:
@@ -149,7 +150,7 @@ class D2O(H2O):
             self.shared.parked.clear()
 
     def newest(self, size: Tensor | int) -> Tensor | int:
-        """M of N + M (Equation 8), but for the sinks."""
+        """M of the N + M tokens besides the sinks (Equation 8)."""
         important, newest = self.parts
         return (size - self.sinks) * newest // (important + newest)
 
@@ -166,10 +167,10 @@ class D2O(H2O):
                 continue
             weight = self.weight(similarity) * (similarity >= tau)
             theirs = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
-            own = self.own_weight(theirs)  # Equation 11: w_c, and of each token that goes w_e
-            each = (weight * ((1 - own) / theirs.clamp(min=1e-30))[to])[:, None]
+            own = self.own_weight(theirs)  # Equation 12: w_c
+            each = (weight * ((1 - own) / theirs.clamp(min=1e-30))[to])[:, None]  # Equation 12: w_e
             for out, ours, gone_x in ((merged_keys, keys, k[head, gone]), (merged_values, values, v[head, gone])):
-                total = (own[:, None] * ours[head].float()).index_add_(0, to, each * gone_x.float())  # Equation 12
+                total = (own[:, None] * ours[head].float()).index_add_(0, to, each * gone_x.float())  # Equation 11
                 out[head] = total.to(out.dtype)
         return merged_keys, merged_values
 
@@ -183,16 +184,16 @@ class D2O(H2O):
         norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
         similarity, to = (products / norms).masked_fill(~others, -2.0).max(2)  # Equation 9
         if self.options.merge != "none":
-            own = self.own_weight(self.weight(similarity))[..., None]  # Equation 11
+            own = self.own_weight(self.weight(similarity))[..., None]  # Equation 12
             merges = evicts & (similarity >= self.threshold)
             for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
-                self.put(buffer, to, merges, (own * at(all_, to) + (1 - own) * gone).to(all_.dtype))  # Equation 12
+                self.put(buffer, to, merges, (own * at(all_, to) + (1 - own) * gone).to(all_.dtype))  # Equation 11
         beta = self.options.beta
         tau = torch.where(self.threshold.isinf(), similarity, beta * similarity + (1 - beta) * self.threshold)
         self.threshold.copy_(torch.where(evicts, tau, self.threshold))  # Equation 10, at a step
 
     def nearest(self, gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosine of each key that goes [m,D] with the most similar one that stays [n,D], and which that is: [m]."""
+        """Each evicted key's [m,D] highest cosine similarity with a kept key [n,D], and that key's index: both [m]."""
         kept, found = F.normalize(kept.float(), dim=1), []
         for part in gone.split(max(1, ops.SCORES // len(kept))):
             found.append((F.normalize(part.float(), dim=1) @ kept.mT).max(1))
@@ -202,7 +203,7 @@ class D2O(H2O):
         return similarity.exp() if self.options.merge == "weighted" else torch.ones_like(similarity)
 
     def own_weight(self, theirs: Tensor) -> Tensor:
-        """w_c, the weight of a kept token into which others of weights that sum to `theirs` merge."""
+        """w_c (Equation 12): a kept token's weight when tokens with weights that sum to `theirs` merge into it."""
         one = math.e if self.options.merge == "weighted" else 1.0
         return torch.where(theirs > 0, (one / (one + theirs)).clamp(min=self.options.keep), 1.0)
 
@@ -212,7 +213,7 @@ class D2O(H2O):
         return self.allotted[:, None]
 
     def own(self) -> Tensor:
-        """Where the first slots lie, [B,Hk,n]."""
+        """Where the first n slots of the region lie in the shared buffers, [B,Hk,n]."""
         index = self.first[:, None] + torch.arange(self.span.shape[0], device=self.first.device)
         return index.clamp(max=self.shared.total - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
 
@@ -220,7 +221,7 @@ class D2O(H2O):
         found = ops.gather(buffer, self.own())
         if buffer is not self.position:
             return found
-        beyond = torch.arange(found.shape[2], device=found.device) > self.allotted[:, None]  # another layer's
+        beyond = torch.arange(found.shape[2], device=found.device) > self.allotted[:, None]  # another layer's slots
         return found.masked_fill(beyond[:, None], -1)
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ class D2O(H2O):
         super().put(buffer, slot + self.first[:, None], live, new)
 
     def reads(self, length: int, new: int) -> int:
-        """What the largest row has; on CUDA, what one could have."""
+        """The slots of the layer's largest row; on CUDA, of the largest possible row."""
         largest = max(sizes[self.index] for sizes in self.shared.sizes) + 1
         return min(length, self.slots if self.shape.device.type == "cuda" else largest)
 
@@ -247,18 +248,18 @@ class D2O(H2O):
 
 @dataclass(frozen=True)
 class D2OMethod(Method):
-    help = "h2o with layer budgets, and merging"
+    help = "h2o with a budget per layer, and merging of evicted tokens"
     sinks: int = SINKS
-    beta: float = option(0.7, "weight of the newest similarity", min=0, max=1)
+    beta: float = option(0.7, "weight of the newest similarity in the moving average", min=0, max=1)
     allocation: Literal["softmax", "uniform", "reciprocal", "exponential"] = option(
-        "softmax", "how the layers share the budget, by the variances (Table 4)"
+        "softmax", "how the variances divide the budget among the layers (Table 4)"
     )
-    merge: Literal["weighted", "average", "none"] = option("weighted", "how tokens merge")
+    merge: Literal["weighted", "average", "none"] = option("weighted", "how evicted tokens merge into kept ones")
     keep: float = option(0.0, "least weight of a kept token in a merge", min=0, max=1)
-    ratio: str = option("3:1", "N:M, important to newest tokens; or N+M, as d2o:ratio=3+1")
-    full_layers: list[int] | None = option(None, "layers that keep all, of the same budget", min=0)
-    uncounted: list[int] | None = option(None, "layers that keep all, beside the budget", min=0)
-    park: Literal["host", "device"] = option("host", "where the prompt's K and V wait")
+    ratio: str = option("3:1", "N:M, important to newest tokens; N+M where : separates options: d2o:ratio=3+1")
+    full_layers: list[int] | None = option(None, "layers that keep all tokens, within the budget", min=0)
+    uncounted: list[int] | None = option(None, "layers that keep all tokens, beyond the budget", min=0)
+    park: Literal["host", "device"] = option("host", "where the prompt's K and V wait for the last layer")
 
     def __post_init__(self):
         if not re.fullmatch("[0-9]{1,4}[:+][0-9]{1,4}", self.ratio) or not any(self.parts):
@@ -271,9 +272,9 @@ class D2OMethod(Method):
         return int(important), int(newest)
 
     def layers(self, shape: Shape) -> tuple[list[int], int, int]:
-        """(layers that share slots, how many more keep all of the same budget, how many keep all beside it).
+        """(layers that share slots, number of `full_layers`, number of `uncounted` layers).
 
-        Raises ValueError for a layer that the model does not have, or that is in both lists, and if none shares slots.
+        Raises ValueError for a layer that the model does not have, for one in both lists, and if no layer shares slots.
         """
         full, uncounted = set(self.full_layers or []), set(self.uncounted or [])
         for name, layers in (("full_layers", full), ("uncounted", uncounted)):
@@ -287,7 +288,7 @@ class D2OMethod(Method):
         return sharing, len(full), len(uncounted)
 
     def tokens(self, shape: Shape, budget: int) -> int:
-        """What each layer that shares slots has on average."""
+        """The mean slots of the layers that share slots."""
         sharing, full, uncounted = self.layers(shape)
         return (budget * (shape.n_layer - uncounted) - full * shape.planned) // len(sharing)
 

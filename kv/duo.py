@@ -1,9 +1,9 @@
-"""duo: some heads see everything, the others sinks and a recent window (DuoAttention, Xiao et al., arXiv 2410.10819).
+"""duo: retrieval heads keep everything, others sinks and a recent window (DuoAttention, Xiao et al., arXiv 2410.10819).
 
-Which KV heads are retrieval heads is known before: by a file, this engine's or the gates that the authors publish for
-their models (full_attention_heads.tsv), or by the `head_scores` that calibrate.py writes beside the checkpoint. The
-budget is the mean of all heads: x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffic: that
-mean.
+Which KV heads are retrieval heads is known in advance: from a file, this engine's or the gates that the authors publish
+for their models (full_attention_heads.tsv), or from the `head_scores` that calibrate.py writes beside the checkpoint.
+The budget is the mean over all heads: x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and
+traffic: that mean.
 """
 
 import json
@@ -21,7 +21,7 @@ from kv.streaming import Streaming
 
 
 class Duo(KV):
-    """One layer: `retrieval` says of each KV head whether it sees everything."""
+    """One layer. `retrieval` says for each KV head whether it keeps everything."""
 
     def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
         super().__init__(shape)
@@ -41,7 +41,7 @@ class Duo(KV):
         self.register_buffer("back", heads.argsort(), persistent=False)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """[B,H,T,D], H the KV heads or G times as many, as each part's heads."""
+        """Splits x [B,H,T,D], H = Hk or Hq, into the heads of each part."""
         groups = x.unflatten(1, (self.shape.n_kv_head, -1)).index_select(1, self.order)
         return [part.flatten(1, 2) for part in groups.split(self.counts, dim=1)]
 
@@ -79,9 +79,9 @@ class Duo(KV):
 
 
 def read_scores(path: str) -> list[list[float]]:
-    """Scores [layer][KV head] of a JSON file with `head_scores`, or of DuoAttention's published gates.
+    """Scores [layer][KV head] from a JSON file with `head_scores`, or from DuoAttention's published gates.
 
-    These are a line a layer with tabs between KV heads, clipped to [0, 1] as the authors do when they read them.
+    The gates come as one line per layer with tabs between KV heads; as the authors do, this clips them to [0, 1].
     """
     try:
         text = Path(path).read_text()
@@ -101,7 +101,7 @@ def read_gates(path: str, text: str) -> list[list[float]]:
     except ValueError:
         gates = []
     if not gates:
-        raise ValueError(f"duo: {path} is neither JSON with head_scores nor a line of numbers with tabs for each layer")
+        raise ValueError(f"duo: {path} is neither JSON with head_scores nor lines of numbers with tabs, one per layer")
     if not all(math.isfinite(gate) for row in gates for gate in row):
         raise ValueError(f"duo: every gate of {path} must be finite")
     return [[min(max(gate, 0.0), 1.0) for gate in row] for row in gates]
@@ -112,8 +112,8 @@ class DuoMethod(Method):
     help = "everything in some heads, streaming in the others"
     heads: str | None = option(None, "file of head_scores: JSON, or DuoAttention's TSV")
     head_scores: list[list[float]] | None = option(None, "how much each KV head retrieves")
-    sinks: int = option(128, "first tokens that the other heads keep", min=0)
-    recent: int = option(512, "newest tokens that the other heads keep", min=1)
+    sinks: int = option(128, "first tokens that streaming heads keep", min=0)
+    recent: int = option(512, "newest tokens that streaming heads keep", min=1)
 
     def plan(self, shape: Shape, budget: int) -> tuple[int, int, int]:
         """(retrieval heads of the whole model, sinks, recent)"""
@@ -125,7 +125,7 @@ class DuoMethod(Method):
         return int(share * heads + 0.5), self.sinks, self.recent
 
     def choose(self, shape: Shape, count: int) -> list[list[bool]]:
-        """The `count` heads with the highest scores, as a list of booleans a layer."""
+        """Whether each KV head is among the `count` with the highest scores, [layer][KV head]."""
         every = shape.n_layer * shape.n_kv_head
         if count in (0, every):
             return [[count > 0] * shape.n_kv_head for _ in range(shape.n_layer)]

@@ -1,8 +1,8 @@
-"""exact_topk: the oracle of sparse attention. Exact scores of every token, then attention to the best alone.
+"""exact_topk: the oracle of sparse attention. Scores every token exactly, then attends to the best alone.
 
-Every query head attends to its own best tokens; with `shared` a group attends to those of the highest summed scores.
-What a method that guesses the scores can hope for at the same budget. Memory: the full cache. Traffic: every K, and
-the K and V of the budget's tokens for every query head, or for the group.
+Each query head attends to its own best tokens; with `shared`, a group attends to the tokens with the highest summed
+scores. This is what methods that approximate the scores can hope for at the same budget. Memory: the full cache.
+Traffic: every K, and the K and V of the budget's tokens for each query head, or for each group.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class ExactTopK(Full):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         choices = 1 if self.shared else self.shape.n_head // self.shape.n_kv_head
-        units = length / 2 + min(choices * self.budget, length)  # at most: query heads may choose the same tokens
+        units = length / 2 + min(choices * self.budget, length)  # an upper bound: query heads may share tokens
         return int(self.shape.n_kv_head * units * self.shape.unit_bytes), 0
 
 

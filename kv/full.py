@@ -1,7 +1,7 @@
-"""full: every token's K and V. The baseline, and the parent of methods that store everything and read a part.
+"""full: every token's K and V. The baseline, and the base class of methods that store everything and read a part.
 
-Memory and traffic: one K and one V vector a token and KV head. Where the model itself has a sliding window the slots
-are a ring of that many tokens.
+Memory and traffic: one K and one V vector per token and KV head. If the model has a sliding window, the slots are a
+ring of that many tokens.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kv.base import KV, Method, Shape
 
 
 class Full(KV):
-    """`size` slots a row, all planned tokens by default. Tokens beyond that overwrite the oldest but `sinks`."""
+    """`size` slots per row, by default all planned tokens. Later tokens overwrite the oldest except `sinks`."""
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
         super().__init__(shape)

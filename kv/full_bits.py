@@ -1,7 +1,8 @@
 """full: every token's K and V, in the model's dtype (kv/full.py) or, with bits=8 or 4, quantized as in kv/kivi.py.
 
-Memory and traffic: one K and one V vector a token and KV head, or bits / 16 of that, 16-bit scales and zero points, and
-the newest tokens. Where the model itself has a sliding window, slots of the unquantized cache are a ring of that many.
+Memory and traffic: one K and one V vector per token and KV head; with bits=8 or 4, bits / 16 of that, 16-bit scales and
+zero points, and the newest tokens unquantized. If the model has a sliding window, the slots of the unquantized cache
+are a ring of that many tokens.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from kv.quant import BITS, Bits
 
 @dataclass(frozen=True)
 class FullBitsMethod(FullMethod):
-    help = "every token's K and V; --kv-bits"
+    help = "every token's K and V; quantized with --kv-bits"
     lossless = {"bits": 16}
     bits: Bits = BITS
 
@@ -26,7 +27,7 @@ class FullBitsMethod(FullMethod):
 
 
 def full_layer(shape: Shape, bits: int) -> KV:
-    """One layer that stores every token in so many bits."""
+    """One layer that stores every token in `bits` bits per value."""
     if bits == 16:
         return Full(shape, shape.window)
     if shape.window is not None and shape.window < shape.planned:
@@ -35,5 +36,5 @@ def full_layer(shape: Shape, bits: int) -> KV:
 
 
 def full_bytes(shape: Shape, bits: int) -> int:
-    """What it takes by the formula."""
+    """Bytes of such a layer by the paper's formula."""
     return layer_bytes(shape, bits) if bits < 16 else FullMethod().memory(shape, None) // shape.n_layer

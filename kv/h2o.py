@@ -1,17 +1,18 @@
-"""h2o, roco, cam: a fixed number of tokens a KV head; when another comes, the least important one is evicted.
+"""h2o, roco, cam: each KV head keeps a fixed number of tokens and evicts the one with the least accumulated attention.
 
-A token's importance grows with the attention it receives from every query, summed over the query heads of a group.
+A token's importance is the attention it has received from all queries, summed over the query heads of a group.
 
-- h2o (Zhang et al., arXiv 2306.14048): the newest half of the budget stays, and of the rest the highest sums.
-- roco (Ren & Zhu, arXiv 2402.06262): the mean of that attention in place of the sum, over the queries that could see
-  the token. Protected are the sinks, the newest 10 (of small budgets the newest half) and, with 30% of the budget, the
-  tokens whose attention has the highest standard deviation.
-- cam (Zhang et al., ICML 2024): h2o, but a step spreads the value of the token that it evicts over the next ones that
-  are kept, with a probability that grows with the token's importance. The prompt's end spreads none: thousands of
-  values would go into a few hundred.
+- h2o (Zhang et al., arXiv 2306.14048): keeps the newest half of the budget and, from the other tokens, those with the
+  highest sums.
+- roco (Ren & Zhu, arXiv 2402.06262): importance is the mean of that attention over the queries that could see the
+  token. Protected are the sinks, the newest 10 tokens (for small budgets, the newest half) and the tokens whose
+  attention has the highest standard deviation, 30% of the budget.
+- cam (Zhang et al., ICML 2024): h2o, but a step spreads the evicted token's value over the next kept ones, with a
+  probability that grows with the token's importance. Eviction at the prompt spreads nothing: thousands of values would
+  go into a few hundred.
 
-Memory and traffic: the budget, and a slot for the newest token. Any number of tokens can be generated: past the model's
-context, queries see the tokens that are kept side by side, at the positions that these have in the cache.
+Memory and traffic: the budget, and a slot for the newest token. Generation is unbounded: past the model's context,
+queries see the kept tokens side by side, at their positions in the cache.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ from kv.streaming import SINKS
 
 
 class H2O(KV):
-    """`size` tokens of each KV head, the first `sinks` and the newest `recent` among them, in slots in any order.
+    """Keeps `size` tokens per KV head, including the first `sinks` and the newest `recent`, in slots in any order.
 
-    The newest token goes to the spare slot; when another is then evicted, its slot is the next spare one.
+    A new token goes to the spare slot. If it evicts a token, that token's slot becomes the spare slot.
     """
 
     endless = True
-    past = False  # whether a row may have left the model's context
-    sums = ("received",)  # buffers: for each token, sums of powers of the attention that it has received
+    past = False  # whether a row may exceed the model's context
+    sums = ("received",)  # names of buffers: each token's received attention, then its squares, summed over queries
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
         super().__init__(shape)
@@ -59,7 +60,7 @@ class H2O(KV):
         self.compress(row, 0, sums, k[0], v[0], self.size)
 
     def compress(self, row: int, first: int, sums: list[Tensor], k: Tensor, v: Tensor, size: int) -> None:
-        """Stores what stays of a prompt, each of `sums` [Hk,T], k and v [Hk,T,D], in `size` slots from `first` on."""
+        """Stores the kept part of a prompt, each of `sums` [Hk,T], k and v [Hk,T,D], in `size` slots from `first`."""
         kept = self.select(sums, size)
         k, v = self.merge_prompt(row, k, v, kept) if kept.shape[1] < k.shape[1] else (k, v)
         at = slice(first, first + kept.shape[1])
@@ -69,7 +70,7 @@ class H2O(KV):
         self.spare[row] = kept.shape[1]
 
     def select(self, sums: list[Tensor], size: int) -> Tensor:
-        """Positions that stay, in order, [Hk,n]: the sinks, the most important tokens, the newest ones."""
+        """The kept positions [Hk,n], ascending: sinks, the most important tokens, the newest tokens."""
         heads, length = sums[0].shape
         position = torch.arange(length, device=sums[0].device).expand(heads, -1)
         if length <= size:
@@ -80,15 +81,15 @@ class H2O(KV):
         return torch.cat([position[:, : self.sinks], best, position[:, newest:]], dim=1)
 
     def newest(self, size: Tensor | int) -> Tensor | int:
-        """How many of `size` tokens are the newest."""
+        """How many of the `size` kept tokens are reserved for the newest."""
         return self.recent
 
     def importance(self, sums: list[Tensor], position: Tensor, pos: Tensor | int) -> Tensor:
-        """Of the tokens at `position`, fp32, when the newest is at `pos`."""
+        """The importance, fp32, of the tokens at `position`; the newest token is at `pos`."""
         return sums[0]
 
     def merge_prompt(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values [Hk,n,D] at positions kept [Hk,n] once the other tokens have gone."""
+        """The keys and values [Hk,n,D] to store for positions kept [Hk,n]; d2o merges the evicted tokens into them."""
         each = kept[..., None].expand(-1, -1, k.shape[2])
         return k.gather(1, each), v.gather(1, each)
 
@@ -117,17 +118,17 @@ class H2O(KV):
         return y
 
     def evictable(self, position: Tensor, pos: Tensor) -> Tensor:
-        """Which tokens [B,Hk,n] are neither sinks nor among the newest, when the newest is at `pos` [B,1,1]."""
+        """Which tokens [B,Hk,n] are neither sinks nor among the newest; the newest token is at `pos` [B,1,1]."""
         newest = self.newest(self.sizes())
         return (position >= self.sinks) & (position <= pos - (newest if isinstance(newest, int) else newest[..., None]))
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
-        """Called before the tokens at slot [B,Hk] are evicted, where `evicts` [B,Hk]; the rest are all slots."""
+        """Runs before the tokens at slot [B,Hk] are evicted, where evicts [B,Hk]; the others hold every slot read."""
 
     def in_cache(self, keys: Tensor, position: Tensor, pos: Tensor) -> Tensor:
-        """The keys [B,Hk,n,D], in rows past the model's context as if the held tokens stood side by side up to `pos`.
+        """The keys [B,Hk,n,D]; past the model's context, RoPE turns them to adjacent positions that end at `pos`.
 
-        No distance then exceeds the cache (StreamingLLM, arXiv 2309.17453, section 3.2). What is stored stays.
+        No distance then exceeds the cache (StreamingLLM, arXiv 2309.17453, section 3.2). Stored keys do not change.
         """
         pos = pos[:, None, None]
         rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
@@ -141,7 +142,7 @@ class H2O(KV):
         return self.size
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
-        """Adds change [B,Hk,n] to the slots that are read: what they hold then."""
+        """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
         return self.read(buffer).add_(change)
 
     def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
@@ -164,7 +165,7 @@ class H2O(KV):
 
 
 def allocate_tokens(owner: Buffers, slots: int, sums: tuple[str, ...]) -> None:
-    """Allocates, for the token in each slot, its sums and its position in the sequence (-1: the slot is empty)."""
+    """Allocates each slot's sums and the position of its token in the sequence (-1: the slot is empty)."""
     size, beyond = (owner.shape.n_kv_head, slots), "sums and positions"
     for name in sums:
         owner.allocate(name, *size, dtype=torch.float32, beyond=beyond)
@@ -179,7 +180,7 @@ class RoCo(H2O):
         self.varied = self.least = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
 
     def importance(self, sums: list[Tensor], position: Tensor, pos: Tensor | int) -> Tensor:
-        """The mean, and without bound for the tokens that vary most."""
+        """The mean attention; infinite for the `varied` evictable tokens with the highest standard deviation."""
         visits = pos - position + 1
         mean = sums[0] / visits
         deviation = (sums[1] / visits - mean**2).clamp(min=0).sqrt()
@@ -206,14 +207,14 @@ class CaM(H2O):
                             torch.where((spreads[..., None] & real)[..., None], value, 0.0))  # fmt: skip
 
     def chance(self, position: Tensor) -> Tensor:
-        """A number in [0, 1) for the token of each KV head at position [..., Hk, n], always the same one."""
+        """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""
         head = torch.arange(position.shape[-2], device=position.device)[:, None]
         return ops.hashed(ops.hashed(position + ops.hashed(head + 4096 * self.layer))) / 2.0**32
 
 
 @dataclass(frozen=True)
 class H2OMethod(Method):
-    help = "recent tokens, and those that got most attention"
+    help = "recent tokens, and those that received the most attention"
 
     def minimum(self, shape: Shape) -> int:
         return 2
@@ -224,7 +225,7 @@ class H2OMethod(Method):
 
 @dataclass(frozen=True)
 class RoCoMethod(Method):
-    help = "the same by its mean and deviation"
+    help = "h2o by the mean and the deviation of the attention"
     sinks: int = SINKS
 
     def minimum(self, shape: Shape) -> int:
@@ -236,8 +237,8 @@ class RoCoMethod(Method):
 
 @dataclass(frozen=True)
 class CaMMethod(H2OMethod):
-    help = "h2o that spreads the values it drops"
-    spread: int = option(32, "kept tokens among which a value is divided", min=1)
+    help = "h2o that spreads evicted values over kept ones"
+    spread: int = option(32, "kept tokens among which an evicted value is divided", min=1)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [CaM(shape, layer, budget, self.spread) for layer in range(shape.n_layer)]

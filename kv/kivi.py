@@ -1,10 +1,10 @@
-"""kivi: every token's K and V in 2 or 4 bits, but for the newest (KIVI, Liu et al., arXiv 2402.02750).
+"""kivi: every token's K and V in 1 to 8 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
 
-K is quantized per channel over the tokens of a group, V per token over its channels, `recent` tokens and more wait in
-full precision until another group of them is full. The parent of what stores whole layers quantized.
+K is quantized per channel over a group of tokens, V per token over its channels. The newest `recent` tokens, and
+older ones until they fill a group, wait in full precision. The base class of methods that quantize whole layers.
 
-Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 values a value), the newest
-`recent` + `group` tokens.
+Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 of a value per value), and the
+newest `recent` + `group` tokens.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ GROUP, RECENT = 64, 128  # tokens
 
 
 class Quantized(KV):
-    """Tokens 0 to P(n) of n are packed, the others wait in a ring."""
+    """Of n tokens the first P(n) are packed; the others wait in a ring."""
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
         self.group, self.wait = group, min(recent, shape.planned)
-        self.recent = shape.planned  # all are attended to
+        self.recent = shape.planned  # every step attends to all tokens
         self.ring = -(-self.wait // group) * group + group
         self.packed = Packed(shape, max(0, shape.planned - self.wait) // group, group, bits)
         for name in ("k", "v"):
@@ -35,7 +35,7 @@ class Quantized(KV):
         self.span = self.groups_read(None, shape.planned)
 
     def groups(self, count: Tensor | int) -> Tensor | int:
-        """P(n) / group: the groups that are packed of so many tokens."""
+        """P(n) / group: how many groups of `count` tokens are packed."""
         left = count - self.wait
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
 
@@ -53,7 +53,7 @@ class Quantized(KV):
             self.pack(count - 1, active & (count > self.groups(pos)))
         rows = widen(ops.grouped(q, k.shape[1]))  # [B,Hk,G,D]
         n = self.span.shape[0]
-        age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of what is in each slot
+        age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
         waits = age <= (pos - count * self.group)[:, None]
         logits = ops.dots(rows, self.k)
         if self.packed.groups:
@@ -68,7 +68,7 @@ class Quantized(KV):
         return y.view(q.shape).to(q.dtype)
 
     def pack(self, at: Tensor, due: Tensor) -> None:
-        """The tokens of group at [B] leave the ring, where due [B]."""
+        """Packs the tokens of group at [B] from the ring, where due [B]."""
         at = at.clamp(min=0)
         slot = (at[:, None] * self.group + torch.arange(self.group, device=at.device)) % self.ring
         index = slot[:, None].expand(-1, self.k.shape[1], -1)
@@ -82,14 +82,14 @@ class Quantized(KV):
         self.span = self.groups_read(self.span, length)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        """Of the ring all is read, and what of it may be packed once more."""
+        """Every step reads the whole ring, and a second time the group that it may pack."""
         waits = self.ring + self.group * (self.packed.groups > 0)
         packed = self.groups(length) * self.packed.group_bytes
         return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
 
 
 def layer_bytes(shape: Shape, bits: int, group: int = GROUP) -> int:
-    """Of one layer, by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values for groups of one size."""
+    """Bytes of one layer, by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values if K and V share `group`."""
     vector = shape.head_dim * bits / 8
     unit = 2 * vector + 4 * shape.head_dim / group + 4 * shape.head_dim / channels(shape.head_dim)
     return int(shape.batch * shape.n_kv_head * shape.planned * unit)
@@ -97,10 +97,10 @@ def layer_bytes(shape: Shape, bits: int, group: int = GROUP) -> int:
 
 @dataclass(frozen=True)
 class KIVIMethod(Method):
-    help = "all in 4 bits"
+    help = "every token's K and V in 4 bits"
     budgeted, lossless = False, {"recent": 2**30}
-    bits: Literal[1, 2, 4, 8] = option(4, "of a value")
-    group: int = option(GROUP, "tokens over which a channel of K is quantized", min=8)
+    bits: Literal[1, 2, 4, 8] = option(4, "bits of a stored value")
+    group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
     recent: int = option(RECENT, "newest tokens that are not quantized", min=0)
 
     def memory(self, shape: Shape, budget: None) -> int:

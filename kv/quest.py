@@ -1,8 +1,8 @@
-"""quest: attention to the pages of tokens that may matter most (Tang et al., arXiv 2406.10774).
+"""quest: attends to the pages of tokens whose scores have the highest bounds (Quest, Tang et al., arXiv 2406.10774).
 
-Every page of tokens keeps the least and the greatest of each channel of its keys, which bound any product with a query.
-A step scores all pages by that bound and attends to the tokens of the best ones, the newest among them. Memory: the
-full cache and two vectors a page. Traffic: the bounds, and the budget.
+Each page stores the minimum and maximum of each channel over its keys, which bound any key's product with a query. A
+step scores all pages by that bound and attends to the tokens of the best pages, always including the newest page.
+Memory: the full cache and two vectors per page. Traffic: the bounds, and the budget.
 """
 
 import math
@@ -56,14 +56,14 @@ class Quest(Full):
 
 @dataclass(frozen=True)
 class QuestMethod(Method):
-    help = "pages by a bound of their scores"
-    approximates = "half of the budget is read to choose, and a step attends to the other half"
+    help = "the pages with the highest bounds on their scores"
+    approximates = "half of the budget is read to select, and a step attends to the other half"
     approximates_with = {"page": None}
-    page: int | None = option(16, "tokens; auto: half the budget is for the bounds", min=1)
+    page: int | None = option(16, "tokens per page; auto: half of the budget is for the bounds", min=1)
     skip_layers: int = option(2, "first layers that stay full", min=0)
 
     def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
-        """Tokens a page, and pages attended."""
+        """Tokens per page, and pages attended to."""
         if self.page is not None:
             return self.page, budget // self.page
         page = max(1, math.floor(2 * shape.planned / budget + 0.5))
@@ -77,7 +77,7 @@ class QuestMethod(Method):
         return next(enough, shape.planned)
 
     def memory(self, shape: Shape, budget: int) -> int:
-        """S units a KV head, and one more a page."""
+        """S units per KV head, and one more per page."""
         pages = -(-shape.planned // self.sizes(shape, budget)[0])
         return shape.full_bytes() + max(0, shape.n_layer - self.skip_layers) * pages * shape.slot_bytes
 

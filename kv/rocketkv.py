@@ -1,16 +1,16 @@
-"""rocketkv, hybrid: a coarse eviction at the prompt, then fine selection at every step (arXiv 2502.14051).
+"""rocketkv, hybrid: coarse eviction at the prompt, then fine selection at every step (RocketKV, arXiv 2502.14051).
 
-Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) keeps the
-least and greatest key of every page of p stored tokens, channel by channel; a step scores all pages by the query's r
-largest channels and attends to the tokens of the best pages. Half of the budget t is read to choose, half to attend.
-`hybrid` is stage 2 alone, n1 = S.
+Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) stores the
+minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
+query's r largest channels and attends to the tokens of the best pages. Half of the budget t is read to select, half to
+attend. `hybrid` is stage 2 alone, n1 = S.
 
-The default is what the authors use since: stage 1 compresses more of a high ratio than of a low one (split=adaptive),
-with one pooling kernel for prompts of every length. split=even is their first paper's, both stages alike and a wide
-kernel for long prompts.
+The default, split=adaptive, is the authors' current choice: stage 1 takes a larger share of a higher compression ratio,
+and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages compress alike,
+and long prompts use a wider kernel.
 
-Memory: n1 + n1 / p units of one K and one V vector a KV head (n1 / 2 for pages of one token). Traffic: t units. With
-bits=8 or 4 the n1 vectors are quantized one by one, and those that are attended to are unpacked.
+Memory: n1 + n1 / p units of one K and one V vector per KV head (for pages of one token n1 + n1 / 2). Traffic: t units.
+With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to.
 """
 
 import math
@@ -28,7 +28,7 @@ from kv.snapkv import PoolingMethod, SnapKV, is_longchat
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a budget means: slots, of which the prompt may fill `kept`; tokens a page; channels read; pages attended."""
+    """What a budget means: slots, up to `kept` for the prompt; tokens per page; channels read; pages attended to."""
 
     slots: int
     kept: int
@@ -38,13 +38,13 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: Shape, budget: int, split: str | None) -> "Sizes":
-        """split: None for stage 2 alone."""
+        """`split` is None for stage 2 alone."""
         planned, new = shape.planned, shape.max_new_tokens
         ratio, slots = planned / budget, planned
         if split is not None:
             power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(ratio), 0.8)
             slots = max(math.floor(planned / ratio**power + 0.5), min(2 * new, planned))
-        left = slots / budget  # what stage 2 has to save
+        left = slots / budget  # the compression ratio left to stage 2
         page = max(1, min(math.floor(left), math.ceil(math.sqrt(left))))
         channels = (2 * shape.head_dim * page * budget + slots) // (2 * slots)  # D page / left, half up
         channels = min(max(channels, 1), shape.head_dim)
@@ -56,7 +56,7 @@ class RocketKV(SnapKV):
         self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
     ):
         super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold)
-        del self.beyond["generated"]  # these tokens are among the n1
+        del self.beyond["generated"]  # generated tokens take some of the n1 slots
         self.bits = bits
         if bits < 16:
             self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
@@ -64,7 +64,7 @@ class RocketKV(SnapKV):
         count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
         self.least = self.pages * self.page
-        # Channel-major: the D least, then the D greatest of every page. Those of one token are the same.
+        # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -88,7 +88,7 @@ class RocketKV(SnapKV):
         return ops.attend_pages(q, self.k, self.v, page, self.page, slot, self.decoded)
 
     def update(self, k: Tensor, slot: Tensor, active: Tensor) -> None:
-        """The token's page takes it in, or begins with it. Step 1 of Algorithm 2."""
+        """Adds the token to its page's bounds, or starts a page with it (section 3.4, step 1)."""
         row, new = torch.arange(slot.shape[0], device=slot.device), k[:, :, 0]  # [B,Hk,D]
         at, begins = slot // self.page, (slot % self.page == 0)[:, None, None]
         old = self.bounds[row, :, :, at]
@@ -99,7 +99,7 @@ class RocketKV(SnapKV):
         self.bounds[row, :, :, at] = torch.where(active[:, None, None], new, old)
 
     def score(self, q: Tensor, slot: Tensor) -> Tensor:
-        """How much of the group's attention each page may get, [B,Hk,pages]. Step 2."""
+        """The approximate attention of the group to each page, [B,Hk,pages] (Algorithm 2, step 2)."""
         rows = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
         index = channel
@@ -119,26 +119,26 @@ class RocketKV(SnapKV):
 
 @dataclass(frozen=True)
 class Stage2Method(Method):
-    """The selection at every step."""
+    """Stage 2: the selection at every step."""
 
-    approximates, lossless = "half of the budget is read to choose, and a step attends to the other half", {"bits": 16}
+    approximates, lossless = "half of the budget is read to select, and a step attends to the other half", {"bits": 16}
     split: ClassVar[str | None] = None  # no stage 1
-    skip_layers: int | None = option(None, "first layers that stay full", min=0)
+    skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
 
     def minimum(self, shape: Shape) -> int:
         return 8
 
     def skipped(self, shape: Shape) -> int:
-        """Layers that stay full: 2 of LongChat (RocketKV, A.2), else none."""
+        """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
         return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
 
     def stage1(self, shape: Shape) -> tuple:
-        """SnapKV's window and kernels, where it keeps less than everything."""
+        """SnapKV's window, kernel, long_kernel and threshold; unused without stage 1, which keeps every token."""
         return 1, 1, 1, None
 
     def memory(self, shape: Shape, budget: int) -> int:
-        """n1 + ceil(n1 / p) units a KV head."""
+        """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1."""
         skip, sizes = self.skipped(shape), Sizes.of(shape, budget, self.split)
         bounds = (1 if sizes.page == 1 else 2) * -(-sizes.slots // sizes.page) * shape.unit_bytes // 2
         sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * quant.stored_bytes(shape, self.bits) + bounds)
@@ -152,14 +152,14 @@ class Stage2Method(Method):
 
 @dataclass(frozen=True)
 class HybridMethod(Stage2Method):
-    help = "rocketkv's selection of pages alone"
+    help = "rocketkv's page selection alone"
 
 
 @dataclass(frozen=True)
 class RocketKVMethod(Stage2Method, PoolingMethod):
     help = "evicts at the prompt, then selects pages at every step"
     split: Literal["adaptive", "even"] = option(
-        "adaptive", "how much of it stage 1 compresses; even: half, as in the first paper"
+        "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )
 
     def stage1(self, shape: Shape) -> tuple:

@@ -1,14 +1,15 @@
-"""simlayer: layers that look only at the first and the newest tokens keep only these (SimLayerKV, arXiv 2410.13846).
+"""simlayer: lazy layers keep only the first and newest tokens, the others everything (SimLayerKV, arXiv 2410.13846).
 
-A layer is lazy for a prompt if the attention of its last query, the mean over the heads, gives the first `sinks` and
-the newest `recent` tokens more than `threshold`, which is the model's; it then streams, and the others keep everything.
+A layer is lazy for a prompt if the attention of its last query, averaged over the heads, gives the first `sinks` and
+the newest `recent` tokens more than `threshold`, by default the paper's value for the model. Lazy layers stream; the
+others keep everything.
 
-What that saves is known only after the prompt, memory is taken before. So the budget, the mean over the layers, says
-how many layers can keep everything: x of L, where x S + (L - x)(sinks + recent) = L t. If a prompt wants more, the
-laziest go without: each row sorts the layers into slots that they all share while its prompt is read. A budget of 1.0
+The saving is known only after the prompt, but memory is allocated before it. So the budget, the mean over the layers,
+fixes how many layers can keep everything: x of L, where x S + (L - x)(sinks + recent) = L t. If a prompt wants more,
+the laziest of these stream too: each row assigns its layers to shared regions while its prompt is read. A budget of 1.0
 is the paper's rule as it stands: only traffic falls.
 
-Memory: the budget. Traffic: a layer reads what it has, on a CPU as much as its longest row has.
+Memory: the budget. Traffic: a layer reads the tokens it keeps, on a CPU as many as its longest row keeps.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kv.base import KV, Buffers, Method, Shape, option
 
 
 def threshold_of(shape: Shape) -> float:
-    """The paper's for Llama-2-7B, Mistral-7B and Qwen2.5-7B; for others that of Llama-3-8B."""
+    """The paper's value for Llama-2-7B, Mistral-7B and Qwen2.5-7B; Llama-3-8B's for other models."""
     known = {
         (32, 4096, 32, 1e4): 0.65,
         (32, 4096, 8, 1e4): 0.8, (32, 4096, 8, 1e6): 0.8,  # v0.1 and later
@@ -33,32 +34,32 @@ def threshold_of(shape: Shape) -> float:
 
 
 class Shared(Buffers):
-    """The slots of all layers: `large` regions for everything, and small ones. Each layer has one of them a row."""
+    """The slots of all layers: `large` regions for all planned tokens, then small ones. A layer has one per row."""
 
     def __init__(self, shape: Shape, large: int, window: int, options: "SimLayerMethod"):
         super().__init__(shape)
         self.large, self.window, self.planned = large, window, shape.planned
         self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
         self.sinks = min(options.sinks, window - 1)
-        whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix wants a region to begin with a block
+        whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
         sizes = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in sizes)]
         self.beyond["whole blocks"] = (self.starts[-1] - sum(sizes)) * shape.slot_bytes
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
         table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("first", table, persistent=False)  # where a layer's slots of a row begin
-        self.register_buffer("size", table + window, persistent=False)  # how many of them it uses, as a ring
+        self.register_buffer("first", table, persistent=False)  # slot where a layer's region begins, [L,B]
+        self.register_buffer("size", table + window, persistent=False)  # slots it uses there, as a ring, [L,B]
         self.beyond["regions"] = self.first.nbytes + self.size.nbytes
         self.regions, self.sizes = ([[0] * shape.n_layer for _ in range(shape.batch)] for _ in range(2))  # on the host
-        self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # of the layers that have seen a row's prompt
+        self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled
 
     def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
-        """Stores a layer's prompt, k and v [Hk,T,D]. The layers of least mass have the large regions."""
+        """Stores a layer's prompt, k and v [Hk,T,D]. The large regions go to the layers with the least mass so far."""
         masses, regions, region = self.masses[row], self.regions[row], layer
         masses[layer:] = [mass]
         ranked = sorted(range(layer + 1), key=masses.__getitem__)
-        if layer >= self.large and layer in ranked[: self.large]:  # it takes the place of the one that is out now
+        if layer >= self.large and layer in ranked[: self.large]:  # it swaps regions with the layer now out
             out = ranked[self.large]
             region, regions[out] = regions[out], region
             kept = ops.in_ring(k.shape[1], self.window, self.sinks, k.device)
@@ -71,7 +72,7 @@ class Shared(Buffers):
         self.write(row, layer, size, kept, k[:, kept], v[:, kept])
 
     def write(self, row: int, layer: int, size: int, kept: Tensor, k: Tensor, v: Tensor) -> None:
-        """A layer now has a ring of so many slots in its region, and in it the tokens at positions kept [n]."""
+        """Gives a layer a ring of `size` slots in its region and stores the tokens at positions kept [n] there."""
         first = self.starts[self.regions[row][layer]]
         self.first[layer, row], self.size[layer, row], self.sizes[row][layer] = first, size, size
         slot = first + ops.ring(kept, size, self.sinks)
@@ -105,20 +106,20 @@ class SimLayer(KV):
         return ops.attend_rows(q, shared.k, shared.v, index, (offset < length[:, None])[:, None])
 
     def reset(self, row: int) -> None:
-        self.shared.sizes[row][self.index] = 0  # its length says which slots hold tokens
+        self.shared.sizes[row][self.index] = 0  # stale slots can stay: the row's length masks them
 
     def reads(self, length: int, new: int) -> int:
-        """Tokens of a row that holds so many in all: of the one for which the layer keeps most; as planned, if none."""
+        """Slots of the row for which the layer keeps the most; as planned if no row holds a prompt."""
         planned = self.shape.planned if self.index < self.shared.large else self.shared.window
         return min(length, max(sizes[self.index] for sizes in self.shared.sizes) or planned)
 
 
 @dataclass(frozen=True)
 class SimLayerMethod(Method):
-    help = "everything in some layers, for each prompt, streaming in the others"
+    help = "everything in some layers, chosen for each prompt; streaming in the others"
     lossless = {"threshold": 1.0}
     threshold: float | None = option(
-        None, "attention above which a layer is lazy; 1: none; auto: the model's", min=0, max=1
+        None, "attention above which a layer is lazy; 1: none is; auto: by model", min=0, max=1
     )
     sinks: int = option(4, "first tokens that lazy layers keep", min=0)
     recent: int = option(1024, "newest tokens that lazy layers keep", min=1)

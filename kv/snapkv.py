@@ -1,14 +1,15 @@
-"""snapkv, snapkv++, pyramidkv: what a prompt's last queries attend to stays, once and for all.
+"""snapkv, snapkv++, pyramidkv: after the prompt, evict all but the tokens that its last queries attend to.
 
-The attention of the last `window` queries, summed over them and max-pooled along the prompt, says which tokens of the
-prompt are kept beside the window itself; every generated token comes on top. Memory and traffic: the budget and the
-generated tokens.
+The attention of the last `window` queries, summed over them and max-pooled along the prompt, selects the tokens to
+keep besides the window itself. Every generated token is kept too. Memory and traffic: the budget and the generated
+tokens.
 
-- snapkv (Li et al., arXiv 2404.14469): every query head keeps tokens of its own, budget / G of them. With gqa the heads
-  of a group share their tokens, budget of them.
-- snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): shared by a group, with a wide pooling kernel, and a wider one for
-  long prompts.
-- pyramidkv (Cai et al., arXiv 2406.02069): shared by a group, more tokens in lower layers than in higher ones.
+- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens. With `gqa`, the query heads of
+  a group share `budget` tokens.
+- snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
+  wide, and wider for long prompts.
+- pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
+  ones.
 """
 
 import math
@@ -21,16 +22,16 @@ from torch import Tensor
 from kv import ops
 from kv.base import KV, Kept, Method, Shape, option
 
-# Options of more than one method
-KERNEL = option(7, "tokens that the max-pooling spans", min=1)
-THRESHOLD = "tokens of a long prompt; auto: the model's, for rocketkv with split=even alone"
-DEDUCT = option(False, "generated tokens count: the prompt keeps fewer")
+# Options that methods share
+KERNEL = option(7, "width of the max-pooling in tokens", min=1)
+THRESHOLD = "tokens from which a prompt is long; auto: by model, in rocketkv only with split=even"
+DEDUCT = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
 
 
 class SnapKV(Kept):
-    """Keeps `kept` tokens of a prompt, the last `window` among them, and all that follow.
+    """Keeps `kept` tokens of a prompt, including the last `window`, and every generated token.
 
-    For each KV head, or `per_query` for each query head.
+    Each KV head keeps its own tokens or, with `per_query`, each query head.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class SnapKV(Kept):
     ):  # fmt: skip
         super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept)
         self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
-        self.repeats = self.shape.n_kv_head // shape.n_kv_head  # heads that store a KV head's tokens
+        self.repeats = self.shape.n_kv_head // shape.n_kv_head  # heads that store tokens per KV head
         self.recent = self.window = min(window, self.kept)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.fill(row, k, v, self.choose(q, k))
 
     def choose(self, q: Tensor, k: Tensor) -> Tensor:
-        """Positions that are kept, [heads, n] in sequence order."""
+        """The kept positions [heads,n], ascending."""
         heads, length = k.shape[1] * self.repeats, k.shape[2]
         if length <= self.kept:
             return torch.arange(length, device=k.device).expand(heads, -1)
@@ -68,7 +69,7 @@ class SnapKV(Kept):
 
 
 def threshold_of(shape: Shape) -> int | None:
-    """Tokens from which the pooling is wide (RocketKV, section 4.4.2): Llama-3.x, LongChat, and never for others."""
+    """Tokens from which a prompt is long (RocketKV, section 4.4.2): for Llama-3.x and LongChat; None for others."""
     if shape.rope_theta == 5e5:
         return 48 * 1024
     return 12 * 1024 if is_longchat(shape) else None
@@ -83,7 +84,7 @@ def is_longchat(shape: Shape) -> bool:
 
 @dataclass(frozen=True)
 class WindowMethod(Method):
-    window: int = option(32, "last queries of the prompt whose attention decides", min=1)
+    window: int = option(32, "last queries of the prompt, whose attention selects tokens", min=1)
 
     def minimum(self, shape: Shape) -> int:
         return 2
@@ -91,10 +92,10 @@ class WindowMethod(Method):
 
 @dataclass(frozen=True)
 class SnapKVMethod(WindowMethod):
-    help = "what the prompt's end attends to"
+    help = "what the prompt's last queries attend to"
     approximates, approximates_with = "the query heads of a group share the budget", {"gqa": False}
     kernel: int = KERNEL
-    gqa: bool = option(False, "the query heads of a group share what they keep")
+    gqa: bool = option(False, "the query heads of a group share their tokens")
     deduct: bool = DEDUCT
 
     def minimum(self, shape: Shape) -> int:
@@ -110,21 +111,21 @@ class SnapKVMethod(WindowMethod):
 
 @dataclass(frozen=True)
 class PoolingMethod(WindowMethod):
-    """Of RocketKV's stage 1."""
+    """The pooling options of RocketKV's stage 1."""
 
-    kernel: int = option(63, "tokens that the max-pooling spans", min=1)
-    long_kernel: int = option(511, "the same for long prompts", min=1)
+    kernel: int = option(63, "width of the max-pooling in tokens", min=1)
+    long_kernel: int = option(511, "the same, for long prompts", min=1)
     threshold: int | None = option(None, THRESHOLD)
 
     def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
-        """What SnapKV takes: the kernel, that of long prompts, and how long those are."""
+        """SnapKV's kernel, long_kernel and threshold."""
         threshold = threshold_of(shape) if self.threshold is None else self.threshold
         return self.kernel, self.long_kernel, threshold
 
 
 @dataclass(frozen=True)
 class SnapKVPlusMethod(PoolingMethod):
-    help = "the same, shared by a group, pooled widely"
+    help = "snapkv shared by the heads of a group, with wide pooling"
     deduct: bool = DEDUCT
 
     def minimum(self, shape: Shape) -> int:
@@ -147,9 +148,9 @@ class PyramidKVMethod(WindowMethod):
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
-    """Tokens that each layer's prompt keeps, the window included: they fall linearly, their mean is the budget.
+    """Prompt tokens that each layer keeps, including the window: they fall linearly, and their mean is the budget.
 
-    No layer keeps more than a prompt has: what the lowest layers cannot use goes to the highest.
+    No layer keeps more tokens than the prompt has: lowering the maximum to that raises the minimum by as much.
     """
     window = min(window, budget // 2)
     mean = budget - window

@@ -1,9 +1,9 @@
-"""sparq: scores from the query's largest channels, then attention to the best tokens (Ribar et al., arXiv 2312.04985).
+"""sparq: scores tokens by the query's largest channels, attends to the best (SparQ, Ribar et al., arXiv 2312.04985).
 
-A copy of K is stored channel by channel. A step reads the r channels in which the group's query is largest, guesses
-every token's share of the attention from them, attends to t / 2 tokens, the newest quarter of them and the best of the
-others, and gives what share is left to the mean of all V. Memory: one and a half times the full cache. Traffic: t / 2
-units to choose, t / 2 to attend.
+K is stored a second time, channel by channel. A step reads the r channels in which the group's query is largest and
+approximates every token's attention weight from them. It attends to t / 2 tokens: the newest take a quarter of these,
+the best the rest. The mean of all V gets the weight of the other tokens. Memory: one and a half times the full cache.
+Traffic: t / 2 units to select, t / 2 to attend.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class SparQ(Full):
         self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
         self.count = self.least = max(1, budget // 2)
         self.recent = self.count // 4
-        self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel by channel
+        self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes
         self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="mean of V")
 
@@ -49,7 +49,7 @@ class SparQ(Full):
         return (share * y + (1 - share) * mean[:, :, None]).to(q.dtype).view(q.shape)
 
     def guess(self, rows: Tensor, pos: Tensor) -> Tensor:
-        """Each token's share of each query's attention by the query's largest channels, [B,Hk,G,S] fp32."""
+        """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
         table = self.kt.narrow(3, 0, self.span.shape[0])
         later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
@@ -63,14 +63,14 @@ class SparQ(Full):
 
 @dataclass(frozen=True)
 class SparQMethod(Method):
-    help = "tokens by the query's largest channels"
-    approximates = "a step attends to half of the budget, and the mean of V stands for the rest"
+    help = "the best tokens by the query's largest channels"
+    approximates = "a step attends to half of the budget, and the mean of V replaces the other tokens"
 
     def minimum(self, shape: Shape) -> int:
         return 2
 
     def memory(self, shape: Shape, budget: int) -> int:
-        """1.5 S units a KV head."""
+        """1.5 S units per KV head."""
         return shape.full_bytes() * 3 // 2
 
     def build(self, shape: Shape, budget: int) -> list[KV]:

@@ -1,9 +1,9 @@
 """streaming: attention sinks and a recent window (StreamingLLM, Xiao et al., arXiv 2309.17453).
 
-Keeps the first `sinks` tokens and the newest budget - sinks, the current one among them, in a ring of fixed size.
-Within the model's context keys keep their original positions. Once a row is longer, its sinks move along: to the
-positions just before the window, as in the paper (section 3.2), so that no distance exceeds the cache. Memory and
-traffic: `budget` tokens a KV head, however long the text.
+Keeps the first `sinks` tokens and the newest budget - sinks, including the current one, in a ring of fixed size. Within
+the model's context, keys keep their original positions. Beyond it, a row's sinks move along with the window, to the
+positions just before it, as in the paper (section 3.2), so that no distance exceeds the cache. Memory and traffic:
+`budget` tokens per KV head, however long the text.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kv import ops
 from kv.base import KV, Method, Shape, option
 from kv.full import Full
 
-SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of methods
+SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of several methods
 
 
 class Streaming(Full):
@@ -24,9 +24,9 @@ class Streaming(Full):
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
         self.allocate_speeds()
-        self.state("shift")  # positions that each row's sinks have moved by
+        self.state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")
-        self.past = False  # whether a row may have left the model's context
+        self.past = False  # whether a row may exceed the model's context
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         if self.past and self.sinks:
@@ -34,7 +34,7 @@ class Streaming(Full):
         return super().decode(q, k, v, pos, active)
 
     def move_sinks(self, pos: Tensor, active: Tensor) -> None:
-        """Sink j of a row past the context gets position pos - (size - 1) + j."""
+        """Moves sink j of each row past the context to position pos - (size - 1) + j."""
         past = active & (pos >= self.shape.max_length)
         first, past = (x[:, None, None, None] for x in (past & (self.shift == 0), past))
         keys = self.k[:, :, : self.sinks]
