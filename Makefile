@@ -1,4 +1,4 @@
-# `make demo` and `make test` install all they need into .venv.
+# `make demo`, `make test` and `make lint` install what they need into .venv.
 PYTHON ?= python3
 
 .PHONY: demo test lint clean

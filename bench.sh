@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The benchmark with its defaults for this machine: bash bench.sh, or with any of its arguments.
-# bash bench.sh paper: the settings of the methods' papers, beside the figures that they print.
-# bash bench.sh compare [FOLDER]: every method on the needle checkpoint: answers, bytes, speed; goes on where it stopped.
+# bash bench.sh [ARGUMENTS]: runs python -m bench; the defaults suit this machine.
+# bash bench.sh paper: the settings of the methods' papers, beside their figures.
+# bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
+# stopped resumes its answers.
 set -euo pipefail
 cd "$(dirname "$0")"
 make --quiet .venv/requirements

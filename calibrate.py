@@ -1,18 +1,20 @@
-"""Looks at a model's attention once, for methods that must know it: python calibrate.py --checkpoint DIR --text FILE
+"""Measures a model's attention for methods that depend on it: python calibrate.py --checkpoint DIR --text FILE
 
-Writes kv_profile.json into the checkpoint, where every tool finds it, or what --out names. What it holds:
+Writes kv_profile.json into the checkpoint, where every tool finds it, or to the file that --out names. It holds:
 
-- filter_ability, filter_layers (omnikv): how much of the next 8 layers' attention falls on the tokens to which a layer
-  attends most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a), and which layers are to choose for the others:
-  those whose choices catch the most of all layers' attention, with at most a quarter of the layers full.
-- dense_preference, quant_layers (tailorkv): how much of a layer's attention misses the 5% of the tokens to which it
-  attends most, head by head (TailorKV, arXiv 2505.19586, Equations 6 to 8: the mean over the last queries and the
-  heads), and the layers where that is more than --tau (Equation 9): attention that dense bears coarse keys and values.
-- query_similarity (tailorkv): the cosine between a layer's queries and those that its weights make of the layer below's
-  input to attention, by which tailorkv knows early what to fetch (Equation 12 and Figure 11).
-- head_scores (duo): for each KV head, the attention of the text's last queries to what lies between the first tokens
-  and the recent ones; the mean over the queries, the most of its group. A stand-in for the gates that DuoAttention
-  (arXiv 2410.10819) trains: a head that looks there retrieves.
+- filter_ability (omnikv): the share of the next 8 layers' attention that falls on the tokens to which a layer attends
+  most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a).
+- filter_layers (omnikv): the layers proposed to choose tokens for the others. Their choices catch the most attention
+  over all layers, while at most a quarter of the layers (or 3) are full.
+- dense_preference (tailorkv): the share of a layer's attention outside the 5% of the tokens to which each head attends
+  most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8).
+- quant_layers (tailorkv): the layers whose dense_preference is above --tau (Equation 9). Attention that dense tolerates
+  coarse keys and values.
+- query_similarity (tailorkv): the cosine similarity between a layer's queries and their prediction, by which tailorkv
+  fetches early: the layer's query weights applied to the layer below's attention input (Equation 12 and Figure 11).
+- head_scores (duo): for each KV head, the attention of the text's last queries to the tokens between the first and the
+  recent ones: the mean over the queries, the maximum over the group's heads. It replaces the gates that DuoAttention
+  (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
 """
 
 import startup  # noqa: F401
@@ -39,15 +41,15 @@ from kv.duo import DuoMethod
 from kv.omnikv import segments_of
 from model import Block
 
-QUERIES = 32  # last ones of the text, that are looked at
-CHOSEN = 2048, 0.05  # tokens that a layer chooses at most, and their share of the text at most
-SPARSE = 0.05  # of the tokens: what a sparse layer would attend to
-AFTER = 8  # layers over which its choice is judged
-FILTERS = 3  # at most
+QUERIES = 32  # the last queries of the text, which are measured
+CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text
+SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
+AFTER = 8  # a layer's choice is judged by the attention of this many next layers
+FILTERS = 3  # the most filter layers
 
 
 class Inputs:
-    """Each layer's input to attention at the text's last tokens, [1,queries,C]."""
+    """Records each layer's attention input at the text's last tokens, [1,queries,C]."""
 
     def __init__(self, layers: Iterable[Block]):
         self.layers, self.last = list(layers), {}
@@ -57,7 +59,7 @@ class Inputs:
         self.last[norm] = torch.cat([*([self.last[norm]] if norm in self.last else []), x], dim=1)[:, -QUERIES:]
 
     def similarities(self) -> list[float | None]:
-        """Of each layer's queries to what the input of the layer below predicts. RoPE turns both by the same angles."""
+        """Cosine similarity of each layer's queries to their prediction. RoPE rotates both alike, so it is left out."""
         for hook in self.hooks:
             hook.remove()
         found: list[float | None] = [None]
@@ -70,7 +72,7 @@ class Inputs:
 
 
 class Probe(KV):
-    """Keeps nothing but what it sees of a prompt's attention; `chosen` is what the layers before chose."""
+    """Measures a prompt's attention and stores no tokens; `chosen` holds the choices of the layers below."""
 
     def __init__(self, shape: Shape, sinks: int, recent: int, chosen: list[Tensor]):
         super().__init__(shape)
@@ -101,14 +103,15 @@ class Probe(KV):
 
 
 def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: float = 0.2) -> dict:
-    """What kv_profile.json is to hold of a text. Raises ValueError if it is too short to say anything."""
+    """Measures a text's attention; returns the content of kv_profile.json. Raises ValueError if the text is too short,
+    an argument is out of range or the attention is not finite."""
     if sinks < 0 or recent < 1:
         raise ValueError(f"--sinks must be at least 0 and --recent at least 1, not {sinks} and {recent}")
     if not 0 <= tau <= 1:
         raise ValueError(f"--tau must lie between 0 and 1, not {tau}")
     least = sinks + recent + QUERIES
     if len(ids) < least:
-        raise ValueError(f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it takes at "
+        raise ValueError(f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it needs at "
                          f"least {least}")
     chosen: list[Tensor] = []
     shape = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0)
@@ -132,10 +135,10 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
 
 
 def propose(caught: list[list[float]]) -> list[int]:
-    """The filter layers under which all layers together see the most of what they attend to; [] if there are none.
+    """The filter layers whose choices catch the most attention, summed over all layers; [] if none are possible.
 
-    caught[l][i]: the share of layer l + 1 + i's attention that falls on what layer l chooses. Full layers see all of
-    it. Of L layers, max(3, L / 4) may be full: what the paper's own choices need for Llama-3-8B and Yi-9B.
+    caught[l][i]: the share of layer l + 1 + i's attention that falls on the tokens that layer l chooses. A full layer
+    counts as 1. Of L layers, max(3, L / 4) may be full, as the paper's own choices for Llama-3-8B and Yi-9B require.
     """
     n_layer = len(caught)
     best, most = [], 0.0
@@ -152,7 +155,7 @@ def propose(caught: list[list[float]]) -> list[int]:
 
 
 def draw(found: dict, tau: float, path: str) -> None:
-    """OmniKV's Figure 6a and TailorKV's Figure 12: a curve each over the layers, the proposed ones marked."""
+    """Draws OmniKV's Figure 6a and TailorKV's Figure 12: one curve each over the layers, proposed layers marked."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     filters = found["filter_ability"][:-1], found.get("filter_layers", []), "filter layers"
@@ -174,18 +177,18 @@ def draw(found: dict, tau: float, path: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
-    p.add_argument("--text", required=True, metavar="FILE", help="like what the model will read, question included")
-    p.add_argument("--length", type=int, help="read the last so many tokens of the text (default: what the model can)")
+    p.add_argument("--text", required=True, metavar="FILE", help="a text like the model's prompts, question included")
+    p.add_argument("--length", type=int, help="tokens to read, from the end of the text (default: all that fit)")
     p.add_argument("--sinks", type=int, default=DuoMethod.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=DuoMethod.recent, help="newest tokens of a streaming head")
-    p.add_argument("--tau", type=float, default=0.2, help="dense preference beyond which a layer is quantized")
+    p.add_argument("--tau", type=float, default=0.2, help="dense preference above which a layer is quantized")
     p.add_argument("--out", type=Path, metavar="FILE", help="default: kv_profile.json in the checkpoint")
     p.add_argument("--plot", metavar="FILE", help="draw filter ability and dense preference over the layers")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
     path = args.out or args.checkpoint / "kv_profile.json"
-    if args.checkpoint.is_dir():  # or loading says what is wrong
+    if args.checkpoint.is_dir():  # otherwise loading reports the error
         check_output(str(path), "--out")
     check_output(args.plot, "--plot")
     if args.length is not None and args.length < 1:
@@ -196,14 +199,14 @@ def main(argv: list[str] | None = None) -> None:
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
     ids = engine.encode(text)
     length = min(args.length or len(ids), engine.config.max_length)
-    if len(ids) > length:  # the end of the text, behind the token that begins it
+    if len(ids) > length:  # keeps BOS and the end of the text
         begin = len(ids) - len(engine.encode(text, bos=False))
         ids = ids[:begin] + ids[len(ids) - length + begin :]
     found = calibrate(engine, ids, args.sinks, args.recent, args.tau)
     old = read_json(path) if path.exists() else {}
     profile = old | {"text": Path(args.text).name} | found
     if "filter_layers" not in found:
-        profile.pop("filter_layers", None)  # what was found before
+        profile.pop("filter_layers", None)  # from an earlier run
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(profile, indent=1) + "\n")
     partial.replace(path)

@@ -1,10 +1,10 @@
-"""Checkpoint folders: the only room that reads and writes weight files.
+"""Checkpoint folders. Only this module reads and writes weight files.
 
 A checkpoint holds Hugging Face's config.json with a "kv_fast" key added, model.safetensors (or numbered shards and
-their index) and the tokenizer's files. Its tensors carry the names of model.py's parameters.
+their index) and the tokenizer's files. Its tensors have the names of model.py's parameters.
 
-Tensors are read and written one at a time, with plain file reads at the offsets the safetensors header gives: no
-shard is ever held in memory, nor mapped (pages of a map that were touched count as the process's memory too).
+Tensors are read and written one at a time, with plain file reads at the offsets in the safetensors header. A
+safetensors file is never held in memory or mapped (touched pages of a mapping count as the process's memory too).
 """
 
 import ctypes
@@ -30,17 +30,17 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }
-COMPANIONS = (  # files that go with the weights, copied as they are
+COMPANIONS = (  # files that accompany the weights, copied unchanged
     "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "kv_profile.json",
 )
-SLICES, SLICE = 16, 4096  # of a large tensor, and the bytes of one, that a fingerprint reads
+SLICES, SLICE = 16, 4096  # a fingerprint reads this many slices of a large tensor, each of this many bytes
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a weight file; nothing is read before `read`."""
+    """One tensor in a weight file; only `read` loads its data."""
 
     name: str
     file: Path
@@ -51,7 +51,7 @@ class Stored:
     def read(self) -> Tensor:
         """The tensor, on the CPU. Raises ValueError if the file has shrunk since its header was read."""
         if self.offset is None:
-            # Mapped anew for each tensor (milliseconds), so that the pages of the last one are given back.
+            # Mapping the file again for each tensor (milliseconds) frees the pages of the previous tensor.
             return _load_bin(self.file)[self.name].clone(memory_format=torch.contiguous_format)
         tensor = torch.empty(self.shape, dtype=self.dtype)
         with open(self.file, "rb") as file:
@@ -62,10 +62,10 @@ class Stored:
 
 
 def open_weights(folder: str | Path) -> dict[str, Stored]:
-    """Every tensor of a folder by name, from headers alone: safetensors if there are any, else pytorch_model*.bin.
+    """All tensors of a folder by name, reading headers only: of safetensors if there are any, else pytorch_model*.bin.
 
-    Raises FileNotFoundError if there are no weights or a shard is missing, and ValueError if a file is truncated,
-    corrupt or a pickle that holds more than tensors, or if the index and the shards disagree.
+    Raises FileNotFoundError if there are no weights or a shard is missing. Raises ValueError if a file is truncated,
+    corrupt or a pickle with more than tensors, or if the index and the shards disagree.
     """
     folder = Path(folder)
     for stem, read_header in (("model.safetensors", _safetensors_header), ("pytorch_model.bin", _bin_header)):
@@ -102,7 +102,7 @@ def _open_shards(index: Path, read_header: Callable[[Path], dict[str, Stored]]) 
 
 
 def _safetensors_header(file: Path) -> dict[str, Stored]:
-    """A safetensors file: the header's length (8 bytes, little-endian), a JSON header, then the tensors end to end."""
+    """Reads the header of a file: the header's length (8 bytes, little-endian), JSON, then the tensors end to end."""
     size = file.stat().st_size
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -153,12 +153,12 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> ctypes.Array:
-    """The bytes of a contiguous CPU tensor, as a buffer that files read into and write from; valid while it lives."""
+    """The bytes of a contiguous CPU tensor as a buffer for file reads and writes; valid while the tensor lives."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def check_weights(stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]], folder: str | Path) -> None:
-    """Raises ValueError unless `stored` has exactly the names and shapes of `shapes`, which config.json implies."""
+    """Raises ValueError unless `stored` has exactly the names and shapes in `shapes`, which follow from config.json."""
 
     def some(names: list[str]) -> str:
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -176,11 +176,11 @@ def check_weights(stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]],
 
 
 def present(path: Path) -> bool:
-    """Whether a checkpoint's folder holds a file.
+    """Whether a file of a checkpoint folder exists.
 
-    Raises ValueError if something else is there, such as a FIFO, or a link that leads out of the folder: what a
-    checkpoint from elsewhere links to may be any file of this machine. Links of huggingface_hub's cache, from
-    snapshots/REVISION to the blobs beside snapshots, stay in it; the folder itself may be a link.
+    Raises ValueError if the path is not a regular file (a FIFO, say) or is a link out of the folder: a link in a
+    downloaded checkpoint could point to any file of this machine. Links in huggingface_hub's cache, from
+    snapshots/REVISION to the blobs beside snapshots, are allowed; the folder itself may be a link.
     """
     if not os.path.lexists(path):
         return False
@@ -194,11 +194,12 @@ def present(path: Path) -> bool:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """A name for a checkpoint's weights and config, 16 hex digits, the same wherever the folder lies.
+    """16 hex digits that identify a checkpoint's weights and config, wherever the folder is.
 
-    It hashes config.json, and of every tensor its name, shape and dtype and at most 64 KiB: a small one whole, of a
-    larger one 16 evenly spaced slices. 16 GB of weights take a second; a change of a few numbers in a large tensor may
-    go unseen. The tokenizer's files are no part of it. Raises as `read_config` and `open_weights` do.
+    They are a hash of config.json and of each tensor's name, shape, dtype and data: a tensor of up to 64 KiB (or in a
+    .bin) whole, a larger one in 16 evenly spaced slices of 4 KiB. 16 GB of weights take a second. A change of a few
+    numbers in a large tensor may go unnoticed. Tokenizer files do not count. Raises what `read_config` and
+    `open_weights` raise.
     """
     digest = hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode())
     for name, tensor in sorted(open_weights(folder).items()):
@@ -216,7 +217,7 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object. Raises ValueError if it is none, and as `present` does."""
+    """A file's JSON object. Raises ValueError if the file holds none, and what `present` raises."""
     present(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -232,8 +233,8 @@ def read_json(path: Path) -> dict:
 def read_config(folder: str | Path, converted: bool = True) -> dict:
     """config.json of a checkpoint, or (`converted=False`) of a Hugging Face folder.
 
-    Raises FileNotFoundError if the folder or the file is missing, ValueError if it is of the other kind, or newer
-    than this code.
+    Raises FileNotFoundError if the folder or the file is missing. Raises ValueError if the folder is of the other kind
+    or its checkpoint format is not FORMAT.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -256,9 +257,9 @@ def read_config(folder: str | Path, converted: bool = True) -> dict:
 
 
 def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
-    """Every id that config.json or generation_config.json calls an end of sequence.
+    """All ids in `eos_token_id` of config.json and generation_config.json.
 
-    Raises ValueError for anything that is no id of the vocabulary.
+    Raises ValueError for anything but ids of the vocabulary.
     """
     files, generation = {"config.json": config}, folder / "generation_config.json"
     if present(generation):
@@ -276,10 +277,10 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
 def load_checkpoint(
     folder: str | Path, model: nn.Module, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Fills `model`, built under torch.device("meta") and not yet given a KV cache, tensor by tensor on `device`.
+    """Loads the weights onto `device`, one tensor at a time, into `model`, built on the meta device without KV caches.
 
-    Floating-point tensors become `dtype` (None: as stored). Raises as `read_config`, `open_weights` and
-    `check_weights` do: the tensors in the folder must be exactly those of the model.
+    Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the model's tensors. Raises
+    what `read_config`, `open_weights` and `check_weights` raise.
     """
     read_config(folder)
     stored, expected = open_weights(folder), model.state_dict()
@@ -295,7 +296,7 @@ def load_checkpoint(
 def check_output(out: str | Path, source: str | Path | None = None, force: bool = False) -> Path:
     """The absolute path of `out`. Raises ValueError if a checkpoint may not be written there.
 
-    What exists is refused; with `force` it may be one of our checkpoints, which will be replaced, and nothing else.
+    `out` must not exist; with `force` it may be a kv-fast checkpoint or an empty folder, which will be replaced.
     """
     out = Path(out).resolve()
     _restore(out)
@@ -309,7 +310,7 @@ def check_output(out: str | Path, source: str | Path | None = None, force: bool 
         if others:
             raise ValueError(f"{out} holds {min(others)}, which is no part of a checkpoint; choose another --out")
         if names and not ("config.json" in names and "kv_fast" in read_json(out / "config.json")):
-            raise ValueError(f"{out} is not a checkpoint of kv-fast, so --force spares it; choose another --out")
+            raise ValueError(f"{out} is not a checkpoint of kv-fast, so --force keeps it; choose another --out")
     return out
 
 
@@ -318,7 +319,7 @@ def _replaced(out: Path) -> Path:
 
 
 def _restore(out: Path) -> None:
-    """Brings back the checkpoint that was to be replaced, if a run was killed before its replacement took the name."""
+    """Restores the old checkpoint if a run was killed after setting it aside and before renaming the new one."""
     if _replaced(out).exists() and not out.exists():
         _replaced(out).rename(out)
 
@@ -335,13 +336,13 @@ def write_checkpoint(
 ) -> None:
     """Writes a checkpoint folder, one tensor in memory at a time.
 
-    `layout` gives names, shapes and dtypes (meta tensors will do) and `read(name)` the tensor itself: for a model in
-    memory they are `model.state_dict()` and its `__getitem__`. `config` is written with the "kv_fast" key added, its
-    dtype that of the first floating-point tensor. Tokenizer files and the like are copied from `copy_from`.
+    `layout` gives names, shapes and dtypes (meta tensors will do); `read(name)` returns the tensor itself. For a model
+    in memory, pass `model.state_dict()` and its `__getitem__`. `config` is written with a "kv_fast" key added, whose
+    dtype is that of the first floating-point tensor. COMPANIONS such as tokenizer files are copied from `copy_from`.
 
-    All is written to a hidden sibling of `out` that gets its name at the end. A killed run leaves only that sibling,
-    which the next run removes; with `force` the old checkpoint is there until the new one takes its place. Of two runs
-    that write the same `out` at once, the first fails.
+    Everything is written to a hidden sibling of `out`, which is renamed to `out` at the end. A killed run leaves only
+    that sibling, and the next run removes it. With `force`, the old checkpoint stays until the new one replaces it. If
+    two runs write the same `out` at once, the first one fails.
     Raises ValueError as `check_output` and `present` do, and OSError if the disk is too small.
     """
     out = check_output(out, copy_from, force)

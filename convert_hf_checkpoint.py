@@ -1,9 +1,9 @@
-"""Turns a Hugging Face folder, or a repository on huggingface.co, into a checkpoint folder of ours (checkpoint.py).
+"""Converts a Hugging Face folder, or a repository on huggingface.co, to a kv-fast checkpoint (checkpoint.py).
 
     python convert_hf_checkpoint.py meta-llama/Llama-3.1-8B-Instruct --out checkpoints/llama-3.1-8b
 
-Tensors get the names of model.py; q, k and v become one matrix, whose rows are q's, then k's, then v's. RoPE's channel
-order stays Hugging Face's. Everything that headers and config.json can tell is checked before a byte is written.
+Tensors get the names of model.py; q, k and v become one matrix with q's rows first, then k's, then v's. RoPE's channel
+order stays Hugging Face's. Every check that needs only headers and config.json runs before a byte is written.
 """
 
 import startup  # noqa: F401
@@ -45,13 +45,13 @@ BINS = ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.inde
 
 
 def sources(name: str) -> list[str]:
-    """Hugging Face's names of what one of our tensors is stacked from."""
+    """The names of the Hugging Face tensors that are stacked into one of ours."""
     layer, module, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name).groups()
     return [f"model.{layer}{part}.{kind}" if layer else f"{part}.{kind}" for part in NAMES[module]]
 
 
 def read_source(folder: Path) -> tuple[dict, ModelConfig]:
-    """config.json as it is and as the model reads it. Raises ValueError for a model that cannot be converted."""
+    """config.json, raw and as a ModelConfig. Raises ValueError for a model that cannot be converted."""
     config = read_config(folder, converted=False)
     quantized = config.get("quantization_config")
     if quantized:
@@ -61,7 +61,7 @@ def read_source(folder: Path) -> tuple[dict, ModelConfig]:
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    """The folder, in huggingface_hub's cache, of a repository's files that match; continues an interrupted download."""
+    """Downloads matching files to huggingface_hub's cache, resuming an interrupted download; returns their folder."""
     page = f"https://huggingface.co/{repo}"
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -72,20 +72,20 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
     except (RepositoryNotFoundError, HFValidationError):
         raise ValueError(f"{repo} is neither a folder here nor a repository on huggingface.co "
                          "(if it is private, log in with: hf auth login)") from None
-    except Exception as error:  # what a lost connection raises depends on the HTTP library behind huggingface_hub
+    except Exception as error:  # a lost connection raises an error of whichever HTTP library huggingface_hub uses
         raise OSError(f"{repo} is no folder here, and downloading it failed ({type(error).__name__}: "
                       f"{str(error).partition(chr(10))[0]}); check connection and disk, then run again") from None
 
 
 def download(repo: str, revision: str | None) -> Path:
-    """Fetches what a conversion needs and no more: .bin files only from a repository without safetensors."""
-    read_source(fetch(repo, revision, SMALL_FILES))  # refuses a model before its gigabytes come
+    """Fetches only what a conversion needs: .bin files only if the repository has no safetensors."""
+    read_source(fetch(repo, revision, SMALL_FILES))  # refuses an unsupported model before its weights are downloaded
     folder = fetch(repo, revision, SMALL_FILES + SAFETENSORS)
     return folder if any(folder.glob("model*.safetensors")) else fetch(repo, revision, SMALL_FILES + BINS)
 
 
 def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The converted checkpoint's tensors, without data. Raises ValueError if the source's do not make them."""
+    """The converted checkpoint's tensors, without data. Raises ValueError if the source's tensors do not match."""
     with torch.device("meta"):
         layout = Transformer(config).to(dtype).state_dict()
     rows = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
@@ -105,7 +105,7 @@ def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: to
 def convert(
     src: str | Path, out: str | Path, revision: str | None = None, dtype: str | None = None, force: bool = False
 ) -> None:
-    """Writes the checkpoint `out` from `src`, a folder or a repository's id, in `dtype` (None: the source's).
+    """Converts `src`, a folder or a repository id, to the checkpoint `out` in `dtype` (None: the source's).
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
@@ -120,7 +120,7 @@ def convert(
         table = stored.get("model.embed_tokens.weight")
         if table is None or (head.dtype == table.dtype and torch.equal(head.read(), table.read())):
             del stored[head.name]
-        else:  # as transformers does: what was trained counts, not what config.json says of it
+        else:  # as in transformers, the stored head decides, not config.json
             print(f"{head.file}: lm_head.weight is not the embedding table, so the head is kept and "
                   "tie_word_embeddings becomes false", file=sys.stderr)
             config = config | {"tie_word_embeddings": False}

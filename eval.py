@@ -1,8 +1,8 @@
-"""Measures answers: python eval.py --checkpoint DIR --tasks niah_multikey_1,vt --length 4096 --kv full,streaming
+"""Measures accuracy: python eval.py --checkpoint DIR --tasks niah_multikey_1,vt --length 4096 --kv full,streaming
 --budget 256,1024 --samples 50 --json out.json --plot out.png
 
-Every method answers the same samples. A table says how well, in how many bytes; --json has every answer. A run that
-was stopped goes on where it was, if it has --json FILE or --progress FILE.
+Every method answers the same samples. The table shows scores and cache bytes; --json has every answer. With --json FILE
+or --progress FILE, a run that was stopped resumes where it was.
 """
 
 import startup  # noqa: F401
@@ -27,43 +27,43 @@ from tasks.registry import GROUPS, TASKS
 from tasks.report import Progress, summary, table
 from tasks.shared import SharedPrompts
 
-ROUND = 128  # caches are planned for a multiple of it
-JOINTS = 4  # tokens by which texts encoded apart may differ from the same texts joined
+ROUND = 128  # a job's new tokens are rounded up to a multiple of this, so that jobs can share caches
+JOINTS = 4  # allowance in tokens: texts encoded separately may take more tokens than when joined
 ROOT = Path(__file__).parent
-OTHER_TOOLS = {  # code that no answer passes through
+OTHER_TOOLS = {  # code that cannot affect an answer
     "calibrate.py", "conversation.py", "convert_hf_checkpoint.py", "generate.py", "progress.py", "setup.py",
 }  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a folder in this engine's format")
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="folder of a converted checkpoint")
     groups = ", ".join(f"{name} ({len(tasks)})" for name, tasks in GROUPS.items())
-    p.add_argument("--tasks", default="ruler", help=f"names with commas between; groups: {groups}; see --list-tasks")
+    p.add_argument("--tasks", default="ruler", help=f"comma-separated names or groups: {groups}; see --list-tasks")
     p.add_argument("--list-tasks", action="store_true", help="list the tasks and exit")
-    p.add_argument("--length", default="4096", help="tokens of prompt and answer; several with commas (default: 4096)")
-    p.add_argument("--samples", type=int, default=50, help="of every task and length (default: 50)")
-    p.add_argument("--questions", type=int, default=1, help="asked about a text, where there are so many (default: 1)")
-    p.add_argument("--blind", action="store_true", help="prefill the text alone: every question is fed afterwards")
-    p.add_argument("--chat", action="store_true", help="put prompts into the checkpoint's chat template, but for tasks "
-                   "that their benchmark leaves plain; later questions are turns of their own")
-    p.add_argument("--kv", default="full", help="methods with commas between; with options: name:option=value:...")
-    p.add_argument("--budget", default="", help="tokens a KV head, or shares of the prompt; several with commas")
+    p.add_argument("--length", default="4096", help="tokens of prompt plus answer, comma-separated (default: 4096)")
+    p.add_argument("--samples", type=int, default=50, help="samples per task and length (default: 50)")
+    p.add_argument("--questions", type=int, default=1, help="the most questions asked about a text (default: 1)")
+    p.add_argument("--blind", action="store_true", help="prefill the text alone and feed every question afterwards")
+    p.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template, except in tasks whose "
+                   "benchmark uses plain prompts; each later question is a turn of its own")
+    p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
+    p.add_argument("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
     p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
     p.add_argument("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
-    p.add_argument("--data", type=Path, metavar="DIR", help="folder of published datasets' files")
-    p.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
+    p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
+    p.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     p.add_argument("--batch", type=int, default=1, help="rows decoded together (default: 1)")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
-    p.add_argument("--progress", metavar="FILE", help="continue from here, and add to it (default: beside --json FILE)")
+    p.add_argument("--progress", metavar="FILE", help="resume from this file and add to it (default: beside --json)")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     p.add_argument("--plot", metavar="FILE", help="draw accuracy over budget and bytes; needle: over length and depth")
     return p
 
 
-# What is to be run
+# What to run
 
 
 def chosen_tasks(text: str) -> list[str]:
@@ -79,9 +79,9 @@ def chosen_tasks(text: str) -> list[str]:
 def prepare(
     args: argparse.Namespace, given: dict[str, str], engine: Engine, tasks: list[str], lengths: list[int]
 ) -> list[Job]:
-    """Every task's samples at every length; `given` has the texts of --haystack and --text, where these are given.
+    """Every task's samples at every length; `given` has the texts of --haystack and --text, if given.
 
-    Raises ValueError or FileNotFoundError for what cannot be made.
+    Raises ValueError or FileNotFoundError if a sample cannot be made.
     """
     haystack, jobs = given.get("haystack"), []
     for task, length in tqdm([(t, n) for n in lengths for t in tasks], unit="task", desc="samples", leave=False):
@@ -109,7 +109,7 @@ def prepare(
             raise ValueError(f"{task}: {error}") from None
         except KeyError as error:
             raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
-        later = 0 if args.blind else 1  # the first question that is fed
+        later = 0 if args.blind else 1  # the first question that is fed after the prompt
         fed = max(sum(len(engine.encode(later_turn(engine, q, chat), bos=False)) for q in s.questions[later:])
                   for s in items)  # fmt: skip
         new = fed + JOINTS + graded.max_new_tokens * max(len(s.questions) for s in items)
@@ -121,7 +121,7 @@ def prepare(
 
 
 def code(root: Path = ROOT) -> str:
-    """A hash of the code that asks, answers and scores: new files count until they are named in OTHER_TOOLS."""
+    """A hash of the code that asks, answers and scores. A new file counts unless OTHER_TOOLS names it."""
     files = sorted(file for place in (".", "kv", "tasks") for file in (root / place).glob("*.py"))
     read = [file for file in files if file.name not in OTHER_TOOLS]
     return digest([(str(file.relative_to(root)), file.read_text(encoding="utf-8")) for file in read])
@@ -130,7 +130,7 @@ def code(root: Path = ROOT) -> str:
 def evaluate(
     args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress
 ) -> tuple[list[dict], list[dict]]:  # fmt: skip
-    """(rows, samples) of the JSON object."""
+    """Runs the jobs; returns (rows, samples) of the JSON object."""
     rows, samples, reference = [], [], Reference(engine)
     common = {"weights": fingerprint(args.checkpoint), "code": code(), "profile": digest(engine.profile)}
     files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
@@ -139,7 +139,7 @@ def evaluate(
     common |= {"blind": args.blind, "chat": args.chat}
 
     def key_of(method: Choice, job: Job, index: int) -> str:
-        """What a result depends on."""
+        """Everything that a result depends on."""
         own = {"kv": method.kv, "options": method.options, "budget": method.budget}
         own |= {"task": job.task, "length": job.length, "index": index, "sample": job.digests[index]}
         return json.dumps(common | own, sort_keys=True)
@@ -147,7 +147,7 @@ def evaluate(
     total = len(chosen) * sum(len(job.items) for job in jobs)
     with tqdm(total=total, unit="sample") as bar:
         for method in chosen:
-            for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # like caches in turn
+            for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # groups jobs with equal caches
                 bar.set_description(f"{method.label} {job.task} {job.length}")
                 about = {"kv": method.kv, "budget": method.budget, "options": method.options}
                 about |= {"task": job.task, "length": job.length, "chat": job.chat}
@@ -157,7 +157,7 @@ def evaluate(
                     reference.prepare(job, missing, args.batch)
                 try:
                     bytes_ = use(engine, method, job, args.batch)
-                except BudgetTooSmall as error:  # the cell stays empty, the rest goes on
+                except BudgetTooSmall as error:  # the cell has no score, and the run continues
                     nothing = {"n": 0, "score": None, "first": None, "later": None}
                     rows.append(about | nothing | {"why": str(error), "minimum": error.least})
                     bar.update(len(job.items))
@@ -182,11 +182,11 @@ def evaluate(
 
 
 def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
-    """Gives the engine the caches for a job, unless it has them; what the profile set, their bytes a row, and those
-    that a step reads."""
+    """Gives the engine the caches for a job, unless it has them. Returns the options that the profile set, the caches'
+    bytes per row, and the bytes per row that a step reads."""
     wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new)
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
-    if wanted != has or engine.shape is None:  # no shape: what was asked for last was refused
+    if wanted != has or engine.shape is None:  # no shape: the last caches were refused
         engine.use(method.kv, method.budget, method.options, batch, job.prompt, job.new)
     device, host, full = engine.kv_bytes()
     read_device, read_host = engine.step_bytes(job.prompt + 1)
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     engine = SharedPrompts.load(args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0).share()
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
-        raise ValueError(f"{engine.no_tokenizer}; the tasks are text")
+        raise ValueError(f"{engine.no_tokenizer}; the tasks need a tokenizer")
     jobs = prepare(args, given, engine, tasks, lengths)
     progress = Progress(None if args.progress is None else Path(args.progress))
     rows, samples = evaluate(args, engine, jobs, chosen, progress)

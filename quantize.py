@@ -1,10 +1,10 @@
 """Weight-only quantization of a checkpoint: python quantize.py --checkpoint DIR --mode int4 --groupsize 128 --out DIR
 
 Every linear layer's weight becomes int8 with a scale for each output channel, or int4 with a scale and a zero point
-for each group of input channels. With --embeddings the embedding table and the head become int8 too, a scale for each
-token. Norms and biases stay as they are. Rounding is to nearest: a weight is off by at most half its scale.
+for each group of input channels. With --embeddings, the embedding table and the head also become int8, with a scale
+for each token. Norms and biases do not change. Weights round to nearest, with an error of at most half their scale.
 
-What is written loads like any checkpoint; tensors are read, quantized and written one at a time.
+The result loads like any checkpoint. Tensors are read, quantized and written one at a time.
 """
 
 import startup  # noqa: F401
@@ -24,7 +24,7 @@ from linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
 from model import Transformer
 
 MODES = ("int8", "int4")
-BLOCK = 2**21  # weights quantized at a time: bounds what is held in fp32
+BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
 
 # The numbers
 
@@ -38,8 +38,8 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(weight: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
     """[O,I] -> packed uint8 [O,I/2], and the scale and zero of each group, [I/groupsize,O,2] in the weight's dtype.
 
-    weight ~ (level - 8) * scale + zero, levels 0 to 15. A byte holds one of the group's first half and, in its high
-    bits, the one as far into the second half.
+    weight ~ (level - 8) * scale + zero, levels 0 to 15. Byte i of a group holds level i in its low 4 bits and level
+    i + groupsize / 2 in its high 4 bits.
     """
     groups = weight.float().unflatten(-1, (-1, groupsize))  # [O,groups,groupsize]
     least, most = groups.amin(-1), groups.amax(-1)
@@ -51,7 +51,7 @@ def quantize_int4(weight: Tensor, groupsize: int) -> tuple[Tensor, Tensor]:
 
 
 def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 x in `dtype`, rounded up and never 0: no weight then lies beyond the last level."""
+    """Rounds fp32 x up to `dtype`, never to 0, so that no weight lies beyond the last level."""
     y = x.to(dtype)
     y = torch.where(y.float() < x, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
     return torch.where(y == 0, torch.finfo(dtype).tiny, y)
@@ -61,9 +61,9 @@ def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:
-    """Replaces a model's linear layers, on the meta device, by modules for quantized weights.
+    """Replaces the linear layers of a model on the meta device with modules for quantized weights.
 
-    Raises ValueError for an unknown mode, and an int4 group size that is odd or does not divide a layer's input.
+    Raises ValueError for an unknown mode, or an int4 group size that is odd or does not divide a layer's input.
     """
     if mode not in MODES:
         raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
@@ -82,7 +82,7 @@ def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embed
 
 
 def pack(model: Transformer) -> None:
-    """Once its weights are loaded, puts them in the order that the device's kernels read best."""
+    """Reorders a loaded model's int4 weights for the device's kernels."""
     for module in model.modules():
         if isinstance(module, Int4Linear):
             module.pack()
@@ -92,7 +92,7 @@ def pack(model: Transformer) -> None:
 
 
 def read_quantization(config: dict) -> dict | None:
-    """What `quantize_modules` takes, from a checkpoint's config.json. Raises ValueError for what it cannot."""
+    """Arguments for `quantize_modules` from config.json; None if unquantized. Raises ValueError for an unknown mode."""
     found = config["kv_fast"].get("quantization")
     if not found:
         return None
@@ -122,10 +122,10 @@ def quantize(
 
     layout = model.state_dict()
     for name, tensor in layout.items():
-        if tensor.is_floating_point():  # scales in the dtype of the weight they belong to
+        if tensor.is_floating_point():  # scales take the dtype of their weight
             layout[name] = tensor.to(stored[name if name in stored else name.rpartition(".")[0] + ".weight"].dtype)
 
-    @lru_cache(maxsize=1)  # a weight and its scales are asked for one after the other
+    @lru_cache(maxsize=1)  # a weight and its scales are read one after the other
     def parts(module: str) -> dict[str, Tensor]:
         eight = layout[f"{module}.weight"].dtype == torch.int8
         to_numbers = quantize_int8 if eight else partial(quantize_int4, groupsize=groupsize)
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
     p.add_argument("--mode", required=True, choices=MODES)
     p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
-    p.add_argument("--embeddings", action="store_true", help="the embedding table and the head too, as int8")
+    p.add_argument("--embeddings", action="store_true", help="also quantize the embedding table and the head, to int8")
     p.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     p.add_argument("--force", action="store_true", help="replace an existing checkpoint")
     args = p.parse_args(argv)

@@ -1,4 +1,4 @@
-"""pip calls this; without it, `pip install .` would succeed and install nothing."""
+"""pip runs this file; without it, `pip install .` would succeed and install nothing."""
 
 raise SystemExit(
     "kv-fast is run from its clone and is not installed: see README.md (make demo, or pip install -r requirements.txt)"

@@ -1,7 +1,7 @@
-"""Text to token ids and back: sentencepiece, tiktoken rank files and tokenizer.json; and chat turns.
+"""Converts text to token ids and back (sentencepiece, tiktoken rank files, tokenizer.json); encodes chat turns.
 
-Ids are those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or
-"</s>" is plain text, and only `Tokenizer.chat` and `Tokenizer.chat_next` put control tokens in.
+Ids equal those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or
+"</s>" is plain text. Apart from BOS, only `Tokenizer.chat` and `Tokenizer.chat_next` insert control tokens.
 """
 
 import base64
@@ -21,13 +21,13 @@ import tiktoken
 import chat
 from checkpoint import present, read_json
 
-# A split pattern keeps a run of one of these together, and tiktoken's regex engine gives up on a run of some 500,000
-# spaces: a run of fewer characters than MAX_RUN is never cut, one of twice as many always.
+# A split pattern keeps a run of one kind of characters together, and tiktoken's regex engine gives up on a run of some
+# 500,000 spaces. A run shorter than MAX_RUN is never cut; one of 2 MAX_RUN characters or more always is.
 MAX_RUN = 25_000
 ONE_KIND = regex.compile(r"[\p{L}\p{M}]+|\p{N}+|\s+|[^\s\p{L}\p{N}]+")
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A rank file holds neither its split pattern nor its special tokens: Llama 3 keeps both in code.
+# A rank file holds neither a split pattern nor special tokens: Llama 3 keeps both in code.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,34 +39,35 @@ LLAMA3_SPECIAL = {
 }
 RANK_LINE = regex.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
-# Tokens that end an answer wherever they exist, whichever of them a checkpoint's settings call EOS.
+# Tokens that end an answer in every vocabulary that has them, whichever one the checkpoint's settings call EOS.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
-SECONDS = 10  # for splitting a text by a pattern, and one more for 10,000 characters
-MAX_ID = 2**22  # ids from here on are no vocabulary's: a table of them would fill the memory
+SECONDS = 10  # time limit for splitting a text by one pattern, plus one second per 10,000 characters
+MAX_ID = 2**22  # ids must be below this: a larger table of tokens would fill the memory
 
-# Where a token must stand alone (single_word) and what lstrip and rstrip take with it, as in the package tokenizers.
+# As in the tokenizers package: characters that may not touch a single_word token, and what lstrip and rstrip absorb.
 WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
 SPACES = regex.compile(r"\p{White_Space}*")
-PRIVATE = range(0xE000, 0xF900)  # characters of Unicode that mean nothing
-VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # of templates
+PRIVATE = range(0xE000, 0xF900)  # Unicode's private-use characters, which have no meaning
+# The variables of a chat template.
+VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class UnsupportedTokenizer(ValueError):
-    """A whole tokenizer, but of a kind that is not read here. The model can still be fed token ids."""
+    """An intact tokenizer of a kind that this module cannot read. The model still accepts token ids."""
 
 
 def load_tokenizer(folder: str | Path) -> "Tokenizer":
     """Reads the tokenizer of a checkpoint folder.
 
     Raises FileNotFoundError if the folder has none, ValueError if a file is damaged, and UnsupportedTokenizer, a
-    ValueError, if it is of a kind that is not read.
+    ValueError, if it is of an unsupported kind.
     """
     folder = Path(folder)
     files = Files.read(folder)
-    # A byte-level tokenizer.json is what the model was published with, special tokens included, which a rank file
-    # beside it lacks. Where there is a sentencepiece model the json is a conversion of it: the model is the source.
+    # A byte-level tokenizer.json is the original and has the special tokens, which a rank file beside it lacks.
+    # A tokenizer.json beside a sentencepiece model is only a conversion of that model, so the model is read instead.
     if files.byte_level:
         try:
             return _from_json(files)
@@ -85,18 +86,18 @@ def load_tokenizer(folder: str | Path) -> "Tokenizer":
 
 @dataclass(frozen=True)
 class Added:
-    """A token added to the vocabulary. It is met in text before anything else is, unless it is special."""
+    """A token added to the vocabulary. Unless it is special, it is matched in text before anything else."""
 
     id: int
-    special: bool  # put in by id alone, and never printed
-    lstrip: bool = False  # takes the white space before it
-    rstrip: bool = False  # and behind it
-    single_word: bool = False  # met only where no letter or digit touches it
-    normalized: bool = False  # looked for in the normalized text
+    special: bool  # never matched in a user's text, never printed
+    lstrip: bool = False  # absorbs the white space before it
+    rstrip: bool = False  # absorbs the white space after it
+    single_word: bool = False  # matched only where no letter or digit touches it
+    normalized: bool = False  # matched in the normalized text
 
     @classmethod
     def of(cls, token: dict, id: object) -> "Added":
-        """From an entry of a file. Raises TypeError, KeyError or ValueError if it is none."""
+        """Reads a file's entry for a token. Raises TypeError, KeyError or ValueError if the entry is invalid."""
         name = token["content"]
         flags = {flag: token.get(flag, False) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
         if not isinstance(name, str) or not name:
@@ -109,12 +110,12 @@ class Added:
 
 def _check_id(token: str, i: object) -> None:
     if type(i) is not int or not 0 <= i < MAX_ID:
-        raise ValueError(f"the token {token!r} has id {i!r}")
+        raise ValueError(f"the token {token!r} has the invalid id {i!r}")
 
 
 @dataclass
 class Files:
-    """What the JSON files of a checkpoint folder say of its tokenizer; empty where a file is missing."""
+    """What a checkpoint folder's JSON files say about its tokenizer; empty where a file is missing."""
 
     json_path: Path
     json: dict  # tokenizer.json
@@ -129,7 +130,7 @@ class Files:
         config = _read_json(folder / "special_tokens_map.json")
         config.update((key, value) for key, value in own.items() if value is not None)
         try:
-            # This oldest of the files does not say which tokens are special; none of them is a word.
+            # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
             oldest = _read_json(folder / "added_tokens.json")
             listed = [({"content": token, "special": True}, i) for token, i in oldest.items()]
             listed += [(token, token["id"]) for token in data.get("added_tokens") or []]
@@ -157,7 +158,7 @@ class Files:
         return model.get("type", "BPE") == "BPE" and splits_bytes and not model.get("byte_fallback")
 
     def token(self, key: str) -> str | None:
-        """bos_token or eos_token, which is stored bare or as an object."""
+        """The token of a key such as bos_token, whether stored as a string or as an object."""
         value = self.config.get(key)
         return value.get("content") if isinstance(value, dict) else value
 
@@ -167,7 +168,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _template(folder: Path, config: dict) -> str:
-    """The chat template: a file, a text, or one of several texts, of which `default` counts."""
+    """The chat template: chat_template.jinja, the config's text, or the one named `default` of the config's texts."""
     path = folder / "chat_template.jinja"
     found = path.read_text(encoding="utf-8") if present(path) else config.get("chat_template", "")
     if isinstance(found, list):
@@ -180,18 +181,18 @@ def _template(folder: Path, config: dict) -> str:
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; made by `load_tokenizer`.
+    """The tokenizer of one checkpoint, made by `load_tokenizer`.
 
-    vocab_size: highest id + 1. bos_id, eos_id: None if there is none. eos_ids: every id that ends an answer, a chat's
-    end of turn included. special, added: ids of special tokens, and of added tokens that are not special.
+    vocab_size: highest id + 1. bos_id, eos_id: None if there is none. eos_ids: every id that ends an answer, including
+    a chat's end of turn. special: token -> id of special tokens. added: token -> id of other added tokens.
     """
 
-    strips = False  # decoding drops one leading space: the one that encoding put there
+    strips = False  # whether decoding drops the one leading space that encoding adds
 
     def __init__(self, files: Files, vocab: dict[str, int], pieces: dict[int, bytes], special: set[str]):
-        """vocab: token -> id. pieces: id -> the bytes it prints. special: the tokens of `vocab` that are special.
+        """vocab: token -> id. pieces: id -> the bytes it prints. special: the special tokens of `vocab`.
 
-        Raises ValueError for ids that no vocabulary has.
+        Raises ValueError for an invalid id.
         """
         vocab = {**vocab, **{token: added.id for token, added in files.added.items()}}
         for token, i in vocab.items():
@@ -213,15 +214,15 @@ class Tokenizer:
         self.bos_id = vocab.get(files.token("bos_token") or files.first)
         self.eos_id = vocab.get(files.token("eos_token"))
         self.eos_ids = {self.special[token] for token in END_TOKENS if token in self.special} | {self.eos_id} - {None}
-        # A tokenizer.json overrules add_bos_token, as in transformers. With neither, Llama's default counts.
+        # A tokenizer.json overrides add_bos_token, as in transformers. With neither, Llama's default applies.
         add_bos = files.first if files.json else files.config.get("add_bos_token", True)
         self.add_bos = bool(add_bos) and self.bos_id is not None
 
         self.variables = {key: token for key in VARIABLES if (token := files.token(key)) is not None}
         fitting = (template for tokens, template in chat.DEFAULTS.values() if self.special.keys() >= set(tokens))
         self.template = files.template or next(fitting, "")
-        # Special tokens are met in templates alone, as they are written. Of the others, some are met after the text
-        # was normalized, as then are they.
+        # Special tokens are matched only in templates, and verbatim. Of the others, `late` ones are normalized and
+        # matched in normalized text.
         late = {t: a for t, a in self.tokens.items() if a.normalized and not a.special}
         self.early = {token: added for token, added in self.tokens.items() if token not in late}
         self.late = {self._normalize(token): added for token, added in late.items()}
@@ -229,15 +230,15 @@ class Tokenizer:
         self.special_start = regex.compile(f"(?={_any_of(self.special).pattern})(.)", regex.DOTALL)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Ids of a text, after BOS if `bos` and if this checkpoint's tokenizer adds one. Any length is taken.
+        """Ids of a text of any length, after BOS if `bos` is set and this checkpoint's tokenizer adds one.
 
-        Byte-level: where MAX_RUN (25,000) or more letters, digits, spaces or symbols follow one another, they are cut
-        into shorter runs, which may change a token or two at each cut. Any other text is encoded whole.
+        A byte-level tokenizer may cut a run of MAX_RUN (25,000) or more letters, digits, spaces or symbols into shorter
+        runs, which can change a token or two at each cut. Any other text is encoded whole.
         """
         return [self.bos_id] * (bos and self.add_bos) + self._encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids. Special tokens and ids outside the vocabulary are skipped; broken UTF-8 becomes U+FFFD."""
+        """The text of ids. Skips special tokens and ids outside the vocabulary; broken UTF-8 becomes U+FFFD."""
         stream = self.stream()
         return "".join(map(stream.push, ids)) + stream.flush()
 
@@ -245,33 +246,33 @@ class Tokenizer:
         return Stream(self)
 
     def chat(self, user: str, system: str | None = None, opening: str = "") -> list[int]:
-        """Ids of a conversation's first turn up to where the answer begins, as the checkpoint's chat template has it,
-        and of the `opening` that the answer goes on from.
+        """Ids of a conversation's first turn, as the checkpoint's chat template renders it, up to where the answer
+        begins, and then of `opening`, the text with which the answer begins.
 
-        Special tokens are put in where the template writes them; in what is said they stay plain text.
-        Raises ValueError without a template, and if the template refuses the conversation (a system text, say).
+        Special tokens are inserted where the template writes them; in messages they stay plain text.
+        Raises ValueError if there is no template or it refuses the conversation (a system text, say).
         """
         said = [] if system is None else [{"role": "system", "content": system}]
         return self._turns([*said, {"role": "user", "content": user}], opening)
 
     def chat_next(self, user: str, opening: str = "") -> list[int]:
-        """Ids of a later turn, fed after an answer whose end-of-turn token is not in the cache: they begin with it.
+        """Ids of a later turn. They begin with the end-of-turn token of the last answer, which is not in the cache yet.
 
-        They are what the template puts between any answer and the one to come. A template that writes earlier turns
-        otherwise once a later one is there (it drops their reasoning, or moves the system text to the newest turn)
-        does not get its way: what the cache holds stays as it was said, and the new turn follows it.
+        The ids are what the template writes between one answer and the next. Some templates rewrite earlier turns when
+        a later one follows: they drop reasoning, or move the system text to the newest turn. This is ignored: the cache
+        keeps the earlier turns as they were, and the new turn follows them.
         """
         before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
         return self._turns([*before, {"role": "user", "content": user}], opening)
 
     def _turns(self, messages: list[dict[str, str | None]], opening: str) -> list[int]:
-        """Ids of a rendered conversation; of what follows its answer, if there is one, whose content is None."""
+        """Ids of a rendered conversation. If it has an answer (content None): only of what follows the answer."""
         if not self.template:
             raise ValueError("this checkpoint has no chat template; use a plain prompt")
         contents = [m["content"] for m in messages]
         used = set(self.template).union(opening, *filter(None, contents))
         free = (chr(i) for i in PRIVATE if chr(i) not in used)
-        # A special token that somebody typed hides behind another first character until the template's are found.
+        # In messages, the first character of special tokens is replaced until the template's own tokens are found.
         hidden = {start: next(free) for start in sorted({token[0] for token in self.special})}
         answer, first = next(free), True
 
@@ -286,15 +287,15 @@ class Tokenizer:
             if not found:
                 raise ValueError("the checkpoint's chat template leaves answers out, so a conversation cannot go on")
             if self.early_split.match(text.lstrip()):
-                text = text.lstrip()  # space before the end of a turn is the answer's, which has it or has not
+                text = text.lstrip()  # white space before the end of a turn belongs to the answer
             first = False
         shown = str.maketrans({place: start for start, place in hidden.items()})
         return self._encode(text + hide(opening), first, shown)
 
     def _encode(self, text: str, first: bool = True, hidden: dict[int, str] | None = None) -> list[int]:
-        """Ids of a text; `first`: no token precedes it. With `hidden`, special tokens in it are met, and then what
-        stands for other characters becomes these."""
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
+        """Ids of a text. `first`: no token precedes it. With `hidden` (replacement -> original character), special
+        tokens are matched, and then replaced characters are restored."""
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate becomes U+FFFD
         ids = []
         for part in _sections(text, self.early, self.early_split, hidden is not None):
             if isinstance(part, int):
@@ -313,12 +314,12 @@ class Tokenizer:
 
 
 def _any_of(tokens: dict[str, object]) -> regex.Pattern:
-    """Finds the longest of the tokens that begin at a place; without tokens, nothing."""
+    """A pattern for the longest token at a position; it matches nothing if there are no tokens."""
     return regex.compile("|".join(map(regex.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def _sections(text: str, tokens: dict[str, Added], split: regex.Pattern, special: bool) -> Iterator[str | int]:
-    """A text as ids of added tokens and the texts between; special ones only if `special`."""
+    """Splits a text into ids of added tokens and the texts between them; matches special tokens only if `special`."""
     if not special and all(added.special for added in tokens.values()):
         yield text
         return
@@ -342,18 +343,18 @@ def _sections(text: str, tokens: dict[str, Added], split: regex.Pattern, special
 
 
 class Stream:
-    """Decodes ids one at a time: what all `push` calls and the last `flush` return is, joined, `decode` of all ids."""
+    """Decodes ids one at a time. The results of all `push` calls and a final `flush`, joined, equal `decode`."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.pieces, self.strips = tokenizer.pieces, tokenizer.strips
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token: "" in the middle of a character."""
+        """The text that this token completes; "" in the middle of a character."""
         return self._text(self.pieces[token] if 0 <= token < len(self.pieces) else b"")
 
     def flush(self) -> str:
-        """What an unfinished character leaves, at the end of the text."""
+        """The rest of the text: U+FFFD if its last character is unfinished, else ""."""
         return self._text(b"", final=True)
 
     def _text(self, piece: bytes, final: bool = False) -> str:
@@ -364,18 +365,18 @@ class Stream:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model, with the leading space as transformers' LlamaTokenizer has it.
+    """A sentencepiece model that handles leading spaces like transformers' LlamaTokenizer.
 
-    A text gets the space that sentencepiece puts before its first word, but, unlike in plain sentencepiece, not if it
-    begins with a space already: " hi" encodes like "hi". In a chat, text after a control token gets one only if
-    tokenizer_config.json says `"legacy": true` (as Meta's own Llama 2 code always does). A model trained without that
-    space gets none anywhere, where transformers would add it.
+    A space is added before a text's first word. Unlike in plain sentencepiece, none is added if the text already begins
+    with one: " hi" encodes like "hi". In a chat, text after a control token gets a space only if tokenizer_config.json
+    says `"legacy": true` (Meta's own Llama 2 code always adds it). If the model was trained without that space, none is
+    added anywhere; transformers would add it.
     """
 
     def __init__(self, files: Files, path: Path, data: bytes):
         try:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=data)
-            # Serialized messages merge when joined: these bytes are normalizer_spec.add_dummy_prefix = false.
+            # Concatenated protobuf messages merge; these bytes set normalizer_spec.add_dummy_prefix to false.
             self.bare = sentencepiece.SentencePieceProcessor(model_proto=data + b"\x1a\x02\x18\x00")
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is neither a sentencepiece model nor a rank file ({error})") from None
@@ -394,7 +395,8 @@ class SentencePieceTokenizer(Tokenizer):
             if i >= 0:
                 files.config.setdefault(key, sp.id_to_piece(i))
         super().__init__(files, vocab, pieces, special)
-        # Control pieces never come out of text, but some models have a chat token as a piece of another type.
+        # Text never encodes to control pieces, but some models store chat tokens as pieces of another type. Text that
+        # spells one of these is cut after its first character.
         seen = [token for token, i in self.special.items() if i in sp.encode(token)]
         self.lookalike = regex.compile("|".join(map(regex.escape, seen))) if seen else None
 
@@ -407,10 +409,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """Byte-level BPE, done by tiktoken.
+    """Byte-level BPE, run by tiktoken.
 
-    tiktoken knows no merges: it joins whichever neighbours make the token of lowest rank. Ranks are therefore the order
-    of the merges, and `order` takes a rank to the id that the checkpoint gave the token.
+    tiktoken has no merge list: it joins the neighbors that form the token of lowest rank. So ranks follow the order of
+    the merges, and `order` maps a rank to the checkpoint's id of the token.
     """
 
     def __init__(
@@ -423,7 +425,7 @@ class ByteLevelTokenizer(Tokenizer):
         splits: list[str],
         form: str | None = None,
     ):
-        """order: ids by rank. splits: the patterns a text is split by, in turn. form: of Unicode, NFC and the like."""
+        """order: ids by rank. splits: patterns that split a text, in turn. form: a Unicode normal form such as NFC."""
         ranks = {pieces[i]: rank for rank, i in enumerate(order)}
         missing = [i for i in range(256) if bytes([i]) not in ranks]
         if missing or len(ranks) < len(order):
@@ -431,7 +433,7 @@ class ByteLevelTokenizer(Tokenizer):
             raise ValueError(f"{path} is damaged: {what}")
         self.order, self.lengths, self.form = order, list(map(len, ranks)), form
         *self.splits, last = splits or [r"[\s\S]+"]
-        # tiktoken drops what its pattern does not match; the second half keeps it, as one piece.
+        # tiktoken drops text that its pattern does not match; the second alternative keeps it, as one piece.
         pattern = f"{last}|(?:(?!{last})[\\s\\S])+"
         try:
             self.bpe = tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -452,7 +454,7 @@ class ByteLevelTokenizer(Tokenizer):
 
     def _split_and_merge(self, text: str) -> list[int]:
         parts, ids = [text], []
-        for split in self.splits:  # the last pattern is tiktoken's, which limits the steps of a match
+        for split in self.splits:  # tiktoken applies the last pattern itself, and limits the steps of a match
             timeout = SECONDS + len(text) / 10_000
             parts = [piece for part in parts for piece in _isolated(split, part, timeout)]
         for part in parts:
@@ -466,7 +468,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 def _isolated(pattern: str, text: str, timeout: float) -> Iterator[str]:
-    """A text split into what a pattern matches and what lies between. Raises TimeoutError."""
+    """Splits a text into a pattern's matches and the texts between them. Raises TimeoutError."""
     begin = 0
     for match in regex.finditer(pattern, text, timeout=timeout):
         yield from filter(None, (text[begin : match.start()], match[0]))
@@ -476,7 +478,7 @@ def _isolated(pattern: str, text: str, timeout: float) -> Iterator[str]:
 
 @contextmanager
 def panics() -> Iterator[None]:
-    """Makes a ValueError of a panic in tiktoken or tokenizers: a regular expression ran into their limit of steps."""
+    """Turns a panic in tiktoken or tokenizers into a ValueError: a regular expression exceeded their step limit."""
     try:
         yield
     except BaseException as error:
@@ -486,13 +488,13 @@ def panics() -> Iterator[None]:
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json whose kind only the package tokenizers knows, such as sentencepiece's BPE with byte fallback.
+    """A tokenizer.json of a kind that only the tokenizers package reads, such as sentencepiece BPE with byte fallback.
 
-    The package finds the added tokens of a text, but special ones, which the class above puts in by id.
+    The package matches the added tokens of a text, except special ones, which the base class matches.
     """
 
     def __init__(self, files: Files, text: str):
-        """text: tokenizer.json. Raises UnsupportedTokenizer if ids cannot be decoded one at a time."""
+        """text: of tokenizer.json. Raises UnsupportedTokenizer if ids cannot be decoded one at a time."""
         import tokenizers
 
         decoder = json.dumps(files.json.get("decoder"))
@@ -503,10 +505,10 @@ class LibraryTokenizer(Tokenizer):
         try:
             with panics():
                 self.start = tokenizers.Tokenizer.from_str(text)
-                # Text behind a special token gets no leading space, if only the first word of a text has one.
+                # If only a text's first word gets a leading space, text after a special token gets none.
                 inner = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
                 self.inner = tokenizers.Tokenizer.from_str(inner)
-        except Exception as error:  # the package raises nothing more exact
+        except Exception as error:  # the package raises no narrower type
             raise ValueError(f"the package tokenizers cannot read it: {error}") from None
         for library in (self.start, self.inner):
             library.no_truncation()
@@ -531,7 +533,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def _from_ranks(files: Files, path: Path, data: bytes) -> Tokenizer:
-    """Llama 3's own format: one token a line, base64 and rank; the rank is the id."""
+    """Reads Llama 3's own format: each line holds a token in base64 and its rank, which is its id."""
     pieces = {}
     try:
         for line in data.splitlines():
@@ -548,24 +550,24 @@ def _from_ranks(files: Files, path: Path, data: bytes) -> Tokenizer:
     return ByteLevelTokenizer(files, path, {}, pieces, list(pieces), [LLAMA3_SPLIT])
 
 
-# Printable bytes stand for themselves in a byte-level vocabulary; the others, in order, for the characters from 256 on.
+# A byte-level vocabulary writes printable bytes as themselves and the others, in order, as characters from 256 on.
 PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE = {chr(i): i for i in PLAIN} | {chr(256 + n): i for n, i in enumerate(i for i in range(256) if i not in PLAIN)}
 
 
 def _bytes_of(token: str) -> bytes:
-    """What a token of a byte-level vocabulary prints."""
+    """The bytes that a token of a byte-level vocabulary prints."""
     return bytes(BYTE[c] for c in token) if BYTE.keys() >= set(token) else token.encode()
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    """What a token of a sentencepiece vocabulary prints: <0x0A> is a byte, and ▁ a space."""
+    """The bytes that a token of a sentencepiece vocabulary prints: <0x0A> is a byte, and ▁ a space."""
     byte = regex.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
 
 def _from_library(files: Files, why: str) -> Tokenizer:
-    """The tokenizer.json as the package tokenizers reads it, if it is installed; `why` it is not read here."""
+    """Reads tokenizer.json with the tokenizers package, if installed. `why`: the reason it is not read here."""
     try:
         import tokenizers  # noqa: F401
     except ImportError:
@@ -588,7 +590,7 @@ def _from_json(files: Files) -> Tokenizer:
         pieces = {i: _bytes_of(token) for token, i in vocab.items()}
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         tokens = dict.fromkeys([*BYTE, *(left + right for left, right in merges)])  # in rank order, each once
-        if model.get("ignore_merges"):  # then a token that no merge makes is still met as a whole word
+        if model.get("ignore_merges"):  # then a whole word becomes its token even if no merge forms it
             tokens |= dict.fromkeys(token for token in vocab if token not in files.added)
         order = [vocab[token] for token in tokens]
         splits = _splits(files.json.get("pre_tokenizer"))
@@ -605,7 +607,7 @@ def _from_json(files: Files) -> Tokenizer:
 
 
 def _splits(step: dict) -> list[str]:
-    """The patterns by which a pre-tokenizer splits text, one after the other."""
+    """The patterns by which a pre-tokenizer splits text, in order."""
     match step:
         case {"type": "Sequence", "pretokenizers": steps}:
             return [split for step in steps for split in _splits(step)]

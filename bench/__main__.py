@@ -1,9 +1,9 @@
-"""How fast, in how much memory, how far from what the machine allows: python -m bench --kv all --budget 256,1024
+"""Measures speed, memory and distance from the hardware's limit: python -m bench --kv all --budget 256,1024
 
-Needs no checkpoint: a model of a known shape gets random weights. All methods decode the same context, step by step in
-turns. The floor of a step is the bytes that it must read (weights with the head but without the embedding table, and
-what the method reads of its cache) over the read bandwidth of a large sum, measured in the same run. Nothing else
-should run meanwhile.
+Needs no checkpoint: a model of a known shape gets random weights. All methods decode at the same context and take turns
+of --steps steps. A step's floor is the time to read its bytes (the weights with the head but without the embedding
+table, and the method's reads of its cache) at the read bandwidth of a large sum, measured in the same run. Leave the
+machine otherwise idle.
 """
 
 import startup  # noqa: F401
@@ -37,27 +37,27 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--shape", help=f"{', '.join(SHAPES)}, or the path of a config.json (default: what fits here)")
-    p.add_argument("--kv", default="all", help="methods with commas between; with options: name:option=value:...")
-    p.add_argument("--budget", default="256,1024", help="tokens a KV head, or shares of the prompt, with commas")
-    p.add_argument("--context", help="tokens in the cache; several with commas (default: what fits here)")
-    p.add_argument("--batch", default="1", help="rows decoded together, with commas (default: 1); max: all that fit")
+    p.add_argument("--kv", default="all", help="comma-separated methods; with options: name:option=value:...")
+    p.add_argument("--budget", default="256,1024", help="tokens per KV head, or shares of the prompt; comma-separated")
+    p.add_argument("--context", help="tokens in the cache, comma-separated (default: chosen for the device)")
+    p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
-    p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; several with commas")
-    p.add_argument("--groupsize", type=int, default=128, help="of int4 (default: 128)")
-    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
-    p.add_argument("--steps", type=int, default=20, help="timed of every contender in a repeat (default: 20)")
-    p.add_argument("--repeats", type=int, default=3, help="turns that every contender has (default: 3)")
-    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="measure it (default: yes)")
+    p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
+    p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
+    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
+    p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
+    p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")
+    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="time prefill (default: yes)")
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
     p.add_argument("--peer", choices=["transformers"], help="Hugging Face's own generation step, same shape and dtype")
     p.add_argument("--paper", action="store_true", help="the settings of the methods' papers, beside their figures")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--memory-cap", type=float, metavar="GB", help="behave as if the device had no more memory")
-    p.add_argument("--profile", metavar="FILE", help="write a trace of two steps of every contender")
+    p.add_argument("--memory-cap", type=float, metavar="GB", help="behave as if the device had only this much memory")
+    p.add_argument("--profile", metavar="FILE", help="write a trace of two steps per contender")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     p.add_argument("--plot", metavar="FILE", help="draw ms/token, speedup and memory")
-    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="each finished case adds a line")
+    p.add_argument("--results", metavar="FILE", default="bench-results.jsonl", help="append a line per finished case")
     return p
 
 
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
                     file.write(json.dumps(about | {key: found}) + "\n")
                 if args.json != "-":
                     write_json(args.json, result)
-    except KeyboardInterrupt:  # what has finished is shown all the same
+    except KeyboardInterrupt:  # finished cases are still shown
         stopped = True
     if len(lines) > 1:
         print(columns(lines), file=out)
@@ -163,7 +163,7 @@ def default_contexts(device: torch.device) -> list[int]:
 
 
 def commit() -> str | None:
-    """Of this folder, with a + if files differ from it."""
+    """The git commit of this code, with a + if files differ from it; None if unknown."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,8 @@
-"""Joins what eval.py and bench measured of the same methods: python -m bench.compare ANSWERS.json SPEED.json
+"""Joins the results of eval.py and bench for the same methods: python -m bench.compare ANSWERS.json SPEED.json
 
-Prints a table in Markdown, a row a method and budget: answers (percent; first question / later ones), perplexity, the
-bytes that a row's cache takes, those that a step reads, and ms a token. --plot draws answers over bytes read. `bash
-bench.sh compare` makes both files and calls this.
+Prints a Markdown table with one line per method and budget: answers (percent right; first question / later ones),
+perplexity, the bytes of a row's cache, the bytes a step reads, and ms per token. --plot draws answers over bytes read.
+`bash bench.sh compare` makes both files and calls this.
 """
 
 import startup  # noqa: F401
@@ -18,7 +18,7 @@ from cli import Choice, check_output, load_pyplot, run
 
 
 def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
-    """(method, budget) -> what is known of it. Scores are means over the tasks, bytes those of the last of them."""
+    """(method, budget) -> its results. Scores are means over the graded tasks, bytes those of the last such task."""
     found, scores = defaultdict(dict), defaultdict(lambda: defaultdict(list))
     for row in answers:
         key = Choice(row["kv"], None, row["options"]).label, row["budget"]
@@ -60,8 +60,8 @@ def table(found: dict[tuple, dict]) -> str:
 
 
 def draw(found: dict[tuple, dict], path: str) -> None:
-    """A panel a budget: answers, of first and later questions alike, over the bytes that a step reads. One mark a
-    method, with its name."""
+    """Draws one panel per budget: answers (the mean of first and later questions) over the bytes a step reads, with one
+    named mark per method."""
     pyplot = load_pyplot()
     budgets = sorted({budget for _, budget in found if budget is not None}) or [None]
     size = (11, 7 * len(budgets))
@@ -83,7 +83,7 @@ def draw(found: dict[tuple, dict], path: str) -> None:
         low, high = axis.get_xlim()
         axis.set_xticks([x for x in ticks if low < x < high], [f"{x:g}" for x in ticks if low < x < high])
         axis.grid(alpha=0.3)
-    figure.draw_without_rendering()  # the layout is settled, and names are placed in pixels
+    figure.draw_without_rendering()  # settles the layout, since names are placed in pixels
     for axis, points in panels.items():
         name_marks(axis, points)
     figure.savefig(path, dpi=figure.dpi)
@@ -91,7 +91,7 @@ def draw(found: dict[tuple, dict], path: str) -> None:
 
 
 def name_marks(axis, points: list[tuple[str, float, float]]) -> None:
-    """Writes every mark's name as near to it as no other mark or name is, and draws a line to it."""
+    """Writes each mark's name in the nearest free space and draws a line to it."""
     places = [(name, *axis.transData.transform((x, y))) for name, x, y in points]
     taken = [(x - 6, y - 6, x + 6, y + 6) for _, x, y in places]  # left, lower, right, upper: in pixels
     left, lower, right, upper = axis.bbox.extents
@@ -100,7 +100,7 @@ def name_marks(axis, points: list[tuple[str, float, float]]) -> None:
         width, height = text.get_window_extent().size
         for radius, turn in itertools.product(range(10, 400, 6), range(24)):
             angle = math.tau * turn / 24
-            near = x + radius * math.cos(angle), y + radius * math.sin(angle)  # a point of the name's box
+            near = x + radius * math.cos(angle), y + radius * math.sin(angle)  # where the name's box begins
             corner = near[0] - width * (1 - math.cos(angle)) / 2, near[1] - height * (1 - math.sin(angle)) / 2
             box = (corner[0] - 2, corner[1] - 2, corner[0] + width + 2, corner[1] + height + 2)
             inside = left < box[0] and lower < box[1] and box[2] < right and box[3] < upper
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         found = join(*(json.loads(path.read_text())["rows"] for path in (args.answers, args.speed)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{args.answers} and {args.speed} are to be what eval.py and bench wrote with --json "
+            f"{args.answers} and {args.speed} must be the files that eval.py and bench wrote with --json "
             f"({type(error).__name__}: {error})"
         ) from None
     print(table(found))

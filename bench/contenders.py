@@ -1,6 +1,7 @@
-"""What is timed: a method of this engine, the same done naively, and Hugging Face's caches.
+"""The contenders: this engine's methods, a naive full cache, and Hugging Face's caches.
 
-All get the same random weights of a known shape, and caches full of random keys and values.
+All have random weights of the same shape and caches full of random keys and values; a row whose prefill is timed holds
+random tokens.
 """
 
 import statistics
@@ -32,7 +33,7 @@ def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
     }  # fmt: skip
 
 
-SHAPES = {  # the models' config.json, but for the context, which a benchmark may choose
+SHAPES = {  # the models' config.json, except the context length, which the benchmark chooses
     "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
     "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
     "mistral-7b": llama(4096, 32, 32, 8, 14336, 32000, 1e6),
@@ -45,7 +46,7 @@ SHAPES = {  # the models' config.json, but for the context, which a benchmark ma
 
 @dataclass
 class Case:
-    """What all contenders do alike."""
+    """The settings that all contenders share."""
 
     config: dict
     quantize: str | None
@@ -54,7 +55,7 @@ class Case:
     device: torch.device
     context: int
     batch: int
-    steps: int  # in all
+    steps: int  # tokens planned after the context
     compile: bool
     prefill: bool
 
@@ -63,7 +64,7 @@ class Case:
         return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
-        """On the meta device."""
+        """The model on the meta device."""
         with torch.device("meta"):
             model = Transformer(ModelConfig.from_dict(self.config)).to(self.dtype)
             if self.quantize:
@@ -72,7 +73,7 @@ class Case:
 
 
 def random_weights(case: Case) -> dict[str, Tensor]:
-    """A state dict made on the device."""
+    """A random state dict, made on the device."""
     weights = {}
     for name, meta in case.model().state_dict().items():
         tensor = weights[name] = torch.empty(meta.shape, dtype=meta.dtype, device=case.device)
@@ -86,7 +87,7 @@ def random_weights(case: Case) -> dict[str, Tensor]:
 
 
 def step_weights(case: Case, weights: dict[str, Tensor]) -> int:
-    """Bytes of the weights that a step reads: all of them, but for an embedding table that is not the head too."""
+    """Bytes of the weights that a step reads: all except an embedding table that is not also the head."""
     table = 0 if case.config.get("tie_word_embeddings") else weights["tok_embeddings.weight"].nbytes
     return sum(t.nbytes for t in weights.values()) - table
 
@@ -98,7 +99,7 @@ def seconds(what: Callable[[], object]) -> float:
 
 
 def floor_ms(device: torch.device, device_bytes: int, host_bytes: int, bandwidth: float) -> float:
-    """Milliseconds that the bytes of a step take; what comes from the host of a GPU may come at the same time."""
+    """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
     if device.type == "cpu" or not host_bytes:
         return 1e3 * (device_bytes + host_bytes) / bandwidth
     return 1e3 * max(device_bytes / bandwidth, host_bytes / copy_bandwidth(device))
@@ -106,7 +107,7 @@ def floor_ms(device: torch.device, device_bytes: int, host_bytes: int, bandwidth
 
 @cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes/s from pinned host memory."""
+    """Bytes/s of a copy from pinned host memory to the device."""
     host = torch.ones(2**28, dtype=torch.uint8, pin_memory=True)
     copy = torch.empty_like(host, device=device)
 
@@ -118,7 +119,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 class Naive(Full):
-    """What papers often compare with: K and V repeated for every query head, products and softmax one by one."""
+    """A common baseline of papers: K and V repeated for every query head, products and softmax in separate steps."""
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, ops.ring(pos, self.size, self.sinks), active)
@@ -130,13 +131,13 @@ class Naive(Full):
 
 
 class Ours:
-    """A method of this engine, on weights that others use too."""
+    """A method of this engine, on weights shared with other contenders."""
 
     def __init__(self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False):
         self.case, self.method, self.label = case, method, "naive" if naive else method.label
         model = case.model()
         model.load_state_dict(weights, assign=True)
-        pack(model)  # random weights are as good in any order
+        pack(model)  # reorders shared weights again each time, which does not matter: they are random
         profile = case.config.get("kv_profile", {})
         self.engine = engine = Engine(model.requires_grad_(False), None, set(), profile, case.compile, seed=0)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps)
@@ -147,7 +148,7 @@ class Ours:
         self.new = 0
 
     def start(self) -> float | None:
-        """Fills every row; seconds of the first one's prefill, if that is to be measured."""
+        """Fills every row; returns the seconds of the first row's prefill, None if prefill is not timed."""
         case, engine, seconds, first = self.case, self.engine, None, 0
         if case.prefill:
             ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
@@ -162,7 +163,7 @@ class Ours:
         return seconds
 
     def fill(self, row: int) -> None:
-        """Random keys and values, without the cost of a prefill."""
+        """Fills a row with random keys and values, without the cost of a prefill."""
         c, case = self.engine.config, self.case
         for layer in self.engine.layers:
             q, k, v = (

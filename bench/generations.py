@@ -1,7 +1,7 @@
-"""python -m bench --generate: tokens/s of whole generations, with as many rows as fit the memory.
+"""python -m bench --generate: tokens/s of whole generations, with --batch max for as many rows as fit in memory.
 
-A step is timed at evenly spaced lengths between the prompt's and the last one; between them the rows' positions are
-moved on, and what the caches hold there does not matter to the time. The ceiling is the same from the floors.
+Steps are timed at evenly spaced lengths from the prompt's to the final one. In between, the rows' positions are moved
+on without decoding: cache contents do not change the time. The ceiling is the tokens/s that the floors would give.
 """
 
 import statistics
@@ -19,11 +19,11 @@ from cli import Choice, columns, load_pyplot
 from device import free_bytes
 
 POINTS = 16  # lengths at which steps are timed
-LARGEST = 4096  # rows
+LARGEST = 4096  # the most rows
 
 
 def largest_batch(case: Case, method: Choice, free: int) -> int:
-    """Rows that fit `free` bytes beside what a step works with: rows' logits three times over, and a prompt's layer."""
+    """The most rows whose caches fit in `free` bytes, beside three copies of their logits and a prompt in one layer."""
     logits = 3 * 4 * case.config["vocab_size"]
     layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
 
@@ -46,7 +46,7 @@ def largest_batch(case: Case, method: Choice, free: int) -> int:
 
 
 def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, bandwidth: float) -> dict:
-    """One row of the JSON object: `case.steps` tokens are planned for, `new` of them generated."""
+    """One row of the JSON object. Caches are planned for `case.steps` new tokens; the generation has `new` of them."""
     contender = Ours(case, method, weights)
     engine, batch = contender.engine, case.batch
     contender.start()
@@ -78,21 +78,21 @@ def generations(
     case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float,
     memory: int | None = None,
 ) -> Iterator[dict]:  # fmt: skip
-    """A row a method and batch, once measured; batches None: the largest that fits, in `memory` bytes if given."""
+    """Yields a row per method and batch. batches None: the largest batch that fits, within `memory` bytes if given."""
     weights = random_weights(case)
     held = sum(t.nbytes for t in weights.values())
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
         free = free_bytes(case.device) if memory is None else min(free_bytes(case.device), memory - held)
         for batch in batches or [largest_batch(case, method, free)]:
             if not batch:
-                print(f"left out: {method.label} does not fit once", file=sys.stderr)
+                print(f"left out: {method.label} does not fit even with one row", file=sys.stderr)
                 continue
             yield generation(replace(case, batch=batch), method, weights, new, steps, bandwidth)
             torch._dynamo.reset()
 
 
 def table(rows: list[dict]) -> str:
-    """Beside the full cache with as many rows, if that ran, or else with those that it had."""
+    """Compares each row with the full cache at the same batch size if that ran, else at the first that ran."""
     head = ["method", "weights", "prompt + new", "batch", "tokens/s", "ceiling", "vs full", "ms first", "ms last", "KV"]
     lines = [head]
     for r in rows:
@@ -110,7 +110,7 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """ms a step and bytes of the cache over what was generated."""
+    """Draws ms per step and the cache's bytes over the tokens generated."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     for r in rows:

@@ -1,4 +1,4 @@
-"""Times contenders in turns, and takes down what memory and which kernels they use."""
+"""Times contenders in turns, and records the memory and the kernels they use."""
 
 import argparse
 import ctypes
@@ -14,7 +14,7 @@ from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, secon
 from cli import Choice
 from device import free_bytes, memory_errors, resident_bytes
 
-LEAST = 2**25  # bytes of free memory
+LEAST = 2**25  # bytes of free memory that measuring needs
 
 
 def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
@@ -23,7 +23,7 @@ def new_case(args, config: dict, mode: str | None, dtype, device, context: int, 
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes/s of a large sum. Raises ValueError if there is no memory to sum over."""
+    """Bytes/s of a large sum. Raises ValueError if too little memory is free."""
     most, free = 2**30 if device.type == "cuda" else 2**29, free_bytes(device)
     if free < LEAST:
         raise ValueError(
@@ -35,15 +35,15 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def rise(device: torch.device, what) -> tuple:
-    """(what(), bytes that the use of the device's memory rose above where it was, None where it cannot be known)"""
+    """(the result of what(), the bytes by which the device's memory use rose at its peak; None if unknown)"""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = what()
         return result, torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before is to count when it is used again
+    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back to the system, so that its reuse counts
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the kernel's peak
     except OSError:
         return what(), None
     before = resident_bytes("VmRSS")
@@ -52,7 +52,7 @@ def rise(device: torch.device, what) -> tuple:
 
 
 def graphs(contender: Ours) -> int:
-    """CUDA graphs that a step replays."""
+    """The number of CUDA graphs that a step replays."""
     replay, count = torch.cuda.CUDAGraph.replay, 0
 
     def counted(graph):
@@ -69,7 +69,7 @@ def graphs(contender: Ours) -> int:
 
 
 def attention_kernel(contender: Ours) -> str:
-    """What the profiler calls the kernel that attends."""
+    """The profiler's name for the attention kernel."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if contender.case.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -84,7 +84,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidth: float) -> list[dict]:
-    """One row of the JSON object a contender, all of them timed in turns."""
+    """One row of the JSON object per contender, all timed in turns."""
     weights = random_weights(case)
     weight_bytes = sum(t.nbytes for t in weights.values())
     rows, contenders = [], []
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             for when, more in (("prefill", prefill_rise), ("decode", decode_rise)):
                 row[f"peak_{when}_bytes"] = None if more is None else held + more
             if not case.prefill:
-                row["peak_prefill_bytes"] = None  # what rose was the filling with random keys and values
+                row["peak_prefill_bytes"] = None  # the rise came from filling in random keys and values
             read = row["step_weight_bytes"] + row["step_device_bytes"]
             row["floor_ms"] = floor_ms(case.device, read, row["step_host_bytes"], bandwidth)
             if case.device.type == "cuda":
@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
     times = [[] for _ in contenders]
     for _ in range(args.repeats if contenders else 0):
         for own, contender in zip(times, contenders, strict=True):
-            contender.step()  # brings its data back
+            contender.step()  # not timed: warms up after the other contenders' turns
             own += [1e3 * seconds(contender.step) for _ in range(args.steps)]
     for row, own in zip(rows, times, strict=True):
         row["ms_per_token"], row["p10"], row["p90"] = (percentile(own, share) for share in (0.5, 0.1, 0.9))
@@ -154,7 +154,7 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
 
 
 def profile(contenders: list, path: str) -> None:
-    """A trace of two steps of each, for chrome://tracing or perfetto."""
+    """Writes a trace of two steps per contender, for chrome://tracing or perfetto."""
     with torch.profiler.profile() as trace:
         for contender in contenders:
             with torch.profiler.record_function(contender.label):

@@ -1,4 +1,4 @@
-"""What the papers of the methods measured, and the same measured here."""
+"""The figures in the methods' papers, and the same settings measured here."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ from bench.report import value
 from cli import Choice
 from device import free_bytes
 
-Found = Iterator[tuple[str, list[dict]]]  # finished cases: a key of the JSON object, and rows for it
+Found = Iterator[tuple[str, list[dict]]]  # finished cases: a key of the JSON object, and new rows for it
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Setting:
     shape: str  # of SHAPES
     context: int
     budget: int | float | None
-    # speedup, memory (peak in decode) over the paper's full cache, tokens_per_s without one; None: drawn only
+    # speedup, memory (peak in decode) and rows relative to the full cache, or tokens_per_s; None: only plotted there
     figures: dict[str, float | None]
     options: dict = field(default_factory=dict)
     quantize: str | None = None  # weights
@@ -36,7 +36,7 @@ class Setting:
     memory: int = 80 * 10**9
 
 
-ROCKETKV = tuple(  # section 4.3 prints the figures of the longest context; the others are drawn
+ROCKETKV = tuple(  # section 4.3 states the figures of two settings; the others are only plotted
     Setting(
         "rocketkv", "RocketKV, Figure 5", "H100, fp16", "llama-3.1-8b", 1024 * k, budget, {"speedup": s, "memory": m},
         {"split": "even"},
@@ -50,7 +50,7 @@ OMNIKV = (
     Setting("omnikv", "OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 450 * 1000, None, {"tokens_per_s": 7.5},
             {"mem": 0.3, "offload": True}),
 )  # fmt: skip
-D2O = tuple(  # tokens/s over those of the full cache, each with as many rows as fit, the budget the prompt's
+D2O = tuple(  # tokens/s relative to the full cache, each with as many rows as fit; the budget is the prompt's length
     Setting(
         name, "D2O, Table 5", "A100 80 GB, fp16", "llama-3.1-8b", n, n, {"speedup": speedup, "rows": 4.0}, new=4 * n
     )
@@ -77,15 +77,15 @@ SETTINGS = (*ROCKETKV, *OMNIKV, *D2O, *TAILORKV)
 def published(
     args: argparse.Namespace, device: torch.device, dtype: torch.dtype, bandwidth: float, lines: list[list[str]]
 ) -> Found:
-    """The settings that this machine is large enough for; `lines` becomes the table."""
+    """Measures the settings that fit this machine, and adds the lines of the table to `lines`."""
     free = free_bytes(device)
     head = ["published", "on", "method", "shape", "context", "batch", "figure", "there", "here, vs full", "vs naive"]
     lines.append(head)
     for p in tqdm(SETTINGS, unit="setting", disable=None, leave=False):
         case = new_case(args, SHAPES[p.shape], p.quantize, dtype, device, p.context, 1)
-        case.prefill = False  # the figures are of decoding
+        case.prefill = False  # the figures are for decoding
         chosen, found = Choice(p.kv, p.budget, p.options), {}
-        alone = "tokens_per_s" in p.figures  # where the full cache need not fit
+        alone = "tokens_per_s" in p.figures  # no comparison, so the full cache need not fit
         arguments = (chosen.kv, case.shape(), chosen.budget, chosen.options)
         caches = methods.planned_bytes(*arguments)[0] if alone else 2 * case.shape().full_bytes()
         needed = sum(t.nbytes for t in case.model().state_dict().values()) + caches

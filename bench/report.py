@@ -1,11 +1,11 @@
-"""The table and the picture of what was measured."""
+"""The table and the plot of the results."""
 
 import itertools
 
 from cli import Choice, columns, load_pyplot
 
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
-WIDE = 0.25  # of the median: more between the 10th and the 90th percentile, and the row says so
+WIDE = 0.25  # share of the median; a row is marked if its 10th and 90th percentiles are further apart
 
 
 def table(rows: list[dict]) -> str:
@@ -38,7 +38,7 @@ def is_wide(row: dict) -> bool:
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """ms/token over the context, speedup over the budget, memory over the context."""
+    """Draws ms/token over the context, speedup over the budget, memory over the context."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
     panels = (
@@ -50,7 +50,7 @@ def draw(rows: list[dict], path: str) -> None:
     values = {key: {r[key] for r in rows} for key in ("batch", "context")}
     values["weights"] = {r["quantize"] or r["dtype"] for r in rows}
     for axis, (x, y, xlabel, ylabel) in zip(axes, panels, strict=True):
-        lines: dict[str, dict[str, list]] = {}  # of each method: its lines
+        lines: dict[str, dict[str, list]] = {}  # method -> line -> points
         for r in rows:
             if r[x] is None or r[y] is None:
                 continue

@@ -1,4 +1,4 @@
-"""What needle/train.py trains on: plain text, and texts with questions whose answers stand in them."""
+"""Training data for needle/train.py: plain text, and texts with questions that they answer."""
 
 import gzip
 import random
@@ -13,7 +13,7 @@ from tasks.ruler import NIAH, Drawer, Niah, Wording, join, tracking, variable_tr
 from tokenizer import Tokenizer
 
 BOS, EOS = 1, 2
-TEXT_WEIGHT = 0.02  # of a token outside answers, in the loss
+TEXT_WEIGHT = 0.02  # the weight, in the loss, of a token outside answers
 
 # Plain text
 
@@ -33,7 +33,7 @@ def unroff(text: str) -> str:
 
 
 def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
-    """The prose in a Debian machine's manuals and licences, each paragraph once."""
+    """The prose in a Debian machine's manuals and licenses, each paragraph once."""
     found: dict[str, None] = {}
     for pattern in SOURCES:
         for path in sorted(root.glob(pattern)):
@@ -54,12 +54,12 @@ def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
 
 
 def keep(drawn: str) -> bool:
-    """Whether training may see a word or a number; a fifth of either is held out."""
+    """Whether training may use a word or a number; a fifth of each is held out."""
     return zlib.crc32(drawn.encode()) % 5 > 0
 
 
 class Alike(Drawer):
-    """Keys made of words drawn before, numbers of three digits only: what takes one word or digit for the key fails."""
+    """Reuses words of earlier keys, and only three digits in numbers, so that matching one word or digit fails."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -77,7 +77,7 @@ class Alike(Drawer):
         return self._kept(lambda: "".join(self.rng.choices(self.digits, k=7)))
 
 
-# The first ones ask with the words that stand before the value: the easiest to learn.
+# Questions of the first four repeat the words before the value, which is easiest to learn.
 WORDINGS = [
     Wording("{key} {value}.", "\n{query}", ""),
     Wording("{key} is {value}.", "\n{query}", " is"),
@@ -115,7 +115,7 @@ WORDINGS = [
 
 @dataclass
 class Episode:
-    """A text, the questions about it, and the answers as a model is to write them."""
+    """A text, the questions about it, and the answers as the model should write them."""
 
     kind: str
     sample: Sample
@@ -146,7 +146,7 @@ class Data:
         text, answers = sample.text, []
         for question in sample.questions:
             values = sorted(question.answers, key=text.index)
-            if niah.queries > 1:  # each value after its key
+            if niah.queries > 1:  # the answer names each value's key
                 befores = [text[: text.index(value)] for value in question.answers]
                 keys = [before[before.rindex(" for ") + 5 : before.rindex(" is:")] for before in befores]
                 values = [f"{key}: {value}" for key, value in zip(keys, question.answers, strict=True)]
@@ -155,7 +155,7 @@ class Data:
 
     def tracking(self, length: int) -> Episode:
         setting, hops, size = self.setting(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
-        if length >= 1024 and self.rng.random() < 0.6:  # as RULER has it, an example of another chain before
+        if length >= 1024 and self.rng.random() < 0.6:  # as in RULER, with an example of another chain first
             sample = variable_tracking(setting, 0)
         else:
             sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
@@ -171,13 +171,13 @@ class Data:
         return Episode("lookup", sample, answers)
 
     def echo(self, kind: str, length: int, questions: int) -> Episode:
-        """Facts that are asked for with their own first words."""
+        """Facts whose questions repeat their first words."""
         wording = self.rng.choice(WORDINGS[: 1 if kind == "direct" else 4])
         niah = Niah(self.rng.choice(["essay", "needle"]), keys=questions, wording=wording)
         return self.niah(kind, length, niah, questions)
 
     def drill(self, length: int, questions: int) -> Episode:
-        """Facts of arbitrary words, fewer or more of them between key and value, and others or the same when asked."""
+        """Facts of random words, a few of them between key and value. Half of the questions repeat the words."""
 
         def words(most: int) -> str:
             found = (self.rng.choice(self.text) for _ in range(self.rng.randint(0, most)))
@@ -228,14 +228,14 @@ class Data:
                 return self.lookup(length, questions)
 
     def sequence(self, stage: str, length: int) -> "Sequence":
-        """Episodes until `length` tokens are full, the rest plain text."""
+        """A sequence of `length` tokens: episodes as long as they fit, then plain text."""
         s = Sequence()
         while (room := length - len(s.ids)) >= 128:
-            if self.rng.random() < 0.4:  # short ones teach more a token
+            if self.rng.random() < 0.4:  # short episodes teach more per token
                 room = min(room, self.rng.choice([256, 512]))
             try:
                 episode = self.episode(stage, room)
-            except ValueError:  # what was drawn does not fit into the rest
+            except ValueError:  # the episode does not fit
                 break
             text = episode.sample.text
             for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
@@ -253,9 +253,9 @@ class Data:
         return s
 
     def repeats(self, length: int) -> "Sequence":
-        """A few phrases of random tokens, again and again, in any order: only what they say tells what follows."""
+        """A few phrases of random tokens, repeated in random order: only earlier occurrences tell the next token."""
         s, rng = Sequence(), self.rng
-        if rng.random() < 0.3:  # or one long one, twice
+        if rng.random() < 0.3:  # or one long phrase, twice
             stretch = [rng.randrange(3, self.tokenizer.vocab_size) for _ in range(rng.randint(8, (length - 1) // 2))]
             s.add([BOS, *stretch, stretch[0]], 0.0)
             s.add(stretch[1:], 1.0, "repeats", eos=False)
@@ -275,14 +275,14 @@ class Data:
 
 
 class Sequence:
-    """Tokens, the token that is to follow each, the weight of that in the loss, and where the answers are."""
+    """Tokens, the token that should follow each, that prediction's weight in the loss, and the spans of answers."""
 
     def __init__(self):
         self.ids, self.follow, self.weights, self.spans = [], [], [], []
         self.ended = True
 
     def add(self, tokens: list[int], weight: float, kind: str | None = None, eos: bool = True) -> None:
-        """kind: they are an answer, which ends with EOS. What is asked next follows without it, as in the engine."""
+        """`kind` marks an answer, after which EOS should follow (if `eos`). As in the engine, EOS is not fed itself."""
         if not tokens:
             return
         begin = len(self.ids) - 1

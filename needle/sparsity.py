@@ -1,7 +1,7 @@
-"""How sparse attention is, layer by layer: python -m needle.sparsity --checkpoint needle --length 4096
+"""Measures how sparse attention is in each layer: python -m needle.sparsity --checkpoint needle --length 4096
 
-Prints the share of the attention mass of a prompt's last query that falls on the 5% of the keys that get the most,
-mean over heads and over the prompts of a needle task, and for each layer the most and the least sparse head.
+Prints for each layer the share of the attention of a prompt's last query that falls on the 5% of the keys that receive
+the most: the mean over heads, the least sparse and the most sparse head, averaged over the prompts of a needle task.
 """
 
 import startup  # noqa: F401
@@ -21,7 +21,7 @@ from tasks.registry import TASKS
 
 
 class Watched(Full):
-    """The full cache, which notes what the last query of a prompt attends to."""
+    """The full cache; also records how much a prompt's last query attends to its top keys."""
 
     share = 0.05
 
@@ -34,7 +34,7 @@ class Watched(Full):
 
 
 def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:
-    """[samples, layers, heads]: the mass on the top 5% of the keys."""
+    """The attention on the top 5% of the keys, [samples, layers, heads]."""
     setting = Setting(length, engine.encode, engine.tokenizer.decode)
     shape = engine.use("full", max_prompt=length, max_new_tokens=1).shape
     layers = [Watched(shape) for _ in range(shape.n_layer)]

@@ -1,18 +1,18 @@
-"""Makes the checkpoint of this folder from nothing: tokenizer, data and weights. python -m needle.train --minutes 90
+"""Trains the checkpoint of this folder from scratch, with tokenizer and data: python -m needle.train --minutes 90
 
-A small Llama that answers questions about long texts. It is trained on the tasks of `tasks/` (RULER's retrieval and
-variable tracking, the look-up of 2StageRetr) in their own wordings and others, hidden in plain text that a Debian
-machine has (manuals, licences) and in each other, from short to long:
+The model is a small Llama that answers questions about long texts. It is trained on tasks of `tasks/` (RULER's
+retrieval and variable tracking, the lookup of 2StageRetr) in their own wordings and others. Facts are hidden in plain
+text from a Debian machine (manuals, licenses) and among each other. Texts grow from short to long:
 
-1. random phrases that come again and again: attention copies what followed the last time.
-2. facts that are asked for with the words before their value: first nothing between key and value, then a few words.
-3. RULER's wording, which asks in other words than the facts are told in, several questions about a text.
-4. all tasks, then at twice the length.
+1. random phrases that repeat: attention copies what followed the last time.
+2. facts whose questions repeat the words before the value: first nothing between key and value, then a few words.
+3. RULER's wording, whose questions use other words than the facts, with several questions about a text.
+4. all tasks, at 512 tokens and then at twice the length, up to 4,096.
 
-The next stage comes when most questions are answered, or at a share of the whole time.
+The next stage begins when most answers are right, or at a set share of the total time.
 
-Every token counts a little and every token of an answer in full. Resumable: run the same command again. With
---ship DIR the weights reached are written as a checkpoint.
+In the loss, the tokens of answers count in full, those of plain text and questions a little. To resume, run the same
+command again. --ship DIR writes the current weights as a checkpoint.
 """
 
 import startup  # noqa: F401
@@ -57,11 +57,11 @@ CONFIG = {
     "eos_token_id": EOS,
 }
 LEARNING_RATE = 8e-4
-STAGES = (  # what, at which length, and at which share of the whole time the next one comes at the latest
+STAGES = (  # data, sequence length, and the share of the total time at which the next stage begins at the latest
     ("repeats", 256, 0.05), ("direct", 256, 0.1), ("echo", 256, 0.15), ("ruler", 512, 0.3),
     ("all", 512, 0.45), ("all", 1024, 0.6), ("all", 2048, 0.8), ("all", 4096, 1.0),
 )  # fmt: skip
-ENOUGH = 0.8  # share of answers right, all tokens of them, at which it comes earlier
+ENOUGH = 0.8  # share of answers right in every token (repeats: of right tokens) at which it begins earlier
 
 # The model
 
@@ -78,19 +78,19 @@ def logits(model: Transformer, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tens
 
 
 def forward(model: Transformer, tokens: Tensor, cos: Tensor, sin: Tensor, follow: Tensor, weights: Tensor):
-    """tokens, follow, weights [B,T] -> the weighted mean loss, and whether each token was foreseen [B,T]."""
+    """tokens, follow, weights [B,T] -> the weighted mean loss, and whether each next token was predicted [B,T]."""
     foreseen = logits(model, tokens, cos, sin)
     losses = F.cross_entropy(foreseen.flatten(0, 1), follow.flatten(), reduction="none") * weights.flatten()
     return losses.sum() / weights.sum(), foreseen.argmax(-1) == follow
 
 
 def new_model(seed: int) -> Transformer:
-    """Random weights, but for a start on copying: a few heads begin as an induction circuit (Olsson et al., arXiv
-    2209.11895). Found by training alone it takes most of an hour here; all of it is trained like the rest.
+    """Random weights, except that a few heads start as an induction circuit, which copies (Olsson et al., arXiv
+    2209.11895). Training alone takes most of an hour to find one. These heads are trained like the rest.
 
-    In layer 0, one head looks one token back and another over the last twenty or so; both write a code of what they
-    see beside the token. In the next two layers heads look for a token that follows one like the token they stand on,
-    and whose surroundings are like theirs, and copy it.
+    In layer 0, one head attends to the previous token and another to the last twenty or so; both add a code of what
+    they see to the current token. In layers 1 and 2, two heads of each group copy a token: one looks for a token whose
+    predecessor and surroundings are like the current token and its surroundings, the other compares surroundings alone.
     """
     c, generator = ModelConfig.from_dict(CONFIG), torch.Generator().manual_seed(seed)
     model, group, size = Transformer(c), c.n_head // c.n_kv_head, c.head_dim
@@ -99,22 +99,22 @@ def new_model(seed: int) -> Transformer:
         return torch.randn(*shape, generator=generator) * std
 
     for name, p in model.named_parameters():
-        if p.dim() > 1:  # what is added to the residual stream begins small
+        if p.dim() > 1:  # weights that add to the residual stream start smaller
             p.data = random(*p.shape, std=0.005 if name.endswith(("wo.weight", "w2.weight")) else 0.02)
-    common = F.normalize(random(c.dim), dim=0)  # a direction that all tokens share, to be positional with
+    common = F.normalize(random(c.dim), dim=0)  # a direction that all tokens share, for attention by position
     token = model.tok_embeddings.weight.data
     token += common * (token.norm(dim=-1).mean() - token @ common)[:, None]
     speed, _ = rope_frequencies(c.rope, size, 1)
     half = size // 2
-    fast, slow = torch.arange(16), torch.arange(16, half)  # channels that tell positions apart, and that do not
+    fast, slow = torch.arange(16), torch.arange(16, half)  # RoPE channels that tell near positions apart, and others
     marks = torch.cat((slow, slow + half))
     back = torch.zeros(size)  # the key of every token
     back[fast] = 8.0
-    ahead, around = torch.zeros(size), torch.zeros(size)  # queries that find one token back, and the last few
+    ahead, around = torch.zeros(size), torch.zeros(size)  # queries for the previous token, and the last twenty
     ahead[fast], ahead[fast + half] = 8.0 * speed[fast].cos(), -8.0 * speed[fast].sin()
     around[6:13] = torch.tensor([1.0, 2.0, 4.0, 6.0, 6.0, 6.0, 6.0])
     plain = torch.eye(c.dim) - torch.outer(common, common)
-    before, near = torch.linalg.qr(random(c.dim, 2 * len(marks)))[0].chunk(2, dim=1)  # where codes go
+    before, near = torch.linalg.qr(random(c.dim, 2 * len(marks)))[0].chunk(2, dim=1)  # spaces for the codes
     bare = plain - before @ before.T - near @ near.T
     code = random(len(marks), c.dim, std=0.0625) @ plain
 
@@ -126,7 +126,7 @@ def new_model(seed: int) -> Transformer:
         return q[heads], k[g], v[g], a.wo.weight.data.unflatten(1, (-1, size))[:, heads]
 
     q, k, v, o = parts(0, 0)
-    k += torch.outer(back, common) / 11.3  # of a normalised token, 11.3 lies in the common direction
+    k += torch.outer(back, common) / 11.3  # a normalized token's component along `common` is 11.3
     q[0] += torch.outer(ahead, common) / 11.3
     q[1] += torch.outer(around, common) / 11.3
     v[: len(marks)] = code
@@ -147,7 +147,7 @@ class Trainer:
     def __init__(self, folder: Path, device: str, minutes: float, tokens_per_step: int):
         self.folder, self.device, self.minutes, self.tokens_per_step = folder, device, minutes, tokens_per_step
         self.stage, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
-        self.right: dict[str, float] = {}  # running share of answers foreseen whole
+        self.right: dict[str, float] = {}  # for each kind of answer, the running share that is right
         speed, _ = rope_frequencies({"rope_type": "default", **CONFIG}, CONFIG["head_dim"], 1)
         angle = torch.arange(max(n for _, n, _ in STAGES))[:, None].float() * speed
         self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
@@ -175,20 +175,20 @@ class Trainer:
             self.__dict__.update(state)
 
     def rate(self) -> float:
-        """A warm-up, a plateau, and a linear fall to zero over the last 40% of the time."""
+        """The learning rate: a warm-up, a plateau, and a linear fall to zero over the last 40% of the time."""
         left = 1 - self.seconds / 60 / self.minutes
         return LEARNING_RATE * min(1.0, (self.step + 1) / 100, max(left / 0.4, 0.0))
 
     def batch(self, data: Data) -> list[Sequence]:
         stage, length, _ = STAGES[self.stage]
-        if stage == "all" and data.rng.random() < 0.5:  # what was learned before stays in the mix
+        if stage == "all" and data.rng.random() < 0.5:  # earlier stages stay in the mix
             stage, length, _ = data.rng.choice(STAGES[2 : self.stage + 1])
         count = max(1, self.tokens_per_step // length)
         copies = [stage == "repeats" or data.rng.random() < 0.05 for _ in range(count)]
         return [data.repeats(length) if copy else data.sequence(stage, length) for copy in copies]
 
     def train_step(self, batch: list[Sequence]) -> float:
-        """One update; returns the loss, and keeps count of what was foreseen."""
+        """Runs one update and returns the loss; updates the shares of right answers."""
         tokens, follow = (torch.tensor([getattr(s, n) for s in batch], device=self.device) for n in ("ids", "follow"))
         weights = torch.tensor([s.weights for s in batch], device=self.device)
         length = tokens.shape[1]
@@ -211,7 +211,7 @@ class Trainer:
         return loss.item()
 
     def promote(self) -> None:
-        """The next stage, once most answers of this one are right or its time is over."""
+        """Moves to the next stage once most answers of this one are right or its time is over."""
         stage, _, until = STAGES[self.stage]
         asked = ["noise", "essay", "multikey_2"] if stage == "all" else [stage]
         enough = all(self.right.get(kind, 0) > ENOUGH for kind in asked)
@@ -241,13 +241,13 @@ class Trainer:
         self.save()
 
 
-# Tokenizer, and what is shipped
+# The tokenizer and the shipped checkpoint
 
 
 def train_tokenizer(folder: Path, text: list[str]) -> None:
-    """BPE of plain text, the tasks' words and wordings, no space put before a text, with byte fallback.
+    """Trains BPE with byte fallback on plain text and the tasks' words and wordings; no space is added before a text.
 
-    Digits stand apart; the first takes the space before it, so that a number follows its words directly.
+    Each digit is a token. A number's first digit includes the space before it, so that it directly follows a word.
     """
     rng, model = random.Random(0), io.BytesIO()
     lines = rng.sample(text, min(len(text), 20000))
@@ -274,17 +274,17 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
 
 def ship(trainer: Trainer, out: Path) -> None:
     weights = {name: p.to(torch.bfloat16) for name, p in trainer.model.state_dict().items()}
-    config = CONFIG | {"max_position_embeddings": STAGES[trainer.stage][1]}  # longer texts it cannot read
+    config = CONFIG | {"max_position_embeddings": STAGES[trainer.stage][1]}  # trained on no longer texts
     write_checkpoint(out, config, weights, weights.__getitem__, copy_from=trainer.folder, force=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("needle-run"), help="folder of the run (default: needle-run)")
-    parser.add_argument("--minutes", type=float, default=90, help="of training in all, earlier runs included")
+    parser.add_argument("--minutes", type=float, default=90, help="of training, earlier runs included (default: 90)")
     parser.add_argument("--tokens-per-step", type=int, default=4096)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ship", type=Path, metavar="DIR", help="write the weights reached as a checkpoint, and stop")
+    parser.add_argument("--ship", type=Path, metavar="DIR", help="write the weights reached as a checkpoint, and exit")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args.out, args.device, args.minutes, args.tokens_per_step)

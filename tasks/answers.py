@@ -1,4 +1,4 @@
-"""Puts samples to an engine: prompts and the questions that follow, forced texts, and what is scored of the answers."""
+"""Runs samples on an engine (prompts with their later questions, or forced texts) and scores the results."""
 
 import dataclasses
 import hashlib
@@ -16,23 +16,23 @@ from tasks import Question, Sample, Task, texts
 
 @dataclass
 class Job:
-    """A task at a length: its samples, and the caches that they need."""
+    """A task at one length: its samples and the sizes of the caches they need."""
 
     task: str
     length: int
     graded: Task | None  # None: measured on a forced text
     items: list  # Samples, or (prompt, continuation)
-    new: int  # tokens that a row decodes at most
-    chat: bool = False  # prompts are put into the checkpoint's chat template
+    new: int  # the most tokens that a row decodes
+    chat: bool = False  # whether prompts go through the checkpoint's chat template
 
     @property
     def prompt(self) -> int:
-        """Tokens that the caches are planned for: budgets given as a share are a share of them."""
+        """Prompt tokens that the caches are planned for. A budget given as a share is a share of these."""
         return self.length - (self.graded.max_new_tokens if self.graded else texts.FORCED)
 
     @cached_property
     def digests(self) -> list[str]:
-        """Of every item: what the texts, the seed and the task made of it."""
+        """A hash of each item, which depends on the texts, the seed and the task."""
         return [digest(dataclasses.asdict(x) if isinstance(x, Sample) else x) for x in self.items]
 
 
@@ -41,7 +41,7 @@ def digest(content: object) -> str:
 
 
 def later_turn(engine: Engine, question: Question, chat: bool) -> str | list[int]:
-    """What is fed for a question that is not in the prompt."""
+    """What is fed for a question outside the prompt: its text, or the ids of its chat turn."""
     if not chat:
         return question.text
     said = question.text.removesuffix(question.opening).lstrip()
@@ -51,7 +51,7 @@ def later_turn(engine: Engine, question: Question, chat: bool) -> str | list[int
 def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str | list[int], list[str | list[int]]]:
     """A sample's prompt, and what is fed after it.
 
-    In a chat, `blind` parts the first turn where the question begins: the two parts are the ids of the whole turn.
+    In a chat, `blind` splits the ids of the first turn where the question begins.
     """
     later = [later_turn(engine, q, chat) for q in sample.questions[1:]]
     first = sample.questions[0]
@@ -65,7 +65,7 @@ def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str 
 
 
 def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list[dict]:
-    """What the engine answers to samples, and the scores."""
+    """The engine's answers to samples, and their scores."""
     prompts, fed = zip(*(turns(engine, sample, job.chat, blind) for sample in samples), strict=True)
     completions = engine.generate(
         list(prompts),
@@ -106,13 +106,13 @@ class Reference:
 
 
 def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
-    """Logits [128, vocab] of texts that are decoded together, on the host."""
+    """Logits [128, vocab] of each forced text, decoded together, on the host."""
     prompts, continuations = zip(*(job.items[i] for i in indices), strict=True)
     return [logits.cpu() for logits in engine.logits(list(prompts), list(continuations))]
 
 
 def force(engine: Engine, job: Job, indices: list[int], reference: Reference) -> list[dict]:
-    """What the engine predicts of forced texts, and the scores."""
+    """Scores of the engine's predictions on forced texts."""
     results = []
     for i, logits in zip(indices, forced(engine, job, indices), strict=True):
         prompt, continuation = job.items[i]

@@ -1,9 +1,9 @@
 """InfiniteBench's 12 tasks (Zhang et al., "∞Bench: Extending Long Context Evaluation Beyond 100K Tokens", arXiv
-2402.13718): retrieval, books, a dialogue, code and arithmetic, of 100 thousand tokens and more.
+2402.13718): retrieval, books, a dialogue, code and arithmetic, with 100 thousand tokens and more.
 
-Prompts, answer lengths, the cut in the middle of a text that is too long, and scores are the published ones
+Prompts, answer lengths, the cut in the middle of overlong texts and scores are the published ones
 (github.com/OpenBMB/InfiniteBench, MIT, copyright 2023: src/prompt.py, as of commit 753b69f, eval_utils.py,
-compute_scores.py). Of its prompts these are yarn_mistral_templates, which are for base models and end where the answer
+compute_scores.py). The prompts are its yarn_mistral_templates, which are for base models and end where the answer
 begins. The data, `TASK.jsonl`, comes from the data folder or, if none is given, from huggingface.co (dataset
 xinrongzhang2022/InfiniteBench).
 """
@@ -72,7 +72,7 @@ def path_of(name: str, setting: Setting) -> Path:
 
 
 def fields(name: str, found: dict) -> dict[str, str]:
-    """What a record puts into its template. Raises ValueError if its question is not worded as published."""
+    """A record's values for its template's fields. Raises ValueError if its question is not worded as published."""
     asked = found["input"]
     filled = {"input": asked}
     filled |= {f"OPTION_{letter}": option for letter, option in zip("ABCD", found.get("options") or (), strict=False)}
@@ -87,7 +87,7 @@ def fields(name: str, found: dict) -> dict[str, str]:
 
 
 def answers(name: str, found: dict) -> tuple[str, ...]:
-    """What a record's answer is scored against; of a choice, the text of the right option and its letter."""
+    """The references for a record's answer; for multiple choice, the right option's text and its letter."""
     answer = found["answer"]
     if not isinstance(answer, list):
         answer = [answer]

@@ -1,4 +1,4 @@
-"""Published datasets with a record a line: where their files are, and how a record becomes a text and a question."""
+"""Published datasets with one record per line: finds their files, and turns a record into a text and a question."""
 
 import json
 from functools import cache
@@ -11,19 +11,19 @@ PAGE = "https://huggingface.co/datasets/{}"
 
 @cache
 def download(repo: str, name: str) -> Path:
-    """A file of a dataset of huggingface.co, in huggingface_hub's cache."""
+    """Downloads a file of a huggingface.co dataset to huggingface_hub's cache. Raises FileNotFoundError."""
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.hf_hub_download(repo, name, repo_type="dataset"))
-    except Exception as error:  # what a lost connection raises depends on the HTTP library behind huggingface_hub
+    except Exception as error:  # a lost connection raises an error of whichever HTTP library huggingface_hub uses
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise FileNotFoundError(f"downloading {name} failed ({why}); fetch it from {PAGE.format(repo)} and name its "
                                 "folder with --data") from None
 
 
 def find(folder: Path, name: str, repo: str) -> Path:
-    """A file in a data folder, or in `data` there. Raises FileNotFoundError."""
+    """A file in a data folder or in its subfolder `data`. Raises FileNotFoundError."""
     for path in (folder / name, folder / "data" / name):
         if path.is_file():
             return path
@@ -33,7 +33,7 @@ def find(folder: Path, name: str, repo: str) -> Path:
 
 @cache
 def line_starts(path: Path) -> list[int]:
-    """The byte where each line that is not blank starts. Records are parsed one by one: a file may have a gigabyte."""
+    """The byte offset of each non-blank line. Records are parsed one by one, since a file may have a gigabyte."""
     starts, at = [], 0
     with path.open("rb") as file:
         for line in file:
@@ -44,7 +44,7 @@ def line_starts(path: Path) -> list[int]:
 
 
 def record(path: Path, index: int) -> dict:
-    """The object on a line of a jsonl file. Raises IndexError past the last, ValueError for what is no JSON object."""
+    """A record of a jsonl file. Raises IndexError past the last record, ValueError if it is not a JSON object."""
     with path.open("rb") as file:
         file.seek(line_starts(path)[index])
         try:
@@ -57,10 +57,10 @@ def record(path: Path, index: int) -> dict:
 
 
 def cut_middle(setting: Setting, text: str, question: str, reserve: int) -> tuple[str, str]:
-    """The text and the question of a prompt that, with `reserve` tokens more, has at most setting.length tokens.
+    """Cuts a prompt so that it plus `reserve` tokens takes at most setting.length tokens; returns (text, question).
 
-    Of one that is too long the first and the last half of as many tokens as fit are kept, as published; a token fewer
-    at a time if the joined text has more tokens than its halves. Raises ValueError if nothing fits.
+    As published, an overlong prompt keeps as many tokens as fit, half from its beginning and half from its end. If the
+    joined halves encode to more tokens, each half loses one token at a time. Raises ValueError if nothing fits.
     """
     ids, room = setting.encode(text + question), setting.length - reserve
     if len(ids) <= room:
@@ -77,6 +77,6 @@ def cut_middle(setting: Setting, text: str, question: str, reserve: int) -> tupl
 
 
 def split(template: str, context: str, fields: dict[str, str]) -> tuple[str, str]:
-    """A template filled in, up to the end of its context and from there."""
+    """Fills in a template; returns the part up to the end of the context, and the part after it."""
     before, after = template.split("{context}")
     return before.format(**fields) + context, after.format(**fields)

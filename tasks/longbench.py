@@ -1,11 +1,11 @@
 """LongBench's 21 tasks (Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding", arXiv
 2308.14508): questions, summaries, few-shot learning, synthetic tasks and code, in English and Chinese.
 
-Prompts, answer lengths, the cut in the middle of a text that is too long, and scores are the published ones
+Prompts, answer lengths, the cut in the middle of overlong texts and scores are the published ones
 (github.com/THUDM/LongBench, MIT, copyright 2023 THU-KEG & Zhipu AI: config/dataset2prompt.json, as of commit 8ae23fd,
-and dataset2maxlen.json, pred.py, eval.py, metrics.py). The published runs put the prompts of all but the few-shot and
-the code tasks into a chat model's template, as eval.py does with --chat. The data, `TASK.jsonl`, comes
-from the data folder or, if none is given, from huggingface.co (dataset THUDM/LongBench).
+and dataset2maxlen.json, pred.py, eval.py, metrics.py). The published runs apply a chat model's template in all tasks
+except the few-shot and code ones, as eval.py --chat does here. The data, `TASK.jsonl`, comes from the data folder or,
+if none is given, from huggingface.co (dataset THUDM/LongBench).
 """
 
 from functools import partial
@@ -126,7 +126,7 @@ def path_of(name: str, setting: Setting) -> Path:
 def sample(name: str, setting: Setting, index: int) -> Sample:
     max_new_tokens, metric = MAX_NEW_TOKENS_AND_SCORE[name]
     if metric in (metrics.qa_f1_zh, metrics.rouge_l_zh):
-        metrics.segmenter()  # refuses now what would fail after an answer
+        metrics.segmenter()  # if jieba is missing, fails now rather than after an answer
     found = record(path_of(name, setting), index)
     text, question = split(PROMPTS[name], found["context"], {"input": found["input"]})
     text, question = cut_middle(setting, text, question, max_new_tokens)
@@ -135,7 +135,7 @@ def sample(name: str, setting: Setting, index: int) -> Sample:
 
 def score(name: str, answer: str, question: Question) -> float:
     _, metric = MAX_NEW_TOKENS_AND_SCORE[name]
-    if name in FEW_SHOT:  # such an answer goes on with further examples
+    if name in FEW_SHOT:  # the model may continue with further examples
         answer = answer.lstrip("\n").partition("\n")[0]
     rest = [question.classes] if metric is metrics.classification else []
     return metric(answer, question.answers, *rest)

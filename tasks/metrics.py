@@ -1,8 +1,8 @@
-"""The scores of LongBench and InfiniteBench, each 0 to 100, by their published definitions (github.com/THUDM/LongBench
-metrics.py and eval.py; github.com/OpenBMB/InfiniteBench src/compute_scores.py), in our own words.
+"""The scores of LongBench and InfiniteBench, 0 to 100, reimplemented from their published definitions
+(github.com/THUDM/LongBench metrics.py and eval.py; github.com/OpenBMB/InfiniteBench src/compute_scores.py).
 
-A score takes an answer's text and the references, of which the best one counts. Chinese words are jieba's, which is
-imported when it is needed (pip install jieba).
+A score takes an answer's text and its references. Functions marked `best_reference` return the score of the best one.
+jieba splits Chinese text into words; it is imported when needed (pip install jieba).
 """
 
 import re
@@ -14,14 +14,14 @@ from functools import wraps
 from itertools import chain
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Those both benchmarks strip from Chinese, which leaves a few (《〈〉·) alone.
+# The punctuation that both benchmarks strip from Chinese. Their list lacks a few marks (《〈〉·).
 NO_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
     "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"))
 
 
 def best_reference(one: Callable[..., float]) -> Callable[..., float]:
-    """Of a score, 0 to 1, of an answer and one reference: the best over several references, 0 to 100."""
+    """Turns a score for one reference, 0 to 1, into the best score over several references, 0 to 100."""
     @wraps(one)
     def score(answer: str, references: Sequence[str], *rest: Sequence[str]) -> float:
         return 100.0 * max((one(answer, reference, *rest) for reference in references), default=0.0)
@@ -29,7 +29,7 @@ def best_reference(one: Callable[..., float]) -> Callable[..., float]:
 
 
 def segmenter() -> Callable[[str], list[str]]:
-    """jieba's split of a Chinese text into words. Raises ValueError if jieba is not installed."""
+    """jieba's function that splits Chinese text into words. Raises ValueError if jieba is not installed."""
     try:
         import jieba
     except ImportError:
@@ -49,15 +49,15 @@ def bare_zh(text: str) -> str:
 
 
 def token_f1(said: Sequence[str], wanted: Sequence[str]) -> float:
-    """2PR / (P + R) of two bags of tokens, P and R being the tokens in common by all of one bag: 2C / (S + W)."""
+    """2PR / (P + R) of two bags of S and W tokens with C in common, P = C / S and R = C / W: 2C / (S + W)."""
     return 2 * (Counter(said) & Counter(wanted)).total() / max(1, len(said) + len(wanted))
 
 
 def lcs(wanted: Sequence[str], said: Sequence[str], tie_to_said: bool) -> list[int]:
-    """Where in `wanted` a longest common subsequence with `said` stands, last first.
+    """Indices in `wanted` of a longest common subsequence with `said`, last first.
 
-    Of several, the one met on the way back from both ends, where a tie gives up a word of `wanted` (`tie_to_said`)
-    or of `said`. Which of them it is changes a score when there is more than one sentence.
+    Of several, returns the one found by backtracking from both ends, where a tie drops a word of `wanted` (if
+    `tie_to_said`) or of `said`. The choice changes scores of texts with more than one sentence.
     """
     lengths = [[0] * (len(said) + 1)]  # [i][j]: of wanted[:i] and said[:j]
     for word in wanted:
@@ -105,19 +105,19 @@ def _rouge_l(answer: str, reference: str) -> float:
 
 @best_reference
 def rouge_l(answer: str, reference: str) -> float:
-    """Rouge-L's F of the `rouge` package, version 1.0.1, that LongBench's rouge_score takes.
+    """Rouge-L's F as in the `rouge` package, version 1.0.1, which LongBench's rouge_score uses.
 
     F = 2PR / (P + R + 1e-8), P = |U| / |answer's distinct words|, R = |U| / |reference's distinct words|, where U is
-    the set of words in a longest common subsequence of any sentence of the one and any of the other. Sentences are
-    what stands between full stops; one of nothing but white space is one empty word. Case counts. On a sentence long
-    enough for the package to hit Python's recursion limit, some 500 words, LongBench scores 0, and this the F.
+    the set of words in a longest common subsequence of any answer sentence and any reference sentence. Full stops
+    separate sentences; a sentence of white space is one empty word. Case matters. On sentences of some 500 words or
+    more, the package hits Python's recursion limit and LongBench scores 0; this function still returns F.
     """
     return _rouge_l(answer, reference)
 
 
 @best_reference
 def rouge_l_zh(answer: str, reference: str) -> float:
-    """rouge_l of jieba's words with spaces between them (LongBench rouge_zh_score)."""
+    """rouge_l of jieba's words, joined by spaces (LongBench rouge_zh_score)."""
     cut = segmenter()
     return _rouge_l(" ".join(cut(answer)), " ".join(cut(reference)))
 
@@ -126,8 +126,8 @@ def rouge_l_zh(answer: str, reference: str) -> float:
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
     """1 / the number of classes that the answer names, if the right one is among them (LongBench classification_score).
 
-    A class whose name is a part of the right one's does not count. (The published loop deletes from the list that it
-    walks through, and so overlooks the second of two such neighbours.)
+    A class whose name is part of the right one's does not count. (The published loop deletes from the list it iterates
+    over, and so misses the second of two adjacent such classes.)
     """
     named = [c for c in classes if c in answer and (c == reference or c not in reference)]
     return 1 / len(named) if reference in named else 0.0
@@ -135,10 +135,10 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 @best_reference
 def code_similarity(answer: str, reference: str) -> float:
-    """Similarity of the answer's first line without `, # and // (LongBench code_sim_score).
+    """Similarity of the answer's first line that has no `, # or // to the reference (LongBench code_sim_score).
 
-    fuzzywuzzy's `ratio`: difflib's 2 * matching characters / all characters, in whole percent. With python-Levenshtein
-    installed fuzzywuzzy computes another ratio; this is the one without.
+    fuzzywuzzy's `ratio`: difflib's 2 * matching characters / all characters, in whole percent. If python-Levenshtein
+    is installed, fuzzywuzzy computes another ratio; this is the ratio without it.
     """
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not re.search("`|#|//", line)), "")
@@ -179,13 +179,13 @@ def first_integer(answer: str, reference: str) -> float:
 
 @best_reference
 def kv_retrieval(answer: str, reference: str) -> float:
-    """Whether the reference is a word of the answer, words ending at white space and any of :"'.,?!{}."""
+    """Whether the reference is a word of the answer; white space and any of :"'.,?!{} separate words."""
     return reference in re.split(r"[\s:\"'.,?!{}]+", answer)
 
 
 @best_reference
 def code_run(answer: str, reference: str) -> float:
-    """Whether the last word, words ending at white space and any of .`'":, is the reference's integer."""
+    """Whether the last word is the reference's integer; white space and any of .`'": separate words."""
     last = re.sub("[.`'\":]", " ", answer).split()[-1:]
     try:
         return [int(word) for word in last] == [int(reference)]
@@ -195,14 +195,14 @@ def code_run(answer: str, reference: str) -> float:
 
 @best_reference
 def math_find(answer: str, reference: str) -> float:
-    """Whether the first number, without its sign, is the reference's. A decimal may equal an integer here, where the
-    published score of an integer fails on it."""
+    """Whether the first number, without its sign, equals the reference's. Here a decimal may equal an integer; the
+    published score fails on a decimal if the reference is an integer."""
     number = re.search(r"\d+(\.\d+)?", answer)
     return number is not None and float(number[0]) == float(reference)
 
 
 def math_calc(answer: str, references: Sequence[str]) -> float:
-    """The share of the references, in their order, up to the first that the answer's integers miss."""
+    """The share of the references that the answer's integers match, in order, before the first mismatch."""
     right = 0
     for said, wanted in zip(re.findall("[0-9]+", answer), references, strict=False):
         if int(said) != int(wanted):
@@ -213,7 +213,7 @@ def math_calc(answer: str, references: Sequence[str]) -> float:
 
 @best_reference
 def longdialogue_qa_eng(answer: str, reference: str) -> float:
-    """Whether the answer contains the reference, whatever their case."""
+    """Whether the answer contains the reference, ignoring case."""
     return reference.upper() in answer.upper()
 
 
@@ -224,7 +224,7 @@ def _lone_letter(answer: str, letters: str) -> str | None:
 
 
 def _after(answer: str, phrases: Sequence[str]) -> str | None:
-    """What follows, a character later, the first of the phrases, in their order, that the answer contains."""
+    """The text one character after the first phrase, in the given order, that the answer contains; None without one."""
     for phrase in phrases:
         _, found, rest = answer.partition(phrase)
         if found:
@@ -235,8 +235,8 @@ def _after(answer: str, phrases: Sequence[str]) -> str | None:
 def code_debug(answer: str, references: Sequence[str]) -> float:
     """Whether the answer chooses the right option; references: the function's name and the option's letter.
 
-    It does if the last lone letter A to J of its first line with one is the letter, if it starts with either
-    reference, or if either follows "answer is:", "is:" or "answer:".
+    It does if, in its first line with a lone letter A to J, the last such letter is the right one; if it starts with
+    either reference; or if either follows "answer is:", "is:" or "answer:".
     """
     answer, right = answer.strip(), tuple(references)
     if _lone_letter(answer, "A-J") == right[1]:
@@ -249,9 +249,9 @@ def code_debug(answer: str, references: Sequence[str]) -> float:
 def longbook_choice_eng(answer: str, references: Sequence[str]) -> float:
     """Whether the answer chooses the right option; references: the option's text and its letter.
 
-    It does if the last lone letter A to D of its first line with one is the letter. Else the first of these decides:
-    its first character, if that is one of ABCD; the whole of it, if that is a reference; what follows "answer is:",
-    "answer:", "answer is" or "option is"; the first word that is one of ABCD.
+    It does if, in its first line with a lone letter A to D, the last such letter is the right one. Otherwise the first
+    of these that exists decides: a first character that is one of ABCD; the whole answer, if that is a reference; the
+    text after "answer is:", "answer:", "answer is" or "option is"; the first word that is one of ABCD.
     """
     answer = answer.strip()
     if _lone_letter(answer, "A-D") in references:
@@ -275,11 +275,11 @@ def longbook_qa_chn(answer: str, reference: str) -> float:
 
 @best_reference
 def rouge_lsum(answer: str, reference: str) -> float:
-    """RougeLsum's F of the `rouge_score` package, without stemming, that InfiniteBench takes for longbook_sum_eng.
+    """RougeLsum's F as in the `rouge_score` package without stemming, which InfiniteBench uses for longbook_sum_eng.
 
-    F = 2H / (words of the answer + words of the reference): of each line of the reference, the words in its longest
-    common subsequences with the answer's lines, together H, no word more often than the answer has it. Words are runs
-    of a-z and 0-9 of the text in lower case.
+    F = 2H / (words of the answer + words of the reference). H counts, for each line of the reference, the words in its
+    longest common subsequences with the answer's lines, each word at most as often as the answer has it. Words are runs
+    of a-z and 0-9 in the lower-case text.
     """
     lines = (text.lower().split("\n") for text in (answer, reference))
     said, wanted = ([re.findall("[a-z0-9]+", line) for line in text] for text in lines)

@@ -1,8 +1,8 @@
 """A needle in a haystack, over length and depth (after Greg Kamradt, github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
-Sample i hides one sentence at depth i mod 11, in tenths of the text's characters, at the nearest end of a sentence of
-the haystack, which may be any text. What is hidden is drawn for each sample, so that an answer is graded exactly and
-cannot be guessed.
+Sample i hides one sentence at depth (i mod 11) / 10 of the text's characters, at the nearest end of a sentence. The
+haystack may be any text. Each sample draws its own key and value, so that answers are graded exactly and cannot be
+guessed.
 """
 
 from itertools import accumulate

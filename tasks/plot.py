@@ -1,4 +1,4 @@
-"""Pictures of what `eval.py` measured."""
+"""Plots of the results of `eval.py`."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,12 +15,12 @@ KINDS = {"score": "accuracy", "first": "accuracy, first questions", "later": "ac
 
 
 def draw(rows: list[dict], samples: list[dict], path: str | Path) -> None:
-    """Accuracy over the budget, over the bytes that a step reads and over those kept, first and later questions apart;
-    a heatmap, length by depth, of each needle run."""
+    """Draws accuracy over the budget, over the bytes a step reads and over the bytes kept, first and later questions in
+    separate panels; and for each needle run a heatmap, length by depth."""
     graded = [row for row in rows if row["first"] is not None]
     grids = needle_grids([s for s in samples if "depth" in s])
     if not graded:
-        raise ValueError("--plot: nothing that was measured is an accuracy")
+        raise ValueError("--plot: no result is an accuracy; choose other --tasks")
     kinds = ("first", "later") if any(row["later"] is not None for row in graded) else ("score",)
     axes_of_x = {
         "budget, tokens a KV head (or share of the prompt)": lambda row: row["budget"],
@@ -48,7 +48,7 @@ def draw(rows: list[dict], samples: list[dict], path: str | Path) -> None:
 
 
 def over(axis, rows: list[dict], kind: str, x: Callable[[dict], float]) -> None:
-    """A line a method: its mean `kind` of score over all tasks, at the mean x of each budget; level without budgets."""
+    """Draws one line per method: the mean `kind` score over tasks at each budget's mean x; level without budgets."""
     lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         lines[Choice(row["kv"], None, row["options"]).label][row["budget"]].append(row)
@@ -77,7 +77,7 @@ def over(axis, rows: list[dict], kind: str, x: Callable[[dict], float]) -> None:
 
 
 def needle_grids(samples: list[dict]) -> dict[str, dict]:
-    """Per method, (length, depth) -> the mean score."""
+    """method -> (length, depth) -> the mean score."""
     cells: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for s in samples:
         label = Choice(s["kv"], s["budget"], s["options"]).label

@@ -1,4 +1,4 @@
-"""Every task by name, and groups of them. None stands for what is measured on a forced text (tasks/texts.py)."""
+"""Every task by name, and groups of them. None marks a task measured on a forced text (tasks/texts.py)."""
 
 from tasks import Task, infinitebench, longbench, needle, ruler, two_stage
 

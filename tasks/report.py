@@ -1,4 +1,4 @@
-"""What eval.py knows so far, and its table."""
+"""The results that eval.py has so far, and its table."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from tasks.answers import Job
 
 @dataclass
 class Progress:
-    """What is already known: lines of JSON, one a sample, in a file if there is one."""
+    """The results so far; with a path, also kept in that file, one line of JSON per sample."""
 
     path: Path | None
     known: dict[str, dict] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Progress:
                 entry = json.loads(line)
                 self.known[entry["key"]] = entry["found"]
             except (ValueError, LookupError, TypeError, RecursionError):
-                continue  # the line that was being written when the run was stopped, or none of ours
+                continue  # a line cut off when the run was stopped, or one that eval.py did not write
         if text and not text.endswith("\n"):
             with open(self.path, "a") as file:
                 file.write("\n")
@@ -42,7 +42,7 @@ def mean(values: list[float]) -> float | None:
 
 
 def summary(job: Job, results: list[dict]) -> dict:
-    """The means over a job's samples; `later` over all later questions."""
+    """Means over a job's samples; `later` is the mean over all later questions."""
     if job.task == "perplexity":
         return {"n": len(results), "score": math.exp(mean([r["nll"] for r in results])), "first": None, "later": None}
     found = {"n": len(results), "score": mean([r["score"] for r in results])}
@@ -53,7 +53,7 @@ def summary(job: Job, results: list[dict]) -> dict:
 
 
 def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
-    """Methods down, tasks across; first and later questions apart, where there are later ones."""
+    """One row per method, one column per task; cells are `first / later` where a task has later questions."""
     lengths = {job.length for job in jobs}
     names = {(j.task, j.length): j.task + (f"@{j.length}" if len(lengths) > 1 else "") for j in jobs}
     graded = [(j.task, j.length) for j in jobs if j.graded]

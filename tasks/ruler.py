@@ -2,9 +2,9 @@
 arXiv 2404.06654): retrieval, variable tracking, aggregation and question answering in a text of any length.
 
 Wordings, task parameters, answer lengths and scores are the published ones (github.com/NVIDIA/RULER, Apache-2.0); the
-generators are our own. Differences: the haystack is `tasks/haystack.txt` (prose of Python's language reference)
-unless another text is given, where RULER takes Paul Graham's essays; sentences end where .!? precedes a space; keys
-and values are never drawn twice for one sample; later questions, which RULER does not have, ask for other keys.
+generators are our own. Differences: the default haystack is `tasks/haystack.txt` (prose of Python's language
+reference), not Paul Graham's essays; sentences end where .!? precedes a space; no key or value is drawn twice for one
+sample; later questions, which RULER does not have, ask for other keys.
 qa_1 and qa_2 read `squad.json` (dev-v2.0) and `hotpotqa.json` (dev distractor v1) from the data folder.
 """
 
@@ -23,7 +23,7 @@ from tasks import Question, Sample, Setting, Task, fit, shipped_haystack, string
 from tasks.ruler_qa import answering, count_qa, opened
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of an essay where a needle may stand
+DEPTHS = [round(100 * i / 39) for i in range(40)]  # the depths of needles in an essay, in percent
 
 
 @cache
@@ -34,7 +34,7 @@ def wordlist(kind: str) -> list[str]:
 
 @dataclass
 class Drawer:
-    """Draws keys and values, none of them twice. `keep` says which words and numbers may be drawn."""
+    """Draws keys and values, none of them twice. `keep` says whether a word or number may be drawn."""
 
     rng: random.Random
     keep: Callable[[str], bool] = lambda _: True
@@ -77,13 +77,13 @@ def haystack_words(text: str | None) -> list[str]:
 
 
 def essay(text: str | None, n: int, first: int = 0) -> list[str]:
-    """n words of a haystack from word `first` on, which starts over at its end, as sentences."""
+    """n words of a haystack as sentences, from word `first` on; the haystack starts over at its end."""
     words = haystack_words(text)
     return split_sentences(" ".join(words[(first + i) % len(words)] for i in range(n)))
 
 
 def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
-    """The needles, in order, at random depths between sentences."""
+    """The sentences as a text, with the needles in order at random depths between them."""
     depths = sorted(rng.sample(DEPTHS, len(needles)))
     parts, last = [], 0
     for depth, needle in zip(depths, needles, strict=True):
@@ -98,11 +98,11 @@ def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a task hides and asks: {type} is what a value is, {key}, {value} and {query} are put in."""
+    """How a task words needles and questions. {type}, the kind of value, {key}, {value} and {query} are filled in."""
 
     needle: str
     question: str
-    prefix: str  # of the answer
+    prefix: str  # the beginning of the answer
     intro: str = ""
 
     def ask(self, type: str, query: str, answers: tuple[str, ...]) -> Question:
@@ -128,15 +128,15 @@ MANY = Wording(
 
 @dataclass(frozen=True)
 class Niah:
-    """A needle task: what it hides in what, and how many keys it has, values a key has and keys a question asks for."""
+    """A needle task: its haystack, its kinds of keys and values, its keys, values per key and keys per question."""
 
-    haystack: str  # noise, essay or needle: other needles
+    haystack: str  # noise, essay or needle (other needles)
     key: str = "words"  # words or uuids
     value: str = "numbers"  # numbers or uuids
     keys: int = 1
     values: int = 1
     queries: int = 1
-    wording: Wording | None = None  # default, RULER's
+    wording: Wording | None = None  # None: RULER's
 
     def sample(self, setting: Setting, drawer: Drawer, n: int) -> Sample:
         """n: words of the essay, lines of noise, or other needles."""
@@ -144,7 +144,7 @@ class Niah:
         wording = self.wording or (ONE if single else MANY)
         keys = [drawer.draw(self.key) for _ in range(max(self.keys, self.queries))]
         facts = {key: [drawer.draw(self.value) for _ in range(self.values)] for key in keys}
-        order = rng.sample(keys, len(keys))  # in which they are asked for
+        order = rng.sample(keys, len(keys))  # the order in which questions ask for keys
 
         def needle(key: str, value: str) -> str:
             return wording.needle.format(type=self.value, key=key, value=value)
@@ -191,7 +191,7 @@ def letters(rng: random.Random, n: int, alphabet: str = string.ascii_uppercase) 
 
 
 def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample:
-    """One chain of hops + 1 variables, their names of `size` letters, in n lines of noise."""
+    """One chain of hops + 1 variables, with names of `size` letters, in n lines of noise."""
     names: list[str] = []
     while len(names) <= hops:
         name = letters(rng, size)
@@ -230,9 +230,9 @@ def all_words() -> list[str]:
 
 
 def common_words(rng: random.Random, n: int, common: int, uncommon: int) -> Sample:
-    """n words, 10 of them `common` times in the list and the others `uncommon` times."""
+    """A list of n words, 10 of them repeated `common` times and the others `uncommon` times."""
     words = all_words()
-    if n > len(words):  # RULER turns to a larger list here
+    if n > len(words):  # RULER switches to a larger list here
         words = [f"{a}-{b}" for a in wordlist("adjective") for b in rng.sample(wordlist("noun"), n // 100)]
     words = rng.sample(words, n)
     numbered = words[:10] * common + words[10:] * uncommon
@@ -261,7 +261,7 @@ def common_words_extraction(setting: Setting, index: int) -> Sample:
 
 
 def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
-    """Coded words, the k-th of them n k^-2 / zeta(2) times; dots stand for the first."""
+    """Coded words, the k-th one n k^-2 / zeta(2) times, rounded down; the first one is written as dots."""
     coded: dict[str, None] = {"...": None}
     while len(coded) < vocabulary:
         coded[letters(rng, 6, string.ascii_lowercase)] = None

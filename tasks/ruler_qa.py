@@ -10,7 +10,7 @@ from tasks import Question, Sample, Setting, fit
 
 
 def opened(text: str, answers: tuple[str, ...]) -> Question:
-    """A question whose answer opens with what stands from "Answer:" on, behind a chat model's template."""
+    """A question whose text from " Answer:" on begins the answer: in a chat, the model's turn begins with it."""
     return Question(text, answers, opening=text[text.rindex(" Answer:") :])
 
 
@@ -26,7 +26,7 @@ def read_json(path: Path) -> object:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about documents (their numbers): those that answer it, and those that are close to them."""
+    """A question, with the numbers of the documents that answer it and of documents close to these."""
 
     query: str
     answers: tuple[str, ...]

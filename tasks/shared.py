@@ -1,4 +1,4 @@
-"""One prefill of a prompt for all methods."""
+"""Prefills each prompt once for all methods."""
 
 import torch
 from torch import Tensor
@@ -10,27 +10,27 @@ from progress import Phase
 
 
 class Seen(KV):
-    """Takes down what a layer's method is handed of a prompt, on the host."""
+    """Records on the host the q, k and v of a prompt that a layer's method receives."""
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.qkv = q.cpu(), k.cpu(), v.cpu()
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        raise NotImplementedError("prompts alone are taken down")
+        raise NotImplementedError("only prompts are recorded")
 
 
 class SharedPrompts(Engine):
     """Runs a prompt through the model once for all methods.
 
-    Every method attends to a prompt exactly, so what its `keep` is handed does not depend on the method. q, k and v of
-    as many prompts as fit stay on the host.
+    Every method attends to a prompt exactly, so the q, k and v that `keep` receives do not depend on the method. Those
+    of as many prompts as fit stay on the host.
     """
 
-    seen: dict[tuple, tuple]  # of a prompt: logits, RoPE speeds, q, k, v of every layer, statistics of its attention
-    room: int  # bytes of host memory that are left for it
+    seen: dict[tuple, tuple]  # for a prompt: logits, RoPE speeds, every layer's q, k, v, and statistics of attention
+    room: int  # bytes of host memory left for `seen`
 
     def share(self) -> "SharedPrompts":
-        """Begins to share, in half of the host's free memory."""
+        """Starts sharing prompts, in at most half of the host's free memory."""
         self.seen, self.room = {}, free_bytes(torch.device("cpu")) // 2
         return self
 
@@ -55,7 +55,7 @@ class SharedPrompts(Engine):
         for i, (layer, x) in enumerate(zip(self.layers, qkv, strict=True)):
             layer.set_speed(row, self.model.rope_speed[row])
             q, k, v = (part.to(self.device) for part in x)
-            if layer.sums:  # statistics of the attention, which methods share too
+            if layer.sums:  # statistics of the attention are shared too
                 if (i, layer.sums) not in observed:
                     layer.attend_prompt(q, k, v)
                     observed[i, layer.sums] = layer.observed

@@ -1,20 +1,20 @@
-"""What is measured on a forced text, through the decode path: no question, no grading, any weights.
+"""Tasks on a forced text, measured through the decode path: no question, no grading, any weights.
 
 `perplexity`: exp of the mean negative log-likelihood of the text's next tokens. `fidelity`: how far a method's next-
 token distributions are from the full cache's on the same forced text: the mean KL divergence D(full || method) in
-nats, and how often both think the same token the most likely.
+nats, and how often both have the same most likely token.
 """
 
 import torch
 from torch import Tensor
 
-FORCED = 128  # tokens decoded a sample
+FORCED = 128  # tokens decoded per sample
 
 
 def excerpts(ids: list[int], length: int, samples: int, bos: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Prompts and their continuations, `length` tokens together, side by side in a text; fewer if it is short.
+    """(prompt, continuation) pairs of `length` tokens, from consecutive parts of a text; fewer if the text is short.
 
-    bos: ids that every prompt begins with. Raises ValueError if the text is shorter than one sample.
+    bos: ids that begin every prompt. Raises ValueError if the text is shorter than one sample.
     """
     if length <= FORCED + len(bos):
         raise ValueError(f"a length of {length} tokens is too short: {FORCED} of them are forced")
@@ -27,7 +27,7 @@ def excerpts(ids: list[int], length: int, samples: int, bos: list[int]) -> list[
 
 
 def negative_log_likelihood(logits: Tensor, tokens: list[int]) -> float:
-    """The mean over logits [n, vocab] of what they say of the n tokens, in nats."""
+    """The mean negative log-likelihood of n tokens under logits [n, vocab], in nats."""
     return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens, device=logits.device)).item()
 
 

@@ -1,8 +1,8 @@
-"""2StageRetr (OmniKV, OpenReview ulCAPXYXfa, appendix A): add two numbers, then look the sum up in a dict of colours.
+"""2StageRetr (OmniKV, OpenReview ulCAPXYXfa, appendix A): add two numbers, then look the sum up in a dict of colors.
 
-The task is said at the end of the prompt, so that nothing can be worked out before; the wording is the paper's. The
-dict has the keys 0, 1, 2, ... and grows with the length asked for, to at most 200 pairs as in the paper. In
-`two_stage_lookup` the sum is given: the second stage alone.
+The task is stated at the end of the prompt, so that nothing can be computed earlier. The wording is the paper's. The
+dict has the keys 0, 1, 2, ... and grows with the requested length, to at most 200 pairs as in the paper.
+`two_stage_lookup` gives the sum: it is the second stage alone.
 """
 
 import re
@@ -10,7 +10,7 @@ from functools import partial
 
 from tasks import Question, Sample, Setting, Task, fit
 
-PAIRS = 200  # at most
+PAIRS = 200  # the most pairs in the dict
 COLOURS = (
     "lime yellow red black brown maroon teal violet blue green orange purple pink white gray cyan magenta navy olive "
     "gold silver beige indigo coral"
@@ -40,14 +40,14 @@ def two_stage(given: bool, setting: Setting, index: int, name: str = "two_stage"
         pairs = ", ".join(f"{i}: {colour}" for i, colour in enumerate(colours))
         return Sample(INTRO + "{" + pairs + "}", tuple(questions))
 
-    whole = make(PAIRS)  # the length grows no more after this
+    whole = make(PAIRS)  # the longest sample there is
     if len(setting.encode(whole.prompt)) + reserve <= setting.length:
         return whole
     return fit(make, setting, reserve)
 
 
 def names_colour(answer: str, question: Question) -> float:
-    """Whether the answer contains the colour as a word (the paper's exact match), and no other colour before it."""
+    """Whether the answer contains the color as a word (the paper's exact match), and no other color before it."""
     found = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
     return 100.0 * (found[:1] == [question.answers[0]])
 
