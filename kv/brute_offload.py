@@ -1,8 +1,8 @@
-"""brute_offload: the last layers' cache lives on the host and comes back whole at every step.
+"""brute_offload: keeps the cache of the last layers on the host and loads it whole at every step.
 
-What OmniKV (OpenReview ulCAPXYXfa, section 5.2) is compared with: 20 of 32 layers, each loaded four layers ahead. The
-prompt is on the host; generated tokens stay on the device. Memory: the full cache, and room for the layers under way.
-Traffic: everything, the host's part over the bus.
+OmniKV's baseline "Brutal Offload" (OpenReview ulCAPXYXfa, section 5.2): the last 20 of 32 layers, each loaded four
+layers ahead. The prompt is on the host; generated tokens stay on the device. Memory: the full cache, and buffers for
+the layers being loaded. Traffic: everything, the host's part over the bus.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kv.offload import Staged, ThreadedPool, Workers
 
 
 class Ahead(Full):
-    """A layer on the device, where loads of later layers may begin."""
+    """A layer on the device, which may start the loads of later layers."""
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
@@ -31,7 +31,7 @@ class Ahead(Full):
 
 
 class Loaded(Fetched):
-    """A layer on the host, but for its generated tokens: the ends of a prompt are empty, and all between is fetched."""
+    """A layer on the host, except its generated tokens: the whole prompt counts as the middle, and is fetched."""
 
     def __init__(self, shape: Shape, pool: ThreadedPool):
         super().__init__(shape, 0, 0, 0, 0, pool)
@@ -43,7 +43,7 @@ class Loaded(Fetched):
             self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
-        """Begins to bring the whole prompt, before the q returned, an earlier layer's, is used."""
+        """Starts to load the whole prompt, before the returned q, an earlier layer's query, is used."""
         position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
         rows = position + self.shape.max_prompt * torch.arange(self.shape.batch, device=position.device)[:, None]
         rows = torch.where(position < self.prompt[:, None], rows, -1).flatten()
@@ -70,11 +70,11 @@ class Loaded(Fetched):
 
 @dataclass(frozen=True)
 class BruteOffloadMethod(Method):
-    help = "all of it, most layers' from the host at every step"
+    help = "every token; most layers' K and V loaded from the host at every step"
     budgeted = False
-    layers: int | None = option(None, "last layers on the host; default: 20 of 32", min=1)
-    ahead: int = option(4, "layers that a load is ahead of its use", min=1)
-    threads: int = option(4, "of the host, that load", min=1, max=256)
+    layers: int | None = option(None, "how many of the last layers are on the host; auto: 20 of 32", min=1)
+    ahead: int = option(4, "how many layers before its use a load starts", min=1)
+    threads: int = option(4, "host threads that load", min=1, max=256)
 
     def memory(self, shape: Shape, budget: None) -> int:
         return shape.full_bytes()

@@ -1,16 +1,16 @@
-"""infllm: attention to the blocks of the prompt that a few of their keys speak for (Xiao et al., arXiv 2402.04617).
+"""infllm: attends to the blocks whose representative keys match the query best (InfLLM, Xiao et al., arXiv 2402.04617).
 
-The prompt between its first tokens (sinks) and its last ones (local) is cut into blocks. Those tokens of a block that
-the queries after them attend to most represent it; a step scores every block by the products of its queries with the
-representatives' keys, and attends to the sinks, the local tokens, the tokens of the best blocks, and all that was
-generated. The paper also prefills so; here prefill is exact. A product is linear, so the sum of these keys is all that
-is kept of them.
+The prompt between its first tokens (sinks) and its last n_local ones is cut into blocks. A block's representatives are
+the tokens whose keys have the largest mean product with the n_local queries after them. A step scores every block by
+the products of its queries with the representatives' keys, and attends to the sinks, the last tokens, the best blocks
+and all generated tokens. Products are linear, so only the sum of a block's representative keys is stored. The paper
+also prefills this way; here prefill is exact.
 
-As in the authors' release all heads choose together, and where a block stands does not count: its keys are taken before
-RoPE, at position 0, every query at position n_local. With joint=false each KV head chooses, with RoPE as it is.
+As in the authors' release, all heads choose together and a block's position does not count: its keys are taken before
+RoPE, at position 0, and every query at position n_local. With joint=false each KV head chooses, with RoPE applied.
 
-Memory: the full cache and a vector a block; with `offload` the blocks are on the host, and what a step attends to on
-the device. Traffic: a vector a block to choose, and the budget.
+Memory: the full cache and one vector per block and KV head; with `offload` the blocks are on the host, and the tokens
+that a step attends to on the device. Traffic: one vector per block and KV head to choose, and the budget.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from kv.fetched import Fetched
 
 
 class InfLLM(Fetched):
-    """Its rows are blocks of a KV head, each head's own."""
+    """A pool row is one block of one KV head."""
 
     def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", workers):
         ends, block = options.sinks + options.local, options.block
@@ -40,7 +40,7 @@ class InfLLM(Fetched):
         if self.joint:
             self.allocate_speeds()
         size = (shape.n_kv_head, blocks, shape.head_dim)
-        self.allocate("speakers", *size, dtype=torch.float32)  # each block's representatives' keys, summed
+        self.allocate("speakers", *size, dtype=torch.float32)  # the sum of each block's representative keys
         for name, slots in (
             ("chosen blocks", count * block), ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
             ("ends of a short prompt", max(0, ends - shape.max_prompt)),
@@ -61,18 +61,18 @@ class InfLLM(Fetched):
             self.speakers[row, :, :used] = self.speak(row, q, k, used)
 
     def speak(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
-        """The sum of the keys that represent each block, [Hk,blocks,D] fp32."""
+        """The sum of each block's representative keys, [Hk,blocks,D] fp32."""
         length, sums = k.shape[2], []
         position = torch.arange(self.sinks, length - self.local, device=k.device)
         last = (position + self.local).clamp(max=length - 1)
         rest = used * self.block - len(position)
         for rows, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
-            queries = rows.double().sum(0).cumsum(0)  # of the group, up to each position
+            queries = rows.double().sum(0).cumsum(0)  # summed over the group and up to each position
             following = (queries[last] - queries[position]) / (last - position)[:, None]
             middle = keys[position].float()
             score = (following.float() * middle).sum(1)
             score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(used, self.block)
-            middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(used, self.block, -1)  # nothing adds nothing
+            middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(used, self.block, -1)  # zeros add nothing
             best = ops.top(score, min(self.reps, self.block))
             chosen = middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2]))[None]  # [1,blocks,reps,D]
             if self.joint:
@@ -94,13 +94,13 @@ class InfLLM(Fetched):
         keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
         self.k[:, :, self.ends : self.chosen] = keys.flatten(2, 3)
         self.v[:, :, self.ends : self.chosen] = values.flatten(2, 3)
-        position = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # behind the sinks
+        position = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
         inside = (block[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
         ends, new = self.held(age)
         return self.attend_parts(q, ends, inside.flatten(2), new)
 
     def choose(self, q: Tensor, pos: Tensor) -> Tensor:
-        """The best blocks, [B,Hk,count]; -1 where a row has fewer."""
+        """The best blocks, [B,Hk,count], padded with -1 in rows that have fewer."""
         q = q.float()
         if self.joint:
             q = ops.turn(q, (self.local - pos)[:, None, None], self.rope_speed)
@@ -127,30 +127,30 @@ class InfLLM(Fetched):
 @dataclass(frozen=True)
 class InfLLMMethod(offload.OffloadMethod):
     help = "blocks by representative keys; --offload"
-    block: int = option(128, "tokens of a block", min=1)
-    reps: int = option(4, "tokens that represent it", min=1)
-    sinks: int | None = option(None, "first tokens; auto: an eighth, at most 128", min=0)
-    local: int | None = option(None, "prompt's last; auto: half, at most 512", min=1)
+    block: int = option(128, "tokens per block", min=1)
+    reps: int = option(4, "tokens that represent a block", min=1)
+    sinks: int | None = option(None, "first tokens; auto: budget / 8, at most 128", min=0)
+    local: int | None = option(None, "last tokens of the prompt; auto: budget / 2, at most 512", min=1)
     joint: bool = option(True, "all heads choose together, on keys before RoPE")
 
     def at(self, budget: int) -> "InfLLMMethod":
-        """With the sinks and the local tokens of a budget."""
+        """The method with `sinks` and `local` set for a budget."""
         sinks = min(128, budget // 8) if self.sinks is None else self.sinks
         local = min(512, budget // 2) if self.local is None else self.local
         return replace(self, sinks=sinks, local=local)
 
     def blocks(self, budget: int) -> int:
-        """Blocks that a budget attends to."""
+        """How many blocks a step attends to with a budget."""
         sized = self.at(budget)
         return (budget - sized.sinks - sized.local) // self.block
 
     def minimum(self, shape: Shape) -> int:
-        """One block beside the sinks and the local tokens."""
+        """One block, the sinks and the local tokens."""
         least = self.block + (self.sinks or 0) + (self.local or 0)
         return next(t for t in itertools.count(least) if self.blocks(t) >= 1)
 
     def memory(self, shape: Shape, budget: int) -> int:
-        """The full cache, and an fp32 vector a block."""
+        """The full cache, and one fp32 vector per block and KV head."""
         sized = self.at(budget)
         blocks = -(-max(1, shape.max_prompt - sized.sinks - sized.local) // self.block)
         return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4

@@ -1,14 +1,14 @@
-"""Rows of memory that a step picks from, on the device or on the host: the one room that knows of two places.
+"""Pools of K and V, on the device or on the host, from which a step fetches a few rows.
 
-A pool is [rows, ...]; what a layer reads in a step is a few of its rows. `Pool` is memory that the device itself can
-address: its own, or pinned memory of the host, which a gather on a GPU reads through a view (the direct engine: no
-host round trip, all of it inside a captured graph). `ThreadedPool` is host memory of which threads gather the wanted
-rows into pinned staging buffers, two for each thread, and copy them to the device on a stream of their own.
+A pool is [rows, ...]. `Pool` (kv/pool.py) is memory that the device can address: its own, or pinned host memory, which
+a gather on a GPU reads through a view (the direct engine: no host round trip, all of it inside a captured graph).
+`ThreadedPool` is host memory: threads gather the requested rows into pinned staging buffers, two per thread, and copy
+them to the device on the pool's own stream.
 
-Both are used alike: `write` during prefill, `settle` when it is over; in a step `issue` as soon as the wanted rows are
-known, `wait` when they are needed, `take` for each layer's part. The threads work meanwhile; the direct engine reads
-when rows are taken. The host's work in a step is two custom ops that CUDA graphs leave out. Without a GPU all of it
-runs in ordinary memory.
+Both have one interface. During prefill, call `write`, and `settle` at its end. In a step, call `issue` as soon as the
+requested rows are known, `wait` when they are needed, `take` for each layer's part. Threads fetch between `issue` and
+`wait`; the direct engine reads in `take`. The host's work in a step is two custom ops, which CUDA graphs leave out.
+Without a GPU everything runs in ordinary memory.
 """
 
 import itertools
@@ -25,8 +25,8 @@ from torch import Tensor
 from kv.base import Method, Shape, option
 from kv.pool import Pool
 
-CHUNK = 4 << 20  # bytes of a staging buffer
-WIDE = 64 << 10  # bytes of a row that is worth a copy of its own
+CHUNK = 4 << 20  # the most bytes of a staging buffer
+WIDE = 64 << 10  # bytes from which a row gets a copy of its own, without staging
 
 
 @dataclass(frozen=True)
@@ -34,57 +34,57 @@ class OffloadMethod(Method):
     """A method that may keep most of the prompt on the host."""
 
     offload: bool = option(False, "most of the prompt lives on the host")
-    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the GPU itself, or threads of the host")
-    threads: int = option(4, "of the host, that fetch", min=1, max=256)
+    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the GPU itself, or host threads")
+    threads: int = option(4, "host threads that fetch", min=1, max=256)
 
     def threaded(self, shape: Shape, early: bool = False) -> bool:
-        """Whether threads fetch rows; unless told, they do if rows are wanted `early`."""
+        """Whether threads fetch rows; with engine=auto they do on a CPU, and for rows issued `early`."""
         direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda" and not early)
         return self.offload and not direct
 
     def staged(self, slots: int, width: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
-        """Where rows arrive, at most `slots` a step, if threads fetch them."""
+        """The buffer where rows arrive, at most `slots` per step; None unless threads fetch them."""
         return Staged(slots, width, shape.dtype, shape.device) if self.threaded(shape, early) else None
 
     def pool(self, what: str, rows: int, width: tuple[int, ...], staged: "Staged | None", shape: Shape,
              workers: "Workers", delta: bool = False) -> "Pool":  # fmt: skip
-        """Where the options say, and with `delta` as in ThreadedPool."""
+        """A pool of the kind the options ask for; `what` names it in errors, `delta` is ThreadedPool's."""
         if staged is None:
             return Pool(what, rows, width, shape.dtype, shape.device, host=self.offload)
         return ThreadedPool(what, rows, width, staged, workers, delta)
 
 
 class Workers:
-    """Threads that pools share, and for each of them two pinned buffers; they begin with the first work."""
+    """Threads that pools share, each with two pinned staging buffers; they start with the first job."""
 
     def __init__(self, threads: int):
         self.threads, self.free = threads, queue.SimpleQueue()
         self.executor = ThreadPoolExecutor(threads, "kv-offload", initializer=torch.set_num_threads, initargs=(1,))
-        self.owner: int | None = None  # the pool that counts the buffers
+        self.owner: int | None = None  # handle of the pool that counts the buffers' bytes
         self.buffers = torch.empty(threads, 2, 0, dtype=torch.uint8)
 
     def reserve(self, pool: "ThreadedPool", size: int) -> None:
-        """Buffers of at least so many bytes."""
+        """Ensures that each staging buffer has at least `size` bytes."""
         self.owner = pool.handle if self.owner is None else self.owner
         if size > self.buffers.shape[2]:
             where = {"device": "meta"} if pool.device.type == "meta" else {"pin_memory": pool.device.type == "cuda"}
             self.buffers = torch.zeros(self.threads, 2, size, dtype=torch.uint8, **where)
             self.free = queue.SimpleQueue()
             for pair in self.buffers:
-                self.free.put([[buffer, None] for buffer in pair])  # each with the event of the copy from it
+                self.free.put([[buffer, None] for buffer in pair])  # each with the event of the last copy from it
 
 
 class Staged:
-    """Where rows arrive on the device; pools that are waited for in turn may share it."""
+    """A device buffer where fetched rows arrive; pools without `delta` that fetch in turn may share it."""
 
     def __init__(self, slots: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.rows = torch.zeros(slots, *width, dtype=dtype, device=device)
-        self.user: ref[ThreadedPool] = lambda: None  # whose rows came last
-        self.owner: int | None = None  # the pool that counts them
+        self.user: ref[ThreadedPool] = lambda: None  # the pool that fetched last
+        self.owner: int | None = None  # handle of the pool that counts the buffer's bytes
 
 
 class ThreadedPool(Pool):
-    """Threads bring rows to `staged`; with `delta` only those that their slots do not hold already."""
+    """Threads fetch rows to the slots of `staged`; with `delta`, only rows that a slot does not already hold."""
 
     def __init__(self, what: str, rows: int, width: tuple[int, ...], staged: Staged, workers: Workers, delta: bool):
         dtype, device, slots = staged.rows.dtype, staged.rows.device, len(staged.rows)
@@ -93,12 +93,12 @@ class ThreadedPool(Pool):
         count = min(workers.threads, slots)
         self.parts = [(i * slots // count, (i + 1) * slots // count) for i in range(count)]
         row = self.memory[:1].nbytes
-        self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows of a buffer
+        self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows per staging buffer
         self.handle = next(_handles)
         staged.owner = self.handle if staged.owner is None else staged.owner
         workers.reserve(self, self.chunk * row if row < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
-        # The row wanted in each slot, the row in it, and numbers of slots on their way to the device.
+        # For each slot, the row requested and the row held; and slot numbers that are copied to the device.
         self.ids, self.held, self.numbers = (torch.full((slots,), -1, **where) for _ in range(3))
         self.jobs: list[Future] = []
         _pools[self.handle] = self
@@ -109,7 +109,7 @@ class ThreadedPool(Pool):
 
     @property
     def staged_bytes(self) -> int:
-        """If no other pool counts them."""
+        """Bytes of `staged` on the device, or 0 if another pool counts them."""
         return self.staged.rows.nbytes if self.staged.owner == self.handle else 0
 
     @property
@@ -130,11 +130,11 @@ class ThreadedPool(Pool):
 
     def settle(self, left: int = 0) -> None:
         super().settle(left)
-        torch.set_num_threads(torch.get_num_threads())  # for threads to come, what a worker has set for itself
+        torch.set_num_threads(torch.get_num_threads())  # else new threads would inherit the workers' setting, 1
 
     def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         token = torch.ops.kv_fast.issue(torch.where(asked, ids, -1), ids if after is None else after, self.handle)
-        return token, y + token.to(y.dtype)  # it is 0
+        return token, y + token.to(y.dtype)  # adds 0: only the data dependence matters
 
     def wait(self, token: Tensor, before: Tensor) -> Tensor:
         return torch.ops.kv_fast.wait(token, before, self.handle)
@@ -143,7 +143,7 @@ class ThreadedPool(Pool):
         return waited[(slice(None), *column)]
 
     def start(self, ids: Tensor) -> None:
-        """Sets the threads to work."""
+        """Makes the threads fetch rows ids [slots]; below 0: none."""
         before = self.staged.user()
         if before is not None:
             before.drain()
@@ -153,14 +153,14 @@ class ThreadedPool(Pool):
         self.jobs = [self.workers.executor.submit(self.fetch, *part, known) for part in self.parts]
 
     def finish(self) -> Tensor:
-        """What they brought, [slots, *width]. Raises RuntimeError if one of them failed."""
+        """Waits for the threads; returns the rows, [slots, *width]. Raises RuntimeError if a thread failed."""
         errors = self.drain()
         if errors:
             raise RuntimeError(f"{self.what}: {errors[0]}") from errors[0]
         return self.staged.rows.clone()
 
     def drain(self) -> list[BaseException]:
-        """Waits for the threads: what went wrong. The device waits for their copies."""
+        """Waits for the threads, and makes the device wait for their copies; returns the threads' errors."""
         errors = []
         for job in self.jobs:
             if job.exception() is not None:
@@ -174,7 +174,7 @@ class ThreadedPool(Pool):
         return errors
 
     def fetch(self, first: int, end: int, known: torch.cuda.Event | None) -> tuple[int, int, torch.cuda.Event | None]:
-        """One thread's part of the slots: (rows wanted, rows fetched, when they are there)."""
+        """Fetches one thread's part of the slots: (rows requested, rows fetched, event after the copies)."""
         if known is not None:
             known.synchronize()
         wanted = self.ids[first:end] >= 0
@@ -188,7 +188,7 @@ class ThreadedPool(Pool):
         try:
             with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
                 if known is not None:
-                    self.stream.wait_event(known)  # what was there has been read
+                    self.stream.wait_event(known)  # the slots' earlier contents have been read
                 for i in range(0, len(slots), self.chunk):
                     self.bring(ids[i : i + self.chunk], slots[i : i + self.chunk], buffers[i // self.chunk % 2])
         finally:
@@ -197,7 +197,7 @@ class ThreadedPool(Pool):
         return asked, len(slots), None if self.stream is None else self.stream.record_event()
 
     def bring(self, ids: Tensor, slots: Tensor, buffer: list) -> None:
-        """Rows to slots, by way of a pinned buffer if they are short."""
+        """Copies rows to slots, through a pinned buffer unless they are wide; buffer: [memory, last copy's event]."""
         if buffer[1] is not None:
             buffer[1].synchronize()
         try:
@@ -212,13 +212,13 @@ class ThreadedPool(Pool):
         if follow(slots):
             self.staged.rows[slots[0] : slots[-1] + 1].copy_(found, non_blocking=True)
         else:
-            numbers = self.numbers[slots[0] : slots[0] + len(slots)].copy_(slots)  # in one's own part of them
+            numbers = self.numbers[slots[0] : slots[0] + len(slots)].copy_(slots)  # this thread's part of `numbers`
             to = numbers.to(self.device, non_blocking=True)
             self.staged.rows.index_copy_(0, to, found.to(self.device, non_blocking=True))
         buffer[1] = None if self.stream is None else self.stream.record_event()
 
     def gather(self, ids: Tensor, buffer: Tensor) -> Tensor:
-        """Rows of the pool, one after the other in pinned memory: where they lie if they follow each other there."""
+        """The rows in one piece of pinned memory: a view of the pool if consecutive, else gathered in `buffer`."""
         if follow(ids):
             return self.memory[ids[0] : ids[-1] + 1]
         return torch.index_select(self.memory, 0, ids, out=buffer)
@@ -229,11 +229,11 @@ class ThreadedPool(Pool):
 
 
 def follow(numbers: Tensor) -> bool:
-    """Whether each is the one before and 1."""
+    """Whether each number is the previous one plus 1."""
     return bool((numbers.diff() == 1).all())
 
 
-# A compiled step names its pools by number.
+# Compiled steps refer to pools by handle.
 _handles = itertools.count()
 _pools: WeakValueDictionary[int, ThreadedPool] = WeakValueDictionary()
 

@@ -1,20 +1,21 @@
-"""omnikv: a few layers look at everything and say what the others read (OmniKV, OpenReview ulCAPXYXfa).
+"""omnikv: a few filter layers attend to all tokens and choose those the others read (OmniKV, OpenReview ulCAPXYXfa).
 
-Filter layers attend to all tokens. At every step their attention, the most of any head (Equation 4), chooses k tokens
-of the prompt; the layers up to the next filter layer attend to these and to every generated token (Equation 2). The
-layer after a filter layer is full as well, as are those before the first: there what was chosen can be fetched.
-Nothing is ever dropped, and every step chooses anew.
+At every step a filter layer chooses the k prompt tokens with the highest attention, taking the maximum over its heads
+(Equation 4). The sparse layers up to the next filter layer attend to these and to every generated token (Equation 2).
+The layers before the first filter layer are full; so is the layer after each filter layer, which gives the fetch time
+to run. No token is ever dropped, and every step chooses again.
 
-Selectors weigh the attention of the last queries: `last` takes the newest alone, `uniform` all of a window alike,
-`exp` each twice as much as the one before it. Positions of the window that lie in the prompt are always chosen.
+Selectors weight the attention of the observation window: `last` uses only the current query, `uniform` weights all its
+queries equally, `exp` gives each query twice the weight of the one before. uniform and exp always choose the window's
+own prompt positions.
 
-Memory: the full cache. With `offload` the sparse layers' part of the prompt is on the host, a row for a token of all
-layers that share a choice. Threads are sent for these when the choice is made, a layer before they are needed, and
-bring them to a buffer of the device; a GPU that reads the host itself does so layer by layer. Device memory is the
-share `mem` of the full cache, from which section 5 has k: a + k / S (1 - a), a the share of full layers; where threads
-fetch, every chosen token is on the device twice, in the buffer too, and k is half of that. k follows each row's prompt,
-and generated tokens, which stay on the device, come on top. Traffic: full layers everything, filter layers every K
-twice, the others k and the generated tokens.
+Memory: the full cache. With `offload` the sparse layers' prompt is on the host, in rows that hold one token's K and V
+for all layers that share a choice. Threads start to fetch when the choice is made, a layer before the rows are needed,
+and write to a buffer on the device; a GPU that reads the host itself reads layer by layer. `mem` is the device's share
+of the full cache and sets k by section 5: mem = a + k / S (1 - a), a the share of full layers, S the prompt's
+tokens. If threads fetch, every chosen token is on the device twice, in the buffer too, and k is half of that (at 16
+bits). k follows each row's prompt; generated tokens stay on the device and come on top. Traffic: full layers read
+everything, filter layers K twice, sparse layers k and the generated tokens.
 """
 
 import math
@@ -34,11 +35,11 @@ from kv.full_bits import full_bytes, full_layer
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers are sparse and by whose choice, and how much is chosen."""
+    """Which layers are sparse, which filter layer chooses for them, and how many tokens."""
 
     segments: dict[int, list[int]]  # filter layer -> the sparse layers that follow it
-    k: int  # tokens chosen at most
-    share: Fraction | None  # of a row's prompt, where k follows it
+    k: int  # the most tokens chosen per row
+    share: Fraction | None  # the share of its prompt that a row chooses; None: k
 
     @classmethod
     def of(cls, shape: Shape, budget: int | None, options: "OmniKVMethod") -> "Plan":
@@ -55,18 +56,18 @@ class Plan:
         if share < 0:
             full = 1 - sparse / shape.n_layer
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {full:.3f}")
-        if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrived
+        if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrives
             share /= 1 + Fraction(2 * quant.stored_bytes(shape, options.bits), shape.unit_bytes)
         return cls(segments, part(share, shape.max_prompt), share)
 
 
 def part(share: Fraction, prompt: int) -> int:
-    """k: tokens of a prompt, half up, at least 1."""
+    """k for a prompt of `prompt` tokens: rounded half up, at least 1."""
     return max(1, math.floor(share * prompt + Fraction(1, 2)))
 
 
 def default_filters(shape: Shape) -> list[int]:
-    """The paper's for Yi-9B and Llama-3-70B; else the depths of Llama-3-8B's, as many as leave a layer sparse."""
+    """The paper's for Yi-9B and Llama-3-70B; else Llama-3-8B's relative depths, fewer if no layer were sparse."""
     known = {(48, 4096, 4): [6, 11, 30], (80, 8192, 8): [4, 19, 41]}
     if (shape.n_layer, shape.dim, shape.n_kv_head) in known:
         return known[shape.n_layer, shape.dim, shape.n_kv_head]
@@ -77,21 +78,21 @@ def default_filters(shape: Shape) -> list[int]:
 
 
 def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
-    """Each filter layer's sparse layers: those after the next, up to the filter layer that follows (Equation 2)."""
+    """Each filter layer's sparse layers: from the second after it up to the next filter layer (Equation 2)."""
     ends = [*filters, n_layer][1:]
     return {first: list(range(first + 2, end)) for first, end in zip(filters, ends, strict=True)}
 
 
 class Segment(Buffers):
-    """What a filter layer has chosen, and the sparse layers' rows to choose from."""
+    """A filter layer's choice, and the pool of prompt tokens that its sparse layers read."""
 
     def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: "OmniKVMethod", workers):
         super().__init__(shape)
         self.layers, self.k, self.share = layers, plan.k, plan.share
         self.delta, self.bits = options.delta, options.bits
         self.state("index", plan.k, fill=-1)  # prompt positions; -1: none
-        self.state("prompt")  # tokens of each row's
-        self.state("count")  # tokens to choose of it
+        self.state("prompt")  # the length of each row's prompt
+        self.state("count")  # how many tokens to choose from it
         what = "layers " + ", ".join(map(str, layers))
         width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
@@ -100,16 +101,16 @@ class Segment(Buffers):
         staged = options.staged(slots, width, shape)
         self.pool = options.pool(what, rows, width, staged, shape, workers, options.delta)
         self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.pending = self.rows = None  # between a filter layer and the last layer it chooses for
+        self.pending = self.rows = None  # set between a filter layer and its last sparse layer
 
     def begin(self, row: int, prompt: int) -> None:
-        """A prompt of so many tokens fills the row."""
+        """Prepares a row for a prompt of `prompt` tokens."""
         wanted = self.k if self.share is None else part(self.share, prompt)
         self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
         self.index[row] = -1
 
     def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """A layer's prompt, k and v [Hk,T,D]."""
+        """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""
         step = k.shape[1] if self.bits == 16 else quant.SLICE
         for i, x in enumerate((k, v)):
             for start, part in enumerate(x.transpose(0, 1).split(step)):
@@ -117,7 +118,7 @@ class Segment(Buffers):
                 self.pool.write(row * self.shape.max_prompt + start * step, part, self.layers.index(layer), i)
 
     def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
-        """The best prompt tokens by scores [B,N], fp32, N >= k; their fetch begins before the y returned is used."""
+        """Chooses prompt tokens by scores [B,N] fp32, N >= k; starts their fetch before the y returned is used."""
         position = torch.arange(scores.shape[1], device=scores.device)
         best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
         best = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
@@ -129,7 +130,7 @@ class Segment(Buffers):
         return y
 
     def keep_slots(self, best: Tensor) -> Tensor:
-        """best [B,k] in another order: what was chosen before stays in its slot."""
+        """Reorders best [B,k] so that tokens chosen in the last step keep their slots."""
         n = self.shape.max_prompt
 
         def flags(index: Tensor) -> Tensor:
@@ -138,14 +139,14 @@ class Segment(Buffers):
 
         stays = flags(best).gather(1, self.index.clamp(0)) & (self.index >= 0)  # [B,k] slots
         enters = ~flags(self.index).gather(1, best.clamp(0)) & (best >= 0)
-        # The entering tokens in their order, then nothing: the n-th of them goes to the n-th slot that is free.
+        # The n-th entering token goes to the n-th free slot; the free slots left get -1.
         order = torch.where(enters, enters.cumsum(1) - 1, self.k)
         queue = torch.full((best.shape[0], self.k + 1), -1, device=best.device).scatter(1, order, best)
         free = ((~stays).cumsum(1) - 1).clamp(min=0)
         return torch.where(stays, self.index, queue.gather(1, free))
 
     def take(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen tokens' K and V in a layer whose query is q, [B,Hk,k,D]; where index is -1 they are any."""
+        """K and V [B,Hk,k,D] of the chosen tokens for a layer whose query is q; undefined where index is -1."""
         if layer == self.layers[0]:
             self.rows, self.pending = self.pool.wait(self.pending, q), None
         rows = self.pool.take(self.rows, self.layers.index(layer))  # [B k,2,Hk,D]
@@ -157,7 +158,7 @@ class Segment(Buffers):
 
 
 class Filter(Full):
-    """Attends to everything, and chooses for its segment."""
+    """Attends to every token, and chooses for its segment."""
 
     def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
         super().__init__(shape)
@@ -165,7 +166,7 @@ class Filter(Full):
         self.beyond += segment.beyond
         self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
-        if self.window > 1:  # the scores that past queries gave, a ring by position
+        if self.window > 1:  # scores of past queries, a ring by position
             self.allocate("past", self.window, self.size + 1, dtype=torch.float32, beyond="past scores")
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -175,7 +176,7 @@ class Filter(Full):
         super().keep(row, q, k, v)
 
     def look_back(self, row: int, q: Tensor, k: Tensor) -> None:
-        """The scores of the prompt's last queries, which the first steps' window still holds."""
+        """Stores the scores of the prompt's last queries, which the window of the first steps includes."""
         length = k.shape[2]
         n = min(self.window - 1, length)
         position = torch.arange(length - n, length, device=q.device)
@@ -195,11 +196,11 @@ class Filter(Full):
         return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
 
     def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """scores [B,N] of this query into the ring -> those of the window."""
+        """Stores this query's scores [B,N] in the ring; returns the weighted scores of the window, [B,N]."""
         n, row = scores.shape[1], torch.arange(pos.shape[0], device=pos.device)
         at, past = pos % self.window, self.past.narrow(2, 0, n)
         past[row, at] = torch.where(active[:, None], scores, past[row, at])
-        age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each of the ring
+        age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
         window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
         weight = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
         inside = torch.arange(n, device=pos.device) > pos[:, None] - window
@@ -214,12 +215,12 @@ class Filter(Full):
 
 
 class Sparse(Parts):
-    """Attends to what the segment's filter layer chose and to the generated tokens, which it holds itself."""
+    """Attends to the tokens its filter layer chose and to the generated tokens, which it stores itself."""
 
     def __init__(self, shape: Shape, segment: Segment, layer: int):
         super().__init__(shape, 0, 0, segment.k, segment.prompt)
         self.segment, self.layer = segment, layer
-        if layer == segment.layers[0]:  # the pool is the whole segment's, and is counted once
+        if layer == segment.layers[0]:  # the pool is the whole segment's: counted once
             self.pools = [segment.pool]
         if not segment.pool.host_bytes:
             self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
@@ -247,14 +248,14 @@ class OmniKVMethod(offload.OffloadMethod):
     help = "a few full layers choose what the others read; --offload"
     instead, lossless = "mem", {"bits": 16}
     filter_layers: list[int] | None = option(None, "layers that choose", min=0)
-    selector: Literal["last", "uniform", "exp"] = option("last", "whose attention decides")
-    window: int = option(16, "queries of uniform and exp", min=1)
-    mem: float | None = option(None, "share of the cache for the device, in place of a budget", min=0, max=1)
+    selector: Literal["last", "uniform", "exp"] = option("last", "how the queries in the window are weighted")
+    window: int = option(16, "queries in the window of uniform and exp", min=1)
+    mem: float | None = option(None, "share of the cache for the device, instead of a budget", min=0, max=1)
     delta: bool = option(False, "threads fetch only what the device does not hold already")
     bits: quant.Bits = quant.BITS
 
     def memory(self, shape: Shape, budget: int | None) -> int:
-        """The full cache, in `bits` but for layers that choose; with offload, what is chosen is there a second time."""
+        """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""
         plan = Plan.of(shape, budget, self)
         sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
         unit = 2 * quant.stored_bytes(shape, self.bits)

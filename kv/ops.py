@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-SPAN = 256  # slots: what a step reads is a multiple of this
-SCORES = 1 << 24  # attention weights that exist at once where a whole prompt's are summed
-BLOCK = 128  # slots of one block of flex_attention's block mask
+SPAN = 256  # slots: a step reads a multiple of this, or all
+SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
+BLOCK = 128  # slots per block of flex_attention's block mask
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Exact attention of a whole prompt: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]. Never T x T.
+    """Exact causal attention of a whole prompt: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]; never T x T.
 
-    With a `window` each query sees that many tokens, itself included.
+    With `window`, each query sees that many tokens, itself included.
     """
     y, groups = torch.empty_like(q), q.shape[1] // k.shape[1]
     for g in range(groups):  # heads g, g + G, ... share no KV head, so K and V are never repeated
@@ -27,7 +27,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
 
 
 def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
-    """Writes y, a block of queries at a time, each against the keys its window reaches."""
+    """Writes y, one block of queries at a time, against the keys that the block's windows reach."""
     block = min(window, 1024)
     for start in range(0, q.shape[2], block):
         stop, first = min(start + block, q.shape[2]), max(start - window + 1, 0)
@@ -38,14 +38,14 @@ def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
-    """One query a row, [B,Hq,1,D], as the rows of a matrix for each of so many KV heads: [B,Hk,G,D]"""
+    """Groups one query per row by `heads` KV heads: [B,Hq,1,D] -> [B,Hk,G,D]."""
     return q.view(q.shape[0], heads, -1, q.shape[-1])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query a row against S slots: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] or [B,Hk,S] -> [B,Hq,1,D].
+    """One query per row against S slots: q [B,Hq,1,D], k and v [B,Hk,S,D], mask [B,S] or [B,Hk,S] -> [B,Hq,1,D].
 
-    The G queries of a group are the rows of one small matrix, so K and V are read once and never repeated.
+    The G queries of a group form one small matrix, so K and V are read once and never repeated.
     """
     mask = (mask[:, None] if mask.dim() == 2 else mask)[:, :, None]
     return F.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, attn_mask=mask).view(q.shape)
@@ -59,36 +59,36 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 
 
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
-    """`attend_prefix` as flash-decoding: a block mask built from `length`, so blocks past a row's end are not read.
+    """`attend_prefix` as flash-decoding: a block mask built from `length` skips the blocks past a row's end.
 
-    With `first` [B], multiples of BLOCK, each row's slots begin there.
+    With `first` [B], multiples of BLOCK, the slots of each row begin there.
     """
     rows = grouped(q, k.shape[1])
     blocks = -(-k.shape[2] // BLOCK)
-    whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: heads and the one block of queries
+    whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: one for all heads, one block of queries
     cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
-    order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's blocks come first
+    order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's own blocks come first
     if first is not None:
         order = order + (first // BLOCK)[:, None, None, None]
     mask = BlockMask.from_kv_blocks(
         cut,
-        ((order + whole[..., None]) % blocks).int(),  # the block that the end cuts comes after the whole ones
+        ((order + whole[..., None]) % blocks).int(),  # the partly filled block follows the whole ones
         whole,
         (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda b, h, i, slot: slot < (length[b] if first is None else first[b] + length[b]),
         seq_lengths=(rows.shape[2], k.shape[2]),
-        compute_q_blocks=False,  # only a backward pass reads them
+        compute_q_blocks=False,  # only a backward pass reads query blocks
     )
     return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
-    """`attend` to chosen slots alone: index and mask [B,Hk,N], the same for the queries of a group, or [B,Hq,N].
+    """`attend` to chosen slots only: index and mask [B,Hk,N], shared by the queries of a group, or [B,Hq,N].
 
-    `read` makes vectors of what is stored, where that is something else.
+    `read` decodes the gathered slots if they do not store plain vectors.
     """
-    place = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # of a KV head, one choice after the other
+    place = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # the choices of each KV head, concatenated
     keys, values = (gather(x, place).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
     if read is not None:
         keys, values = read(keys), read(values)
@@ -98,13 +98,13 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
 def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, best: Tensor, page: int, last: Tensor, read: Callable | None = None
 ) -> Tensor:
-    """`attend_rows` of chosen pages alone: best [B,Hk,N]; slots beyond each row's `last` [B] hold no token."""
+    """`attend_rows` to the tokens of pages `best` [B,Hk,N]; slots after each row's `last` [B] hold no token."""
     index = (best[..., None] * page + torch.arange(page, device=q.device)).flatten(2)
     return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None], read)
 
 
 def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of each channel in every `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]"""
+    """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
     rest = (0, 0, 0, -k.shape[1] % page)
     low, high = (F.pad(k, rest, value=empty).unflatten(1, (-1, page)) for empty in (torch.inf, -torch.inf))
     return low.amin(2), high.amax(2)
@@ -117,21 +117,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, shift: Tensor, speed: Tensor) -> Tensor:
-    """Keys (or queries) as RoPE would have them `shift` positions later: rotations add.
+    """Rotates keys (or queries), RoPE applied, as if they stood `shift` positions later: rotations add.
 
-    x [B,H,N,D], shift [B,H,N] or what broadcasts to it, speed [B,D/2] in radians a position.
+    x [B,H,N,D], shift [B,H,N] or broadcastable to it, speed [B,D/2] in radians per position.
     """
     angle = shift[..., None].float() * speed[:, None, None]
     return rotate(x, angle.cos(), angle.sin())
 
 
 def ring(position: Tensor, size: Tensor | int, sinks: int) -> Tensor:
-    """The slots, of `size`, where the tokens at some positions live: the ring turns behind the sinks."""
+    """The slots of the tokens at `position` among `size` slots: the sinks' slots, then a ring."""
     return torch.where(position < size, position, sinks + (position - sinks) % (size - sinks))
 
 
 def in_ring(length: int, size: int, sinks: int, device: torch.device) -> Tensor:
-    """The positions of the tokens that a ring holds of so many."""
+    """The positions of the tokens that `ring` holds after `length` tokens."""
     kept = torch.arange(length, device=device)
     return kept if length <= size else torch.cat((kept[:sinks], kept[length - size + sinks :]))
 
@@ -143,15 +143,15 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 
 
 def top(scores: Tensor, k: int, ordered: bool = False) -> Tensor:
-    """Where the k largest of scores [..., N] fp32 are, [..., k], the best first if ordered; of equal ones the first."""
+    """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index."""
     bits = scores.view(torch.int32).long()
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they compare like the floats
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
     keys = (order << 32) - torch.arange(scores.shape[-1], device=scores.device)
     return -keys.topk(k, sorted=ordered).values & 0xFFFFFFFF
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
-    """q [B,Hk,G,D] with every one of k [B,Hk,N,D] -> [B,Hk,G,N] fp32; a vector is read once for the group."""
+    """Dot products of q [B,Hk,G,D] and k [B,Hk,N,D] -> [B,Hk,G,N] fp32; each key is read once per group."""
     q, k = q.float(), k.float()
     if not torch.compiler.is_compiling():
         return q @ k.mT
@@ -159,23 +159,23 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
 
 
 def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
-    """What one query q [B,Hq,1,D] pays of its attention to each of k [B,Hk,N,D]: [B,Hk,G,N] fp32, which `empty`
-    broadcasts to, and where it holds there is no key."""
+    """Attention weights [B,Hk,G,N] fp32 of q [B,Hq,1,D] over k [B,Hk,N,D]; slots that are `empty` (broadcast) get 0."""
     return (dots(grouped(q, k.shape[1]), k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
 
 
 def sums(weight: Tensor, v: Tensor) -> Tensor:
-    """Values v [B,Hk,N,D] by their weight [B,Hk,G,N] -> [B,Hk,G,D] fp32; a vector is read once for the group."""
+    """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32; each vector is read once per group."""
     if not torch.compiler.is_compiling():
         return weight @ v
     return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
 
 
 def channel_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) -> Tensor:
-    """Each query's attention to N keys, guessed from R of their channels: [B,Hk,G,N] fp32.
+    """Each query's attention to N keys, estimated from R of their channels: [B,Hk,G,N] fp32.
 
-    rows [B,Hk,G,D], channel [B,Hk,R], those channels of the keys [B,Hk,R,N], read once for a group;
-    `empty` [B,N] keys get nothing. The temperature is SparQ's (arXiv 2312.04985): it allows for the channels left out.
+    rows [B,Hk,G,D] are the queries; channel [B,Hk,R] picks channels; keys [B,Hk,R,N] are those channels of the keys,
+    read once per group; `empty` [B,N] keys get no weight. SparQ's temperature (arXiv 2312.04985) makes up for the
+    channels left out.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
     logits = sums(part.float(), keys.float())
@@ -184,9 +184,9 @@ def channel_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) 
 
 
 def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
-    """What a prompt's last `window` queries attend to before them: q [1,Hq,T,D], k [1,Hk,T,D] -> [Hk,G,T-window].
+    """The attention of the last `window` queries to earlier tokens: q [1,Hq,T,D], k [1,Hk,T,D] -> [Hk,G,T-window].
 
-    Softmax over all keys that a query sees, summed over the window, fp32. One KV head at a time, so that no more than
+    Softmax over all keys that a query sees, summed over the window, fp32. One KV head at a time, so at most
     G x window x T scores exist at once.
     """
     end, sums = k.shape[2] - window, []
@@ -199,10 +199,11 @@ def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
 
 
 def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
-    """The attention that a prompt's tokens receive: q [1,Hq,T,D], k [1,Hk,T,D] -> (`powers` of [Hk,T], [Hq]), fp32.
+    """The attention that each prompt token receives: q [1,Hq,T,D], k [1,Hk,T,D] -> (`powers` of [Hk,T], [Hq]), fp32.
 
-    First the sums over all queries of the first, second, ... power of the group's attention (D2O, Equation 6); then the
-    variance over the tokens of each query head's own sums (Equation 4). A block of queries at a time: never T x T.
+    The first are the sums over all queries of the group's attention to the power of 1, 2, ... (D2O, Equation 6); the
+    last is the variance, over the tokens, of each query head's own sums (Equation 4). A block of queries at a time,
+    never T x T.
     """
     length, groups = k.shape[2], q.shape[1] // k.shape[1]
     block = max(1, min(length, SCORES // (groups * length)))
@@ -224,7 +225,7 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
 
 
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor], Tensor]:
-    """`causal_attention` of a whole prompt [1,Hq,T,D], and its `column_sums`: `powers` of [Hk,T], and [Hq]."""
+    """`causal_attention` of a whole prompt [1,Hq,T,D], then its `column_sums`: `powers` of [Hk,T], and [Hq]."""
     if powers > 1 or not _flashes(q):
         return causal_attention(q, k, v), *column_sums(q, k, powers)
     y, sums, groups = torch.empty_like(q), torch.zeros(k.shape[1:3], device=q.device), q.shape[1] // k.shape[1]
@@ -238,7 +239,7 @@ def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tupl
 
 
 def _flashes(q: Tensor) -> bool:
-    """Whether torch's flash attention takes q as it is, and with 8 channels more; SDPA would pad, or try another."""
+    """Whether torch's flash kernel takes q as it is, also with 8 more channels; SDPA would pad or switch kernels."""
     if q.device.type == "cpu":
         return True
     sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= 248
@@ -246,19 +247,20 @@ def _flashes(q: Tensor) -> bool:
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Causal, with the log of each query's sum of exponentials [1,H,T], which SDPA withholds."""
+    """Causal attention, and the log of each query's sum of exponentials [1,H,T], which SDPA does not return."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[:2]
 
 
 def _flash_sums(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """`column_sums` for one query head a KV head, whose logs of sums `total` [1,H,T] are known: flash attention again.
+    """`column_sums` for one query head per KV head by a second flash attention; `total` [1,H,T]: the first one's logs.
 
-    Key j gets the sum over i >= j of exp(q_i k_j / sqrt(D) - total_i). That is the sum of exponentials of a query k_j
-    over keys q_i, causal if both run backwards; three more channels hold -total_i, in parts that the dtype can hold.
+    Key j receives the sum over i >= j of exp(q_i k_j / sqrt(D) - total_i). With the roles swapped this is the sum of
+    exponentials of query k_j over keys q_i, causal if both run backwards. Three more channels add -total_i, split into
+    parts that the dtype can represent.
     """
-    scale, more = q.shape[-1] ** -0.5, k.new_zeros(*k.shape[:3], 8)  # CUDA takes head dims in multiples of 8
+    scale, more = q.shape[-1] ** -0.5, k.new_zeros(*k.shape[:3], 8)  # CUDA needs a head dim that is a multiple of 8
     offset, rest = more.clone(), -total.float() / scale
     for channel in range(3):
         more[..., channel], offset[..., channel] = 1, rest
@@ -268,25 +270,25 @@ def _flash_sums(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
 
 
 def hashed(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (xor-shift and multiply, twice) in int64, whose products wrap harmlessly."""
+    """A 32-bit integer hash (xor-shift and multiply, twice) in int64; overflow does not reach the low 32 bits."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
-    """Writes one token a row: new [B,Hk,1,D] into buffer [B,Hk,S,D] at slot [B]; inactive rows keep what they have."""
+    """Writes one token per row: new [B,Hk,1,D] to buffer [B,Hk,S,D] at slot [B]; inactive rows do not change."""
     rows = torch.arange(slot.shape[0], device=slot.device)
     buffer[rows, :, slot] = torch.where(active[:, None, None], new[:, :, 0], buffer[rows, :, slot])
 
 
 def span(old: Tensor | None, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:
-    """How many of a row's first slots the next step reads, as the first size of an empty tensor; `old` if unchanged.
+    """How many leading slots the next step reads, as the first size of an empty tensor; `old` if unchanged.
 
-    A size that a compiled step sees as a variable: one compile serves all lengths, where a Python int would compile
-    each anew. Buffers need one slot more than `capacity`, for a span that is a whole buffer is a special case to the
-    compiler. On CUDA always `capacity`: the block mask of `flex_prefix` follows the lengths there, and one graph
-    serves them all.
+    A compiled step sees that size as a variable, so one compile serves all lengths; a Python int would be compiled
+    for each. Buffers need one slot more than `capacity`, because the compiler specializes a span that covers a whole
+    buffer. On CUDA the span is always `capacity`: there the block mask of `flex_prefix` follows the lengths, and one
+    graph serves them all.
     """
     size = capacity if device.type == "cuda" else min(-(-length // (step or SPAN)) * (step or SPAN), capacity)
     if old is not None and old.shape[0] == size:

@@ -1,4 +1,4 @@
-"""Rows of memory that the device can address: its own, or pinned memory of the host."""
+"""A pool of rows in memory that the device can address: its own, or pinned host memory."""
 
 import resource
 from collections import deque
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from device import free_bytes
 
-BACKLOG = 4  # writes that may be under way
+BACKLOG = 4  # writes that may be in flight
 
 
 class Pool:
-    """[rows, *width] where the device can address it: on the device, or `host`."""
+    """[rows, *width] on the device or, with `host`, in pinned host memory; `what` names it in errors."""
 
-    counts = (0, 0)  # rows that threads were asked for, and rows that they fetched
-    staged_bytes = 0  # of buffers on the device
+    counts = (0, 0)  # rows requested from threads, and rows they fetched
+    staged_bytes = 0  # bytes of the device buffer where fetched rows arrive
 
     def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
                  host: bool = False):  # fmt: skip
@@ -36,11 +36,11 @@ class Pool:
 
     @property
     def buffer(self) -> Tensor | None:
-        """What the pool holds on the device, for its owner to register."""
+        """The pool's memory on the device, for its owner to register; None if there is none."""
         return None if self.on_host else self.rows
 
     def write(self, start: int, values: Tensor, *column: int | slice) -> None:
-        """values [n, ...] become `column` of the rows from `start` on; later layers may compute meanwhile."""
+        """Writes values [n, ...] to `column` of n rows from `start` on; later layers may compute meanwhile."""
         target = self.rows[(slice(start, start + len(values)), *column)]
         if self.stream is None:
             target.copy_(values)
@@ -56,43 +56,43 @@ class Pool:
         self.settle(BACKLOG)
 
     def settle(self, left: int = 0) -> None:
-        """Waits until at most `left` writes are under way. Raises what a write raised."""
+        """Waits until at most `left` writes are in flight. Raises what a write raised."""
         while len(self.writing) > left:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
 
     def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Says which rows are wanted: ids [N] int64, below 0 none; slots that are not `asked` [N] keep what they have.
+        """Requests rows ids [N] int64 (below 0: none). Threads fetch where `asked` [N] and leave other slots alone.
 
-        Returns a token for `wait`, and y: not before `after` (default: ids) is known, and not after y is used, as long
-        as the caller goes on with the y returned. Nothing else holds a compiler to an order of two ops that share no
-        data.
+        Returns a token for `wait`, and y. The fetch starts after `after` (default: ids) is known and before the
+        returned y is used: the caller continues with that one, because only a data dependence makes a compiler keep
+        the order of two ops.
         """
         return ids, y
 
     def wait(self, token: Tensor, before: Tensor) -> Tensor:
-        """-> what `take` takes; not before `before` is known, so that what leads there runs meanwhile."""
+        """Returns the input of `take`. Waits only when `before` is known: its computation overlaps with the fetch."""
         return token
 
     def take(self, waited: Tensor, *column: int) -> Tensor:
-        """`column` of the wanted rows, [N, ...]; where none was wanted it is any."""
+        """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
         return self.rows[(waited.clamp(min=0), *column)]
 
     def overhead(self) -> int:
-        """Bytes of staging buffers, on the device and on the host."""
+        """Bytes of buffers beside the pool itself, on the device and on the host."""
         return 0
 
     def close(self) -> None:
-        """Ends what runs beside the caller; what a write raised is lost."""
+        """Ends background work, and discards what a write raised."""
         for write in self.writing:
             write.exception() if isinstance(write, Future) else write.synchronize()
         self.writing.clear()
 
 
 def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory of the host, and the same as `device` sees it: pinned, where that is a GPU.
+    """Host memory, and the same memory as a tensor on `device`; pinned if that is a GPU.
 
-    Raises ValueError with what was asked for and what there is.
+    Raises ValueError, with the bytes needed and free, if it cannot be allocated or pinned.
     """
     if device.type == "meta":
         memory = torch.empty(size, dtype=dtype, device=device)
@@ -108,18 +108,18 @@ def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: to
         raise ValueError(f"{asked}, which cannot be allocated ({str(error).splitlines()[0]})") from None
     if device.type != "cuda":
         return memory, memory
-    cuda = torch.cuda.cudart()  # torch's own pinned memory comes in powers of two
+    cuda = torch.cuda.cudart()  # torch would round pinned memory up to a power of two
     if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 2)):
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        limit = "no limit" if limit == resource.RLIM_INFINITY else f"a limit of {limit / 1e9:.2f} GB"
-        raise ValueError(f"{asked}, which cannot be pinned (CUDA error {error}; {free / 1e9:.2f} GB are free, {limit})")
+        limit = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e9:.2f} GB"
+        raise ValueError(f"{asked}: pinning failed (CUDA error {error}, {free / 1e9:.2f} GB free, ulimit -l {limit})")
     finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
     return memory, as_device(memory, device)
 
 
 def as_device(memory: Tensor, device: torch.device) -> Tensor:
-    """Pinned memory of the host as a tensor of a GPU, which reads and writes it over the bus."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface knows no bfloat16
+    """Pinned host memory as a tensor on a GPU, which reads and writes it over the bus."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface has no bfloat16
 
     interface = {
         "shape": tuple(memory.shape), "typestr": f"<i{memory.dtype.itemsize}", "strides": None, "version": 3,

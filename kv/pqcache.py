@@ -1,12 +1,12 @@
-"""pqcache: tokens of the host's cache chosen by product-quantization codes of their keys (arXiv 2407.12820).
+"""pqcache: fetches tokens from the host by product-quantization codes of their keys (PQCache, arXiv 2407.12820).
 
-The prompt's keys are cut into parts of the head, each part of a KV head clustered by k-means; a key is known by the
-numbers of its nearest centroids. A step multiplies the group's queries with the centroids, adds up what each token's
-codes say, and fetches the best tokens. The first tokens and the newest stay on the device; a generated token that is
-no longer among the newest gets codes too.
+Keys are split into equal parts of their channels, and k-means clusters each part of each KV head's prompt. A key's
+codes are the numbers of its nearest centroids. A step multiplies the sum of a group's queries with the centroids,
+scores each token by adding up the products of its codes' centroids, and fetches the best tokens. The first and the
+newest tokens stay on the device; a generated token that is no longer among the newest gets codes too.
 
-The budget is split as in tailorkv. Memory: the prompt on the host; on the device a byte a part and token, and the
-budget. Traffic: the codes, and the budget.
+The budget is split as in tailorkv. Memory: the prompt on the host; on the device, per KV head, one byte per part and
+token, the centroids, and the budget. Traffic: the codes, the centroids, and the budget.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kv import offload, ops
 from kv.base import KV, Shape, option
 from kv.fetched import FetchedTokens, FetchMethod
 
-LONG = 64 * 1024  # tokens of a prompt beyond which one round of k-means must do
+LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 
 
 class PQCache(FetchedTokens):
@@ -39,7 +39,7 @@ class PQCache(FetchedTokens):
         for head, keys in enumerate(k[0]):
             for part, x in enumerate(keys.float().chunk(self.parts, dim=1)):
                 centroids, codes = cluster(x, self.centroids.shape[3], self.rounds if len(x) <= LONG else 1)
-                self.centroids[row, head, part] = torch.inf  # no key is near one that there is not
+                self.centroids[row, head, part] = torch.inf  # centroids that a short prompt lacks are nearest to no key
                 self.centroids[row, head, part, : len(centroids)] = centroids
                 self.codes[row, head, part, : len(x)] = codes
 
@@ -57,7 +57,7 @@ class PQCache(FetchedTokens):
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def encode(self, position: Tensor, active: Tensor) -> None:
-        """The token at position [B], which is no longer recent, gets its codes if it was generated."""
+        """Encodes the token at position [B], which is no longer recent, if it was generated."""
         at = self.chosen + (position - self.prompt).clamp(min=0)
         row = torch.arange(len(position), device=position.device)
         key = self.k[row, :, at].float().unflatten(2, (self.parts, 1, -1))  # [B,Hk,parts,1,d]
@@ -66,7 +66,7 @@ class PQCache(FetchedTokens):
         self.codes[row, :, :, position] = torch.where(new, code, self.codes[row, :, :, position])
 
     def copy_generated(self) -> None:
-        """Chosen tokens that were generated are on the device already."""
+        """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""
         new = self.index >= self.prompt[:, None, None]
         at = self.chosen + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
@@ -74,7 +74,7 @@ class PQCache(FetchedTokens):
             chosen.copy_(torch.where(new[..., None], ops.gather(buffer, at), chosen))
 
     def near(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the ends of the prompt, and which of the generated tokens, are first or recent: two of [B,n]."""
+        """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
         slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
         end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))
         new = prompt + torch.arange(self.span.shape[0] - self.chosen, device=pos.device)
@@ -91,7 +91,7 @@ class PQCache(FetchedTokens):
 
 
 def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
-    """k-means from points at equal distances in the text: x [T,d] -> centroids [min(count,T),d], codes uint8 [T]."""
+    """k-means, starting at evenly spaced tokens: x [T,d] -> centroids [min(count,T),d], codes uint8 [T]."""
     count = min(count, len(x))
     centroids = x[torch.arange(count, device=x.device) * len(x) // count]
 
@@ -109,25 +109,25 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class PQCacheMethod(FetchMethod):
     help = "tokens from the host, by codes of their keys"
-    partitions: int = option(2, "parts of a key", min=1)
-    codebits: int = option(6, "of a part's code: 2^n centroids", min=1, max=8)
-    rounds: int = option(8, "of k-means; 1 for prompts beyond 64K tokens", min=0)
+    partitions: int = option(2, "equal parts of a key", min=1)
+    codebits: int = option(6, "bits per code, n: 2^n centroids per part", min=1, max=8)
+    rounds: int = option(8, "rounds of k-means; 1 for prompts beyond 64K tokens", min=0)
 
     def split(self, budget: int) -> tuple[int, int]:
-        """At least the new token is local."""
+        """Keeps at least one local token beside the initial ones: the new one."""
         local, count = super().split(budget)
         more = max(0, self.initial + 1 - local)
         return local + more, count - more
 
     def reach(self, shape: Shape) -> int:
-        """Generated tokens too, once they are no longer local."""
+        """Generated tokens too: they can be chosen once they are no longer local."""
         return shape.planned
 
     def minimum(self, shape: Shape) -> int:
         return max(8, self.initial + 2)
 
     def memory(self, shape: Shape, budget: int) -> int:
-        """K and V of the prompt; a byte a part and token, and the centroids in fp32."""
+        """K and V of the prompt, one byte per part and token, and the centroids in fp32."""
         heads = shape.n_layer * shape.batch * shape.n_kv_head
         codes = self.partitions * shape.planned + 4 * 2**self.codebits * shape.head_dim
         return heads * (shape.max_prompt * shape.unit_bytes + codes)

@@ -1,9 +1,9 @@
-"""K and V in 1 to 8 bits, packed; 16-bit scales and zero points (TailorKV, Equation 4). Shapes as in kv/base.py.
+"""K and V quantized to 1 to 8 bits and packed, with 16-bit scales and zero points (TailorKV, Equation 4).
 
-`Packed` holds tokens by the group, for attention to all of them: K shares a scale over a group's tokens in each
-channel, V over channels in each token. A byte holds tokens that are far apart in the group, so that what lies side by
-side in memory are channels, and unpacking, scaling and multiplying become one loop over them. `encode` makes one
-vector one row of bytes, for methods that gather a few tokens.
+Shapes as in kv/base.py. `Packed` stores whole groups of tokens, for attention to all of them. In K a scale covers one
+channel of a group's tokens, in V up to 64 channels of one token. A byte holds tokens that are far apart in the group:
+adjacent bytes are then adjacent channels, and unpacking, scaling and multiplying become one loop over channels.
+`encode` turns each vector into bytes of its own, for methods that gather a few tokens.
 """
 
 import math
@@ -16,18 +16,18 @@ from torch import Tensor
 from kv import ops
 from kv.base import Buffers, Shape, option
 
-BITS = option(16, "of a stored value: 16 is the model's own dtype")  # an option of methods
+BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]
-EPS = 2.0**-14  # the least scale: the smallest normal fp16
-CHANNELS = 64  # of one token that share a scale
-SLICE = 4096  # tokens that exist in full precision at once where a step is not compiled, and in a prompt
+EPS = 2.0**-14  # the smallest scale: the smallest normal fp16 number
+CHANNELS = 64  # the most channels of one token that share a scale
+SLICE = 4096  # tokens in fp32 at once, in a prompt and in a step that is not compiled
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8), and scale and zero point (fp16, `dim` of size 1), over all of one dimension of x.
+    """Quantizes x along one dimension: codes (uint8), and scale and zero point (fp16, `dim` of size 1).
 
-    Equation 4. The codes are those of the rounded scale and zero point, so x is missed by half a step at most, and by
-    what rounding the zero point may cut off.
+    Equation 4. The codes are computed from the rounded scale and zero point, so the error is at most half a step, plus
+    what the rounded zero point clips.
     """
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
@@ -38,12 +38,12 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """fp16 as fp32. A compiler would leave out the rounding of what it has just computed, but not that of integers."""
+    """fp16 to fp32 by way of integers: a compiler may skip the rounding to fp16 of a value it has just computed."""
     return (x.view(torch.int16).int() & 0xFFFF).to(torch.int16).view(torch.float16).float()
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """n codes as ceil(n bits / 8) bytes along a negative dim; of m bytes byte i holds codes i, i + m, i + 2m, ..."""
+    """Packs n codes into m = ceil(n bits / 8) bytes along a negative dim: byte i holds codes i, i + m, i + 2m, ..."""
     per = 8 // bits
     size = -(-codes.shape[dim] // per)
     codes = F.pad(codes, (0, 0) * (-dim - 1) + (0, size * per - codes.shape[dim])).unflatten(dim, (per, size))
@@ -52,18 +52,18 @@ def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, dim: int, size: int) -> Tensor:
-    """The first `size` codes, int32."""
+    """The first `size` codes along the negative dim, int32."""
     parts = (packed.unsqueeze(dim - 1).int() >> shifts(bits, dim, packed.device)) & (2**bits - 1)
     return parts.flatten(dim - 1, dim).narrow(dim, 0, size)
 
 
 def shifts(bits: int, dim: int, device: torch.device) -> Tensor:
-    """How far each code of a byte is shifted, along `dim` - 1."""
+    """How many bits each code of a byte is shifted, along `dim` - 1."""
     return torch.arange(0, 8, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
 
 
 def vector_bytes(size: int, bits: int) -> int:
-    """Bytes of one encoded vector."""
+    """Bytes of one encoded vector of `size` channels."""
     return -(-size * bits // 8) + 4 * (size // channels(size))
 
 
@@ -78,7 +78,7 @@ def channels(size: int) -> int:
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
-    """Vectors x [..., D] as rows of bytes [..., vector_bytes]: the codes, then each scale and zero point."""
+    """Encodes vectors x [..., D] as bytes [..., vector_bytes]: the codes, then each scale and zero point."""
     codes, scale, zero = quantize(x.unflatten(-1, (-1, channels(x.shape[-1]))), bits, -1)
     packed = pack(codes.flatten(-2), bits, -1)
     constants = torch.cat([scale, zero], dim=-1).flatten(-2).view(torch.int16).int()
@@ -87,7 +87,7 @@ def encode(x: Tensor, bits: int) -> Tensor:
 
 
 def decode(rows: Tensor, bits: int, size: int) -> Tensor:
-    """What `encode` took, nearly: [..., D] fp32."""
+    """The approximate inverse of `encode`: [..., D] fp32."""
     packed, constants = rows.split([rows.shape[-1] - 4 * (size // channels(size)), 4 * (size // channels(size))], -1)
     low, high = constants.int().unflatten(-1, (-1, 2, 2)).unbind(-1)
     scale, zero = (low | high << 8).to(torch.int16).view(torch.float16).float().unbind(-1)  # [..., D / channels]
@@ -102,21 +102,21 @@ _library.impl("widen", lambda x: x.new_empty(x.shape, dtype=torch.float32), "Met
 
 
 def widen(x: Tensor) -> Tensor:
-    """16 bits as fp32; on a CPU ahead of the loop that uses it, in which a conversion is slower than all else."""
+    """16-bit floats to fp32; on a CPU before the loop that uses them, because inside it the conversion dominates."""
     if x.device.type != "cpu" or x.dtype == torch.float32:
         return x.float()
-    return torch.ops.kv_fast.widen(x)  # not for fp32, which it would return as it is
+    return torch.ops.kv_fast.widen(x)  # not for fp32: it would return its input, which an operator must not
 
 
 class Packed(Buffers):
-    """`groups` groups of tokens a row and KV head, of `group` tokens each."""
+    """`groups` groups of `group` tokens per row and KV head."""
 
     def __init__(self, shape: Shape, groups: int, group: int, bits: int):
         super().__init__(shape)
         if group % 8:
-            raise ValueError(f"a group of tokens that are packed together has 8, 16, 24, ... of them, not {group}")
+            raise ValueError(f"group must be a multiple of 8 tokens, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
-        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one past the end, see ops.span
+        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see ops.span
         for name, more in (("k", (1, d)), ("v", (group, d // self.channels))):
             self.allocate(name, *size, group * bits // 8, d, dtype=torch.uint8)
             for part in ("scale", "zero"):
@@ -124,11 +124,11 @@ class Packed(Buffers):
 
     @property
     def group_bytes(self) -> int:
-        """Of one row and KV head."""
+        """Bytes of one group of one row and KV head."""
         return sum(x[:1, :1, :1].nbytes for x in self.buffers())
 
     def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Whole groups k and v [..., group, D] as the buffers hold them."""
+        """Quantizes whole groups k and v [..., group, D]: the contents of each buffer, by name."""
         codes, k_scale, k_zero = quantize(k, self.bits, -2)
         found = {"k": pack(codes, self.bits, -2), "k_scale": k_scale, "k_zero": k_zero}
         codes, v_scale, v_zero = quantize(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
@@ -136,7 +136,7 @@ class Packed(Buffers):
         return found
 
     def fill(self, row: int, k: Tensor, v: Tensor) -> None:
-        """The first groups of a row, from a prompt's tokens k and v [Hk,n group,D]."""
+        """Packs tokens of a prompt, k and v [Hk,n group,D], into the first n groups of a row."""
         k, v = (x.unflatten(1, (-1, self.group)) for x in (k, v))
         step = max(1, SLICE // self.group)
         for start in range(0, k.shape[1], step):
@@ -145,36 +145,36 @@ class Packed(Buffers):
                 getattr(self, name)[row, :, at.start : at.start + values.shape[1]] = values
 
     def store(self, k: Tensor, v: Tensor, at: Tensor, due: Tensor) -> None:
-        """One group a row: k and v [B,Hk,group,D] become group at [B], where due [B]."""
+        """Packs one group per row: k and v [B,Hk,group,D] become group `at` [B] where `due` [B]."""
         rows = torch.arange(at.shape[0], device=at.device)
         for name, values in self.pack(k, v).items():
             buffer = getattr(self, name)
             buffer[rows, :, at] = torch.where(due[:, None, None, None], values, buffer[rows, :, at])
 
     def slices(self, groups: int) -> list[tuple[int, int]]:
-        """(first group, groups) that are read at once: all where the compiler fuses reading and multiplying."""
+        """(first group, number of groups) to read at once: all groups if a compiler fuses reading and multiplying."""
         if torch.compiler.is_compiling():
             return [(0, groups)]
         step = max(1, SLICE // self.group)
         return [(first, min(step, groups - first)) for first in range(0, groups, step)]
 
     def keys(self, first: int, groups: int) -> Tensor:
-        """[B,Hk,groups group,D] fp32"""
+        """The keys of some groups, [B,Hk,groups group,D] fp32."""
         codes, scale, zero = (x.narrow(2, first, groups) for x in (self.k, self.k_scale, self.k_zero))
         return (unpack(codes, self.bits, -2, self.group) * widen(scale) + widen(zero)).flatten(2, 3)
 
     def values(self, first: int, groups: int) -> Tensor:
-        """[B,Hk,groups group,D] fp32"""
+        """The values of some groups, [B,Hk,groups group,D] fp32."""
         codes, scale, zero = (x.narrow(2, first, groups) for x in (self.v, self.v_scale, self.v_zero))
         codes = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels))
         return (codes * widen(scale)[..., None] + widen(zero)[..., None]).flatten(-2).flatten(2, 3)
 
     def dots(self, rows: Tensor, groups: int) -> Tensor:
-        """rows [B,Hk,G,D] with the keys of the first groups -> [B,Hk,G,n]"""
+        """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
         return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
 
     def sums(self, weight: Tensor, groups: int) -> Tensor:
-        """The values of the first groups by their weight [B,Hk,G,n] -> [B,Hk,G,D]"""
+        """Sums of the first groups' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
         return sum(
             ops.sums(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
             for first, n in self.slices(groups)

@@ -1,16 +1,18 @@
-"""tailorkv: the layers that look at everything in one bit, the others' tokens fetched from the host (arXiv 2505.19586).
+"""tailorkv: quantizes layers with dense attention to 1 bit, offloads the others and fetches tokens (arXiv 2505.19586).
 
-Layers whose attention is dense (Equations 6 to 9, calibrate.py) store every token in 1 or 2 bits (Equation 4, kivi.py
-without a recent window). Of the others' prompts K and V live on the host, K channel by channel a second time; the
-device keeps the first tokens, the last, and each channel's largest |K|. While the layer below computes, its input to
-attention, multiplied by this layer's query weights, predicts the query (Equation 12); the channels where |q| max |K| is
-largest are fetched (Equation 10). Their products with the true query choose the tokens to fetch. The queries of a group
-choose together, by their mean.
+Quantization-friendly layers, whose attention is dense (Equations 6 to 9, calibrate.py), store every token in `bits`
+bits, 1 or 2 in the paper (Equation 4, kivi.py without a recent window). Sparsity-friendly layers, all others, keep the
+prompt's K and V on the host, with a second, channel-major copy of K; the device keeps the first and last tokens and
+each channel's largest |K|. While layer l - 1 computes, its input to attention, multiplied by layer l's query weights,
+predicts the query of layer l (Equation 12), and the channels of K with the largest |q| max |K| are prefetched
+(Equation 10). In layer l the products of the true query with these channels choose the tokens to fetch. The queries of
+a group choose together, by their mean.
 
-The budget t is n_local + n_topk, n_local = min(128, t / 3). Attended: these, and all that was generated.
+The budget t is n_local + n_topk, n_local = min(128, t / 3). A step attends to these and to all generated tokens.
 
-Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values of a quantized layer, two buffers of S d Hk values for d channels
-(Table 2), and t tokens of every other layer; host: K, V and K again. Traffic: d channels of S tokens, and the budget.
+Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values per quantized layer, two buffers of S d Hk values for d channels
+(Table 2), and t tokens per other layer; host: K, V and K again per other layer. Traffic: a quantized layer's codes; in
+other layers d channels of S tokens, and the budget.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from kv.base import KV, Shape, option
 from kv.fetched import FetchedTokens, FetchMethod
 from kv.kivi import GROUP, Quantized, layer_bytes
 
-LONG = 32 * 1024  # tokens of a prompt beyond which more channels are fetched
+LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
 
 
 class Tailored(FetchedTokens):
@@ -42,7 +44,7 @@ class Tailored(FetchedTokens):
         self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
         self.pools.append(self.channel_pool)
         self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
-        self.pending: tuple[Tensor, Tensor] | None = None  # between the lookahead and the layer: channels and a token
+        self.pending: tuple[Tensor, Tensor] | None = None  # channels and a token, set between lookahead and decode
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -59,12 +61,12 @@ class Tailored(FetchedTokens):
         return x
 
     def mean(self, q: Tensor) -> Tensor:
-        """Of a group's queries: [B,Hq,1,D] -> [B,Hk,D] fp32"""
+        """The mean of each group's queries: [B,Hq,1,D] -> [B,Hk,D] fp32."""
         return ops.grouped(q, self.shape.n_kv_head).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         age = self.store_generated(k, v, pos, active)
-        if self.pending is None:  # the first layer: nothing could look ahead
+        if self.pending is None:  # the first layer: no layer below predicted its query
             q = self.lookahead(q, q, active)
         (channel, token), self.pending = self.pending, None
         keys = self.channel_pool.take(self.channel_pool.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
@@ -77,18 +79,18 @@ class Tailored(FetchedTokens):
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        """The channels come from the host, as many tokens of them as are planned, and are read where they arrive."""
+        """The fetched channels, of max_prompt tokens, are read on the host and again where they arrive."""
         device, host = self.fetched_bytes(length)
         channels = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
         return device + channels, host + channels * (self.channel_pool.host_bytes > 0)
 
     def overhead(self) -> dict[str, int]:
         declared = super().overhead()
-        return declared | {"staging": declared["staging"] - self.channel_pool.staged_bytes}  # those are in Table 2
+        return declared | {"staging": declared["staging"] - self.channel_pool.staged_bytes}  # Table 2 counts those
 
 
 class Shared:
-    """What the layers use in turn: threads, and where rows and channels arrive."""
+    """What layers use in turn: threads, and the buffers where rows and channels arrive."""
 
     def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
         self.channels = options.fetched_channels(shape)
@@ -103,16 +105,16 @@ class TailorKVMethod(FetchMethod):
     help = "dense layers in one bit, tokens of the others from the host by predicted queries"
     lossless = {"quant_layers": []}
     quant_layers: list[int] | None = option(None, "layers that are quantized", min=0)
-    bits: Literal[1, 2, 4, 8] = option(1, "of a value in them")
-    group: int = option(GROUP, "tokens over which a channel of K is quantized", min=8)
-    channels: int | None = option(None, "of K that are fetched; auto: 8, or 12 for plans beyond 32K tokens", min=1)
+    bits: Literal[1, 2, 4, 8] = option(1, "bits of a stored value in them")
+    group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
+    channels: int | None = option(None, "channels of K to fetch; auto: 8, or 12 if max_prompt is beyond 32K", min=1)
 
     def fetched_channels(self, shape: Shape) -> int:
-        """d_s: of a KV head's K."""
+        """d_s: channels fetched per KV head."""
         return min(self.channels or (12 if shape.max_prompt > LONG else 8), shape.head_dim)
 
     def quantized_layers(self, shape: Shape) -> list[int]:
-        """Those of the options; else 0, and 1 too for Llama-2-7B, Yi-6B and Yi-9B (section 5.1)."""
+        """The option's layers; by default 0, for Llama-2-7B, Yi-6B and Yi-9B also 1 (section 5.1)."""
         if self.quant_layers is None:
             known = shape.dim == 4096 and (shape.n_layer, shape.n_kv_head) in ((32, 32), (32, 4), (48, 4))
             return [0, 1] if known else [0]
@@ -124,7 +126,7 @@ class TailorKVMethod(FetchMethod):
         return max(8, self.initial + 1)
 
     def memory(self, shape: Shape, budget: int) -> int:
-        """Table 2, and on the host K, V and K again."""
+        """Table 2, and K, V and K again on the host."""
         quantized = len(self.quantized_layers(shape))
         sparse = shape.n_layer - quantized
         prompt = shape.max_prompt * shape.slot_bytes

@@ -370,7 +370,7 @@ def test_what_does_not_fit_the_model_or_the_method_is_refused_in_one_line():
     assert refused(24, {"quant_layers": "-1"}) == "tailorkv: option quant_layers=-1: must be at least 0"
     assert refused(7, {}) == "tailorkv needs a budget of at least 8 tokens, not 7"
     assert refused(12, {"initial": 12}) == "tailorkv needs a budget of at least 13 tokens, not 12"
-    assert refused(24, {"group": 12}).startswith("a group of tokens that are packed together has 8, 16, 24")
+    assert refused(24, {"group": 12}).startswith("group must be a multiple of 8 tokens, not 12")
 
 
 def test_which_layers_are_quantized_unless_told():
