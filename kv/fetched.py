@@ -48,15 +48,15 @@ class Parts(KV):
         """prompt [B]: the length of each row's prompt, if layers share that buffer."""
         super().__init__(shape)
         self.pools: list[Pool] = []  # pools that this layer settles, counts and closes
-        self.sinks, self.ends, self.chosen = sinks, ends, ends + chosen  # chosen: where generated tokens begin
-        self.allocate_slots(self.chosen + shape.max_new_tokens)
+        self.sinks, self.ends, self.generated = sinks, ends, ends + chosen  # generated: their first slot
+        self.allocate_slots(self.generated + shape.max_new_tokens)
         if prompt is None:
             self.state("prompt")
         else:
             self.register_buffer("prompt", prompt, persistent=False)
 
     def reads(self, length: int, new: int) -> int:
-        return self.chosen + max(new, 1)
+        return self.generated + max(new, 1)
 
     def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
         """Stores the first `sinks` tokens of a prompt, and its last, in the slots of the ends: k and v [Hk,T,D]."""
@@ -68,13 +68,13 @@ class Parts(KV):
     def store_generated(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """Stores one token per row; returns its index [B] among the generated tokens."""
         age = (pos - self.prompt).clamp(min=0)  # else -1 in an inactive row that has generated nothing
-        self.store(k, v, self.chosen + age, active)
+        self.store(k, v, self.generated + age, active)
         return age
 
     def held(self, age: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold a token: two of [B,n]."""
         ends = torch.arange(self.ends, device=age.device) < self.prompt[:, None]
-        return ends, torch.arange(self.span.shape[0] - self.chosen, device=age.device) <= age[:, None]
+        return ends, torch.arange(self.span.shape[0] - self.generated, device=age.device) <= age[:, None]
 
     def attend_parts(self, q: Tensor, ends: Tensor, chosen: Tensor, new: Tensor) -> Tensor:
         """Attention to the slots in three masks: ends [B,n], chosen tokens [B,Hk,n], generated tokens [B,n]."""
@@ -142,7 +142,7 @@ class FetchedTokens(Fetched):
         token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), q)
         rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
         for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
-            slots = buffer[:, :, self.ends : self.chosen]
+            slots = buffer[:, :, self.ends : self.generated]
             slots.copy_(torch.where(active[:, None, None, None], new, slots))
         return q
 

@@ -32,7 +32,7 @@ class H2O(KV):
     """
 
     endless = True
-    past = False  # whether a row may exceed the model's context
+    past_context = False  # whether a row may exceed the model's context
     sums = ("received",)  # names of buffers: each token's received attention, then its squares, summed over queries
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
@@ -102,7 +102,7 @@ class H2O(KV):
         for name in self.sums:
             self.put(getattr(self, name), self.spare, live, 0.0)
         keys, values, position = (self.read(x) for x in (self.k, self.v, self.position))
-        near = self.in_cache(keys, position, pos) if self.past else keys
+        near = self.in_cache(keys, position, pos) if self.past_context else keys
         weight = ops.weights(q, near, position[:, :, None] < 0)  # [B,Hk,G,n]
         y = (weight.to(values.dtype) @ values).view(q.shape)
         received = torch.where(live[..., None], weight.sum(2), 0.0)
@@ -156,7 +156,7 @@ class H2O(KV):
         self.position[row] = -1
 
     def fit(self, length: int, new: int) -> None:
-        self.past = length > self.shape.max_length
+        self.past_context = length > self.shape.max_length
         super().fit(length, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

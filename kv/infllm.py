@@ -40,7 +40,7 @@ class InfLLM(Fetched):
         if self.joint:
             self.allocate_speeds()
         size = (shape.n_kv_head, blocks, shape.head_dim)
-        self.allocate("speakers", *size, dtype=torch.float32)  # the sum of each block's representative keys
+        self.allocate("representatives", *size, dtype=torch.float32)  # the sum of each block's representative keys
         for name, slots in (
             ("chosen blocks", count * block), ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
             ("ends of a short prompt", max(0, ends - shape.max_prompt)),
@@ -58,9 +58,9 @@ class InfLLM(Fetched):
                 blocks = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (used, self.block))
                 for head in range(heads):
                     self.pool.write((row * heads + head) * self.blocks, blocks[head], i)
-            self.speakers[row, :, :used] = self.speak(row, q, k, used)
+            self.representatives[row, :, :used] = self.represent(row, q, k, used)
 
-    def speak(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
+    def represent(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
         """The sum of each block's representative keys, [Hk,blocks,D] fp32."""
         length, sums = k.shape[2], []
         position = torch.arange(self.sinks, length - self.local, device=k.device)
@@ -92,8 +92,8 @@ class InfLLM(Fetched):
         token, q = self.pool.issue(wanted, asked, q)
         fetched = self.pool.take(self.pool.wait(token, q))  # [B Hk count,2,block,D]
         keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
-        self.k[:, :, self.ends : self.chosen] = keys.flatten(2, 3)
-        self.v[:, :, self.ends : self.chosen] = values.flatten(2, 3)
+        self.k[:, :, self.ends : self.generated] = keys.flatten(2, 3)
+        self.v[:, :, self.ends : self.generated] = values.flatten(2, 3)
         position = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
         inside = (block[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
         ends, new = self.held(age)
@@ -105,7 +105,7 @@ class InfLLM(Fetched):
         if self.joint:
             q = ops.turn(q, (self.local - pos)[:, None, None], self.rope_speed)
         query = ops.grouped(q, self.shape.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
-        scores = ops.dots(query, self.speakers)[:, :, 0]  # [B,Hk,blocks]
+        scores = ops.dots(query, self.representatives)[:, :, 0]  # [B,Hk,blocks]
         if self.joint:
             scores = scores.sum(1, keepdim=True)
         used = (self.prompt - self.ends).clamp(min=0)[:, None, None]
@@ -118,7 +118,7 @@ class InfLLM(Fetched):
         middle = max(0, length - new - self.ends)
         chosen = min(self.count * self.block, middle)
         unit = self.shape.unit_bytes
-        choose = -(-middle // self.block) * self.shape.head_dim * self.speakers.itemsize
+        choose = -(-middle // self.block) * self.shape.head_dim * self.representatives.itemsize
         device = choose + (min(length - new, self.ends) + chosen + new) * unit
         heads = self.shape.n_kv_head
         return heads * device, heads * chosen * unit if self.pool.host_bytes else 0

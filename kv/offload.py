@@ -209,7 +209,7 @@ class ThreadedPool(Pool):
             found = self.gather(ids, buffer[0][:size].view(self.memory.dtype).view(len(ids), *self.memory.shape[1:]))
         except Exception as error:
             raise RuntimeError(f"rows {ids.min()} to {ids.max()} could not be fetched ({error})") from error
-        if follow(slots):
+        if consecutive(slots):
             self.staged.rows[slots[0] : slots[-1] + 1].copy_(found, non_blocking=True)
         else:
             numbers = self.numbers[slots[0] : slots[0] + len(slots)].copy_(slots)  # this thread's part of `numbers`
@@ -219,7 +219,7 @@ class ThreadedPool(Pool):
 
     def gather(self, ids: Tensor, buffer: Tensor) -> Tensor:
         """The rows in one piece of pinned memory: a view of the pool if consecutive, else gathered in `buffer`."""
-        if follow(ids):
+        if consecutive(ids):
             return self.memory[ids[0] : ids[-1] + 1]
         return torch.index_select(self.memory, 0, ids, out=buffer)
 
@@ -228,7 +228,7 @@ class ThreadedPool(Pool):
         super().close()
 
 
-def follow(numbers: Tensor) -> bool:
+def consecutive(numbers: Tensor) -> bool:
     """Whether each number is the previous one plus 1."""
     return bool((numbers.diff() == 1).all())
 

@@ -230,7 +230,7 @@ class Sparse(Parts):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         age = self.store_generated(k, v, pos, active)
-        self.k[:, :, : self.chosen], self.v[:, :, : self.chosen] = self.segment.take(self.layer, q)
+        self.k[:, :, : self.generated], self.v[:, :, : self.generated] = self.segment.take(self.layer, q)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
         ends, new = self.held(age)
         return self.attend_parts(q, ends, chosen, new)

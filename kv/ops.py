@@ -88,8 +88,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
 
     `read` decodes the gathered slots if they do not store plain vectors.
     """
-    place = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # the choices of each KV head, concatenated
-    keys, values = (gather(x, place).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
+    slots = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # the choices of each KV head, concatenated
+    keys, values = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
     if read is not None:
         keys, values = read(keys), read(values)
     return attend(q, keys, values, mask)

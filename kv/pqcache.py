@@ -32,7 +32,7 @@ class PQCache(FetchedTokens):
         self.allocate("centroids", *parts, *centroid, dtype=torch.float32)
         self.allocate("codes", *parts, shape.planned + 1, dtype=torch.uint8)
         self.beyond["code past the end"] = self.codes[..., 0].nbytes
-        self.seen = ops.span(None, shape.planned, shape.planned, shape.device)
+        self.code_span = ops.span(None, shape.planned, shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -46,19 +46,19 @@ class PQCache(FetchedTokens):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store_generated(k, v, pos, active)
         self.encode(pos - self.recent, active)
-        n = self.seen.shape[0]
+        n = self.code_span.shape[0]
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.parts, -1))  # [B,Hk,parts,d]
         products = (queries[:, :, :, None] * self.centroids).sum(4)
         scores = products.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
         position = torch.arange(n, device=q.device)
         q = self.fetch(scores, (position >= self.sinks) & (position <= (pos - self.recent)[:, None]), active, q)
         self.copy_generated()
-        ends, new = self.near(pos)
+        ends, new = self.initial_or_recent(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def encode(self, position: Tensor, active: Tensor) -> None:
         """Encodes the token at position [B], which is no longer recent, if it was generated."""
-        at = self.chosen + (position - self.prompt).clamp(min=0)
+        at = self.generated + (position - self.prompt).clamp(min=0)
         row = torch.arange(len(position), device=position.device)
         key = self.k[row, :, at].float().unflatten(2, (self.parts, 1, -1))  # [B,Hk,parts,1,d]
         code = (key - self.centroids).square().sum(4).argmin(3).to(torch.uint8)
@@ -68,22 +68,22 @@ class PQCache(FetchedTokens):
     def copy_generated(self) -> None:
         """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""
         new = self.index >= self.prompt[:, None, None]
-        at = self.chosen + torch.where(new, self.index - self.prompt[:, None, None], 0)
+        at = self.generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
-            chosen = buffer[:, :, self.ends : self.chosen]
+            chosen = buffer[:, :, self.ends : self.generated]
             chosen.copy_(torch.where(new[..., None], ops.gather(buffer, at), chosen))
 
-    def near(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+    def initial_or_recent(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
         slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
         end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))
-        new = prompt + torch.arange(self.span.shape[0] - self.chosen, device=pos.device)
+        new = prompt + torch.arange(self.span.shape[0] - self.generated, device=pos.device)
         ends, news = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
         return ends & (end < prompt), news & (new <= pos[:, None])
 
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)
-        self.seen = ops.span(self.seen, max(length, self.count), self.shape.planned, self.shape.device)
+        self.code_span = ops.span(self.code_span, max(length, self.count), self.shape.planned, self.shape.device)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = self.fetched_bytes(length)

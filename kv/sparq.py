@@ -38,7 +38,7 @@ class SparQ(Full):
         mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
         self.mean.copy_(torch.where(live, mean, self.mean))
         rows = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
-        weight = self.guess(rows, pos)  # [B,Hk,G,S]
+        weight = self.approximate_weights(rows, pos)  # [B,Hk,G,S]
         position = torch.arange(weight.shape[3], device=q.device)
         newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
         index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.count)
@@ -48,7 +48,7 @@ class SparQ(Full):
         share = torch.where((pos < self.count)[:, None, None, None], 1.0, share)
         return (share * y + (1 - share) * mean[:, :, None]).to(q.dtype).view(q.shape)
 
-    def guess(self, rows: Tensor, pos: Tensor) -> Tensor:
+    def approximate_weights(self, rows: Tensor, pos: Tensor) -> Tensor:
         """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
         table = self.kt.narrow(3, 0, self.span.shape[0])

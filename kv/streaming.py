@@ -26,10 +26,10 @@ class Streaming(Full):
         self.allocate_speeds()
         self.state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")
-        self.past = False  # whether a row may exceed the model's context
+        self.past_context = False  # whether a row may exceed the model's context
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        if self.past and self.sinks:
+        if self.past_context and self.sinks:
             self.move_sinks(pos, active)
         return super().decode(q, k, v, pos, active)
 
@@ -44,7 +44,7 @@ class Streaming(Full):
 
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)
-        self.past = length > self.shape.max_length
+        self.past_context = length > self.shape.max_length
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_a_block_speaks_by_what_it_holds_and_not_by_where_it_stands():
     for joint, equal in ((True, True), (False, False)):
         layer = kv.build("infllm", shape, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
         layer.prefill(0, q, k, v)
-        assert torch.allclose(layer.speakers[0, :, 0], layer.speakers[0, :, 7], atol=1e-4) == equal
+        assert torch.allclose(layer.representatives[0, :, 0], layer.representatives[0, :, 7], atol=1e-4) == equal
 
 
 def test_all_heads_choose_the_same_blocks():
@@ -70,10 +70,10 @@ def test_dynamic_ntk_turns_a_rows_keys_by_its_own_speeds():
     q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
     layer = kv.build("infllm", shape, 24, {"block": 6, "reps": 6})[0]
     layer.prefill(0, q, k, v)
-    before = layer.speakers[0].clone()
+    before = layer.representatives[0].clone()
     layer.set_speed(1, layer.rope_speed[0] / 2)
     layer.prefill(1, q, k, v)
-    assert torch.equal(layer.speakers[0], before) and (layer.speakers[1] - before).abs().max() > 0.1
+    assert torch.equal(layer.representatives[0], before) and (layer.representatives[1] - before).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("engine", ("threads", "direct"))
