@@ -34,7 +34,7 @@ class Loaded(Fetched):
     """A layer on the host, except its generated tokens: the whole prompt counts as the middle, and is fetched."""
 
     def __init__(self, shape: Shape, pool: ThreadedPool):
-        super().__init__(shape, 0, 0, 0, 0, pool)
+        super().__init__(shape, sinks=0, ends=0, count=0, per_row=0, pool=pool)
         self.recent, self.loads, self.pending = shape.planned, (), None
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -47,21 +47,19 @@ class Loaded(Fetched):
         position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
         rows = position + self.shape.max_prompt * torch.arange(self.shape.batch, device=position.device)[:, None]
         rows = torch.where(position < self.prompt[:, None], rows, -1).flatten()
-        self.pending, q = self.pool.issue(rows, active.repeat_interleave(len(position)), q, q)
+        self.pending, q = self.pool.issue(rows, active.repeat_interleave(len(position)), q, after=q)
         return q
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
             q = layer.load(q, active)
-        age = self.store_generated(k, v, pos, active)
+        newest = self.store_generated(k, v, pos, active)
         loaded, self.pending = self.pool.wait(self.pending, q), None
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
-        position = torch.arange(keys.shape[2], device=q.device) - self.shape.max_prompt
-        first = position + self.shape.max_prompt < self.prompt[:, None]
-        mask = torch.where(position < 0, first, position <= age[:, None])
-        return ops.attend(q, keys, values, mask)
+        prompt = torch.arange(self.shape.max_prompt, device=q.device) < self.prompt[:, None]
+        return ops.attend(q, keys, values, torch.cat([prompt, self.held(newest)[1]], dim=1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         units = self.shape.n_kv_head * self.shape.unit_bytes
@@ -82,11 +80,11 @@ class BruteOffloadMethod(Method):
     def build(self, shape: Shape, budget: None) -> list[KV]:
         count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)
         first, rows = shape.n_layer - count, shape.batch * shape.max_prompt
-        width, threads = (2, shape.n_kv_head, shape.head_dim), Workers(self.threads)
+        width, workers = (2, shape.n_kv_head, shape.head_dim), Workers(self.threads)
         ring = [Staged(rows, width, shape.dtype, shape.device) for _ in range(min(self.ahead + 1, count))]
         layers: list[KV] = [Ahead(shape) for _ in range(first)]
         for layer in range(first, shape.n_layer):
-            pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], threads, False)
+            pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], workers, delta=False)
             layers.append(Loaded(shape, pool))
             begins = layers[max(0, layer - self.ahead)]
             begins.loads = (*begins.loads, layers[-1])

@@ -1,15 +1,16 @@
 """d2o: h2o with a budget per layer, and evicted tokens merge into kept ones (D2O, arXiv 2406.13035).
 
 The layers share L t slots per KV head and row. A softmax over the negative variances of the attention that tokens
-receive sets each layer's share (Equation 5). Every layer must see the prompt first, so K and V wait on the host until
-then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to 0 ... 1 and
-averaged: a layer gets more slots the further most of its heads are below the one that varies most. Each layer reserves
-4 slots for sinks; `ratio` (3:1) divides the others between the tokens with the highest attention sums and the newest
-tokens (Equations 6 to 8).
+receive sets each layer's share (Equations 4 and 5). Every layer must see the prompt first, so K and V wait on the host
+until then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to 0 ...
+1 and averaged: a layer gets more slots the further most of its heads are below the one that varies most. Each layer
+reserves 4 slots for sinks; `ratio` (3:1) divides the others between the tokens with the highest attention sums and the
+newest tokens (Equations 6 to 8).
 
 An evicted token merges into the kept token with the most similar key by cosine (Equation 9), if the similarity reaches
 a threshold: at the prompt, the mean over all evicted tokens; at a step, a moving average (Equation 10). The merge
-weights are e^similarity, and e for the kept token itself (Equations 11 and 12).
+weights are e^similarity, and e for the kept token itself, divided by their sum (Equations 11 and 12); `keep` is a lower
+bound on the latter.
 
 Memory: the budget, a spare slot per layer, and every planned token in `uncounted` layers. Generation is unbounded
 unless some layers keep all tokens. Traffic: a layer reads as many slots as its largest row has, on CUDA as many as a
@@ -62,18 +63,22 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     least, most = sinks + LEAST, prompt
     if allocation == "exponential":  # not scaled to the sum
         return [int(min(max(round(budget * share, 6), least), most)) for share in shares]
-    fixed: dict[int, float] = {}  # layers at a bound; the others share the rest
+    return [int(round(size, 6)) for size in within(shares, budget * count, least, most)]
+
+
+def within(shares: list[float], total: float, least: float, most: float) -> list[float]:
+    """Sizes proportional to `shares` that sum to `total`, each within the bounds (Equation 15)."""
+    fixed: dict[int, float] = {}  # at a bound; the others share the rest
     while True:
-        free = [i for i in range(count) if i not in fixed]
-        scale = (budget * count - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
+        free = [i for i in range(len(shares)) if i not in fixed]
+        scale = (total - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
         wanted = {i: scale * shares[i] for i in free}
-        given = {i: min(max(size, least), most) for i, size in wanted.items()}
-        more = sum(given.values()) - sum(wanted.values())
-        bounded = {i: size for i, size in given.items() if (size > wanted[i] if more > 0 else size < wanted[i])}
-        if not bounded:
-            break
-        fixed |= bounded
-    return [int(round((fixed | given)[i], 6)) for i in range(count)]
+        clipped = {i: min(max(size, least), most) for i, size in wanted.items()}
+        excess = sum(clipped.values()) - sum(wanted.values())
+        at_bound = {i: size for i, size in clipped.items() if (size > wanted[i] if excess > 0 else size < wanted[i])}
+        if not at_bound:
+            return [(fixed | clipped)[i] for i in range(len(shares))]
+        fixed |= at_bound
 
 
 def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> int:
@@ -94,26 +99,29 @@ class Shared(Buffers):
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.total, shape.head_dim)
         allocate_tokens(self, self.total, D2O.sums)
-        self.parked: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []  # by layer: variance [Hq], sums, k, v
+        self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # S_l by row and layer, on the host
 
     def park(self, sums: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
         if self.options.park == "host":
             k, v = k.cpu(), v.cpu()
-        self.parked.append((variance, sums, k, v))
+        self.parked.append((sums, variance, k, v))
 
     def divide(self, row: int) -> None:
         """Divides the row's slots among the layers, by the variances of the parked prompt."""
-        variances = torch.stack([variance for variance, *_ in self.parked]).tolist()
+        variances = torch.stack([variance for _, variance, *_ in self.parked]).tolist()
         prompt = self.parked[0][2].shape[1]
         self.position[row] = -1
         self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
 
 
 class D2O(H2O):
-    """One layer: its region of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one."""
+    """One layer: its region of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one.
 
-    recent = 1
+    H2O does the rest: `select` (Equations 7 and 8) and `decode` (Equation 6), which calls `merge`.
+    """
+
+    recent = 1  # at least; `newest` is M
 
     def __init__(self, shape: Shape, shared: Shared, index: int, options: "D2OMethod"):
         KV.__init__(self, shape)
@@ -135,8 +143,8 @@ class D2O(H2O):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
             self.shared.parked.clear()
-        self.shared.park(*self.observed, k[0], v[0])
-        self.observed = None
+        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4
+        self.shared.park(sums, variance, k[0], v[0])
 
     def finish(self, row: int) -> None:
         if self.index == 0:
@@ -144,7 +152,7 @@ class D2O(H2O):
         sizes = self.shared.sizes[row]
         first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
         self.first[row], self.allotted[row], self.threshold[row] = first, size, -torch.inf
-        _, sums, *kv = self.shared.parked[self.index]
+        sums, _, *kv = self.shared.parked[self.index]
         self.compress(row, first, sums, *(x.to(self.k.device) for x in kv), size)
         if self.index == len(sizes) - 1:
             self.shared.parked.clear()
@@ -156,25 +164,30 @@ class D2O(H2O):
 
     # Merging: Equations 9 to 12
 
-    def merge_prompt(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def kept_vectors(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().kept_vectors(row, k, v, kept)
+        if self.options.merge == "none":
+            return keys, values
         stays = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device).scatter(1, kept, True)
-        keys, values = super().merge_prompt(row, k, v, kept)
         merged_keys, merged_values = keys.clone(), values.clone()
-        for head, gone in enumerate(~stays):
-            similarity, to = self.nearest(k[head, gone], keys[head])  # Equation 9
+        for head, evicted in enumerate(~stays):
+            similarity, to = self.nearest(k[head, evicted], keys[head])  # Equation 9
             self.threshold[row, head] = tau = similarity.mean()  # Equation 10, at the prompt
-            if self.options.merge == "none":
-                continue
             weight = self.weight(similarity) * (similarity >= tau)
-            theirs = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
-            own = self.own_weight(theirs)  # Equation 12: w_c
-            each = (weight * ((1 - own) / theirs.clamp(min=1e-30))[to])[:, None]  # Equation 12: w_e
-            for out, ours, gone_x in ((merged_keys, keys, k[head, gone]), (merged_values, values, v[head, gone])):
-                total = (own[:, None] * ours[head].float()).index_add_(0, to, each * gone_x.float())  # Equation 11
-                out[head] = total.to(out.dtype)
+            total = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
+            w_c = self.kept_weight(total)  # Equation 12
+            w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12: e^u / (e + total)
+            for out, ours, gone in ((merged_keys, keys, k[head, evicted]), (merged_values, values, v[head, evicted])):
+                merged = (w_c[:, None] * ours[head].float()).index_add_(
+                    0, to, w_e[:, None] * gone.float()
+                )  # Equation 11
+                out[head] = merged.to(out.dtype)
         return merged_keys, merged_values
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
+        if self.options.merge == "none":
+            return
+
         def at(x: Tensor, slot: Tensor) -> Tensor:
             return x.gather(2, slot[..., None, None].expand(-1, -1, 1, x.shape[3]))[:, :, 0].float()
 
@@ -183,11 +196,10 @@ class D2O(H2O):
         products = ops.dots(key[:, :, None], keys)[:, :, 0]
         norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
         similarity, to = (products / norms).masked_fill(~others, -2.0).max(2)  # Equation 9
-        if self.options.merge != "none":
-            own = self.own_weight(self.weight(similarity))[..., None]  # Equation 12
-            merges = evicts & (similarity >= self.threshold)
-            for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
-                self.put(buffer, to, merges, (own * at(all_, to) + (1 - own) * gone).to(all_.dtype))  # Equation 11
+        w_c = self.kept_weight(self.weight(similarity))[..., None]  # Equation 12
+        merges = evicts & (similarity >= self.threshold)  # the last tau gives the same choice as the next, if beta < 1
+        for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
+            self.put(buffer, to, merges, (w_c * at(all_, to) + (1 - w_c) * gone).to(all_.dtype))  # Equation 11
         beta = self.options.beta
         tau = torch.where(self.threshold.isinf(), similarity, beta * similarity + (1 - beta) * self.threshold)
         self.threshold.copy_(torch.where(evicts, tau, self.threshold))  # Equation 10, at a step
@@ -202,31 +214,31 @@ class D2O(H2O):
     def weight(self, similarity: Tensor) -> Tensor:
         return similarity.exp() if self.options.merge == "weighted" else torch.ones_like(similarity)
 
-    def own_weight(self, theirs: Tensor) -> Tensor:
-        """w_c (Equation 12): a kept token's weight when tokens with weights that sum to `theirs` merge into it."""
-        one = math.e if self.options.merge == "weighted" else 1.0
-        return torch.where(theirs > 0, (one / (one + theirs)).clamp(min=self.options.keep), 1.0)
+    def kept_weight(self, total: Tensor) -> Tensor:
+        """w_c (Equation 12), a kept token's weight, at least `keep`; the merging tokens' weights sum to `total`."""
+        own = math.e if self.options.merge == "weighted" else 1.0
+        return torch.where(total > 0, (own / (own + total)).clamp(min=self.options.keep), 1.0)
 
     # The region
 
     def sizes(self) -> Tensor:
         return self.allotted[:, None]
 
-    def own(self) -> Tensor:
+    def region(self) -> Tensor:
         """Where the first n slots of the region lie in the shared buffers, [B,Hk,n]."""
         index = self.first[:, None] + torch.arange(self.span.shape[0], device=self.first.device)
         return index.clamp(max=self.shared.total - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
 
     def read(self, buffer: Tensor) -> Tensor:
-        found = ops.gather(buffer, self.own())
+        found = ops.gather(buffer, self.region())
         if buffer is not self.position:
             return found
         beyond = torch.arange(found.shape[2], device=found.device) > self.allotted[:, None]  # another layer's slots
         return found.masked_fill(beyond[:, None], -1)
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
-        buffer.scatter_add_(2, self.own(), change)
-        return ops.gather(buffer, self.own())
+        buffer.scatter_add_(2, self.region(), change)
+        return ops.gather(buffer, self.region())
 
     def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
         super().put(buffer, slot + self.first[:, None], live, new)

@@ -1,9 +1,9 @@
 """duo: retrieval heads keep everything, others sinks and a recent window (DuoAttention, Xiao et al., arXiv 2410.10819).
 
 Which KV heads are retrieval heads is known in advance: from a file, this engine's or the gates that the authors publish
-for their models (full_attention_heads.tsv), or from the `head_scores` that calibrate.py writes beside the checkpoint.
-The budget is the mean over all heads: x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and
-traffic: that mean.
+for their models (full_attention_heads.tsv), or from the `head_scores` that calibrate.py writes beside the checkpoint (a
+proxy: each head's attention to the tokens between the sinks and the window). The budget is the mean over all heads:
+x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffic: that mean.
 """
 
 import json
@@ -27,10 +27,10 @@ class Duo(KV):
         super().__init__(shape)
         order = sorted(range(len(retrieval)), key=lambda h: not retrieval[h])
         count = sum(retrieval)
-        sizes = ((Full, count), (Streaming, len(order) - count, sinks + recent, sinks))
+        kinds = ((Full, count, ()), (Streaming, len(order) - count, (sinks + recent, sinks)))
         self.parts = torch.nn.ModuleList(
-            kind(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *size)
-            for kind, n, *size in sizes
+            kind(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *sizes)
+            for kind, n, sizes in kinds
             if n
         )
         self.counts = [part.shape.n_kv_head for part in self.parts]
@@ -78,35 +78,6 @@ class Duo(KV):
         return dict(parts) | {"order of heads": self.order.nbytes + self.back.nbytes}
 
 
-def read_scores(path: str) -> list[list[float]]:
-    """Scores [layer][KV head] from a JSON file with `head_scores`, or from DuoAttention's published gates.
-
-    The gates come as one line per layer with tabs between KV heads; as the authors do, this clips them to [0, 1].
-    """
-    try:
-        text = Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
-    if not text.lstrip().startswith("{"):
-        return read_gates(path, text)
-    try:
-        return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
-
-
-def read_gates(path: str, text: str) -> list[list[float]]:
-    try:
-        gates = [[float(gate) for gate in line.split("\t")] for line in text.splitlines() if line.strip()]
-    except ValueError:
-        gates = []
-    if not gates:
-        raise ValueError(f"duo: {path} is neither JSON with head_scores nor lines of numbers with tabs, one per layer")
-    if not all(math.isfinite(gate) for row in gates for gate in row):
-        raise ValueError(f"duo: every gate of {path} must be finite")
-    return [[min(max(gate, 0.0), 1.0) for gate in row] for row in gates]
-
-
 @dataclass(frozen=True)
 class DuoMethod(Method):
     help = "everything in some heads, streaming in the others"
@@ -117,12 +88,12 @@ class DuoMethod(Method):
 
     def plan(self, shape: Shape, budget: int) -> tuple[int, int, int]:
         """(retrieval heads of the whole model, sinks, recent)"""
-        heads, window = shape.n_layer * shape.n_kv_head, self.sinks + self.recent
+        every, window = shape.n_layer * shape.n_kv_head, self.sinks + self.recent
         if budget <= window:
             sinks = int(0.2 * budget) if budget <= 256 else min(self.sinks, budget // 2)
             return 0, sinks, budget - sinks
         share = (budget - window) / (shape.planned - window)
-        return int(share * heads + 0.5), self.sinks, self.recent
+        return int(share * every + 0.5), self.sinks, self.recent
 
     def choose(self, shape: Shape, count: int) -> list[list[bool]]:
         """Whether each KV head is among the `count` with the highest scores, [layer][KV head]."""
@@ -150,3 +121,32 @@ class DuoMethod(Method):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         count, sinks, recent = self.plan(shape, budget)
         return [Duo(shape, retrieval, sinks, recent) for retrieval in self.choose(shape, count)]
+
+
+def read_scores(path: str) -> list[list[float]]:
+    """Scores [layer][KV head] from a JSON file with `head_scores`, or from DuoAttention's published gates.
+
+    The gates come as one line per layer with tabs between KV heads; as the authors do, this clips them to [0, 1].
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
+    if not text.lstrip().startswith("{"):
+        return read_gates(path, text)
+    try:
+        return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
+
+
+def read_gates(path: str, text: str) -> list[list[float]]:
+    try:
+        gates = [[float(gate) for gate in line.split("\t")] for line in text.splitlines() if line.strip()]
+    except ValueError:
+        gates = []
+    if not gates:
+        raise ValueError(f"duo: {path} is neither JSON with head_scores nor lines of numbers with tabs, one per layer")
+    if not all(math.isfinite(gate) for row in gates for gate in row):
+        raise ValueError(f"duo: every gate of {path} must be finite")
+    return [[min(max(gate, 0.0), 1.0) for gate in row] for row in gates]

@@ -48,15 +48,15 @@ class Parts(KV):
         """prompt [B]: the length of each row's prompt, if layers share that buffer."""
         super().__init__(shape)
         self.pools: list[Pool] = []  # pools that this layer settles, counts and closes
-        self.sinks, self.ends, self.generated = sinks, ends, ends + chosen  # generated: their first slot
-        self.allocate_slots(self.generated + shape.max_new_tokens)
+        self.sinks, self.ends, self.first_generated = sinks, ends, ends + chosen
+        self.allocate_slots(self.first_generated + shape.max_new_tokens)
         if prompt is None:
             self.state("prompt")
         else:
             self.register_buffer("prompt", prompt, persistent=False)
 
     def reads(self, length: int, new: int) -> int:
-        return self.generated + max(new, 1)
+        return self.first_generated + max(new, 1)
 
     def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
         """Stores the first `sinks` tokens of a prompt, and its last, in the slots of the ends: k and v [Hk,T,D]."""
@@ -67,14 +67,18 @@ class Parts(KV):
 
     def store_generated(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """Stores one token per row; returns its index [B] among the generated tokens."""
-        age = (pos - self.prompt).clamp(min=0)  # else -1 in an inactive row that has generated nothing
-        self.store(k, v, self.generated + age, active)
-        return age
+        newest = (pos - self.prompt).clamp(min=0)  # else -1 in an inactive row that has generated nothing
+        self.store(k, v, self.first_generated + newest, active)
+        return newest
 
-    def held(self, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Which slots of the ends, and which of the generated tokens, hold a token: two of [B,n]."""
-        ends = torch.arange(self.ends, device=age.device) < self.prompt[:, None]
-        return ends, torch.arange(self.span.shape[0] - self.generated, device=age.device) <= age[:, None]
+    def held(self, newest: Tensor) -> tuple[Tensor, Tensor]:
+        """Which slots of the ends, and which of the generated tokens up to `newest` [B], hold one: two of [B,n]."""
+        ends = torch.arange(self.ends, device=newest.device) < self.prompt[:, None]
+        return ends, torch.arange(self.span.shape[0] - self.first_generated, device=newest.device) <= newest[:, None]
+
+    def chosen(self, buffer: Tensor) -> Tensor:
+        """The slots of the chosen tokens."""
+        return buffer[:, :, self.ends : self.first_generated]
 
     def attend_parts(self, q: Tensor, ends: Tensor, chosen: Tensor, new: Tensor) -> Tensor:
         """Attention to the slots in three masks: ends [B,n], chosen tokens [B,Hk,n], generated tokens [B,n]."""
@@ -104,10 +108,10 @@ class Parts(KV):
 
 
 class Fetched(Parts):
-    """A pool holds the middle, K and V of `width` tokens per pool row; a step fetches `count` rows per KV head."""
+    """A pool holds the middle, K and V of `per_row` tokens per pool row; a step fetches `count` rows per KV head."""
 
-    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, width: int, pool: Pool):
-        super().__init__(shape, sinks, ends, count * width)
+    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, per_row: int, pool: Pool):
+        super().__init__(shape, sinks, ends, count * per_row)
         self.count = count
         self.state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
@@ -121,7 +125,7 @@ class FetchedTokens(Fetched):
         ends, count = options.sizes(shape, budget)
         rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
-        super().__init__(shape, options.initial, ends, count, 1, pool)
+        super().__init__(shape, options.initial, ends, count, per_row=1, pool=pool)
         self.beyond["slots"] = self.slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -142,7 +146,7 @@ class FetchedTokens(Fetched):
         token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), q)
         rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
         for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
-            slots = buffer[:, :, self.ends : self.generated]
+            slots = self.chosen(buffer)
             slots.copy_(torch.where(active[:, None, None, None], new, slots))
         return q
 

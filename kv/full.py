@@ -34,6 +34,8 @@ class Full(KV):
 
 @dataclass(frozen=True)
 class FullMethod(Method):
+    """Registered as FullBitsMethod, which adds --kv-bits."""
+
     help = "every token's K and V"
     budgeted, windowed = False, True
 

@@ -20,7 +20,7 @@ class FullBitsMethod(FullMethod):
     bits: Bits = BITS
 
     def memory(self, shape: Shape, budget: None) -> int:
-        return shape.n_layer * full_bytes(shape, self.bits)
+        return shape.n_layer * full_layer_bytes(shape, self.bits)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         return [full_layer(shape, self.bits) for _ in range(shape.n_layer)]
@@ -35,6 +35,6 @@ def full_layer(shape: Shape, bits: int) -> KV:
     return Quantized(shape, bits, recent=RECENT)
 
 
-def full_bytes(shape: Shape, bits: int) -> int:
-    """Bytes of such a layer by the paper's formula."""
+def full_layer_bytes(shape: Shape, bits: int) -> int:
+    """Bytes of a `full_layer` by the paper's formula."""
     return layer_bytes(shape, bits) if bits < 16 else FullMethod().memory(shape, None) // shape.n_layer

@@ -39,7 +39,7 @@ class H2O(KV):
         super().__init__(shape)
         self.size, self.sinks, self.recent = size, sinks, recent
         self.allocate_slots(size + 1)
-        allocate_tokens(self, size + 2, self.sums)
+        allocate_tokens(self, self.slots + 1, self.sums)
         self.state("spare", shape.n_kv_head)  # the slot of the next token
         self.allocate_speeds()
         self.beyond["spare slot"] = shape.slot_bytes
@@ -62,7 +62,7 @@ class H2O(KV):
     def compress(self, row: int, first: int, sums: list[Tensor], k: Tensor, v: Tensor, size: int) -> None:
         """Stores the kept part of a prompt, each of `sums` [Hk,T], k and v [Hk,T,D], in `size` slots from `first`."""
         kept = self.select(sums, size)
-        k, v = self.merge_prompt(row, k, v, kept) if kept.shape[1] < k.shape[1] else (k, v)
+        k, v = self.kept_vectors(row, k, v, kept) if kept.shape[1] < k.shape[1] else (k, v)
         at = slice(first, first + kept.shape[1])
         self.k[row, :, at], self.v[row, :, at], self.position[row, :, at] = k, v, kept
         for name, values in zip(self.sums, sums, strict=True):
@@ -75,10 +75,10 @@ class H2O(KV):
         position = torch.arange(length, device=sums[0].device).expand(heads, -1)
         if length <= size:
             return position
-        newest = length - self.newest(size)
-        importance = self.importance(sums, position, length - 1)[:, self.sinks : newest]
-        best = ops.top(importance, size - self.sinks - (length - newest)).sort().values + self.sinks
-        return torch.cat([position[:, : self.sinks], best, position[:, newest:]], dim=1)
+        newest = self.newest(size)
+        importance = self.importance(sums, position, length - 1)[:, self.sinks : length - newest]
+        best = ops.top(importance, size - self.sinks - newest).sort().values + self.sinks
+        return torch.cat([position[:, : self.sinks], best, position[:, length - newest :]], dim=1)
 
     def newest(self, size: Tensor | int) -> Tensor | int:
         """How many of the `size` kept tokens are reserved for the newest."""
@@ -88,7 +88,7 @@ class H2O(KV):
         """The importance, fp32, of the tokens at `position`; the newest token is at `pos`."""
         return sums[0]
 
-    def merge_prompt(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def kept_vectors(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [Hk,n,D] to store for positions kept [Hk,n]; d2o merges the evicted tokens into them."""
         each = kept[..., None].expand(-1, -1, k.shape[2])
         return k.gather(1, each), v.gather(1, each)
@@ -102,11 +102,11 @@ class H2O(KV):
         for name in self.sums:
             self.put(getattr(self, name), self.spare, live, 0.0)
         keys, values, position = (self.read(x) for x in (self.k, self.v, self.position))
-        near = self.in_cache(keys, position, pos) if self.past_context else keys
-        weight = ops.weights(q, near, position[:, :, None] < 0)  # [B,Hk,G,n]
+        turned = self.in_cache(keys, position, pos) if self.past_context else keys
+        weight = ops.weights(q, turned, position[:, :, None] < 0)  # [B,Hk,G,n]
         y = (weight.to(values.dtype) @ values).view(q.shape)
         received = torch.where(live[..., None], weight.sum(2), 0.0)
-        sums = [self.add(getattr(self, name), received**power) for power, name in enumerate(self.sums, 1)]
+        sums = [self.add(getattr(self, name), received**power) for power, name in enumerate(self.sums, 1)]  # roco: 1, 2
 
         held = (position >= 0).sum(2)  # [B,Hk]
         pos = pos[:, None, None]
@@ -123,7 +123,7 @@ class H2O(KV):
         return (position >= self.sinks) & (position <= pos - (newest if isinstance(newest, int) else newest[..., None]))
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
-        """Runs before the tokens at slot [B,Hk] are evicted, where evicts [B,Hk]; the others hold every slot read."""
+        """cam and d2o: what the tokens at slot [B,Hk] leave behind, where evicts [B,Hk]; the rest covers every slot."""
 
     def in_cache(self, keys: Tensor, position: Tensor, pos: Tensor) -> Tensor:
         """The keys [B,Hk,n,D]; past the model's context, RoPE turns them to adjacent positions that end at `pos`.
@@ -184,26 +184,29 @@ class RoCo(H2O):
         visits = pos - position + 1
         mean = sums[0] / visits
         deviation = (sums[1] / visits - mean**2).clamp(min=0).sqrt()
-        varied = ops.top(deviation.masked_fill(~self.evictable(position, pos), -1.0), self.varied)
-        return mean.scatter(-1, varied, torch.inf)
+        protected = ops.top(deviation.masked_fill(~self.evictable(position, pos), -1.0), self.varied)
+        return mean.scatter(-1, protected, torch.inf)
 
 
 class CaM(H2O):
+    """A step spreads the evicted token's value over the next `spread` kept ones (the paper's m)."""
+
     def __init__(self, shape: Shape, layer: int, size: int, spread: int):
         super().__init__(shape, size, 0, size // 2)
         self.layer, self.spread = layer, spread
         self.follow = self.least = min(spread, size)
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
-        at = position.gather(2, slot[..., None])  # [B,Hk,1]
-        later = position.masked_fill(position <= at, torch.iinfo(torch.int64).max)
-        nearest = later.topk(self.follow, largest=False)
-        real = nearest.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
-        mean = torch.where(real, sums.gather(2, nearest.indices), 0.0).sum(2) / real.sum(2)
-        spreads = evicts & (self.chance(at)[..., 0] < sums.gather(2, slot[..., None])[..., 0] / mean)
+        evicted = position.gather(2, slot[..., None])  # [B,Hk,1]
+        later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
+        following = later.topk(self.follow, largest=False)  # the next m kept tokens
+        real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
+        mean = torch.where(real, sums.gather(2, following.indices), 0.0).sum(2) / real.sum(2)
+        ratio = sums.gather(2, slot[..., None])[..., 0] / mean  # 0 / 0 if no token follows: spreads nothing
+        spreads = evicts & (self.chance(evicted)[..., 0] < ratio)
         each = (-1, -1, -1, values.shape[3])
         value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]
-        values.scatter_add_(2, nearest.indices[..., None].expand(each),
+        values.scatter_add_(2, following.indices[..., None].expand(each),  # values is a view of the cache
                             torch.where((spreads[..., None] & real)[..., None], value, 0.0))  # fmt: skip
 
     def chance(self, position: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class InfLLM(Fetched):
         width = (2, block, shape.head_dim)
         staged = options.staged(heads * count, width, shape)
         pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
-        super().__init__(shape, options.sinks, ends, count, block, pool)
+        super().__init__(shape, options.sinks, ends, count, per_row=block, pool=pool)
         self.block, self.reps, self.local, self.blocks = block, options.reps, options.local, blocks
         self.joint = options.joint
         if self.joint:
@@ -51,52 +51,41 @@ class InfLLM(Fetched):
         self.keep_ends(row, k[0], v[0])
         length = k.shape[2]
         middle = slice(self.sinks, length - self.local)
-        used = -(-max(0, length - self.ends) // self.block)
-        if used:
-            heads, fill = k.shape[1], (0, 0, 0, used * self.block - (length - self.ends))
+        blocks = -(-max(0, length - self.ends) // self.block)
+        if blocks:
+            heads, fill = k.shape[1], (0, 0, 0, blocks * self.block - (length - self.ends))
             for i, x in enumerate((k, v)):
-                blocks = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (used, self.block))
+                cut = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (blocks, self.block))
                 for head in range(heads):
-                    self.pool.write((row * heads + head) * self.blocks, blocks[head], i)
-            self.representatives[row, :, :used] = self.represent(row, q, k, used)
+                    self.pool.write((row * heads + head) * self.blocks, cut[head], i)
+            self.representatives[row, :, :blocks] = self.represent(row, q, k, blocks)
 
-    def represent(self, row: int, q: Tensor, k: Tensor, used: int) -> Tensor:
+    def represent(self, row: int, q: Tensor, k: Tensor, blocks: int) -> Tensor:
         """The sum of each block's representative keys, [Hk,blocks,D] fp32."""
-        length, sums = k.shape[2], []
-        position = torch.arange(self.sinks, length - self.local, device=k.device)
-        last = (position + self.local).clamp(max=length - 1)
-        rest = used * self.block - len(position)
-        for rows, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
-            queries = rows.double().sum(0).cumsum(0)  # summed over the group and up to each position
-            following = (queries[last] - queries[position]) / (last - position)[:, None]
-            middle = keys[position].float()
+        first, last, sums = self.sinks, k.shape[2] - self.local, []
+        rest = blocks * self.block - (last - first)
+        for queries, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
+            total = queries.double().sum(0).cumsum(0)  # summed over the group and up to each position
+            following = (total[first + self.local :] - total[first:last]) / self.local  # the mean of the next n_local
+            middle = keys[first:last].float()
             score = (following.float() * middle).sum(1)
-            score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(used, self.block)
-            middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(used, self.block, -1)  # zeros add nothing
+            score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(blocks, self.block)
+            middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(blocks, self.block, -1)  # zeros add nothing
             best = ops.top(score, min(self.reps, self.block))
             chosen = middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2]))[None]  # [1,blocks,reps,D]
             if self.joint:
-                first = torch.arange(used, device=k.device)[:, None] * self.block + self.sinks
-                chosen = ops.turn(chosen, -(first + best)[None], self.rope_speed[row, None])
+                position = torch.arange(blocks, device=k.device)[:, None] * self.block + first + best
+                chosen = ops.turn(chosen, -position[None], self.rope_speed[row, None])  # to position 0
             sums.append(chosen[0].sum(1))
         return torch.stack(sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = self.store_generated(k, v, pos, active)
-        b, h = q.shape[0], k.shape[1]
+        newest = self.store_generated(k, v, pos, active)
         self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
-        block = self.index
-        first = torch.arange(b * h, device=q.device).view(b, h, 1) * self.blocks
-        wanted = torch.where(block < 0, -1, block + first).flatten()
-        asked = active.repeat_interleave(h * self.count)
-        token, q = self.pool.issue(wanted, asked, q)
-        fetched = self.pool.take(self.pool.wait(token, q))  # [B Hk count,2,block,D]
-        keys, values = fetched.view(b, h, self.count, 2, self.block, -1).unbind(3)
-        self.k[:, :, self.ends : self.generated] = keys.flatten(2, 3)
-        self.v[:, :, self.ends : self.generated] = values.flatten(2, 3)
-        position = block[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
-        inside = (block[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
-        ends, new = self.held(age)
+        q = self.fetch(active, q)
+        position = self.index[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
+        inside = (self.index[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
+        ends, new = self.held(newest)
         return self.attend_parts(q, ends, inside.flatten(2), new)
 
     def choose(self, q: Tensor, pos: Tensor) -> Tensor:
@@ -108,10 +97,21 @@ class InfLLM(Fetched):
         scores = ops.dots(query, self.representatives)[:, :, 0]  # [B,Hk,blocks]
         if self.joint:
             scores = scores.sum(1, keepdim=True)
-        used = (self.prompt - self.ends).clamp(min=0)[:, None, None]
-        empty = torch.arange(self.blocks, device=q.device) * self.block >= used
+        middle = (self.prompt - self.ends).clamp(min=0)[:, None, None]  # tokens
+        empty = torch.arange(self.blocks, device=q.device) * self.block >= middle
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)
-        return torch.where(best * self.block < used, best, -1).expand_as(self.index)
+        return torch.where(best * self.block < middle, best, -1).expand_as(self.index)
+
+    def fetch(self, active: Tensor, q: Tensor) -> Tensor:
+        """Fetches the blocks in `index` to the chosen slots; returns q, see Pool.issue."""
+        b, h, count = self.index.shape
+        first = torch.arange(b * h, device=q.device).view(b, h, 1) * self.blocks
+        wanted = torch.where(self.index < 0, -1, self.index + first).flatten()
+        token, q = self.pool.issue(wanted, active.repeat_interleave(h * count), q)
+        fetched = self.pool.take(self.pool.wait(token, q)).view(b, h, count, 2, self.block, -1)
+        for buffer, x in zip((self.k, self.v), fetched.unbind(3), strict=True):
+            self.chosen(buffer).copy_(x.flatten(2, 3))
+        return q
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)

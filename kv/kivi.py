@@ -1,7 +1,8 @@
 """kivi: every token's K and V in 1 to 8 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
 
-K is quantized per channel over a group of tokens, V per token over its channels. The newest `recent` tokens, and
-older ones until they fill a group, wait in full precision. The base class of methods that quantize whole layers.
+`Packed` (kv/quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
+`recent` tokens, and older ones until they fill a group, wait in full precision. The base class of methods that quantize
+whole layers.
 
 Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 of a value per value), and the
 newest `recent` + `group` tokens.
@@ -21,50 +22,50 @@ GROUP, RECENT = 64, 128  # tokens
 
 
 class Quantized(KV):
-    """Of n tokens the first P(n) are packed; the others wait in a ring."""
+    """Of n tokens the first P(n) = (n - recent) // group * group are packed; the others wait in a ring."""
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
-        self.group, self.wait = group, min(recent, shape.planned)
+        self.group, self.unpacked = group, min(recent, shape.planned)
         self.recent = shape.planned  # every step attends to all tokens
-        self.ring = -(-self.wait // group) * group + group
-        self.packed = Packed(shape, max(0, shape.planned - self.wait) // group, group, bits)
+        self.ring = -(-self.unpacked // group) * group + group
+        self.packed = Packed(shape, max(0, shape.planned - self.unpacked) // group, group, bits)
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim, beyond="tokens that wait")
         self.beyond["group past the end"] = shape.batch * shape.n_kv_head * self.packed.group_bytes
         self.span = self.groups_read(None, shape.planned)
 
-    def groups(self, count: Tensor | int) -> Tensor | int:
-        """P(n) / group: how many groups of `count` tokens are packed."""
-        left = count - self.wait
+    def groups(self, length: Tensor | int) -> Tensor | int:
+        """P(length) / group: how many groups are packed."""
+        left = length - self.unpacked
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         length = k.shape[2]
-        count = self.groups(length) * self.group
-        self.packed.fill(row, k[0, :, :count], v[0, :, :count])
-        slot = torch.arange(count, length, device=k.device) % self.ring
-        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, count:], v[0, :, count:]
+        packed = self.groups(length) * self.group
+        self.packed.fill(row, k[0, :, :packed], v[0, :, :packed])
+        slot = torch.arange(packed, length, device=k.device) % self.ring
+        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, packed:], v[0, :, packed:]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos % self.ring, active)
-        count = self.groups(pos + 1)
+        groups = self.groups(pos + 1)
         if self.packed.groups:
-            self.pack(count - 1, active & (count > self.groups(pos)))
+            self.pack(groups - 1, active & (groups > self.groups(pos)))
         rows = widen(ops.grouped(q, k.shape[1]))  # [B,Hk,G,D]
-        n = self.span.shape[0]
+        read = self.span.shape[0]  # groups
         age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
-        waits = age <= (pos - count * self.group)[:, None]
+        seen = age <= (pos - groups * self.group)[:, None]
         logits = ops.dots(rows, self.k)
         if self.packed.groups:
-            full = torch.arange(n * self.group, device=q.device) < (count * self.group)[:, None]
-            logits = torch.cat([self.packed.dots(rows, n), logits], dim=3)
-            waits = torch.cat([full, waits], dim=1)
-        logits = logits.masked_fill(~waits[:, None, None], -torch.inf) * q.shape[-1] ** -0.5
+            codes = torch.arange(read * self.group, device=q.device) < (groups * self.group)[:, None]
+            logits = torch.cat([self.packed.dots(rows, read), logits], dim=3)
+            seen = torch.cat([codes, seen], dim=1)
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf) * q.shape[-1] ** -0.5
         weight = logits.softmax(-1)
         y = ops.sums(weight[..., -self.ring :], self.v.float())
         if self.packed.groups:
-            y = y + self.packed.sums(weight[..., : -self.ring], n)
+            y = y + self.packed.sums(weight[..., : -self.ring], read)
         return y.view(q.shape).to(q.dtype)
 
     def pack(self, at: Tensor, due: Tensor) -> None:

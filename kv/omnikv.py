@@ -30,7 +30,7 @@ from kv import offload, ops, quant
 from kv.base import KV, Buffers, Shape, option
 from kv.fetched import Parts
 from kv.full import Full
-from kv.full_bits import full_bytes, full_layer
+from kv.full_bits import full_layer, full_layer_bytes
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Plan:
             raise ValueError(f"omnikv: with filter layers {filters} none of {shape.n_layer} layers is sparse")
         if options.mem is None:
             return cls(segments, min(budget, shape.max_prompt), None)
-        share = (Fraction(str(options.mem)) - 1) * shape.n_layer / sparse + 1  # k / S of section 5
+        a = 1 - Fraction(sparse, shape.n_layer)
+        share = (Fraction(str(options.mem)) - a) / (1 - a)  # k / S of section 5: mem = a + k / S (1 - a)
         if share < 0:
-            full = 1 - sparse / shape.n_layer
-            raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {full:.3f}")
+            raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {float(a):.3f}")
         if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrives
             share /= 1 + Fraction(2 * quant.stored_bytes(shape, options.bits), shape.unit_bytes)
-        return cls(segments, part(share, shape.max_prompt), share)
+        return cls(segments, k_of(share, shape.max_prompt), share)
 
 
-def part(share: Fraction, prompt: int) -> int:
+def k_of(share: Fraction, prompt: int) -> int:
     """k for a prompt of `prompt` tokens: rounded half up, at least 1."""
     return max(1, math.floor(share * prompt + Fraction(1, 2)))
 
@@ -105,7 +105,7 @@ class Segment(Buffers):
 
     def begin(self, row: int, prompt: int) -> None:
         """Prepares a row for a prompt of `prompt` tokens."""
-        wanted = self.k if self.share is None else part(self.share, prompt)
+        wanted = self.k if self.share is None else k_of(self.share, prompt)
         self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
         self.index[row] = -1
 
@@ -181,18 +181,18 @@ class Filter(Full):
         n = min(self.window - 1, length)
         position = torch.arange(length - n, length, device=q.device)
         later = torch.arange(length, device=q.device) > position[:, None]
-        most = torch.zeros(n, length, device=q.device)
+        scores = torch.zeros(n, length, device=q.device)
         for rows, keys in zip(q[0, :, length - n :].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
             logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
-            most = torch.maximum(most, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
+            scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
         self.past[row] = 0
-        self.past[row, position % self.window, :length] = most
+        self.past[row, position % self.window, :length] = scores
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         y = super().decode(q, k, v, pos, active)
         keys = self.read(self.k)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        scores = ops.weights(q, keys, later[:, None, None]).amax((1, 2))  # [B,N]
+        scores = ops.weights(q, keys, later[:, None, None]).amax((1, 2))  # [B,N], Equation 4's maximum over the heads
         return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
 
     def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -202,9 +202,9 @@ class Filter(Full):
         past[row, at] = torch.where(active[:, None], scores, past[row, at])
         age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
         window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
-        weight = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
-        inside = torch.arange(n, device=pos.device) > pos[:, None] - window
-        return (past * weight[..., None]).sum(1).masked_fill(inside, torch.inf)
+        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))  # Equation 4
+        in_window = torch.arange(n, device=pos.device) > pos[:, None] - window
+        return (past * alpha[..., None]).sum(1).masked_fill(in_window, torch.inf)
 
     def reset(self, row: int) -> None:
         self.segment.reset(row)
@@ -218,7 +218,7 @@ class Sparse(Parts):
     """Attends to the tokens its filter layer chose and to the generated tokens, which it stores itself."""
 
     def __init__(self, shape: Shape, segment: Segment, layer: int):
-        super().__init__(shape, 0, 0, segment.k, segment.prompt)
+        super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
         self.segment, self.layer = segment, layer
         if layer == segment.layers[0]:  # the pool is the whole segment's: counted once
             self.pools = [segment.pool]
@@ -229,10 +229,11 @@ class Sparse(Parts):
         self.segment.write(row, self.layer, k[0], v[0])
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = self.store_generated(k, v, pos, active)
-        self.k[:, :, : self.generated], self.v[:, :, : self.generated] = self.segment.take(self.layer, q)
+        newest = self.store_generated(k, v, pos, active)
+        for buffer, x in zip((self.k, self.v), self.segment.take(self.layer, q), strict=True):
+            self.chosen(buffer).copy_(x)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
-        ends, new = self.held(age)
+        ends, new = self.held(newest)
         return self.attend_parts(q, ends, chosen, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
@@ -263,7 +264,7 @@ class OmniKVMethod(offload.OffloadMethod):
         layer += self.offload * plan.k * shape.unit_bytes
         whole, others = shape.full_bytes() // shape.n_layer, shape.n_layer - sparse - filters
         layers = shape.batch * shape.n_kv_head * sparse * layer
-        return layers + filters * whole + others * full_bytes(shape, self.bits)
+        return layers + filters * whole + others * full_layer_bytes(shape, self.bits)
 
     def build(self, shape: Shape, budget: int | None) -> list[KV]:
         plan = Plan.of(shape, budget, self)

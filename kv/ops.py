@@ -170,7 +170,7 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
     return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
 
 
-def channel_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) -> Tensor:
+def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) -> Tensor:
     """Each query's attention to N keys, estimated from R of their channels: [B,Hk,G,N] fp32.
 
     rows [B,Hk,G,D] are the queries; channel [B,Hk,R] picks channels; keys [B,Hk,R,N] are those channels of the keys,

@@ -5,8 +5,9 @@ codes are the numbers of its nearest centroids. A step multiplies the sum of a g
 scores each token by adding up the products of its codes' centroids, and fetches the best tokens. The first and the
 newest tokens stay on the device; a generated token that is no longer among the newest gets codes too.
 
-The budget is split as in tailorkv. Memory: the prompt on the host; on the device, per KV head, one byte per part and
-token, the centroids, and the budget. Traffic: the codes, the centroids, and the budget.
+The budget t is n_local + n_topk, n_local = min(128, t / 3), as in tailorkv. Memory: the prompt on the host; on the
+device, per KV head, one byte per part and token, the centroids, and the budget. Traffic: the codes, the centroids, and
+the budget.
 """
 
 from dataclasses import dataclass
@@ -25,19 +26,19 @@ LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 class PQCache(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged, workers):
         super().__init__(shape, layer, budget, options, staged, workers)
-        self.rounds, self.parts, self.recent = options.rounds, options.partitions, self.ends - self.sinks
-        if shape.head_dim % self.parts:
-            raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.parts} equal partitions")
-        parts, centroid = (shape.n_kv_head, self.parts), (2**options.codebits, shape.head_dim // self.parts)
-        self.allocate("centroids", *parts, *centroid, dtype=torch.float32)
-        self.allocate("codes", *parts, shape.planned + 1, dtype=torch.uint8)
+        self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.ends - self.sinks
+        if shape.head_dim % self.partitions:
+            raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
+        heads, size = shape.n_kv_head, shape.head_dim // self.partitions
+        self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
+        self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
         self.beyond["code past the end"] = self.codes[..., 0].nbytes
         self.code_span = ops.span(None, shape.planned, shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
         for head, keys in enumerate(k[0]):
-            for part, x in enumerate(keys.float().chunk(self.parts, dim=1)):
+            for part, x in enumerate(keys.float().chunk(self.partitions, dim=1)):
                 centroids, codes = cluster(x, self.centroids.shape[3], self.rounds if len(x) <= LONG else 1)
                 self.centroids[row, head, part] = torch.inf  # centroids that a short prompt lacks are nearest to no key
                 self.centroids[row, head, part, : len(centroids)] = centroids
@@ -47,20 +48,21 @@ class PQCache(FetchedTokens):
         self.store_generated(k, v, pos, active)
         self.encode(pos - self.recent, active)
         n = self.code_span.shape[0]
-        queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.parts, -1))  # [B,Hk,parts,d]
-        products = (queries[:, :, :, None] * self.centroids).sum(4)
-        scores = products.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
+        queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.partitions, -1))  # [B,Hk,parts,d]
+        table = (queries[:, :, :, None] * self.centroids).sum(4)  # [B,Hk,parts,centroids]
+        scores = table.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
         position = torch.arange(n, device=q.device)
-        q = self.fetch(scores, (position >= self.sinks) & (position <= (pos - self.recent)[:, None]), active, q)
+        middle = (position >= self.sinks) & (position <= (pos - self.recent)[:, None])
+        q = self.fetch(scores, middle, active, q)
         self.copy_generated()
         ends, new = self.initial_or_recent(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def encode(self, position: Tensor, active: Tensor) -> None:
         """Encodes the token at position [B], which is no longer recent, if it was generated."""
-        at = self.generated + (position - self.prompt).clamp(min=0)
+        at = self.first_generated + (position - self.prompt).clamp(min=0)
         row = torch.arange(len(position), device=position.device)
-        key = self.k[row, :, at].float().unflatten(2, (self.parts, 1, -1))  # [B,Hk,parts,1,d]
+        key = self.k[row, :, at].float().unflatten(2, (self.partitions, 1, -1))  # [B,Hk,parts,1,d]
         code = (key - self.centroids).square().sum(4).argmin(3).to(torch.uint8)
         position, new = position.clamp(min=0), (active & (position >= self.prompt))[:, None, None]
         self.codes[row, :, :, position] = torch.where(new, code, self.codes[row, :, :, position])
@@ -68,18 +70,18 @@ class PQCache(FetchedTokens):
     def copy_generated(self) -> None:
         """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""
         new = self.index >= self.prompt[:, None, None]
-        at = self.generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
+        at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
-            chosen = buffer[:, :, self.ends : self.generated]
+            chosen = self.chosen(buffer)
             chosen.copy_(torch.where(new[..., None], ops.gather(buffer, at), chosen))
 
     def initial_or_recent(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
         slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
-        end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))
-        new = prompt + torch.arange(self.span.shape[0] - self.generated, device=pos.device)
-        ends, news = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
-        return ends & (end < prompt), news & (new <= pos[:, None])
+        end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))  # positions
+        new = prompt + torch.arange(self.span.shape[0] - self.first_generated, device=pos.device)
+        near_end, near_new = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
+        return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)

@@ -33,20 +33,27 @@ class Quest(Full):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)
+        self.update(k, pos, active)
+        best = ops.top(self.score(q, pos), self.pages)
+        return ops.attend_pages(q, self.k, self.v, best, self.page, pos)
+
+    def update(self, k: Tensor, pos: Tensor, active: Tensor) -> None:
+        """Adds the token to its page's bounds, or starts a page with it."""
         newest, begins = pos // self.page, (pos % self.page == 0)[:, None, None, None]
-        row = torch.arange(pos.shape[0], device=q.device)
+        row = torch.arange(pos.shape[0], device=k.device)
         for buffer, extreme in ((self.low, torch.minimum), (self.high, torch.maximum)):
             old = buffer[row, :, newest][:, :, None]  # [B,Hk,1,D]
             ops.store(buffer, torch.where(begins, k, extreme(old, k)), newest, active)
+
+    def score(self, q: Tensor, pos: Tensor) -> Tensor:
+        """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""
         used = -(-self.span.shape[0] // self.page)
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
-        rows = ops.grouped(q, k.shape[1])[:, :, :, None].float().unbind(2)  # G of [B,Hk,1,D]
+        rows = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
         bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in rows], dim=2) * q.shape[-1] ** -0.5
-        page = torch.arange(used, device=q.device)
-        weight = bound.masked_fill((page > newest[:, None])[:, None, None], -torch.inf).softmax(-1).sum(2)
-        weight = weight.masked_fill((page == newest[:, None])[:, None], torch.inf)  # [B,Hk,pages]
-        best = ops.top(weight, self.pages)
-        return ops.attend_pages(q, self.k, self.v, best, self.page, pos)
+        page, newest = torch.arange(used, device=q.device), (pos // self.page)[:, None]
+        weight = bound.masked_fill((page > newest)[:, None, None], -torch.inf).softmax(-1).sum(2)
+        return weight.masked_fill((page == newest)[:, None], torch.inf)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-length // self.page)
@@ -66,15 +73,15 @@ class QuestMethod(Method):
         """Tokens per page, and pages attended to."""
         if self.page is not None:
             return self.page, budget // self.page
-        page = max(1, math.floor(2 * shape.planned / budget + 0.5))
+        page = max(1, math.floor(2 * shape.planned / budget + 0.5))  # the bounds of S / page pages are half the budget
         return page, max(1, budget // 2 // page)
 
     def minimum(self, shape: Shape) -> int:
         """Two pages."""
         if self.page is not None:
             return 2 * self.page
-        enough = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.sizes(shape, t)[0])
-        return next(enough, shape.planned)
+        allowed = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.sizes(shape, t)[0])
+        return next(allowed, shape.planned)
 
     def memory(self, shape: Shape, budget: int) -> int:
         """S units per KV head, and one more per page."""

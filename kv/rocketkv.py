@@ -22,36 +22,38 @@ from torch import Tensor
 
 from kv import ops, quant
 from kv.base import KV, Method, Shape, option
-from kv.full_bits import full_bytes, full_layer
+from kv.full_bits import full_layer, full_layer_bytes
 from kv.snapkv import PoolingMethod, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a budget means: slots, up to `kept` for the prompt; tokens per page; channels read; pages attended to."""
+    """The sizes that a budget means."""
 
-    slots: int
-    kept: int
-    page: int
-    channels: int
-    pages: int
+    slots: int  # n1
+    kept: int  # of the prompt: n1 - max_new_tokens
+    page: int  # p, in tokens
+    channels: int  # r
+    pages: int  # attended to: t / 2 / p
 
     @classmethod
     def of(cls, shape: Shape, budget: int, split: str | None) -> "Sizes":
         """`split` is None for stage 2 alone."""
         planned, new = shape.planned, shape.max_new_tokens
-        ratio, slots = planned / budget, planned
+        c, slots = planned / budget, planned
         if split is not None:
-            power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(ratio), 0.8)
-            slots = max(math.floor(planned / ratio**power + 0.5), min(2 * new, planned))
-        left = slots / budget  # the compression ratio left to stage 2
-        page = max(1, min(math.floor(left), math.ceil(math.sqrt(left))))
-        channels = (2 * shape.head_dim * page * budget + slots) // (2 * slots)  # D page / left, half up
+            power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(c), 0.8)
+            slots = max(math.floor(planned / c**power + 0.5), min(2 * new, planned))
+        c2 = slots / budget  # the compression ratio left to stage 2
+        page = max(1, min(math.floor(c2), math.ceil(math.sqrt(c2))))
+        channels = (2 * shape.head_dim * page * budget + slots) // (2 * slots)  # D p / c2, half up
         channels = min(max(channels, 1), shape.head_dim)
         return cls(slots, slots - new, page, channels, max(1, budget // 2 // page))
 
 
 class RocketKV(SnapKV):
+    """Stage 1 is `SnapKV.choose`. Of stage 2, `update` is step 1, `score` step 2 and `attend_pages` step 3."""
+
     def __init__(
         self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
     ):
@@ -60,7 +62,8 @@ class RocketKV(SnapKV):
         self.bits = bits
         if bits < 16:
             self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
-        self.page, self.channels, self.recent = sizes.page, sizes.channels, 0
+        self.page, self.channels = sizes.page, sizes.channels
+        self.recent = 0  # a step may leave out even the newest page
         count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
         self.least = self.pages * self.page
@@ -84,8 +87,8 @@ class RocketKV(SnapKV):
         slot = pos - self.dropped
         self.store(self.coded(k), self.coded(v), slot, active)
         self.update(k, slot, active)
-        page = ops.top(self.score(q, slot), self.pages)  # [B,Hk,pages]
-        return ops.attend_pages(q, self.k, self.v, page, self.page, slot, self.decoded)
+        best = ops.top(self.score(q, slot), self.pages)
+        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.decoded)
 
     def update(self, k: Tensor, slot: Tensor, active: Tensor) -> None:
         """Adds the token to its page's bounds, or starts a page with it (section 3.4, step 1)."""
@@ -99,16 +102,16 @@ class RocketKV(SnapKV):
         self.bounds[row, :, :, at] = torch.where(active[:, None, None], new, old)
 
     def score(self, q: Tensor, slot: Tensor) -> Tensor:
-        """The approximate attention of the group to each page, [B,Hk,pages] (Algorithm 2, step 2)."""
+        """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""
         rows = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
         index = channel
-        if self.page > 1:
+        if self.page > 1:  # a page's maximum where the group's q sums to 0 or more, else its minimum
             index = channel + q.shape[-1] * (rows.sum(2) >= 0).gather(2, channel)
         used = -(-self.span.shape[0] // self.page)
         empty = torch.arange(used, device=q.device) > (slot // self.page)[:, None]
         bounds = ops.gather(self.bounds.narrow(3, 0, used), index)
-        return ops.channel_weights(rows, channel, bounds, empty).sum(2)
+        return ops.sparq_weights(rows, channel, bounds, empty).sum(2)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-self.reads(length, max(0, length - self.shape.max_prompt)) // self.page)
@@ -142,7 +145,7 @@ class Stage2Method(Method):
         skip, sizes = self.skipped(shape), Sizes.of(shape, budget, self.split)
         bounds = (1 if sizes.page == 1 else 2) * -(-sizes.slots // sizes.page) * shape.unit_bytes // 2
         sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * quant.stored_bytes(shape, self.bits) + bounds)
-        return (shape.n_layer - skip) * sparse + skip * full_bytes(shape, self.bits)
+        return (shape.n_layer - skip) * sparse + skip * full_layer_bytes(shape, self.bits)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         skip, sizes, stage1 = self.skipped(shape), Sizes.of(shape, budget, self.split), self.stage1(shape)

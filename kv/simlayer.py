@@ -34,7 +34,10 @@ def threshold_of(shape: Shape) -> float:
 
 
 class Shared(Buffers):
-    """The slots of all layers: `large` regions for all planned tokens, then small ones. A layer has one per row."""
+    """The slots of all layers: `large` regions for all planned tokens, then small ones. A layer has one per row.
+
+    `window` counts the tokens of a small region, the sinks included.
+    """
 
     def __init__(self, shape: Shape, large: int, window: int, options: "SimLayerMethod"):
         super().__init__(shape)
@@ -42,9 +45,9 @@ class Shared(Buffers):
         self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
         self.sinks = min(options.sinks, window - 1)
         whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
-        sizes = [shape.planned] * large + [window] * (shape.n_layer - large)
-        self.starts = [0, *accumulate(-(-size // whole) * whole for size in sizes)]
-        self.beyond["whole blocks"] = (self.starts[-1] - sum(sizes)) * shape.slot_bytes
+        capacities = [shape.planned] * large + [window] * (shape.n_layer - large)
+        self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
+        self.beyond["whole blocks"] = (self.starts[-1] - sum(capacities)) * shape.slot_bytes
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
         table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
@@ -56,18 +59,17 @@ class Shared(Buffers):
 
     def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
         """Stores a layer's prompt, k and v [Hk,T,D]. The large regions go to the layers with the least mass so far."""
-        masses, regions, region = self.masses[row], self.regions[row], layer
-        masses[layer:] = [mass]
+        masses, regions = self.masses[row], self.regions[row]
+        masses[layer:], regions[layer] = [mass], layer  # layer 0 drops the masses of the last prompt
         ranked = sorted(range(layer + 1), key=masses.__getitem__)
         if layer >= self.large and layer in ranked[: self.large]:  # it swaps regions with the layer now out
             out = ranked[self.large]
-            region, regions[out] = regions[out], region
+            regions[layer], regions[out] = regions[out], regions[layer]
             kept = ops.in_ring(k.shape[1], self.window, self.sinks, k.device)
-            slot = self.starts[region] + ops.ring(kept, self.sizes[row][out], self.sinks)
+            slot = self.starts[regions[layer]] + ops.ring(kept, self.sizes[row][out], self.sinks)
             self.write(row, out, self.window, kept, self.k[row, :, slot], self.v[row, :, slot])
-        lazy = region >= self.large or (self.threshold < 1 and mass > self.threshold)
-        size = self.window if lazy else self.planned
-        regions[layer] = region
+        lazy = self.threshold < 1 and mass > self.threshold  # a mass may be rounded to above 1
+        size = self.window if lazy or regions[layer] >= self.large else self.planned
         kept = ops.in_ring(k.shape[1], size, self.sinks, k.device)
         self.write(row, layer, size, kept, k[:, kept], v[:, kept])
 
@@ -90,7 +92,8 @@ class SimLayer(KV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
-        mass = 1 - ops.window_scores(q, k, 1)[..., between].sum(2).mean()
+        last = ops.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]
+        mass = 1 - last[..., between].sum(2).mean()  # on the first and the newest tokens
         self.shared.take(row, self.index, mass.item(), k[0], v[0])
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class SnapKV(Kept):
     ):  # fmt: skip
         super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept)
         self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
-        self.repeats = self.shape.n_kv_head // shape.n_kv_head  # heads that store tokens per KV head
+        self.repeats = shape.n_head // shape.n_kv_head if per_query else 1  # heads that store tokens per KV head
         self.recent = self.window = min(window, self.kept)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -51,7 +51,7 @@ class SnapKV(Kept):
         heads, length = k.shape[1] * self.repeats, k.shape[2]
         if length <= self.kept:
             return torch.arange(length, device=k.device).expand(heads, -1)
-        scores = ops.window_scores(q, k, self.window)  # [Hk,G,N]
+        scores = ops.window_scores(q, k, self.window)  # [Hk,G,T-window]
         scores = scores.flatten(0, 1) if self.repeats > 1 else scores.sum(1)
         long = self.threshold is not None and length >= self.threshold
         kernel = self.long_kernel if long else self.kernel
@@ -102,9 +102,9 @@ class SnapKVMethod(WindowMethod):
         return 2 * shape.n_head // shape.n_kv_head + self.deduct * shape.max_new_tokens
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        kept, groups = budget - self.deduct * shape.max_new_tokens, shape.n_head // shape.n_kv_head
-        per_query = not self.gqa and groups > 1
-        kept = kept // groups if per_query else kept
+        kept, group = budget - self.deduct * shape.max_new_tokens, shape.n_head // shape.n_kv_head
+        per_query = not self.gqa and group > 1
+        kept = kept // group if per_query else kept
         window = min(self.window, kept // 2)
         return [SnapKV(shape, kept, window, self.kernel, per_query=per_query) for _ in range(shape.n_layer)]
 
@@ -153,8 +153,10 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
     No layer keeps more tokens than the prompt has: lowering the maximum to that raises the minimum by as much.
     """
     window = min(window, budget // 2)
-    mean = budget - window
-    most = min(2 * mean - mean / 20, prompt - window)
-    least = min(2 * mean - most, most)
+    n = budget - window  # the mean
+    least = n / 20
+    most = min(2 * n - least, prompt - window)
+    least = min(2 * n - most, most)
     falls = [0.5 if n_layer == 1 else layer / (n_layer - 1) for layer in range(n_layer)]
-    return [math.floor(most - fall * (most - least) + 0.5) + window for fall in falls]
+    sizes = [most - fall * (most - least) for fall in falls]
+    return [(math.floor(x + 0.5) if x > n else math.ceil(x - 0.5)) + window for x in sizes]  # the mean stays n

@@ -20,8 +20,8 @@ class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
         self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
-        self.count = self.least = max(1, budget // 2)
-        self.recent = self.count // 4
+        self.chosen = self.least = max(1, budget // 2)
+        self.recent = self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes
         self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="mean of V")
@@ -33,31 +33,36 @@ class SparQ(Full):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)
-        row, live = torch.arange(pos.shape[0], device=q.device), active[:, None, None]
-        self.kt[row, :, :, pos] = torch.where(live, k[:, :, 0], self.kt[row, :, :, pos])
-        mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
-        self.mean.copy_(torch.where(live, mean, self.mean))
+        mean = self.update(k, v, pos, active)
         rows = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         weight = self.approximate_weights(rows, pos)  # [B,Hk,G,S]
         position = torch.arange(weight.shape[3], device=q.device)
         newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
-        index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.count)
+        index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.chosen)
         mask = index <= pos[:, None, None]
         y = ops.attend_rows(q, self.k, self.v, index, mask).view(rows.shape).float()
-        share = weight.gather(3, index[:, :, None].expand(-1, -1, rows.shape[2], -1)).sum(3, keepdim=True)
-        share = torch.where((pos < self.count)[:, None, None, None], 1.0, share)
-        return (share * y + (1 - share) * mean[:, :, None]).to(q.dtype).view(q.shape)
+        alpha = weight.gather(3, index[:, :, None].expand(-1, -1, rows.shape[2], -1)).sum(3, keepdim=True)
+        alpha = torch.where((pos < self.chosen)[:, None, None, None], 1.0, alpha)
+        return (alpha * y + (1 - alpha) * mean[:, :, None]).to(q.dtype).view(q.shape)
+
+    def update(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """Stores the token in the channel-major K and in the mean of V, which is returned: [B,Hk,D] fp32."""
+        row, live = torch.arange(pos.shape[0], device=k.device), active[:, None, None]
+        self.kt[row, :, :, pos] = torch.where(live, k[:, :, 0], self.kt[row, :, :, pos])
+        mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
+        self.mean.copy_(torch.where(live, mean, self.mean))
+        return mean
 
     def approximate_weights(self, rows: Tensor, pos: Tensor) -> Tensor:
         """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
         channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
         table = self.kt.narrow(3, 0, self.span.shape[0])
         later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
-        return ops.channel_weights(rows, channel, ops.gather(table, channel), later)
+        return ops.sparq_weights(rows, channel, ops.gather(table, channel), later)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         choose = self.channels * length * self.shape.dtype.itemsize
-        attend = min(self.count, length) * self.shape.unit_bytes
+        attend = min(self.chosen, length) * self.shape.unit_bytes
         return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
 
 

@@ -19,6 +19,8 @@ SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of 
 
 
 class Streaming(Full):
+    """`Full` with `size` slots, of which all but the sinks are a ring; past the context the sinks move along."""
+
     endless = True
 
     def __init__(self, shape: Shape, size: int, sinks: int):
@@ -35,8 +37,8 @@ class Streaming(Full):
 
     def move_sinks(self, pos: Tensor, active: Tensor) -> None:
         """Moves sink j of each row past the context to position pos - (size - 1) + j."""
-        past = active & (pos >= self.shape.max_length)
-        first, past = (x[:, None, None, None] for x in (past & (self.shift == 0), past))
+        past = (active & (pos >= self.shape.max_length))[:, None, None, None]
+        first = past & (self.shift == 0)[:, None, None, None]
         keys = self.k[:, :, : self.sinks]
         self.sink_keys.copy_(torch.where(first, keys, self.sink_keys))
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))

@@ -8,7 +8,8 @@ predicts the query of layer l (Equation 12), and the channels of K with the larg
 (Equation 10). In layer l the products of the true query with these channels choose the tokens to fetch. The queries of
 a group choose together, by their mean.
 
-The budget t is n_local + n_topk, n_local = min(128, t / 3). A step attends to these and to all generated tokens.
+The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (kv/fetched.py). A step attends to these
+and to all generated tokens.
 
 Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values per quantized layer, two buffers of S d Hk values for d channels
 (Table 2), and t tokens per other layer; host: K, V and K again per other layer. Traffic: a quantized layer's codes; in
@@ -30,7 +31,7 @@ LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
 
 
 class Tailored(FetchedTokens):
-    """A layer that is not quantized."""
+    """A sparsity-friendly layer."""
 
     wants_lookahead = True
 
@@ -48,11 +49,12 @@ class Tailored(FetchedTokens):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
-        length, channels = k.shape[2], k.shape[1] * k.shape[3]
-        self.channel_pool.write(row * channels, k[0].mT.flatten(0, 1), slice(0, length))
+        first = row * self.largest[row].numel()
+        self.channel_pool.write(first, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
         self.largest[row] = k[0].abs().amax(1)
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
+        """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
         b, h, d = self.largest.shape
         wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + channel).flatten()
@@ -65,24 +67,24 @@ class Tailored(FetchedTokens):
         return ops.grouped(q, self.shape.n_kv_head).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        age = self.store_generated(k, v, pos, active)
+        newest = self.store_generated(k, v, pos, active)
         if self.pending is None:  # the first layer: no layer below predicted its query
             q = self.lookahead(q, q, active)
         (channel, token), self.pending = self.pending, None
         keys = self.channel_pool.take(self.channel_pool.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
-        part = self.mean(q).gather(2, channel)[:, :, None]
-        scores = ops.sums(part, keys.float())[:, :, 0]
+        query = self.mean(q).gather(2, channel)[:, :, None]  # [B,Hk,1,d]
+        scores = ops.sums(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
-        between = (position >= self.sinks) & (position < (self.prompt - self.ends + self.sinks)[:, None])
+        between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])
         q = self.fetch(scores, between, active, q)
-        ends, new = self.held(age)
+        ends, new = self.held(newest)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """The fetched channels, of max_prompt tokens, are read on the host and again where they arrive."""
         device, host = self.fetched_bytes(length)
-        channels = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
-        return device + channels, host + channels * (self.channel_pool.host_bytes > 0)
+        prefetched = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
+        return device + prefetched, host + prefetched * (self.channel_pool.host_bytes > 0)
 
     def overhead(self) -> dict[str, int]:
         declared = super().overhead()

@@ -61,7 +61,8 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
     """PyramidKV: the prompt tokens that each layer keeps, the window (at most half of the budget) included.
 
     n = t - window, min = n / 20, max = 2 n - min: layer l keeps round(max - l (max - min) / (L - 1)) and the window.
-    Where max and the window exceed the prompt, max is what the prompt has and min rises until the mean is n again.
+    Where max and the window exceed the prompt, max is what the prompt has and min rises until the mean is n again. The
+    lower half of the layers rounds halves up, and the upper half is what is left of 2 n for each pair from both ends.
     """
     window = min(window, budget // 2)
     n, available = budget - window, prompt - window
@@ -74,7 +75,9 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
     if high > available:
         high = Fraction(available)
         low = 2 * n - high
-    return [half_up(high - layer * (high - low) / (n_layer - 1)) + window for layer in range(n_layer)]
+    lower = [half_up(high - layer * (high - low) / (n_layer - 1)) for layer in range(n_layer // 2)]
+    middle = [n] if n_layer % 2 else []
+    return [size + window for size in [*lower, *middle, *(2 * n - size for size in reversed(lower))]]
 
 
 def best(scores: Tensor, count: int) -> list[int]:

@@ -187,7 +187,7 @@ def differences(name: str, budget: int | None) -> tuple:
 def test_full_in_fewer_bits_is_nearly_full_attention():
     runs, (eight, four) = differences("full", None)
     assert 0 < eight.max() < 0.005 < four.max() < 0.1
-    assert [layer.wait for layer in runs[1].layers] == [128, 128]
+    assert [layer.unpacked for layer in runs[1].layers] == [128, 128]
 
 
 @pytest.mark.parametrize("name", ("rocketkv", "hybrid"))
