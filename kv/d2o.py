@@ -2,8 +2,8 @@
 
 The layers share L t slots per KV head and row. A softmax over the negative variances of the attention that tokens
 receive sets each layer's share (Equations 4 and 5). Every layer must see the prompt first, so K and V wait on the host
-until then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to 0 ...
-1 and averaged: a layer gets more slots the further most of its heads are below the one that varies most. Each layer
+until then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to [0,
+1] and averaged: a layer gets more slots the further most of its heads are below the one that varies most. Each layer
 reserves 4 slots for sinks; `ratio` (3:1) divides the others between the tokens with the highest attention sums and the
 newest tokens (Equations 6 to 8).
 

@@ -8,8 +8,8 @@ predicts the query of layer l (Equation 12), and the channels of K with the larg
 (Equation 10). In layer l the products of the true query with these channels choose the tokens to fetch. The queries of
 a group choose together, by their mean.
 
-The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (kv/fetched.py). A step attends to these
-and to all generated tokens.
+The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (kv/fetched.py). A step attends to
+these and to all generated tokens.
 
 Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values per quantized layer, two buffers of S d Hk values for d channels
 (Table 2), and t tokens per other layer; host: K, V and K again per other layer. Traffic: a quantized layer's codes; in
