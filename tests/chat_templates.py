@@ -1,6 +1,6 @@
-"""Chat templates of public checkpoints, reconstructed: they render conversations of plain text as the published ones
-do, with the same means (namespaces, loops backwards, dates, exceptions, blocks and comments); parts for tools are left
-out. Each with the control tokens of its checkpoint."""
+"""Reconstructed chat templates of public checkpoints, each with its checkpoint's control tokens. They render plain-text
+conversations as the published templates do, with the same features (namespaces, reversed loops, dates, exceptions,
+blocks and comments); parts for tools are left out."""
 
 LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")

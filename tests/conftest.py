@@ -1,4 +1,4 @@
-"""Small checkpoints that the tests make for themselves, and one compile cache for the whole run."""
+"""Fixtures: small checkpoints that the tests build, and one compile cache for the whole run."""
 
 import io
 import os
@@ -7,9 +7,9 @@ import signal
 import tempfile
 from pathlib import Path
 
-# Before torch is imported: compiled kernels are shared by all tests, and by the subprocesses they start.
+# Set before torch is imported: all tests and the subprocesses they start share the compiled kernels.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "kv-fast-test-inductor"))
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits leaves its core to the other test process
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to the other test process
 
 import pytest
 import sentencepiece
@@ -20,8 +20,8 @@ from config import ModelConfig
 from model import Transformer
 from tasks import shipped_haystack
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
-for function in (torch.cos, torch.sin, torch.exp):  # MKL may round its first call, if from many threads, coarsely
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
+for function in (torch.cos, torch.sin, torch.exp):  # MKL's first multithreaded call can lose precision
     function(torch.ones(1))
 
 LLAMA = {
@@ -39,7 +39,7 @@ LLAMA = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="what a run otherwise samples, whole: hours")
+    parser.addoption("--all", action="store_true", help="run all cases where a run otherwise samples them; takes hours")
 
 
 def pytest_collection_modifyitems(items):
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items):
 
 
 def write_random(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
-    """A converted checkpoint with random weights and no tokenizer, whose logits are far from uniform."""
+    """Writes a converted checkpoint with random weights and no tokenizer; its logits are far from uniform."""
     config = LLAMA | changes
     model = Transformer(ModelConfig.from_dict(config))
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +87,7 @@ def text_checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(text_checkpoint, tmp_path_factory) -> Path:
-    """Two small layers in fp32, and a tokenizer."""
+    """A random checkpoint with two small layers in fp32 and a tokenizer."""
     folder = write_random(
         tmp_path_factory.mktemp("checkpoint") / "tiny", vocab_size=1024, bos_token_id=1, eos_token_id=2
     )

@@ -4,8 +4,8 @@ They follow the equations and share no code with kv/. RocketKV (arXiv 2502.14051
 2404.14469), PyramidKV (arXiv 2406.02069), Quest (arXiv 2406.10774), SparQ (arXiv 2312.04985), DuoAttention (arXiv
 2410.10819).
 
-A head of storage holds one list of tokens: a KV head, whose G query heads h G ... h G + G - 1 share what is chosen, or
-one query head where a method keeps or chooses tokens for each of them. All arithmetic is fp32; sizes are exact
+A head of storage holds one list of tokens. It is a KV head h, whose G query heads h G ... h G + G - 1 share a choice,
+or a query head in methods that keep or choose tokens for each query head. All arithmetic is fp32; sizes are exact
 integers.
 """
 
@@ -24,7 +24,7 @@ def half_up(x: Fraction | float) -> int:
 
 
 def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
-    """Sizes of RocketKV's second stage over `slots` tokens, of ratio c2 = slots / budget.
+    """Sizes of RocketKV's second stage over `slots` tokens, with the compression ratio c2 = slots / budget.
 
     page = min(floor(c2), ceil(sqrt(c2))), channels = round(D page / c2), pages = floor((budget / 2) / page).
     """
@@ -38,7 +38,7 @@ def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
 
 
 def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, split: str) -> dict[str, int]:
-    """RocketKV's sizes: n1 slots after stage 1, of which the prompt may `keep` some, and those of stage 2.
+    """RocketKV's sizes: n1 slots after stage 1, `keep` of them for the prompt, and the sizes of stage 2.
 
     c = S / t, n1 = max(round(S / c ** e), min(2 max_new_tokens, S)), keep = n1 - max_new_tokens; e =
     min(0.2 + 0.06 log2 c, 0.8) if the split is adaptive, 0.5 if it is even, as in the first paper.
@@ -58,11 +58,11 @@ def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, 
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
-    """PyramidKV: the prompt tokens that each layer keeps, the window (at most half of the budget) included.
+    """PyramidKV: how many prompt tokens each layer keeps, including the window (at most half of the budget).
 
     n = t - window, min = n / 20, max = 2 n - min: layer l keeps round(max - l (max - min) / (L - 1)) and the window.
-    Where max and the window exceed the prompt, max is what the prompt has and min rises until the mean is n again. The
-    lower half of the layers rounds halves up, and the upper half is what is left of 2 n for each pair from both ends.
+    If max and the window exceed the prompt, max shrinks to fit it and min rises until the mean is n again. The lower
+    half of the layers rounds halves up; in the upper half, layer L - 1 - l gets 2 n minus the share of layer l.
     """
     window = min(window, budget // 2)
     n, available = budget - window, prompt - window
@@ -81,7 +81,7 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
 
 
 def best(scores: Tensor, count: int) -> list[int]:
-    """Indices of the `count` highest scores, the lowest index first among equals, in ascending order."""
+    """Indices of the `count` highest scores, in ascending order; ties go to the lowest index."""
     values = scores.tolist()
     return sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:count])
 
@@ -112,7 +112,7 @@ def window_scores(q: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 def max_pool(scores: Tensor, kernel: int) -> Tensor:
-    """The highest of the `kernel` scores around each one; nothing lies beyond the ends."""
+    """The highest of the `kernel` scores around each score; the ends are not padded."""
     if kernel % 2 == 0:
         raise ValueError(f"a kernel is odd, not {kernel}")
     pooled = torch.empty_like(scores)
@@ -124,7 +124,7 @@ def max_pool(scores: Tensor, kernel: int) -> Tensor:
 def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[int]:
     """SnapKV's choice (Algorithm 1): the `top` best prompt tokens by pooled window scores, and the window.
 
-    q [G,T,D] the query heads that share the choice, keys [T,D]. A prompt of at most top + window tokens is kept whole.
+    q [G,T,D]: the query heads that share the choice; keys [T,D]. A prompt of at most top + window tokens is kept whole.
     """
     length = keys.shape[0]
     if length <= top + window:
@@ -134,7 +134,7 @@ def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[in
 
 
 def split_pages(count: int, page: int) -> list[range]:
-    """The indices 0 ... count - 1 in pages of consecutive ones; the last page may be partly filled."""
+    """Pages of consecutive indices 0 ... count - 1; the last page may be partly filled."""
     return [range(start, min(start + page, count)) for start in range(0, count, page)]
 
 
@@ -158,10 +158,10 @@ def partial_weights(q: Tensor, keys: Tensor, channels: list[int]) -> Tensor:
 
 
 class Slow:
-    """Full attention, and what the methods have in common.
+    """Full attention, and the base of the methods.
 
-    A method says what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`). In the first
-    `skip_layers` layers everything is kept and attended to.
+    A method decides what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`). The first
+    `skip_layers` layers keep and attend to everything.
     """
 
     defaults: dict = {}
@@ -174,11 +174,11 @@ class Slow:
         self.shape, self.budget, self.layer = shape, budget, layer
         self.option = {**self.defaults, **options}
         self.groups = shape.n_head // shape.n_kv_head
-        self.shared = self.option.get("gqa", self.option.get("shared", True))  # by the query heads of a group
+        self.shared = self.option.get("gqa", self.option.get("shared", True))  # a group shares its choice
         self.full = layer < self.option.get("skip_layers", 0)
-        self.keys = self.values = torch.empty(0)  # [Hk,N,D]: every token of the text; `stored` says which are there
+        self.keys = self.values = torch.empty(0)  # [Hk,N,D]: every token so far; `stored` says which are held
         self.kept: list[list[int]] = []  # prompt positions per head of storage
-        self.stored: list[list[int]] = []  # those and the generated tokens, in sequence order
+        self.stored: list[list[int]] = []  # kept and generated positions, in order
         self.attended: list[list[int]] = []  # positions that the last step attended to
 
     def kv_head(self, head: int) -> int:
@@ -227,19 +227,19 @@ class Slow:
         return list(range(keys.shape[0]))
 
     def choose(self, head: int, q: Tensor) -> list[int]:
-        """Positions, out of those stored, that a step attends to, ascending: q [G,D]."""
+        """The stored positions that a step attends to, ascending: q [G,D]."""
         return list(self.stored[head])
 
 
 class SlowSnapPlus(Slow):
-    """RocketKV's first stage alone (Algorithm 1): a group keeps t prompt tokens, and every generated one."""
+    """RocketKV's first stage alone (Algorithm 1): each group keeps t prompt tokens and every generated one."""
 
     defaults = {
         "window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "adaptive", "skip_layers": 0,
     }  # fmt: skip
 
     def prompt_share(self) -> int:
-        """The prompt tokens that are kept."""
+        """How many prompt tokens are kept."""
         return self.budget
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
@@ -252,13 +252,13 @@ class SlowSnapPlus(Slow):
 class SlowRocket(SlowSnapPlus):
     """RocketKV: stage 1 keeps n1 - max_new_tokens prompt tokens, stage 2 (Algorithm 2) attends to the best pages.
 
-    Pages are of consecutive stored tokens. With the channels r of the largest sum_G |q|, a page's bound is its maximum
-    on the channels where sum_G q >= 0 and its minimum on the others, and its score the sum over the group of the
-    softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
+    A page holds consecutive stored tokens. Its bound is the maximum of its keys in channels where sum_G q >= 0, and
+    their minimum in the others. With the channels r of the largest sum_G |q|, its score is the sum over the group of
+    the softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
     """
 
     def sizes(self) -> dict[str, int]:
-        """The integers of both stages."""
+        """The sizes of both stages."""
         shape = self.shape
         return rocket_sizes(shape.planned, self.budget, shape.max_new_tokens, shape.head_dim, self.option["split"])
 
@@ -294,9 +294,9 @@ class SlowHybrid(SlowRocket):
 
 
 class SlowSnap(Slow):
-    """SnapKV: each query head keeps floor(t / G) prompt tokens of its own, or with gqa a group keeps t.
+    """SnapKV: each query head keeps floor(t / G) prompt tokens of its own; with `gqa`, a group keeps t.
 
-    deduct takes max_new_tokens off t first.
+    `deduct` subtracts max_new_tokens from t first.
     """
 
     defaults = {"window": 32, "kernel": 7, "gqa": False, "deduct": False}
@@ -309,7 +309,7 @@ class SlowSnap(Slow):
 
 
 class SlowPyramid(Slow):
-    """PyramidKV: SnapKV shared by the group, with budgets that fall from the first layer to the last."""
+    """PyramidKV: SnapKV with choices shared by the group and budgets that fall from the first layer to the last."""
 
     defaults = {"window": 32, "kernel": 7}
 
@@ -320,9 +320,9 @@ class SlowPyramid(Slow):
 
 
 class SlowExactTopK(Slow):
-    """The oracle: each query head attends to its t tokens of the highest exact softmax scores.
+    """The oracle: each query head attends to the t tokens with its highest exact softmax scores.
 
-    With `shared` a group attends to the t tokens of the highest sum over its query heads.
+    With `shared`, a group attends to the t tokens with the highest sum over its query heads.
     """
 
     defaults = {"shared": False}
@@ -336,12 +336,12 @@ class SlowExactTopK(Slow):
 
 
 class SlowQuest(Slow):
-    """Quest: the best pages by the upper bound sum_i max(q_i min_i, q_i max_i), the newest page always one of them."""
+    """Quest: the newest page and the best others by the upper bound sum_i max(q_i min_i, q_i max_i)."""
 
     defaults = {"page": 16, "skip_layers": 2}
 
     def sizes(self) -> tuple[int, int]:
-        """The tokens a page, and the pages that are attended to."""
+        """(tokens per page, pages that a step attends to)"""
         page = self.option["page"]
         if page == "auto":
             page = max(1, half_up(Fraction(2 * self.shape.planned, self.budget)))
@@ -364,10 +364,10 @@ class SlowQuest(Slow):
 
 
 class SlowSparQ(Slow):
-    """SparQ: k = t / 2 tokens by approximate scores on r = D t / S channels, the rest stands in as the mean of V.
+    """SparQ: selects k = t / 2 tokens by approximate scores on r = D t / S channels; the mean of V replaces the rest.
 
-    The newest k / 4 tokens are always selected, the others by the group's sum. y = a attention(selected) +
-    (1 - a) mean V, a = the query head's approximate mass on the selected tokens.
+    The newest k / 4 tokens are always selected, the others by the group's summed scores. y = a attention(selected) +
+    (1 - a) mean V, where a is the query head's approximate mass on the selected tokens.
     """
 
     def step(self, head: int, q: Tensor) -> tuple[list[int], Tensor]:
@@ -396,7 +396,7 @@ class SlowDuo(Slow):
     defaults = {"heads": None, "sinks": 128, "recent": 512}
 
     def visible(self, head: int, positions: list[int], length: int) -> list[int]:
-        """Those of the positions that the head sees in a text of `length` tokens."""
+        """The given positions that the head sees in a sequence of `length` tokens."""
         if self.option["heads"][head]:
             return list(positions)
         return [i for i in positions if i < self.option["sinks"] or i >= length - self.option["recent"]]

@@ -1,12 +1,12 @@
-"""Slow reference implementations of D2O and of the eviction methods beside it: one batch row, all layers, plain loops.
+"""Slow reference implementations of D2O and the other eviction methods: one batch row, all layers, plain loops.
 
 They follow the equations and share no code with kv/. H2O (arXiv 2306.14048), D2O (arXiv 2406.13035, Equations 4 to 12),
-RoCo (arXiv 2402.06262), CaM (Zhang et al., 2024), SimLayerKV (arXiv 2410.13846). All arithmetic is fp64, outputs and
-stored vectors are given out as fp32.
+RoCo (arXiv 2402.06262), CaM (Zhang et al., 2024), SimLayerKV (arXiv 2410.13846). All arithmetic is fp64; outputs and
+stored vectors are returned as fp32.
 
-The life of a text: `prefill` for layers 0 ... L - 1 (layer 0 begins a new text), `finish`, then `decode` for each layer
-of each step. Every KV head of every layer keeps tokens of its own. "Lowest" and "highest" break ties to the lowest
-position.
+The life of a sequence: `prefill` for layers 0 ... L - 1 (layer 0 begins a new sequence), `finish`, then `decode` for
+each layer of each step. Every KV head of every layer keeps its own tokens. Ties for "lowest" and "highest" go to the
+lowest position.
 """
 
 import math
@@ -22,12 +22,12 @@ from kv.base import Shape
 
 
 def group_attention(q: Tensor, keys: Tensor) -> Tensor:
-    """The softmax of each of one position's queries: q [G,D], keys [n,D] -> [G,n]."""
+    """Attention of a group's queries at one position: q [G,D], keys [n,D] -> [G,n]."""
     return torch.stack([probabilities(one, keys) for one in q])
 
 
 def column_sums(q: Tensor, k: Tensor) -> Tensor:
-    """Causal attention of each query head summed over its queries, q [Hq,T,D], k [Hk,T,D] -> fp64 [Hq,T]."""
+    """Each query head's causal attention, summed over its queries: q [Hq,T,D], k [Hk,T,D] -> fp64 [Hq,T]."""
     q, k = q.double(), k.double()
     groups = q.shape[0] // k.shape[0]
     sums = torch.zeros(q.shape[:2], dtype=torch.float64)
@@ -44,7 +44,7 @@ def cosines(key: Tensor, keys: Tensor) -> list[float]:
 
 
 def nearest(key: Tensor, keys: Tensor) -> tuple[int, float]:
-    """Which of some keys is the most similar one, the first among equals, and how similar it is."""
+    """The index of the most similar key, the first among equals, and its similarity: key [D], keys [n,D]."""
     similar = cosines(key, keys)
     return similar.index(max(similar)), max(similar)
 
@@ -56,7 +56,7 @@ def variance(values: list[float]) -> float:
 
 
 def merge_weights(similar: list[float], merge: str) -> tuple[float, list[float]]:
-    """w_c and each w_e (Equation 12): of a kept token and of those of some similarities that are merged into it."""
+    """(w_c, each w_e) of Equation 12: the weights of a kept token and of the `similar` tokens merged into it."""
     if merge == "average":
         return 1 / (1 + len(similar)), [1 / (1 + len(similar))] * len(similar)
     total = math.e + sum(math.exp(u) for u in similar)
@@ -64,7 +64,7 @@ def merge_weights(similar: list[float], merge: str) -> tuple[float, list[float]]
 
 
 def bounded(sizes: list[float], total: float, low: float, high: float) -> list[float]:
-    """Sizes scaled by one factor and cut at two bounds, the factor such that the sum is `total`, by bisection."""
+    """Sizes scaled by one factor and clamped to [low, high]; bisection finds the factor that sums to `total`."""
 
     def cut(factor: float) -> list[float]:
         return [min(max(factor * size, low), high) for size in sizes]
@@ -77,7 +77,7 @@ def bounded(sizes: list[float], total: float, low: float, high: float) -> list[f
 
 
 def scaled(values: list[float]) -> list[float]:
-    """Min-max: the least becomes 0 and the greatest 1; values that are all equal become 0."""
+    """Min-max scaling: the least value becomes 0 and the greatest 1; if all are equal, all become 0."""
     low, high = min(values), max(values)
     return [(value - low) / (high - low) if high > low else 0.0 for value in values]
 
@@ -87,10 +87,10 @@ def mean(values: list[float]) -> float:
 
 
 def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
-    """D2O's slots S_l of each layer (Equations 5 and 15), from Var(s) of its query heads and a budget in tokens.
+    """The slots S_l of each layer (Equations 5 and 15), from the variances Var(s) of its query heads and a budget.
 
-    F_l is the mean over the heads: of the variances scaled within the layer for `softmax`, else of the raw ones.
-    Each S_l is at least sinks + 4 and at most the prompt; all are `budget` for a prompt that is no longer than that.
+    The budget is in tokens. F_l is the mean over the heads of the variances, scaled within the layer for `softmax`, raw
+    otherwise. Each S_l is at least sinks + 4 and at most the prompt; all are `budget` if the prompt is no longer.
     """
     n_layer = len(variances)
     low, high, total = sinks + 4, prompt, n_layer * budget
@@ -116,17 +116,17 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
 
 @dataclass(eq=False)
 class Token:
-    """What one KV head knows of one token."""
+    """One KV head's record of one token."""
 
     position: int
     key: Tensor  # [D]
     value: Tensor  # [D]
-    score: float = 0.0  # s: the attention it got, summed over the queries and the group
-    squares: float = 0.0  # of each query position's sum over the group
+    score: float = 0.0  # s: the attention received, summed over the queries and the group
+    squares: float = 0.0  # sum of the squares of each query position's sum over the group
     visits: int = 0  # query positions that could see it
 
     def see(self, attention: float) -> None:
-        """Takes what one query position's group gives."""
+        """Adds the attention that one query position's group gives."""
         self.score += attention
         self.squares += attention**2
         self.visits += 1
@@ -141,15 +141,15 @@ class Token:
 
 
 def highest(tokens: list[Token], count: int, worth: Callable[[Token], float]) -> list[Token]:
-    """The `count` tokens that are worth most, the lowest position first among equals."""
+    """The `count` tokens of the highest worth; ties go to the lowest position."""
     return sorted(tokens, key=lambda token: (-worth(token), token.position))[:count]
 
 
 class SlowEvict:
-    """Full attention, and what the methods have in common.
+    """Full attention, and the base of the methods.
 
-    A method shrinks what the prompt left in `finish`, may drop tokens `before` a step's attention, which the new token
-    is part of, and after it is told in `after` what attention each token got.
+    A method shrinks the stored prompt in `finish`. In a step, which first stores the new token, it may drop tokens in
+    `before`, ahead of the attention, and receives in `after` the attention that each token got.
     """
 
     def __init__(self, shape: Shape):
@@ -159,19 +159,19 @@ class SlowEvict:
         self.shape = shape
         self.groups = shape.n_head // shape.n_kv_head
         self.prompt = 0  # T
-        self.length: list[int] = []  # by layer: tokens of the text so far
-        self.tokens: list[list[list[Token]]] = []  # by layer and KV head: those held, in ascending positions
+        self.length: list[int] = []  # by layer: tokens of the sequence so far
+        self.tokens: list[list[list[Token]]] = []  # by layer and KV head: those held, by ascending position
 
     def heads(self, q: Tensor, kv_head: int) -> Tensor:
         """A group's queries: q [Hq,...] -> [G,...]."""
         return q[kv_head * self.groups : (kv_head + 1) * self.groups]
 
     def begin(self) -> None:
-        """Forgets the text."""
+        """Forgets the sequence."""
         self.length, self.tokens = [], []
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new text."""
+        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
         if layer == 0:
             self.begin()
         if layer != len(self.tokens):
@@ -184,19 +184,19 @@ class SlowEvict:
         self.observe(layer, q.double(), k)
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """What a method measures of a layer's prompt, in fp64: q [Hq,T,D], k [Hk,T,D]."""
+        """Measures a layer's prompt, in fp64: q [Hq,T,D], k [Hk,T,D]."""
 
     def finish(self) -> None:
-        """Shrinks every layer, once all have their prompt."""
+        """Shrinks every layer once all layers hold the prompt."""
 
     def before(self, layer: int, kv_head: int) -> None:
         """Drops tokens before a step's attention."""
 
     def after(self, layer: int, kv_head: int, attention: list[float]) -> None:
-        """Takes what a step's group gave each token."""
+        """Receives the attention that a step's group gave each token."""
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores one token, attends to all that is held, then evicts: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
+        """Stores one token, attends to all held tokens, then evicts: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
         q, k, v = q.double(), k.double(), v.double()
         y = torch.empty_like(q)
         position = self.length[layer]
@@ -217,19 +217,19 @@ class SlowEvict:
         return [token.position for token in self.tokens[layer][kv_head]]
 
     def keys(self, layer: int, kv_head: int) -> Tensor:
-        """What is stored of the keys held, in ascending positions: [n,D]."""
+        """The stored keys, by ascending position: [n,D]."""
         return torch.stack([token.key for token in self.tokens[layer][kv_head]]).float()
 
     def values(self, layer: int, kv_head: int) -> Tensor:
-        """What is stored of the values held, in ascending positions: [n,D]."""
+        """The stored values, by ascending position: [n,D]."""
         return torch.stack([token.value for token in self.tokens[layer][kv_head]]).float()
 
 
 class SlowH2O(SlowEvict):
-    """H2O: a KV head holds t tokens, the floor(t / 2) most recent and those that got the most attention.
+    """H2O: a KV head holds t tokens: the floor(t / 2) most recent and those that received the most attention.
 
-    The methods derived from it change how many tokens a layer holds (`plan`, `recent`), what is never evicted
-    (`protected`), what a token is worth (`worth`) and what becomes of the evicted ones (`absorb`).
+    Derived methods change how many tokens a layer holds (`plan`), how many of them are recent (`recent`), which are
+    never evicted (`protected`), how important a token is (`worth`) and what happens to evicted tokens (`absorb`).
     """
 
     sinks = 0
@@ -238,35 +238,35 @@ class SlowH2O(SlowEvict):
         super().__init__(shape)
         self.budget = budget
         self.sizes: list[int] = []  # S_l
-        self.sums: list[Tensor] = []  # by layer: what each query head gave each token of the prompt [Hq,T]
+        self.sums: list[Tensor] = []  # by layer: attention of each query head to each prompt token [Hq,T]
 
     def begin(self) -> None:
         super().begin()
         self.sums = []
 
     def plan(self) -> list[int]:
-        """The tokens that a KV head of each layer holds."""
+        """How many tokens a KV head of each layer holds."""
         return [self.budget] * self.shape.n_layer
 
     def recent(self, size: int) -> int:
-        """M: how many of the newest positions are never evicted, the current one among them."""
+        """M: how many of the newest positions are never evicted, including the current one."""
         return size // 2
 
     def is_fixed(self, token: Token, layer: int) -> bool:
-        """A sink or a recent token."""
+        """Whether the token is a sink or recent."""
         newest = self.length[layer] - 1
         return token.position < self.sinks or token.position > newest - self.recent(self.sizes[layer])
 
     def protected(self, layer: int, tokens: list[Token]) -> list[Token]:
-        """Those that an eviction leaves alone."""
+        """The tokens that are never evicted."""
         return [token for token in tokens if self.is_fixed(token, layer)]
 
     def worth(self, token: Token) -> float:
-        """Of the others, those stay for which this is highest."""
+        """A token's importance: of the unprotected tokens, the most important stay."""
         return token.score
 
     def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
-        """What evicted tokens leave behind; both lists in ascending positions."""
+        """Adds what evicted tokens leave behind to the kept ones; both lists are in ascending positions."""
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
         self.sums.append(torch.zeros(q.shape[:2], dtype=torch.float64))
@@ -287,7 +287,7 @@ class SlowH2O(SlowEvict):
                 self.shrink(layer, kv_head)
 
     def shrink(self, layer: int, kv_head: int) -> None:
-        """Keeps S_l tokens of a prompt: those protected and the best of the others (Equations 7 and 8)."""
+        """Keeps S_l tokens of a prompt: the protected ones and the best of the others (Equations 7 and 8)."""
         tokens, size = self.tokens[layer][kv_head], self.sizes[layer]
         if len(tokens) <= size:
             return
@@ -307,17 +307,17 @@ class SlowH2O(SlowEvict):
         self.replace(layer, kv_head, [min(others, key=lambda token: (self.worth(token), token.position))])
 
     def replace(self, layer: int, kv_head: int, evicted: list[Token]) -> None:
-        """Lets the kept tokens absorb the evicted ones, and forgets those."""
+        """Lets the kept tokens absorb the evicted ones, then drops those."""
         kept = [token for token in self.tokens[layer][kv_head] if token not in evicted]
         self.absorb(layer, kv_head, evicted, kept)
         self.tokens[layer][kv_head] = kept
 
 
 class SlowRoCo(SlowH2O):
-    """RoCo: as H2O, but a token is worth its mean attention a visit, and those that vary most stay as well.
+    """RoCo: H2O, but a token's importance is its mean attention per visit, and the tokens that vary most stay too.
 
-    Protected are the sinks, the newest 10 (of small budgets the newest half) and, of the others, those of the highest
-    standard deviation: 30% of the budget, rounded half up, or as many as it has beside sinks and the newest.
+    Protected are the sinks, the newest 10 (in small budgets, the newest half) and, of the others, those with the
+    highest standard deviation: 30% of the budget, rounded half up, or as many as fit beside the sinks and the newest.
     """
 
     def __init__(self, shape: Shape, budget: int, sinks: int = 4):
@@ -339,10 +339,10 @@ class SlowRoCo(SlowH2O):
 
 
 class SlowCaM(SlowH2O):
-    """CaM: as H2O, but a part of a value that a step evicts may go to the next m kept tokens, at random.
+    """CaM: H2O, but a step may, at random, add a part of the evicted value to the next m kept tokens.
 
-    What the prompt's end evicts goes as in H2O. With probability clip(s_i / mean s of those tokens, 0, 1), which
-    `u(layer, kv_head, position)` in [0, 1) falls below or not, v_i / m is added to each of them.
+    The end of the prompt evicts as H2O does. In a step, v_i / m is added to each of the m tokens with probability
+    clip(s_i / mean s of those tokens, 0, 1): whenever `u(layer, kv_head, position)` in [0, 1) is below it.
     """
 
     def __init__(self, shape: Shape, budget: int, u: Callable[[int, int, int], float], m: int = 32):
@@ -363,11 +363,11 @@ class SlowCaM(SlowH2O):
 
 
 class SlowD2O(SlowH2O):
-    """D2O: layers of lower attention variance hold more, and evicted tokens are merged into the most similar kept one.
+    """D2O: layers of lower attention variance hold more tokens; evicted tokens merge into the most similar kept one.
 
-    A layer holds sinks, M = floor((S_l - sinks) M / (N + M)) recent tokens, N : M being `ratio`, and the best of the
-    others. `merge` is weighted (Equation 12), average, or none. `full_layers` keep everything and count
-    in the sum of the slots; `uncounted` layers keep everything and do not.
+    A layer holds the sinks, floor((S_l - sinks) M / (N + M)) recent tokens, where `ratio` is N : M, and the best of the
+    others. `merge` is weighted (Equation 12), average or none. `full_layers` and `uncounted` layers keep everything;
+    only `full_layers` count towards the sum of the slots.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class SlowD2O(SlowH2O):
         self.thresholds = {}
 
     def plan(self) -> list[int]:
-        """S_l by Equations 4 and 5; for layers that keep everything all the planned tokens."""
+        """S_l by Equations 4 and 5; layers that keep everything get all planned tokens."""
         planned, layers = self.shape.max_prompt + self.shape.max_new_tokens, range(self.shape.n_layer)
         counted = self.budget * (len(layers) - len(self.uncounted)) - planned * len(self.full_layers)
         sharing = [layer for layer in layers if layer not in self.full_layers and layer not in self.uncounted]
@@ -406,7 +406,7 @@ class SlowD2O(SlowH2O):
         return (size - self.sinks) * self.ratio[1] // sum(self.ratio)
 
     def tau(self, layer: int, kv_head: int) -> float | None:
-        """The threshold of merging, None before the first eviction."""
+        """The merging threshold, or None before the first eviction."""
         return self.thresholds.get((layer, kv_head))
 
     def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
@@ -416,7 +416,7 @@ class SlowD2O(SlowH2O):
         mean = math.fsum(u for _, u in matches) / len(matches)
 
         before = self.tau(layer, kv_head)
-        # the first eviction is measured by its own mean: the prompt's, or one token's if all of the prompt was kept
+        # The first eviction sets its own threshold: at the prompt's end, or in a step if the whole prompt was kept.
         threshold = mean if before is None else before
         self.thresholds[layer, kv_head] = mean if before is None else self.beta * mean + (1 - self.beta) * before
 
@@ -432,10 +432,10 @@ class SlowD2O(SlowH2O):
 
 
 class SlowSimLayer(SlowEvict):
-    """SimLayerKV: a lazy layer holds the first `sinks` and the `recent` newest tokens, the others hold everything.
+    """SimLayerKV: a lazy layer holds the first `sinks` and the `recent` newest tokens; other layers hold everything.
 
-    A layer is lazy for a prompt if its last query gives those positions more than `threshold` of its attention, in the
-    mean over the query heads.
+    A layer is lazy if the prompt's last query gives those positions more than `threshold` of its attention, averaged
+    over the query heads.
     """
 
     def __init__(self, shape: Shape, sinks: int = 4, recent: int = 1024, threshold: float = 0.9):
@@ -451,7 +451,7 @@ class SlowSimLayer(SlowEvict):
         return self.masses[layer] > self.threshold
 
     def is_near(self, position: int, length: int) -> bool:
-        """Among the first tokens or the recent ones of a text."""
+        """Whether a position is a sink or recent in a sequence of `length` tokens."""
         return position < self.sinks or position >= length - self.recent
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:

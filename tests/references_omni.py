@@ -1,8 +1,8 @@
 """Slow reference implementations of OmniKV and of InfLLM's block retrieval: one batch row, plain loops.
 
-They follow the equations and share no code with kv/. OmniKV (OpenReview ulCAPXYXfa, Equations 1 to 4), whose layers
-depend on each other, is one object for the whole model; InfLLM (arXiv 2402.04617) is one layer. All arithmetic is
-fp64, outputs are fp32.
+They follow the equations and share no code with kv/. OmniKV (OpenReview ulCAPXYXfa, Equations 1 to 4) is one object for
+the whole model, because its layers depend on each other; InfLLM (arXiv 2402.04617) is one layer. All arithmetic is
+fp64; outputs are fp32.
 """
 
 import math
@@ -16,7 +16,7 @@ from kv.base import Shape
 
 
 def dots(q: Tensor, keys: Tensor) -> Tensor:
-    """k . q for each key: q [D], keys [n,D] -> [n]. Equal keys give exactly equal results, so that ties are ties."""
+    """k . q for each key: q [D], keys [n,D] -> [n]. Equal keys give exactly equal results, so ties stay ties."""
     return (keys * q).sum(1)
 
 
@@ -57,17 +57,16 @@ class Text:
         return range(kv_head * self.groups, (kv_head + 1) * self.groups)
 
     def attend(self, head: int, positions: list[int]) -> Tensor:
-        """What one query head of the newest token reads from some positions: [D]."""
+        """The attention output of one query head of the newest token over some positions: [D]."""
         kv_head = head // self.groups
         return probabilities(self.queries[head, -1], self.keys[kv_head, positions]) @ self.values[kv_head, positions]
 
 
 class SlowOmni:
-    """OmniKV: filter layers select prompt positions, the sparse layers after them attend to those and to what is
-    generated.
+    """OmniKV: filter layers select prompt positions; the sparse layers after them attend to these and generated ones.
 
-    `budget` is k. With `mem`, k solves mem = a + k / prompt (1 - a), a the share of full layers, rounded half up
-    (`mem` taken as the decimal it prints as).
+    `budget` is k. With `mem`, k solves mem = a + k / prompt (1 - a), where a is the share of full layers. k is rounded
+    half up, and `mem` is taken as the decimal it prints as.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class SlowOmni:
         if mem is not None and Fraction(str(mem)) < self.full_share():
             raise ValueError(f"mem = {mem} is less than the full layers take, {self.full_share()}")
         self.texts: dict[int, Text] = {}  # by layer
-        self.selected: dict[int, list[int]] = {}  # by filter layer: prompt positions, ascending, of its last step
+        self.selected: dict[int, list[int]] = {}  # by filter layer: its last step's prompt positions, ascending
 
     def kind(self, layer: int) -> str:
         """'full' if l < f1, l in F or l - 1 in F (Equation 2), else 'sparse'; all are full if there is no filter."""
@@ -113,11 +112,11 @@ class SlowOmni:
         return min(max(1, half_up((Fraction(str(self.mem)) - a) / (1 - a) * prompt)), prompt)
 
     def window(self, prompt: int) -> int:
-        """w: how many queries the observation window holds when it is full, the current one included."""
+        """w: how many queries a full observation window holds, including the current one."""
         return 1 if self.selector == "last" else max(1, min(self.max_window, self.top(prompt) // 2))
 
     def weight(self, j: int, window: int) -> float:
-        """alpha_j of a full window's query j, 0 the oldest and window - 1 the newest."""
+        """alpha_j of query j in a full window; 0 is the oldest and window - 1 the newest."""
         return 2.0 ** (j - window) if self.selector == "exp" else 1.0
 
     def select(self, text: Text) -> list[int]:
@@ -127,7 +126,7 @@ class SlowOmni:
         scores = torch.zeros(prompt, dtype=torch.float64)
         observed = range(max(0, newest - window + 1), newest + 1)
         for position in observed:
-            highest = torch.zeros(prompt, dtype=torch.float64)  # over the query heads; 0 where the query cannot see
+            highest = torch.zeros(prompt, dtype=torch.float64)  # of the query heads; 0 where the query cannot see
             for head in range(self.shape.n_head):
                 keys = text.keys[head // text.groups, : position + 1]
                 seen = probabilities(text.queries[head, position], keys)[:prompt]
@@ -138,7 +137,7 @@ class SlowOmni:
         return sorted(always + [others[i] for i in best(scores[others], k - len(always))])
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new text."""
+        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
         if layer == 0:
             self.texts, self.selected = {}, {}
         self.texts[layer] = Text(self.shape, q, k, v)
@@ -156,7 +155,7 @@ class SlowOmni:
 
 
 def turned(x: Tensor, moved: Tensor, base: float) -> Tensor:
-    """Keys or queries [n,D] after RoPE as RoPE has them `moved` [n] positions later: channel i pairs with i + D / 2."""
+    """Keys or queries [n,D], RoPE applied, turned `moved` [n] positions further; channel i pairs with i + D / 2."""
     half = x.shape[1] // 2
     result = x.clone()
     for i in range(half):
@@ -167,11 +166,11 @@ def turned(x: Tensor, moved: Tensor, base: float) -> Tensor:
 
 
 class SlowInfLLM:
-    """InfLLM: a KV head attends to the prompt's sinks, its local tokens and its best blocks, and to what is generated.
+    """InfLLM: a KV head attends to the prompt's sinks, local tokens and best blocks, and to all generated tokens.
 
-    A block is scored by q . k of a few representatives, which are chosen once, at prefill. `joint`: the score is summed
-    over all heads, keys are those before RoPE (at position 0), and every query is at position `local`; else each KV
-    head scores on its own, keys and queries where they are.
+    A block's score is the sum of q . k over a few representatives, chosen once, at prefill. With `joint`, scores are
+    summed over all heads, keys are taken before RoPE (at position 0) and every query at position `local`; otherwise
+    each KV head scores alone, with keys and queries at their own positions.
     """
 
     def __init__(
@@ -205,24 +204,24 @@ class SlowInfLLM:
         return total / max(1, len(after))
 
     def choose_representatives(self, kv_head: int, block: range) -> list[int]:
-        """The positions of a block with the highest r_m; all of a block that has no more."""
+        """The `reps` positions of a block with the highest r_m, or all positions of a smaller block."""
         scores = torch.tensor([self.representative_score(kv_head, m) for m in block], dtype=torch.float64)
         return [block[i] for i in best(scores, self.reps)]
 
     def block_score(self, kv_head: int, representatives: list[int]) -> float:
-        """The sum over the group and the representatives of q . k, q the newest query."""
+        """The sum over the group and the representatives of q . k, where q is the newest query."""
         keys = (self.unturned if self.joint else self.text.keys)[kv_head, representatives]
         queries = self.scoring[list(self.text.query_heads(kv_head))]
         return float((queries[:, None] * keys).sum())
 
     def block_scores(self) -> Tensor:
-        """Of every block, by KV head: each its own score, or the sum of all, [Hk,blocks]."""
+        """Every block's score by KV head, [Hk,blocks]; with `joint`, each head gets the sum over all heads."""
         scores = [[self.block_score(head, one) for one in blocks] for head, blocks in enumerate(self.representatives)]
         found = torch.tensor(scores, dtype=torch.float64)
         return found.sum(0).expand_as(found) if self.joint else found
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores a prompt, cuts what lies between sinks and local into blocks: q [Hq,T,D], k and v [Hk,T,D]."""
+        """Stores a prompt; cuts the tokens between sinks and local ones into blocks: q [Hq,T,D], k and v [Hk,T,D]."""
         self.text, self.attended = Text(self.shape, q, k, v), []
         places = torch.arange(self.text.prompt, dtype=torch.float64)
         self.unturned = torch.stack([turned(keys, -places, self.shape.rope_theta) for keys in self.text.keys])

@@ -1,12 +1,12 @@
-"""Slow reference implementations of TailorKV and of the methods beside it: one batch row, all layers, plain loops.
+"""Slow reference implementations of TailorKV, KIVI and PQCache: one batch row, all layers, plain loops.
 
 They follow the equations and share no code with kv/. TailorKV (arXiv 2505.19586, Equations 4 and 6 to 12, Figure 14),
-KIVI (arXiv 2402.02750), PQCache (arXiv 2407.12820). All arithmetic is fp64, but for the quantizer, which rounds as an
-implementation in fp32 with 16-bit scales and zero points does, so that codes can be compared bit by bit. Outputs and
-stored vectors are given out as fp32.
+KIVI (arXiv 2402.02750), PQCache (arXiv 2407.12820). All arithmetic is fp64 except the quantizer's: it rounds as an fp32
+implementation with 16-bit scales and zero points does, so codes can be compared bit by bit. Outputs and stored vectors
+are returned as fp32.
 
-The life of a text: `prefill` for layers 0 ... L - 1 (layer 0 begins a new text), `finish`, then `decode` for each layer
-of each step. The prompt's own attention is not modelled, it is exact. Ties break to the lowest index.
+The life of a sequence: `prefill` for layers 0 ... L - 1 (layer 0 begins a new sequence), `finish`, then `decode` for
+each layer of each step. Attention within the prompt is exact and left out here. Ties go to the lowest index.
 """
 
 import math
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from kv.base import Shape
 
-EPS = 2.0**-14  # the least scale: the smallest normal number of fp16
+EPS = 2.0**-14  # the smallest scale: fp16's smallest normal number
 LEAST_BUDGET = 8
-LONG_PROMPT = 32 * 1024  # a longer one is read by 12 channels, not 8
-LONG_CLUSTERING = 64 * 1024  # a longer prompt's keys get one round of k-means
+LONG_PROMPT = 32 * 1024  # longer prompts are read by 12 channels, not 8
+LONG_CLUSTERING = 64 * 1024  # keys of longer prompts get one round of k-means
 
 
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """One group's codes, scale and zero point (Equation 4): x [n] -> int64 [n], fp16, fp16.
 
-    s = max((max x - min x) / (2^b - 1), 2^-14) and z = min x in fp32, then rounded to fp16; codes come from the rounded
-    ones: clamp(round((x - z) / s), 0, 2^b - 1) in fp32, halves to even.
+    s = max((max x - min x) / (2^b - 1), 2^-14) and z = min x are computed in fp32, then rounded to fp16. Codes use the
+    rounded s and z: clamp(round((x - z) / s), 0, 2^b - 1) in fp32, halves to even.
     """
     x = x.float()
     steps = torch.tensor(float(2**bits - 1), dtype=torch.float32)
@@ -41,18 +41,18 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """codes s + z in fp64, where it is exact: up to 8 bits, rounding it to fp32 gives what fp32 arithmetic gives."""
+    """codes s + z, exact in fp64; for up to 8 bits, rounding it to fp32 equals computing it in fp32."""
     return codes.double() * scale.double() + zero.double()
 
 
 def dense_preference(q: Tensor, k: Tensor, n_q: int = 32, share: float = 0.05) -> float:
     """P of a layer and a prompt (Equations 6 to 8): q [Hq,T,D], k [Hk,T,D]. By Equation 9, P > tau quantizes the layer.
 
-    Our reading: A (Equation 6) is each query head's softmax over the keys that a query may see, 0 ... its own position;
-    I (Equation 7) holds the k highest entries of each row of A by itself, k = `share` of the prompt, rounded half up
-    and at least 1 (a row that sees fewer has them all). Equation 8 is the sum over the rows of 1 - (mass of the row's
-    top k); we take the mean over the n_q rows (all T of a shorter prompt) and over the query heads, which lies in
-    [0, 1) and is 0 if top k attention is everything.
+    Our reading: A (Equation 6) is each query head's softmax over the keys that a query may see, 0 ... its own position.
+    I (Equation 7) holds the k highest entries of each row of A, where k is `share` of the prompt, rounded half up and
+    at least 1 (a row with fewer entries has them all). Equation 8 sums 1 - (mass of the row's top k) over the rows; we
+    take the mean over the last n_q rows (all T of a shorter prompt) and over the query heads. It lies in [0, 1) and is
+    0 if the top k receive all attention.
     """
     q, k = q.double(), k.double()
     length, groups = k.shape[1], q.shape[0] // k.shape[0]
@@ -66,9 +66,9 @@ def dense_preference(q: Tensor, k: Tensor, n_q: int = 32, share: float = 0.05) -
 
 
 def split_budget(budget: int, initial: int = 4, local: int | None = None) -> tuple[int, int]:
-    """(n_local, n_topk) of a budget: n_local = min(128, floor(t / 3)), the initial tokens among them, or `local`.
+    """(n_local, n_topk) of a budget: n_local = min(128, floor(t / 3)), or `local`, and includes the initial tokens.
 
-    The initial tokens are always kept, so n_local is never less than they are.
+    The initial tokens are always kept, so n_local is at least `initial`.
     """
     if budget < LEAST_BUDGET:
         raise ValueError(f"a budget of {budget} tokens is less than {LEAST_BUDGET}")
@@ -79,7 +79,7 @@ def split_budget(budget: int, initial: int = 4, local: int | None = None) -> tup
 
 
 class SlowLayers:
-    """Full attention, and what the methods have in common: a text a layer, and for each KV head what it attends to."""
+    """Full attention, and the base of the methods: each layer's tokens, and the positions each KV head attends to."""
 
     def __init__(self, shape: Shape):
         self.shape = shape
@@ -88,15 +88,15 @@ class SlowLayers:
         self.attended: dict[int, list[list[int]]] = {}  # by layer and KV head: positions of the last step, ascending
 
     def begin(self) -> None:
-        """Forgets the text."""
+        """Forgets the sequence."""
         self.texts, self.attended = [], {}
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
-        """What a layer keeps of a prompt."""
+        """A layer's storage of a prompt."""
         return Text(self.shape, q, k, v)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new text."""
+        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
         if layer == 0:
             self.begin()
         if layer != len(self.texts):
@@ -104,10 +104,10 @@ class SlowLayers:
         self.texts.append(self.text_of(layer, q, k, v))
 
     def finish(self) -> None:
-        """Nothing waits for the last layer's prompt."""
+        """Does nothing: no layer waits for the last layer's prompt."""
 
     def choose(self, layer: int, kv_head: int) -> list[int]:
-        """The positions that a KV head attends to, ascending; the newest token is stored already."""
+        """The positions that a KV head attends to, ascending; the newest token is already stored."""
         return list(range(self.texts[layer].length))
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class SlowLayers:
         return torch.stack([text.attend(head, attended[head // self.groups]) for head in heads]).float()
 
     def chosen(self, layer: int, kv_head: int) -> list[int]:
-        """The positions that the last step attended to, ascending; none before the first step."""
+        """The positions that the last step attended to, ascending; empty before the first step."""
         return self.attended[layer][kv_head] if layer in self.attended else []
 
     def queries(self, layer: int, kv_head: int) -> Tensor:
@@ -129,10 +129,10 @@ class SlowLayers:
 
 
 class QuantizedText(Text):
-    """One layer's tokens, of which the first `packed` are codes: `keys` and `values` hold what those stand for.
+    """One layer's tokens. The first `packed` are codes; `keys` and `values` hold their dequantized vectors.
 
-    A group is `group` tokens from a multiple of `group` on. Its keys are quantized a channel at a time over its tokens,
-    its values a token at a time over `channels` channels (the last ones of a head may be fewer).
+    A group is `group` tokens that start at a multiple of `group`. Its keys are quantized per channel over its tokens,
+    its values per token over spans of `channels` channels (a head's last span may be shorter).
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class QuantizedText(Text):
         head_dim = shape.head_dim
         self.spans = [(at, min(at + channels, head_dim)) for at in range(0, head_dim, min(channels, head_dim))]
         self.packed = 0
-        # codes, scale and zero point by (KV head, group's number, channel) and by (KV head, token, span's number)
+        # codes, scale and zero point by (KV head, group index, channel) and by (KV head, token, span index)
         self.key_groups: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self.value_groups: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self.pack()
@@ -167,7 +167,7 @@ class QuantizedText(Text):
             self.packed += self.group
 
     def pack_keys(self, kv_head: int, first: int) -> None:
-        """Per channel (Section 4.3), over the tokens of a group."""
+        """Quantizes a group's keys per channel, over its tokens (Section 4.3)."""
         for channel in range(self.keys.shape[2]):
             x = self.keys[kv_head, first : first + self.group, channel]
             group = quantize(x, self.bits)
@@ -175,7 +175,7 @@ class QuantizedText(Text):
             self.keys[kv_head, first : first + self.group, channel] = dequantize(*group)
 
     def pack_values(self, kv_head: int, token: int) -> None:
-        """Per token (Section 4.3), over each span of channels."""
+        """Quantizes a token's values over each span of channels (Section 4.3)."""
         for i, (low, high) in enumerate(self.spans):
             group = quantize(self.values[kv_head, token, low:high], self.bits)
             self.value_groups[kv_head, token, i] = group
@@ -204,10 +204,10 @@ class QuantizedText(Text):
 
 
 class SlowQuantized(SlowLayers):
-    """Every layer quantized but for its newest tokens: KIVI with 2 or 4 bits and 128 recent tokens.
+    """Quantizes every layer except its newest tokens: KIVI with 2 or 4 bits and 128 recent tokens.
 
-    Of n tokens the first max(0, floor((n - recent) / group)) group are packed, so that at least the `recent` newest and
-    at most recent + group - 1 are in full precision. A step stores its token, packs a group that is due, and attends to
+    Of n tokens, the first max(0, floor((n - recent) / group)) group are packed: at least the `recent` newest and at
+    most recent + group - 1 stay in full precision. A step stores its token, packs a group that is due and attends to
     everything.
     """
 
@@ -223,11 +223,11 @@ class SlowQuantized(SlowLayers):
         return self.texts[layer].packed
 
     def keys(self, layer: int, kv_head: int) -> Tensor:
-        """The keys as they are attended to, dequantized or in full precision, in order of position: [n,D]."""
+        """The keys that attention reads, dequantized or in full precision, in order of position: [n,D]."""
         return self.texts[layer].keys[kv_head].float()
 
     def values(self, layer: int, kv_head: int) -> Tensor:
-        """The values as they are attended to, dequantized or in full precision, in order of position: [n,D]."""
+        """The values that attention reads, dequantized or in full precision, in order of position: [n,D]."""
         return self.texts[layer].values[kv_head].float()
 
     def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,11 +240,11 @@ class SlowQuantized(SlowLayers):
 
 
 class SlowTailorKV(SlowQuantized):
-    """TailorKV: the layers of `quant_layers` are quantized, without recent tokens; the others select prompt tokens.
+    """TailorKV: layers in `quant_layers` are quantized, with recent = 0; the others, sparse, select prompt tokens.
 
-    A sparse layer attends to the prompt's first `initial` and last n_local - initial tokens, to the n_topk best of
-    those between, chosen per KV head in each step, and to everything generated. `channels` is d_s (None: 8, or 12 for
-    prompts beyond 32K), `local` is n_local (None: from the budget), `value_group` is the channels of a group of values.
+    A sparse layer attends to the prompt's first `initial` and last n_local - initial tokens, to the n_topk best tokens
+    between them, chosen per KV head in each step, and to all generated tokens. `channels` is d_s (None: 8, or 12 for
+    prompts beyond 32K), `local` is n_local (None: from the budget), `value_group` is the channels per group of values.
     """
 
     def __init__(
@@ -281,10 +281,10 @@ class SlowTailorKV(SlowQuantized):
         return min(default if self.critical is None else self.critical, self.shape.head_dim)
 
     def channels_of(self, layer: int, kv_head: int) -> list[int]:
-        """The critical channels of the last step of a sparse layer, ascending.
+        """The critical channels of a sparse layer's last step, ascending: those with the highest |q_i| max|K_i|.
 
-        By |q_i| max|K_i| (Equation 10), q the mean of the group's predicted queries (Equation 12; the mean comes before
-        the absolute value, Figure 14), the maximum over all of the prompt.
+        This is Equation 10. q is the mean of the group's predicted queries (Equation 12), taken before the absolute
+        value (Figure 14); the maximum is over the whole prompt.
         """
         text = self.texts[layer]
         heads = self.predicted[layer][kv_head * self.groups : (kv_head + 1) * self.groups]
@@ -301,7 +301,7 @@ class SlowTailorKV(SlowQuantized):
     def choose(self, layer: int, kv_head: int) -> list[int]:
         """Initial, local and generated tokens, and the best others by the group's mean query on the critical channels.
 
-        Figure 14, `approximate_attn`: raw dot products of the true query, no softmax.
+        As in Figure 14, `approximate_attn`: raw dot products with the true query, no softmax.
         """
         text = self.texts[layer]
         if self.is_quantized(layer):
@@ -318,7 +318,7 @@ class SlowTailorKV(SlowQuantized):
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, predicted: Tensor | None = None) -> Tensor:
         """Stores one token, chooses, attends: q [Hq,D], k and v [Hk,D] -> [Hq,D].
 
-        `predicted` [Hq,D] is the query that the layer below foresaw, RoPE applied; without one the true query is used.
+        `predicted` [Hq,D] is the query that the layer below predicts, RoPE applied; by default, the true query.
         """
         if not self.is_quantized(layer):
             self.predicted[layer] = (q if predicted is None else predicted).double()
@@ -326,7 +326,7 @@ class SlowTailorKV(SlowQuantized):
 
 
 def nearest(x: Tensor, centroids: Tensor) -> int:
-    """Which centroid is closest by squared distance, the first among equals: x [d], centroids [C,d]."""
+    """The index of the centroid closest by squared distance, the first among equals: x [d], centroids [C,d]."""
     distances = ((centroids - x) ** 2).sum(1).tolist()
     return distances.index(min(distances))
 
@@ -335,7 +335,7 @@ def k_means(points: Tensor, count: int, rounds: int) -> Tensor:
     """Lloyd's algorithm from a strided start: points [T,d] -> centroids [min(count, T),d].
 
     Centroid c starts at point floor(c T / C). A round assigns every point to its nearest centroid and moves each
-    centroid to the mean of its points; one that has none stays.
+    centroid to the mean of its points; a centroid without points stays.
     """
     length = points.shape[0]
     count = min(count, length)
@@ -351,12 +351,12 @@ def k_means(points: Tensor, count: int, rounds: int) -> Tensor:
 
 
 class SlowPQCache(SlowLayers):
-    """PQCache: tokens are selected by product-quantized keys.
+    """PQCache: selects tokens by product-quantized keys.
 
-    A KV head attends to the text's first `initial` tokens, to its newest `window`, the new one among them, and to the
-    n_topk best of those between. A token's code in each partition of the channels is its nearest centroid, and the
-    centroids are fixed once the prompt is there. The budget is split as TailorKV splits it, but the window holds at
-    least the new token.
+    A KV head attends to the sequence's first `initial` tokens, to its newest `window` tokens, including the new one,
+    and to the n_topk best tokens between them. In each partition of the channels, a token's code is its nearest
+    centroid; the centroids are computed from the prompt alone. The budget is split as in TailorKV, but the window holds
+    at least the new token.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What tests of several methods drive their layers with."""
+"""A driver for a method's layers, shared by the tests of several methods."""
 
 import torch
 
@@ -18,7 +18,7 @@ def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
 
 
 class Run:
-    """All layers of a method, fed tokens."""
+    """All layers of a method, fed with tokens."""
 
     def __init__(self, name: str, shape: Shape, budget: int | None, options: dict):
         self.shape, self.layers = shape, kv.build(name, shape, budget, options)
@@ -55,7 +55,7 @@ def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list
 
 
 def prefill_both(run: Run, slow, prompt: int, generator: torch.Generator) -> None:
-    """The same prompt for a method and a slow reference."""
+    """Prefills a method and a slow reference with the same prompt."""
     inputs = tokens(run.shape, 1, prompt, generator)
     run.prefill(0, inputs)
     for layer, (q, k, v) in enumerate(inputs):
@@ -63,7 +63,7 @@ def prefill_both(run: Run, slow, prompt: int, generator: torch.Generator) -> Non
 
 
 def step_both(run: Run, slow, generator: torch.Generator) -> None:
-    """One more token for both: they must agree."""
+    """Feeds both one more token; their outputs must agree."""
     inputs = tokens(run.shape, 1, 1, generator)
     found = run.step(inputs)
     for layer, (q, k, v) in enumerate(inputs):
@@ -72,7 +72,7 @@ def step_both(run: Run, slow, generator: torch.Generator) -> None:
 
 
 def compare(here: Run, there: Run, same) -> None:
-    """Two methods over rows of a batch that are refilled, with prompts of several lengths."""
+    """Refills the rows of two methods with prompts of several lengths; `same` must hold for every step's outputs."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         for row, prompt in enumerate((100, 50, 9)):
@@ -86,7 +86,7 @@ def compare(here: Run, there: Run, same) -> None:
 
 
 class TensorSizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of every tensor that is made within."""
+    """Records the number of elements of every tensor that an operator other than view returns in this context."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The benchmark: what it counts, what it writes, what it refuses. How long things take is not tested."""
+"""The benchmark: what it counts, writes and refuses. Durations are not tested."""
 
 import json
 import os
@@ -26,7 +26,7 @@ peak_decode_bytes graphs""".split()
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder to run in, with the shape of a tiny model, and a bandwidth that is not measured."""
+    """A working folder that holds only a tiny model's config; the bandwidth is fixed instead of measured."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e9)
     (tmp_path / "tiny.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
@@ -43,11 +43,11 @@ def result(*args) -> dict:
         return json.load(file)
 
 
-def test_a_row_a_method_context_batch_and_quantization_with_the_agreed_keys(here):
+def test_every_method_context_batch_and_quantization_is_a_row_with_all_keys(here):
     quantized = ["--quantize", "none,int4", "--groupsize", "32"]
     found = result("--kv", "all", "--budget", "32,0.5", "--batch", "1,2", *quantized)
     assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(found)
-    able = [method for name, method in kv.METHODS.items() if name != "infllm"]  # which needs more, and is left out
+    able = [method for name, method in kv.METHODS.items() if name != "infllm"]  # it needs more and is left out
     per_case = sum(1 + method.budgeted for method in able)
     assert len(found["rows"]) == per_case * 4
     for row in found["rows"]:
@@ -93,13 +93,13 @@ def test_the_naive_baseline_computes_what_full_computes(here):
     assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_transformers_caches_take_part(here):
+def test_peer_transformers_adds_its_dynamic_and_static_caches(here):
     rows = result("--kv", "full", "--peer", "transformers")["rows"]
     assert [r["kv"] for r in rows] == ["full", "transformers, dynamic", "transformers, static"]
     assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[1:])
 
 
-def test_every_run_is_added_to_the_results_and_drawn(here, capsys):
+def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):
     for _ in range(2):
         run("--kv", "all", "--budget", "16,32", "--plot", "out.png", "--profile", "trace.json", "--json")
     found = [json.loads(line) for line in open("bench-results.jsonl")]
@@ -111,13 +111,13 @@ def test_every_run_is_added_to_the_results_and_drawn(here, capsys):
     assert "x floor" in err
 
 
-def test_a_budget_that_is_too_small_is_left_out_and_said(here, capsys):
+def test_a_budget_that_is_too_small_is_skipped_and_reported(here, capsys):
     rows = result("--kv", "full,streaming", "--budget", "2,16")["rows"]
     assert [(r["kv"], r["budget"]) for r in rows] == [("full", None), ("streaming", 16)]
     assert "at least 5 tokens" in capsys.readouterr().err
 
 
-def test_a_memory_cap_is_kept(here, capsys, monkeypatch):
+def test_a_memory_cap_is_respected(here, capsys, monkeypatch):
     monkeypatch.setattr(devices, "_caps", {})
     with pytest.raises(ValueError, match="nothing was measured"):
         run("--kv", "full", "--memory-cap", "0.001")
@@ -127,7 +127,7 @@ def test_a_memory_cap_is_kept(here, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("cap", ("0.0001", "1e-9"))
-def test_a_memory_cap_below_what_the_process_holds_is_one_line(tmp_path, monkeypatch, capsys, cap):
+def test_a_memory_cap_below_what_the_process_holds_is_refused_in_one_line(tmp_path, monkeypatch, capsys, cap):
     monkeypatch.setattr(devices, "_caps", {})
     with pytest.raises(SystemExit) as stop:
         run_main(lambda: bench.main(["--kv", "full", "--memory-cap", cap, "--results", str(tmp_path / "r")]))
@@ -156,7 +156,7 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
         run("--batch", "max")
 
 
-def test_what_has_finished_survives_an_interrupt(here, monkeypatch, capsys):
+def test_finished_rows_survive_an_interrupt(here, monkeypatch, capsys):
     measure, seen = bench.measure, []
 
     def twice(*args):
@@ -172,7 +172,7 @@ def test_what_has_finished_survives_an_interrupt(here, monkeypatch, capsys):
     assert stop.value.code == 130 and err.splitlines()[-1] == "interrupted"
     assert [line.split()[3] for line in out.splitlines() if line.startswith("full  ")] == ["64", "80"]
     assert [r["context"] for r in json.load(open("out.json"))["rows"]] == [64, 80]
-    assert [row["context"] for (row,) in seen[1]] == [64]  # it was written when it had finished
+    assert [row["context"] for (row,) in seen[1]] == [64]  # written as soon as it was measured
     assert len(open("bench-results.jsonl").readlines()) == 2 and (here / "out.png").exists()
 
 
@@ -219,7 +219,7 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
         (["--budget", ""], ["streaming", "--budget"]),
     ],
 )
-def test_mistakes_are_one_line(here, capsys, args, words):
+def test_mistakes_are_refused_in_one_line(here, capsys, args, words):
     with pytest.raises(SystemExit) as stop:
         run_main(lambda: run(*args))
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -242,8 +242,8 @@ def test_labels_name_the_options():
 
 
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
-def test_bench_sh_hands_its_arguments_on(tmp_path):
-    """In a folder of its own, with programs that only say what they were asked."""
+def test_bench_sh_passes_its_arguments_on(tmp_path):
+    """Runs a copy of bench.sh in a folder whose make and python only print what they are asked to do."""
     (tmp_path / "bench.sh").write_text((Path(bench.__file__).parents[1] / "bench.sh").read_text())
     (tmp_path / "Makefile").write_text(".venv/requirements:\n\t@echo installed\n")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

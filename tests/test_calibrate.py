@@ -1,4 +1,4 @@
-"""calibrate.py: what it writes is what a slow look at the attention says, and the methods find it."""
+"""calibrate.py: its findings equal slow computations from the attention, and the methods find them."""
 
 import json
 import math
@@ -22,7 +22,7 @@ class Spy(Full):
 
 
 def spy(engine: Engine, ids: list[int]) -> list[Spy]:
-    """What each layer sees of a prompt of 90 tokens."""
+    """Layers that have recorded q and k of a prompt of 90 tokens."""
     engine.use("full", max_prompt=90, max_new_tokens=1)
     spies = [Spy(engine.shape) for _ in engine.layers]
     engine.model.set_kv(spies, 1)
@@ -69,14 +69,14 @@ def test_head_scores_are_the_attention_between_sinks_and_window(folder):
             assert score == pytest.approx(most, abs=2e-5)
 
 
-def test_filter_ability_is_what_a_layers_choice_catches_of_the_next(tmp_path):
+def test_filter_ability_is_the_attention_of_later_layers_to_a_layers_choice(tmp_path):
     engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=4), compile=False)
     ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
     spies = spy(engine, ids)
 
     def attention(layer: int, at: int) -> list[list[float]]:
-        """Of each query head, over all positions."""
+        """Each query head's attention over all positions."""
         q, k = spies[layer].seen
         seen = [torch.softmax(k[h // 2, : at + 1] @ q[h, at] / math.sqrt(16), dim=0).tolist() for h in range(len(q))]
         return [p + [0.0] * (89 - at) for p in seen]
@@ -93,7 +93,7 @@ def test_filter_ability_is_what_a_layers_choice_catches_of_the_next(tmp_path):
     assert found["filter_ability"][3] is None and len(found["filter_layers"]) == 1
 
 
-def test_dense_preference_is_what_the_most_attended_tokens_miss(folder):
+def test_dense_preference_is_the_attention_outside_the_most_attended_tokens(folder):
     ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
@@ -106,8 +106,8 @@ def test_dense_preference_is_what_the_most_attended_tokens_miss(folder):
     assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > tau] != []
 
 
-def test_query_similarity_is_that_of_the_queries_which_layers_are_offered(folder):
-    """Decoding gives the same queries: a layer's own, and what the layer below offers to one that looks ahead."""
+def test_query_similarity_compares_predicted_with_true_queries(folder):
+    """Decode steps give both: a layer's true query, and the one that the layer below predicts for its lookahead."""
     ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)["query_similarity"]
@@ -130,11 +130,11 @@ def test_the_best_filter_layers_are_proposed():
     assert calibrate.propose(good) == [1]
     assert calibrate.propose([[0.5], []]) == []  # 2 layers: none could be sparse
     two = [[0.1] * (39 - layer) for layer in range(40)]
-    two[2][:17], two[20] = [0.9] * 17, [0.9] * 19  # layer 2 sees as far as layer 19, layer 20 the rest
+    two[2][:17], two[20] = [0.9] * 17, [0.9] * 19  # layer 2 covers the layers up to 19, layer 20 the rest
     assert calibrate.propose(two) == [2, 20]
 
 
-def test_the_curve_is_drawn(text_checkpoint, tmp_path, capsys):
+def test_the_plot_is_drawn_and_omnikv_finds_its_filter_layers(text_checkpoint, tmp_path, capsys):
     folder = shutil.copytree(text_checkpoint, tmp_path / "model")
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     more = ["--text", str(tmp_path / "text.txt"), "--sinks", "4", "--recent", "16", "--plot", str(tmp_path / "p.png")]
@@ -145,7 +145,7 @@ def test_the_curve_is_drawn(text_checkpoint, tmp_path, capsys):
     assert [type(layer).__name__ for layer in engine.layers][chosen] == "Filter"
 
 
-def test_duo_finds_what_it_wrote(text_checkpoint, tmp_path, capsys):
+def test_duo_finds_the_head_scores_that_calibrate_wrote(text_checkpoint, tmp_path, capsys):
     folder = shutil.copytree(text_checkpoint, tmp_path / "model")
     (folder / "kv_profile.json").write_text(json.dumps({"of_others": [1]}))
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
@@ -181,7 +181,7 @@ def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_c
     ({"sinks": -1}, "--sinks must be at least 0"), ({"recent": -5}, "--recent at least 1"),
     ({"tau": float("nan")}, "--tau must lie between 0 and 1, not nan"), ({"tau": 7.0}, "--tau must lie"),
 ))  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(folder, wrong, words):
+def test_settings_out_of_range_are_refused(folder, wrong, words):
     engine = Engine.load(folder, compile=False)
     with pytest.raises(ValueError, match=words):
         calibrate.calibrate(engine, list(range(90)), **{"sinks": 4, "recent": 16} | wrong)
@@ -194,7 +194,7 @@ def test_attention_that_is_not_a_number_is_refused(folder):
         calibrate.calibrate(engine, list(range(90)), sinks=4, recent=16)
 
 
-def test_mistakes_are_one_line(folder, text_checkpoint, tmp_path, capsys):
+def test_mistakes_are_refused_in_one_line(folder, text_checkpoint, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("Too short.")
     for checkpoint, text, words in (
         (text_checkpoint, "short.txt", "at least"),

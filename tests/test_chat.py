@@ -1,4 +1,4 @@
-"""Chat turns through checkpoints' own templates, against transformers; and templates that mean harm."""
+"""Chat turns through checkpoints' own templates, compared with transformers; and malicious templates."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ import chat
 from tokenizer import load_tokenizer
 
 SYSTEM_AT_THE_END = ("Mistral-7B-v0.3", "Mistral-Nemo")  # the system text stands in the newest turn
-DROPS_REASONING = ("Qwen3-Thinking", "QwQ")  # an answer's header opens a thought that later renderings leave out
+DROPS_REASONING = ("Qwen3-Thinking", "QwQ")  # an answer's header opens <think>, which later renderings leave out
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict:
-    """A small tokenizer of each kind with the control tokens of each family."""
+    """(kind, control tokens) -> a folder with a small tokenizer of that kind and these tokens."""
     root, made = tmp_path_factory.mktemp("bases"), {}
     ends = {"bos_token": "<s>", "eos_token": "</s>"}
     for kind, tokens, _ in TEMPLATES.values():
@@ -57,7 +57,7 @@ def with_template(bases, tmp_path):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_first_turn_is_that_of_transformers(pairs, name):
+def test_the_first_turn_equals_transformers(pairs, name):
     ours, theirs = pairs[name]
     for system in (None, "Be brief.", " Line one.\nLine {{ two }}.\n"):
         for user in ("hello world", "  keep {} this? \n", "日本語 it's\n\n12", "<think>no</think> {% x %} \\n"):
@@ -79,7 +79,7 @@ def test_a_later_turn_is_what_transformers_writes_after_the_answer(pairs, name, 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_special_tokens_that_are_typed_stay_text_and_lose_nothing(pairs, name):
+def test_special_tokens_that_a_user_types_stay_text(pairs, name):
     ours, control = pairs[name][0], set(pairs[name][0].special.values())
     typed = "a" + "".join(f"{token}{token[:-1]}{token} " for token in ours.special) + "b"
     turns = (
@@ -92,7 +92,7 @@ def test_special_tokens_that_are_typed_stay_text_and_lose_nothing(pairs, name):
         assert typed in ours.decode(turn)
 
 
-def test_a_template_may_look_at_what_is_said(with_template):
+def test_a_template_may_inspect_and_change_messages(with_template):
     ours, theirs = with_template(
         "{% for m in messages %}{% if m.content.startswith('/think ') %}{% set text = m.content[7:] | upper %}"
         "{% else %}{% set text = m.content | trim | replace('a', 'b') %}{% endif %}{{ text }}<|eot_id|>{% endfor %}"
@@ -104,7 +104,7 @@ def test_a_template_may_look_at_what_is_said(with_template):
     assert "A<|EOT_ID|>" in ours.decode(ours.chat("/think a<|eot_id|>"))
 
 
-def test_templates_have_the_means_that_transformers_gives_them(with_template):
+def test_templates_have_the_features_that_transformers_offers(with_template):
     template = """\
     {%- set ns = namespace(n=0) %}
     {%- for m in messages %}
@@ -129,7 +129,7 @@ def test_a_list_of_templates_without_a_default_is_refused_when_it_is_used(with_t
         ours.chat("hello")
 
 
-def test_an_answer_may_open_with_a_text_that_is_given(pairs):
+def test_an_answer_may_open_with_a_given_text(pairs):
     for ours, theirs in pairs.values():
         said = [{"role": "user", "content": "hi"}]
         text = theirs.apply_chat_template(said, add_generation_prompt=True, tokenize=False) + " Answer: the"
@@ -141,7 +141,7 @@ def test_an_answer_may_open_with_a_text_that_is_given(pairs):
         assert ours.chat("x", opening=token).count(special) == ours.chat("x").count(special)
 
 
-# Templates that refuse, fail, or mean harm
+# Templates that refuse, fail or are malicious
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_an_answer_may_open_with_a_text_that_is_given(pairs):
         ("{{" + "(" * 5000 + ")" * 5000 + "}}", "recursion"),
     ),
 )  # fmt: skip
-def test_a_template_that_fails_is_one_line(with_template, template, message):
+def test_a_template_that_fails_is_refused_in_one_line(with_template, template, message):
     ours, _ = with_template(template)
     with pytest.raises(ValueError) as error:
         ours.chat("hello", system="x")
     assert message in str(error.value) and "\n" not in str(error.value) and "chat template" in str(error.value)
 
 
-def test_a_template_without_end_is_stopped_and_the_next_one_renders(with_template, pairs, monkeypatch):
+def test_an_endless_template_is_stopped_and_the_next_one_renders(with_template, pairs, monkeypatch):
     ours, _ = with_template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     expected = pairs["QwQ"][0].chat("hello")
     monkeypatch.setattr(chat, "SECONDS", 0.5)
@@ -179,7 +179,7 @@ def test_a_template_without_end_is_stopped_and_the_next_one_renders(with_templat
     assert pairs["QwQ"][0].chat("hello") == expected
 
 
-def test_a_renderer_that_was_killed_is_started_again(pairs):
+def test_a_renderer_that_was_killed_is_restarted(pairs):
     expected = pairs["QwQ"][0].chat("hello")
     chat._worker.process.kill()
     chat._worker.process.wait()
@@ -194,7 +194,7 @@ def test_a_template_that_leaves_answers_out_allows_one_turn(with_template):
 
 
 @pytest.mark.parametrize("template", [5, [1], [{"name": "default", "template": 5}], {"default": []}])
-def test_a_template_that_is_no_text_is_refused_by_file(bases, tmp_path, template):
+def test_a_template_that_is_not_text_is_refused_with_its_file_name(bases, tmp_path, template):
     folder = tmp_path / "odd"
     shutil.copytree(bases["byte-level", TEMPLATES["Llama-3"][1]], folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())

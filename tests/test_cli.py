@@ -50,16 +50,16 @@ def run(*args, stdin=""):
 
 
 def assert_refused(result, *words):
-    """One line that says these words, after those of the phases that went well; exit code 2, nothing on stdout."""
+    """Exit code 2, nothing on stdout, and one line with these words after the lines of phases that succeeded."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr
     *usage, line = (line for line in result.stderr.splitlines() if not line.startswith("-- "))
-    assert not usage or usage[0].startswith("usage:")  # argparse says how a flag is written, then what is wrong
+    assert not usage or usage[0].startswith("usage:")  # argparse prints the usage first
     for word in words:
         assert word in line, line
 
 
-def test_a_prompt_is_answered_and_what_it_took_is_printed(text_checkpoint):
+def test_a_prompt_is_answered_and_its_cost_is_reported(text_checkpoint):
     result = run_process("--checkpoint", text_checkpoint, "--prompt", "The keeper", *SHORT)
     assert result.returncode == 0, result.stderr
     expected = Engine.load(text_checkpoint, compile=False).generate("The keeper", max_new_tokens=6)[0].answers[0].text
@@ -68,7 +68,7 @@ def test_a_prompt_is_answered_and_what_it_took_is_printed(text_checkpoint):
         assert line in result.stderr
 
 
-def test_json_goes_alone_to_stdout_with_everything_in_it(text_checkpoint):
+def test_json_on_stdout_stands_alone_and_is_complete(text_checkpoint):
     result = run("--checkpoint", text_checkpoint, "--prompt", "The keeper", "--json", *SHORT)
     report = json.loads(result.stdout)
     assert set(report) >= {
@@ -105,11 +105,11 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_batch_of_json_lines_goes_to_a_file_answer_by_answer(text_checkpoint, tmp_path, monkeypatch):
+def test_answers_to_a_batch_of_json_lines_are_written_one_by_one(text_checkpoint, tmp_path, monkeypatch):
     batch, out = tmp_path / "batch", tmp_path / "out.jsonl"
     prompts = {"a": "The keeper", 7: "fog\nand light", "c": "At low tide"}
     batch.write_text("\n".join(json.dumps({"id": i, "prompt": p, "more": 1}) for i, p in prompts.items()) + "\n\n")
-    out.write_text('{"id": "cut o')  # by a run that was killed
+    out.write_text('{"id": "cut o')  # left by a run that was killed
     seen, done = [], Progress.finished
 
     def note(progress):
@@ -119,7 +119,7 @@ def test_a_batch_of_json_lines_goes_to_a_file_answer_by_answer(text_checkpoint, 
     monkeypatch.setattr(Progress, "finished", note)
     common = ("--checkpoint", text_checkpoint, "--json", *SHORT)
     report = json.loads(run("--batch-file", batch, "--out", out, "--batch", 1, *common).stdout)
-    assert seen == [2, 3, 4]  # each is in the file when the next one begins
+    assert seen == [2, 3, 4]  # each answer is in the file before the next begins
     cut, *written = out.read_text().splitlines()
     assert cut == '{"id": "cut o' and [json.loads(line) for line in written] == report["completions"]
     assert [completion["id"] for completion in report["completions"]] == ["a", 7, "c"]
@@ -152,13 +152,13 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("what", BATCHES)
-def test_a_line_of_a_batch_that_is_no_prompt_is_refused_by_its_number(text_checkpoint, tmp_path, what):
+def test_a_bad_line_of_a_batch_is_refused_by_its_number(text_checkpoint, tmp_path, what):
     text, words = BATCHES[what]
     (tmp_path / "batch.jsonl").write_text(text)
     assert_refused(run("--checkpoint", text_checkpoint, "--batch-file", tmp_path / "batch.jsonl"), *words)
 
 
-def test_stop_texts_are_flags(text_checkpoint):
+def test_stop_flags_cut_the_answer(text_checkpoint):
     common = ("--checkpoint", text_checkpoint, "--prompt", "The keeper", *SHORT)
     free = run(*common).stdout.removesuffix("\n")
     at = len(free) // 2
@@ -171,7 +171,7 @@ def test_phases_are_lines_on_stderr_and_keys_of_the_report(text_checkpoint):
     lines = [line for line in result.stderr.splitlines() if line.startswith("-- ")]
     assert re.fullmatch(r"-- load: 0\.\d\d GB, \d+\.\d\d s", lines[0])
     assert re.fullmatch(r"-- prefill: \d+ tokens, \d+\.\d\d s, \d+ tokens/s", lines[1])
-    assert re.fullmatch(r"-- first token: \d+\.\d\d s", lines[2]) and len(lines) == 4  # the last heads the report
+    assert re.fullmatch(r"-- first token: \d+\.\d\d s", lines[2]) and len(lines) == 4  # the last line heads the report
     assert "\x1b" not in result.stderr and "layer" not in result.stderr
     report = json.loads(result.stdout)
     tokens = report["completions"][0]["prompt_tokens"]
@@ -181,8 +181,8 @@ def test_phases_are_lines_on_stderr_and_keys_of_the_report(text_checkpoint):
         assert any(line.startswith(name) for line in result.stderr.splitlines())
 
 
-def test_a_long_prefill_shows_its_layers_on_a_terminal_alone(monkeypatch):
-    """And a batch shows nothing of single prefills but beside its bar."""
+def test_a_long_prefill_shows_its_layers_only_on_a_terminal(monkeypatch):
+    """A batch prints no lines for single prefills: its bar counts prompts."""
     for terminal in (True, False):
         err = io.StringIO()
         err.isatty = lambda terminal=terminal: terminal
@@ -199,7 +199,7 @@ def test_a_long_prefill_shows_its_layers_on_a_terminal_alone(monkeypatch):
     assert err.getvalue() == ""
 
 
-def test_a_conversation_beyond_the_context_is_marked(text_checkpoint, tmp_path):
+def test_a_conversation_beyond_the_context_is_reported(text_checkpoint, tmp_path):
     folder = tmp_path / "short"
     shutil.copytree(text_checkpoint, folder)
     edit(folder / "config.json", max_position_embeddings=20)
@@ -224,7 +224,7 @@ def test_methods_are_listed_and_explained():
 
 @pytest.fixture
 def chat_checkpoint(text_checkpoint, tmp_path):
-    """One with a chat format."""
+    """A checkpoint with a chat template."""
     folder = tmp_path / "chat"
     shutil.copytree(text_checkpoint, folder)
     config = {"chat_template": LLAMA2, "add_bos_token": True}
@@ -233,7 +233,7 @@ def chat_checkpoint(text_checkpoint, tmp_path):
 
 
 def test_chat_on_a_terminal_asks_again_after_each_answer(chat_checkpoint):
-    """Until Ctrl-D; empty lines do nothing. Stdout, a pipe here, has nothing but the JSON."""
+    """It asks until Ctrl-D and ignores empty lines. Stdout, a pipe here, carries only the JSON."""
     terminal, stdin = pty.openpty()
     os.write(terminal, b"And the fog?\n\n  \nAnd then?\n\x04")
     flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", *SHORT)
@@ -247,7 +247,7 @@ def test_chat_on_a_terminal_asks_again_after_each_answer(chat_checkpoint):
 
 
 class Terminal:
-    """A command line in a terminal of its own, as somebody who types sees it."""
+    """The command line in its own terminal, as a user at the keyboard sees it."""
 
     def __init__(self, *args):
         self.end, inner = pty.openpty()
@@ -270,7 +270,7 @@ class Terminal:
         os.write(self.end, text)
 
     def until(self, pattern: bytes) -> bytes:
-        """What is shown up to the first match."""
+        """The output up to the first match."""
         shown = b""
         while not re.search(pattern, shown):
             assert select.select([self.end], [], [], 120)[0], shown
@@ -281,7 +281,7 @@ class Terminal:
         return shown
 
     def wait(self) -> int:
-        """The exit code, once the rest is shown."""
+        """The exit code, after reading the rest of the output."""
         while True:
             try:
                 if not os.read(self.end, 4096):
@@ -291,11 +291,11 @@ class Terminal:
         return self.process.wait(60)
 
 
-ASKED = rb"\x1b\[\?2004h> "  # the prompt, where what is pasted is marked as such
+ASKED = rb"\x1b\[\?2004h> "  # the prompt, in bracketed-paste mode
 CTRL_C, UP = b"\x03", b"\x1b[A"
 
 
-def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_an_answer_alone(chat_checkpoint, tmp_path):
+def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answer(chat_checkpoint, tmp_path):
     flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", tmp_path / "out.json")
     flags += ("--no-compile", "--dtype", "float32", "--max-new-tokens", 60, "--system", "Be brief.")
     with Terminal(*flags) as terminal:
@@ -320,14 +320,14 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_an_answer_alon
     engine = Engine.load(chat_checkpoint, compile=False, dtype="float32", max_prompt=400, max_new_tokens=60)
     turns = [engine.tokenizer.chat_next(text) for text in ("Two lines\n\n/exit\nand a third",) * 2 + ("And?",)]
     ids = engine.tokenizer.chat("Who?", "Be brief.")
-    for turn, answer in zip([[], *turns], answers, strict=True):  # every answer follows from all that was said
+    for turn, answer in zip([[], *turns], answers, strict=True):  # every answer continues the whole conversation
         ids += turn
         limit = len(answer["tokens"])
         assert engine.generate([ids], max_new_tokens=limit)[0].answers[0].tokens == answer["tokens"]
         ids += answer["tokens"]
 
 
-def test_ctrl_c_leaves_where_a_question_is_asked_for_and_before_the_first_token(chat_checkpoint, monkeypatch):
+def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
     for place in ("conversation.ask", "engine.Engine.prefill"):
@@ -378,7 +378,7 @@ MISTAKES = {
 }
 
 
-def test_options_that_are_given_twice_alike_are_one():
+def test_an_option_may_be_given_twice_with_the_same_value():
     flags = ["--kv-bits", "8", "--kv-opt", "bits=8", "--offload", "--kv-opt", "offload=1", "--kv", "omnikv"]
     options = generate.given_options(generate.parser().parse_args(flags))
     assert options == {"bits": "8", "offload": True}
@@ -494,12 +494,12 @@ def test_a_compile_cache_that_cannot_be_written_is_one_line(text_checkpoint):
     (CppCompileError(["g++"], "as: main.o: No space left on device"), "compile cache .*No space left"),
     (CppCompileError(["g++"], "fatal error: Python.h: No such file or directory"), "install g\\+\\+"),
 ))  # fmt: skip
-def test_what_stops_the_compiler_is_told_apart(inner, words):
+def test_errors_of_the_compile_cache_and_of_the_compiler_are_told_apart(inner, words):
     with pytest.raises(ValueError, match=words), compile_errors():
         raise InductorError(inner, None)
 
 
-def test_other_errors_of_the_compiler_are_left_as_they_are():
+def test_other_errors_of_the_compiler_pass_through_unchanged():
     for error in (InductorError(TypeError("a bug"), None), RuntimeError("a bug")):
         with pytest.raises(RuntimeError, match="a bug"), compile_errors():
             raise error
@@ -531,7 +531,7 @@ def test_an_output_is_refused_before_the_work_if_it_could_not_be_written(tmp_pat
     kept.write_text("{}")
     for name in (kept, tmp_path / "new.json", "/dev/null", tmp_path / "new.PDF", tmp_path / "no-suffix"):
         cli.check_output(str(name), "--plot" if name in (tmp_path / "new.PDF", tmp_path / "no-suffix") else "--json")
-    assert kept.read_text() == "{}" and list(tmp_path.iterdir()) == [kept]  # looking leaves nothing behind
+    assert kept.read_text() == "{}" and list(tmp_path.iterdir()) == [kept]  # the check leaves nothing behind
     for name, flag, words in (
         ("/proc/x.json", "--results", "--results /proc/x.json: cannot be written"),
         ("/proc/version", "--json", "--json /proc/version: cannot be written"),

@@ -1,4 +1,4 @@
-"""bench.compare joins what eval.py and bench really write, and draws marks whose names can be read."""
+"""bench.compare joins results that eval.py and bench wrote, and plots marks with readable names."""
 
 import json
 from itertools import combinations
@@ -25,7 +25,7 @@ def measured(tiny_checkpoint, tmp_path_factory):
     return [str(folder / "answers.json"), str(folder / "speed.json")]
 
 
-def test_every_method_and_budget_is_a_row_with_all_that_was_measured(measured, capsys):
+def test_every_method_and_budget_is_a_row_with_all_measurements(measured, capsys):
     compare.main(measured)
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     head, _, *rows = lines
@@ -36,14 +36,14 @@ def test_every_method_and_budget_is_a_row_with_all_that_was_measured(measured, c
     own = dict(zip(head, rows[1], strict=True))
     graded = [of["streaming", 64, task] for task in ("niah_multikey_1", "needle")]
     first = sum(r["first"] for r in graded) / 2
-    assert own["answers"] == f"{first:.0f} / {graded[0]['later']:.0f}"  # one of them has later questions
+    assert own["answers"] == f"{first:.0f} / {graded[0]['later']:.0f}"  # only one task has later questions
     assert own["perplexity"] == f"{of['streaming', 64, 'perplexity']['score']:.1f}"
     assert own["read a step, MB"] == f"{graded[1]['step_device_bytes'] / 1e6:.2f}"
     (timed,) = (r for r in speed if r["kv"] == "streaming" and r["budget"] == 64)
     assert own["ms/token"] == f"{timed['ms_per_token']:.1f}"
 
 
-def test_names_lie_upon_no_other_name_even_where_marks_coincide(measured, tmp_path):
+def test_names_do_not_overlap_even_where_marks_coincide(measured, tmp_path):
     compare.main([*measured, "--plot", str(tmp_path / "out.png")])
     assert (tmp_path / "out.png").stat().st_size > 10_000
     figure, axis = pyplot.subplots(figsize=(8, 6))
@@ -63,7 +63,7 @@ def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
         compare.main([measured[0], str(tmp_path / "twice.json")])
 
 
-def test_what_is_no_result_is_refused(measured, tmp_path):
+def test_a_file_that_is_not_a_result_is_refused(measured, tmp_path):
     for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', "no"):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(ValueError, match="other.json .*what eval.py and bench wrote"):

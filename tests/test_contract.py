@@ -1,4 +1,4 @@
-"""The laws of kv/base.py, for every registered method: a new method is covered by registering it."""
+"""The laws of kv/base.py, checked for every registered method: registering a new one is enough to test it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from kv import METHODS, Shape, offload
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16
-CONTEXT = 60  # tokens of the model's context: of three rows one is past it, one passes it, one stays within
+CONTEXT = 60  # the model's, in tokens: of three rows, one starts beyond it, one passes it, one stays within
 LENGTHS = {1: [50], 3: [96, 41, 7]}
-SMALL = 24  # tokens: less than most prompts, and no less than any method's minimum with these options
+SMALL = 24  # budget in tokens: less than most prompts, at least most methods' minimum with these options
 VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
     "quest:auto": ("quest", {"page": None, "skip_layers": 0}),
@@ -38,11 +38,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 }
 
 BUDGETS = {"simlayer": 72}  # one layer of two can keep everything
-SAME_CODE = {"rocketkv:even", "quest:auto", "omnikv:mem"}  # as another variant: compiled once
+SAME_CODE = {"rocketkv:even", "quest:auto", "omnikv:mem"}  # the same as another variant's: compiled only once
 
 
 def layers_of(name: str) -> int:
-    """OmniKV's first layer chooses, its second is full."""
+    """OmniKV needs three: its first layer chooses, its second is full, its third is sparse."""
     return 3 if name.startswith("omnikv") else LAYERS
 
 
@@ -73,7 +73,7 @@ class Text:
         return cls(*(torch.randn(shape.n_layer, h, prompt + new, DIM, generator=g) for h in heads), prompt)
 
     def change(self, at: int | slice) -> "Text":
-        """The same with other keys and values `at` some positions."""
+        """A copy with other keys and values `at` some positions."""
         k, v = self.k.clone(), self.v.clone()
         k[:, :, at] += 0.5
         v[:, :, at] -= 1.5
@@ -85,7 +85,7 @@ def make_texts(shape: Shape, new: int = 20, seed: int = 0) -> dict[int, Text]:
 
 
 class Step(nn.Module):
-    """One decode step of all layers: q [L,B,Hq,1,D], k and v [L,B,Hk,1,D] -> [L,B,Hq,1,D]"""
+    """One decode step of all layers: q [L,B,Hq,1,D], k and v [L,B,Hk,1,D] -> [L,B,Hq,1,D]."""
 
     def __init__(self, layers: list[kv.KV]):
         super().__init__()
@@ -116,7 +116,7 @@ class Cache:
         self.shape, self.name = shape, name
         method = kv.parse_options(name, self.options)
         self.budget = max(budget, BUDGETS.get(name, 0), method.minimum(shape)) if method.takes_budget else None
-        if own:  # not the full cache that the registry puts in its place
+        if own:  # even where the registry substitutes the full cache
             self.layers = method.build(shape, self.budget)
         else:
             self.layers = kv.build(name, shape, self.budget, self.options)
@@ -167,7 +167,7 @@ class Cache:
         return self.decode(texts, steps)
 
     def storages(self) -> dict[int, int]:
-        """Every storage that anything in the modules holds on to, registered or not, with its bytes."""
+        """Bytes of every storage that the modules hold, registered as a buffer or not, by storage."""
 
         def tensors(x: object) -> list[Tensor]:
             if isinstance(x, Tensor):
@@ -203,7 +203,7 @@ def full_attention(text: Text, steps: int, window: int | None = None) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    """Texts here are short: with spans as short, a step that reads too little of them is seen."""
+    """Shortens spans to match the short sequences here, so that a step that reads too few slots is noticed."""
     monkeypatch.setattr(kv.ops, "SPAN", 8)
 
 
@@ -218,7 +218,7 @@ def shape(name, request) -> Shape:
 
 
 def approximation(variant: str) -> str | None:
-    """What a method declares that it computes with a budget for everything, where that is not full attention."""
+    """How a variant approximates even with a budget for every token, as its method declares, or None."""
     name, options = VARIANTS.get(variant, (variant, {}))
     return kv.parse_options(name, options).approximation()
 
@@ -241,7 +241,7 @@ def test_law_1_a_budget_for_everything_is_full_attention(name, shape):
 
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_law_1_the_full_cache_stands_in_for_a_method_that_approximates(name):
-    """tests/test_sparse.py holds the method itself to its reference."""
+    """tests/test_sparse.py compares the method itself with its reference."""
     shape = make_shape()
     texts = make_texts(shape)
     found, own = (Cache(name, shape, shape.planned, lossless=True, own=own).run(texts, 20) for own in (False, True))
@@ -265,7 +265,7 @@ def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SAME_CODE])
 def test_law_2_compiled_equals_eager(name):
-    torch._dynamo.reset()  # it counts how often a function is compiled, and gives up
+    torch._dynamo.reset()  # it stops compiling a function that was compiled too often
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     texts = make_texts(shape)
     eager, compiled = (Cache(name, shape, compiled=c).run(texts, 20) for c in (False, True))
@@ -278,7 +278,7 @@ def test_law_2_compiled_equals_eager(name):
 def test_law_3_rows_do_not_see_each_other(name, shape):
     texts, others = make_texts(shape), make_texts(shape, seed=500)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv.ops, "SPAN", shape.planned)  # a row's rounding follows how many slots its neighbours read
+        patch.setattr(kv.ops, "SPAN", shape.planned)  # a row's rounding depends on how many slots its neighbors read
         together = Cache(name, shape).run(texts, 20)
         for row, text in texts.items():
             among_others = Cache(name, shape).run(others | {row: text}, 20)[row]
@@ -290,7 +290,7 @@ def test_law_3_rows_do_not_see_each_other(name, shape):
 @every_method
 @every_shape
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
-def test_law_4_slots_without_a_token_are_never_read(name, shape, budget):
+def test_law_4_slots_without_a_token_change_no_output(name, shape, budget):
     texts = make_texts(shape)
     clean, poisoned = Cache(name, shape, budget), Cache(name, shape, budget)
     for layer in poisoned.layers:
@@ -313,7 +313,7 @@ def test_law_5_no_output_depends_on_a_later_token(name, shape):
 
 @every_method
 @every_shape
-def test_law_6_a_row_that_was_reset_is_as_good_as_new(name, shape):
+def test_law_6_a_reset_row_behaves_like_a_fresh_one(name, shape):
     old, new = make_texts(shape, MAX_NEW, seed=900), make_texts(shape)
     used = Cache(name, shape)
     used.run(old, MAX_NEW)
@@ -324,7 +324,7 @@ def test_law_6_a_row_that_was_reset_is_as_good_as_new(name, shape):
 @every_method
 @every_shape
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
-def test_law_7_bytes_are_what_the_buffers_take_and_what_the_paper_says(name, shape, budget):
+def test_law_7_bytes_equal_the_buffers_and_stay_within_the_papers_formula(name, shape, budget):
     cache = Cache(name, shape, budget)
     cache.run(make_texts(shape), 3)
     device, host = kv.total_bytes(cache.layers)
@@ -337,7 +337,7 @@ def test_law_7_bytes_are_what_the_buffers_take_and_what_the_paper_says(name, sha
 
 
 @every_method
-def test_law_8_a_step_keeps_nothing_and_moves_nothing(name):
+def test_law_8_a_step_leaves_no_allocation_and_moves_no_buffer(name):
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     cache, texts = Cache(name, shape), make_texts(shape)
     cache.run(texts, 1)

@@ -66,7 +66,7 @@ def save(model, folder, shards=False):
 
 
 def save_bin(model, folder, shards=False):
-    """The older format: torch.save of the state dict, duplicates and RoPE's frequencies included."""
+    """The older format: torch.save of the state dict, including duplicates and RoPE's frequencies."""
     save(model, folder)
     (folder / "model.safetensors").unlink()
     state = dict(model.state_dict()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
@@ -81,7 +81,7 @@ def save_bin(model, folder, shards=False):
 
 
 def expected(model):
-    """Our names and stacking, written out from the state dict of the Hugging Face model."""
+    """The state dict of the Hugging Face model under our names and stacking, spelled out."""
     hf, ours = model.state_dict(), {}
     ours["tok_embeddings.weight"] = hf["model.embed_tokens.weight"]
     ours["norm.weight"] = hf["model.norm.weight"]
@@ -171,7 +171,7 @@ def test_dtype_casts_every_tensor(dtype, tmp_path):
     assert checkpoint.read_config(tmp_path / "out")["kv_fast"]["dtype"] == dtype
 
 
-def test_float16_refuses_what_it_cannot_hold(tmp_path, capsys):
+def test_float16_refuses_values_that_it_cannot_hold(tmp_path, capsys):
     model = hf_model(dtype=torch.bfloat16)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = 1e5
     src = save(model, tmp_path / "hf")
@@ -180,7 +180,7 @@ def test_float16_refuses_what_it_cannot_hold(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_head_stored_beside_tied_embeddings_counts_where_it_differs_as_in_transformers(tmp_path, capsys, differs):
+def test_a_head_stored_beside_tied_embeddings_is_used_if_it_differs_from_them(tmp_path, capsys, differs):
     model = hf_model("llama-mha-tied")
     src = save(model, tmp_path / "hf")
     state = load_file(src / "model.safetensors")
@@ -196,7 +196,7 @@ def test_a_head_stored_beside_tied_embeddings_counts_where_it_differs_as_in_tran
     torch.testing.assert_close(engine.logits([3, 4, 5], [6])[0], theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_with_a_head_that_its_config_ties_is_not_loaded(tmp_path):
+def test_a_converted_checkpoint_with_tied_embeddings_and_a_head_is_refused(tmp_path):
     model = hf_model("llama-mha-tied")
     convert(save(model, tmp_path / "hf"), tmp_path / "out")
     state = load_file(tmp_path / "out" / "model.safetensors") | {"output.weight": torch.zeros(96, 32)}
@@ -446,7 +446,7 @@ def test_force_replaces_nothing_but_a_checkpoint(tmp_path, capsys):
     refused(capsys, [src, "--out", tmp_path / "file", "--force"], tmp_path / "file", watch=tmp_path)
 
 
-def test_too_small_a_disk_is_known_before_writing(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, capsys, monkeypatch):
     src = save(hf_model(), tmp_path / "hf")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -454,7 +454,7 @@ def test_too_small_a_disk_is_known_before_writing(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("full", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_disk_that_fills_up_leaves_nothing(full, tmp_path, capsys, monkeypatch):
+def test_a_disk_that_fills_up_leaves_nothing_behind(full, tmp_path, capsys, monkeypatch):
     src, failed = save(hf_model(), tmp_path / "hf"), []
 
     def fail(event, args):
@@ -462,7 +462,7 @@ def test_a_disk_that_fills_up_leaves_nothing(full, tmp_path, capsys, monkeypatch
             failed.append(full)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def open_full(path, mode):  # a device whose every write says that it is full
+    def open_full(path, mode):  # every write to /dev/full fails with ENOSPC
         return open("/dev/full" if "w" in mode else path, mode)
 
     if full == "model.safetensors":
@@ -472,8 +472,8 @@ def test_a_disk_that_fills_up_leaves_nothing(full, tmp_path, capsys, monkeypatch
     refused(capsys, [src, "--out", tmp_path / "out"], "is full", "0.1 MB", watch=tmp_path)
 
 
-# Forks children that convert, the n-th of which signals itself as it opens, renames or deletes its n-th file: tensor by
-# tensor, as each is one open of the source. Prints every child's exit code, the names it left, and what loads from out.
+# Forks children that convert. The n-th one signals itself at its n-th open, mkdir, rename or delete; each tensor takes
+# one open of the source. Prints each child's exit code, the names it left and which checkpoint is in `out`.
 INTERRUPT = """
 import json, os, shutil, signal, sys
 from pathlib import Path
@@ -635,7 +635,7 @@ def hub(tmp_path, monkeypatch):
     return repo, cache
 
 
-def test_a_repository_is_downloaded_without_files_that_are_not_needed(hub, tmp_path):
+def test_a_repository_is_downloaded_without_unneeded_files(hub, tmp_path):
     repo, cache = hub
     needed = {file.name for file in repo.iterdir()}
     for name in ("consolidated.safetensors", "pytorch_model.bin", "README.md", "original/model.safetensors"):
@@ -646,7 +646,7 @@ def test_a_repository_is_downloaded_without_files_that_are_not_needed(hub, tmp_p
     assert_same(written(tmp_path / "out"), expected(hf_model()))
 
 
-def test_a_repository_without_safetensors_gives_its_bins(hub, tmp_path):
+def test_a_repository_without_safetensors_is_converted_from_its_bins(hub, tmp_path):
     repo, cache = hub
     shutil.rmtree(repo)
     save_bin(hf_model(), repo, shards=True)
@@ -654,7 +654,7 @@ def test_a_repository_without_safetensors_gives_its_bins(hub, tmp_path):
     assert_same(written(tmp_path / "out"), expected(hf_model()))
 
 
-def test_an_unsupported_repository_is_refused_before_its_weights_come(hub, tmp_path, capsys):
+def test_an_unsupported_repository_is_refused_before_its_weights_are_downloaded(hub, tmp_path, capsys):
     repo, cache = hub
     quantized(repo)
     with pytest.raises(ValueError, match="awq"):

@@ -1,4 +1,4 @@
-"""D2O and its kin against slow references; the numbers of a small example by hand."""
+"""D2O, H2O, RoCo and CaM against slow references, and a small example computed by hand."""
 
 import math
 import random
@@ -27,7 +27,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
     monkeypatch.setattr(ops, "SPAN", 8)
-    monkeypatch.setattr(ops, "SCORES", 1500)  # several blocks of queries, and of keys that go
+    monkeypatch.setattr(ops, "SCORES", 1500)  # several blocks of queries and of evicted keys
 
 
 def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: list) -> slow.SlowEvict:
@@ -47,7 +47,7 @@ def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: li
 
 
 def sorted_slots(layer, row: int, head: int) -> tuple:
-    """(places, keys, values) of a KV head, in order."""
+    """(positions, keys, values) of a KV head, in order of position."""
     first, size = (int(layer.first[row]), int(layer.allotted[row])) if isinstance(layer, D2O) else (0, layer.size)
     place = layer.position[row, head, first : first + size + 1]
     order = [i for i in place.argsort().tolist() if place[i] >= 0]
@@ -57,13 +57,13 @@ def sorted_slots(layer, row: int, head: int) -> tuple:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name, options, budget", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_it_is_what_the_reference_computes(name, options, budget, heads):
+def test_every_eviction_method_equals_its_reference(name, options, budget, heads):
     shape = replace(make_shape(heads), n_layer=3)
     run = Run(name, shape, budget, options)
     check = reference(name, shape, budget, options, run.layers)
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
-        # Heads whose attention varies: of layer 0 by chance, of layer 1 one head's most, of layer 2 one head's least.
+        # How much the heads' attention varies: at random in layer 0, one head most in layer 1, one least in layer 2.
         scale = torch.tensor([0.3, 0.3, 2.0])[:, None, None, None].repeat(1, shape.n_head, 1, 1)
         scale[1:, 0] = torch.tensor([[[2.0]], [[0.3]]])
         inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, prompt, generator), strict=True)]
@@ -92,7 +92,7 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_column_sums_in_blocks_are_those_of_the_whole_matrix(heads):
+def test_column_sums_in_blocks_equal_those_of_the_whole_matrix(heads):
     n_head, n_kv_head = HEADS[heads]
     q, k = torch.randn(1, n_head, 90, 16), torch.randn(1, n_kv_head, 90, 16)
     (sums, squares), variance = ops.column_sums(q, k, 2)
@@ -107,7 +107,7 @@ def test_column_sums_in_blocks_are_those_of_the_whole_matrix(heads):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("prompt", (1, 90, 700))
-def test_attention_run_backwards_gives_the_column_sums(heads, prompt, dtype):
+def test_the_backward_pass_of_attention_gives_the_column_sums(heads, prompt, dtype):
     n_head, n_kv_head = HEADS[heads]
     q, k, v = (torch.randn(1, h, prompt, 24).to(dtype) for h in (n_head, n_kv_head, n_kv_head))
     q *= 4  # attention far from uniform: logits up to about 80
@@ -131,15 +131,15 @@ def test_layers_share_the_budget(allocation):
         assert found == slow.layer_budgets(variances, prompt, budget, sinks, allocation)
         assert sum(found) <= layers * budget
         if allocation != "exponential":
-            assert sum(found) > layers * (budget - 1)  # but for the fractions of a slot
+            assert sum(found) > layers * (budget - 1)  # only fractions of a slot are lost
         shape = replace(make_shape(), n_layer=layers, max_prompt=500)
         options = kv.parse_options("d2o", {"allocation": allocation, "sinks": sinks})
         assert max(found) <= most_slots(layers, shape, budget, options)
     assert layer_budgets([[3.0]] * 3, 100, 20, 4, allocation) == [20, 20, 20] or allocation == "exponential"
 
 
-def test_a_layer_gets_more_the_more_its_heads_are_below_the_one_that_varies_most():
-    """F by hand, two layers of 100 slots: shares e^-F, whatever the variances of the layers are to each other."""
+def test_a_layer_gets_more_slots_the_lower_the_mean_of_its_scaled_variances():
+    """F by hand for two layers of 100 slots: shares e^-F, whatever the ratio of the two layers' variances."""
     for scale in (1e-6, 1.0, 1e6):
         some, alike = [2.0, 2.0, 3.0, 2.0], [5.0 * scale] * 4  # F = 1/4, 0
         assert layer_budgets([some, alike], 1000, 100, 4, "softmax") == [87, 112]  # 200 / (1 + e^(1/4)) = 87.56
@@ -147,7 +147,7 @@ def test_a_layer_gets_more_the_more_its_heads_are_below_the_one_that_varies_most
         assert layer_budgets([some, most], 1000, 100, 4, "softmax") == [124, 75]  # 200 / (1 + e^(1/2)) = 75.51
 
 
-def test_important_and_recent_tokens_share_the_slots_as_the_ratio_says():
+def test_important_and_recent_tokens_share_the_slots_by_the_ratio():
     shape = make_shape()
     prompt = tokens(shape, 1, 100, torch.Generator().manual_seed(0))
     for ratio, recent in (("3+1", 4), ("1:1", 8), ("1:3", 12), ("1+0", 0), ("0:5", 16), (None, 4)):
@@ -162,11 +162,12 @@ def test_important_and_recent_tokens_share_the_slots_as_the_ratio_says():
             kv.build("d2o", shape, 20, {"ratio": ratio})
 
 
-def test_six_tokens_by_hand():
-    """One head, 4 slots, 1 sink, so 0 recent and 3 important; keys and queries chosen so that scores are easy.
+def test_six_tokens_merge_as_computed_by_hand():
+    """One head with 4 slots: 1 sink, so 0 recent and 3 important tokens.
 
-    Keys of norm 1 at angles; every query is 0, so query i gives each of its i + 1 tokens 1 / (i + 1): the scores are
-    1 + 1/2 + ... + 1/6 = 2.45, 1.45, 0.95, 0.6167, 0.3667, 0.1667. Token 0 is the sink, tokens 1 to 3 are the best.
+    Keys have norm 1 and known angles. Every query is 0, so query i gives each of its i + 1 tokens 1 / (i + 1): the
+    scores are 1 + 1/2 + ... + 1/6 = 2.45, 1.45, 0.95, 0.6167, 0.3667, 0.1667. Token 0 is the sink, tokens 1 to 3 are
+    the best.
     """
     shape = kv.Shape(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
     layer = kv.build("d2o", shape, 8, {"sinks": 1})[0]
@@ -179,7 +180,7 @@ def test_six_tokens_by_hand():
     layer.compress(0, 0, [score], k, v, 4)
     keys, values = layer.k[0, :, :4], layer.v[0, :, :4]
     assert layer.position[0, :, :4].tolist() == [[0, 1, 2, 3]]
-    # Token 4 at 60 degrees is most like token 3 at 45: cos 15 = 0.9659. Token 5 at 270: like 0 and 2, cos 90 = 0.
+    # Token 4 (60 degrees) is most similar to token 3 (45): cos 15 = 0.9659. Token 5 (270) to 0 and 2: cos 90 = 0.
     assert layer.threshold[0, 0].item() == pytest.approx((math.cos(math.radians(15)) + 0) / 2, abs=1e-6)  # 0.4830
     # 0.9659 is above it: merged with w = e^0.9659 / (e + e^0.9659) = 2.6272 / 5.3455 = 0.4915. 0 is below: dropped.
     own, other = 0.50852, 0.49148
@@ -192,7 +193,7 @@ def test_six_tokens_by_hand():
 
 
 def test_weights_of_a_merge_sum_to_one():
-    """Values of 1 stay 1 however many tokens merge, at the prompt and in steps."""
+    """Values of 1 stay 1 however many tokens merge, after the prompt and in steps."""
     for options in ({}, {"merge": "average"}, {"keep": 0.6}):
         shape = make_shape()
         run, generator = Run("d2o", shape, 16, options), torch.Generator().manual_seed(0)
@@ -205,7 +206,7 @@ def test_weights_of_a_merge_sum_to_one():
                 assert (sorted_slots(layer, 0, head)[2] - 1).abs().max() <= 1e-5
 
 
-def test_a_kept_token_keeps_the_weight_it_is_to_have():
+def test_keep_is_the_least_weight_of_a_kept_token_in_a_merge():
     shape = make_shape()
     generator = torch.Generator().manual_seed(0)
     inputs = tokens(shape, 1, 100, generator)
@@ -218,8 +219,8 @@ def test_a_kept_token_keeps_the_weight_it_is_to_have():
     assert moved[0.0] > 2 * moved[0.9] > 0 and moved[1.0] == 0
 
 
-def test_memory_is_the_budget_for_any_number_of_tokens_and_prompts_of_any_kind():
-    """Layers of different sizes, which change from prompt to prompt, in the same slots."""
+def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
+    """Layers of different sizes, which change from prompt to prompt, share the same slots."""
     shape, budget = make_shape(batch=2), 20
     run, generator = Run("d2o", shape, budget, {}), torch.Generator().manual_seed(0)
     unit = shape.batch * shape.n_kv_head * shape.unit_bytes
@@ -244,7 +245,7 @@ def test_memory_is_the_budget_for_any_number_of_tokens_and_prompts_of_any_kind()
         assert read <= layer.slots
 
 
-def test_layers_that_stay_full_count():
+def test_full_layers_count_towards_the_budget():
     shape = make_shape()
     layers = kv.build("d2o", shape, 60, {"full_layers": "0+1"})
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 6
@@ -255,7 +256,7 @@ def test_layers_that_stay_full_count():
         kv.build("d2o", shape, 7, {})
 
 
-def test_layers_that_are_uncounted_stay_full_beside_the_budget():
+def test_uncounted_layers_stay_full_beyond_the_budget():
     shape = make_shape(batch=2)
     layers = kv.build("d2o", shape, 20, {"uncounted": "0+1+7"})
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
@@ -275,8 +276,8 @@ def test_layers_that_are_uncounted_stay_full_beside_the_budget():
             kv.build("d2o", shape, 60, {name: list(value) for name, value in options.items()})
 
 
-def test_roco_protects_the_newest_ten_and_a_share_that_varies():
-    """A token that varies stays though its mean is the lowest of all."""
+def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
+    """A token that varies stays even if its mean is the lowest of all."""
     shape = replace(make_shape(), n_layer=1)
     for budget, recent, varied in ((60, 10, 18), (24, 10, 7), (25, 10, 8), (15, 7, 4), (12, 6, 2)):
         layer = kv.build("roco", shape, budget, {})[0]
@@ -284,7 +285,7 @@ def test_roco_protects_the_newest_ten_and_a_share_that_varies():
     layer = kv.build("roco", shape, 24, {})[0]  # 4 sinks, 10 recent, 7 that vary, 3 by their mean
     visits = 100.0 - torch.arange(100)
     mean = torch.linspace(0.5, 1.5, 100)
-    mean[20:28] = torch.linspace(0.01, 0.08, 8)  # low, and all but place 27 vary
+    mean[20:28] = torch.linspace(0.01, 0.08, 8)  # low; position 27 varies least of these
     deviation = torch.zeros(100)
     deviation[20:28] = torch.linspace(2.0, 1.3, 8)
     known = [mean * visits, (mean**2 + deviation**2) * visits]
@@ -292,7 +293,7 @@ def test_roco_protects_the_newest_ten_and_a_share_that_varies():
     assert kept.tolist() == [[*range(4), *range(20, 27), *range(87, 100)]]
 
 
-def test_a_text_may_be_shorter_than_the_share_of_the_tokens_that_vary():
+def test_roco_takes_a_prompt_shorter_than_its_share_of_varying_tokens():
     shape = replace(make_shape(), n_layer=1)
     run = Run("roco", shape, 90, {})
     inputs = tokens(shape, 1, 9, torch.Generator().manual_seed(0))
@@ -301,7 +302,7 @@ def test_a_text_may_be_shorter_than_the_share_of_the_tokens_that_vary():
     assert sorted_slots(run.layers[0], 0, 0)[0] == list(range(10))
 
 
-def test_cam_merges_no_value_of_the_prompt():
+def test_cam_spreads_no_value_at_the_end_of_the_prompt():
     shape, generator = make_shape(), torch.Generator().manual_seed(0)
     cam, h2o = (Run(name, shape, 24, {}) for name in ("cam", "h2o"))
     inputs = tokens(shape, 1, 100, generator)
@@ -316,7 +317,7 @@ def test_cam_merges_no_value_of_the_prompt():
     assert any(not torch.equal(ours.v, plain.v) for ours, plain in zip(cam.layers, h2o.layers, strict=True))
 
 
-def test_no_prompt_makes_a_square_matrix(monkeypatch):
+def test_a_prompt_allocates_no_square_matrix(monkeypatch):
     monkeypatch.setattr(ops, "SCORES", 1 << 16)
     shape = replace(make_shape(), n_layer=1, max_prompt=3000)
     layer = kv.build("d2o", shape, 100, {})[0]

@@ -10,7 +10,7 @@ import pytest
 
 from tasks import Setting, infinitebench, jsonl, longbench, metrics
 
-CHARACTERS = Setting(10**6, lambda text: [ord(c) for c in text], lambda ids: "".join(map(chr, ids)))  # an id each
+CHARACTERS = Setting(10**6, lambda text: [ord(c) for c in text], lambda ids: "".join(map(chr, ids)))  # one id each
 BOS = Setting(10**6, lambda text: [0, *map(ord, text)], lambda ids: "".join(map(chr, filter(None, ids))))
 BYTES = Setting(10**6, lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
 
@@ -22,7 +22,7 @@ QUESTION = {  # what a record of InfiniteBench asks
 
 @pytest.fixture
 def jieba(monkeypatch):
-    """A stand-in that takes 北京 for a word and every other character for one too."""
+    """A stand-in that treats 北京 as one word and every other character as a word."""
     def cut(text: str) -> list[str]:
         return [word for part in text.split("北京") for word in [*part, "北京"]][:-1]
 
@@ -54,7 +54,7 @@ def only_sample(folder, task, record, setting=CHARACTERS):
 @pytest.mark.parametrize("answer, references, expected", [
     ("The cat sat.", ["a cat ran"], 50),  # cat, sat; cat, ran: 2 * 1 / (2 + 2)
     ("the CAT, sat!", ["Cat sat"], 100),
-    ("yes yes", ["yes"], 200 / 3),  # a word counts as often as both have it: 2 * 1 / (2 + 1)
+    ("yes yes", ["yes"], 200 / 3),  # repeats count as often as both have them: 2 * 1 / (2 + 1)
     ("cats", ["cat"], 0),
     ("cat", ["dog", "cat"], 100),  # the best reference
     ("", ["cat"], 0),
@@ -65,7 +65,7 @@ def test_qa_f1_compares_bags_of_bare_words(answer, references, expected):
     assert metrics.qa_f1(answer, references) == pytest.approx(expected)
 
 
-def test_chinese_f1_compares_words_and_of_infinitebench_characters(jieba):
+def test_chinese_f1_compares_words_in_longbench_and_characters_in_infinitebench(jieba):
     # 北京, 大; 北京, 人: 2 * 1 / (2 + 2). In characters 北, 京, 大; 北, 京, 人: 2 * 2 / (3 + 3).
     assert metrics.qa_f1_zh("北京，大。", ["北京人"]) == 50
     assert metrics.longbook_qa_chn("北京，大。", ["北京人"]) == pytest.approx(200 / 3)
@@ -85,17 +85,17 @@ def test_without_jieba_a_chinese_score_says_what_to_install(score, monkeypatch):
     ("b c. a", "a. b c", 100),  # sentence by sentence nothing is out of order
     ("a a a b", "a b", 100),  # distinct words
     ("a b. ", "a b", 80),  # the blank after the stop is an empty word: P = 2/3, R = 1
-    ("b a. b", "a b", 50),  # of "a" and "b" the subsequence with "b a" is b: U = {b}, P = R = 1/2
+    ("b a. b", "a b", 50),  # the common subsequence with "b a" is taken to be b: U = {b}, P = R = 1/2
     ("A", "a", 0),
     ("...", "a", 0),
     ("", "a", 0),
 ])
-def test_rouge_l_is_that_of_the_rouge_package(answer, reference, expected):
+def test_rouge_l_equals_the_rouge_packages(answer, reference, expected):
     assert metrics.rouge_l(answer, [reference]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_chinese_rouge_l_takes_words_in_order(jieba):
-    assert metrics.rouge_l_zh("大北京", ["北京大"]) == pytest.approx(50, abs=1e-5)  # one of 大, 北京 of two words each
+    assert metrics.rouge_l_zh("大北京", ["北京大"]) == pytest.approx(50, abs=1e-5)  # 大 or 北京, of two words each
 
 
 @pytest.mark.parametrize("answer, reference, expected", [
@@ -106,14 +106,14 @@ def test_chinese_rouge_l_takes_words_in_order(jieba):
     ("b a\nb", "a b", 80),  # the subsequence with "b a" is a, that with "b" is b: 2 * 2 / (3 + 2)
     ("", "a", 0),
 ])
-def test_rouge_lsum_is_that_of_the_rouge_score_package(answer, reference, expected):
+def test_rouge_lsum_equals_the_rouge_score_packages(answer, reference, expected):
     assert metrics.rouge_lsum(answer, ["something else", reference]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("answer, right, expected", [
     ("Animal", "Animal", 100),
     ("Animal or Food", "Food", 50),
-    ("Animal disease", "Animal disease", 100),  # its part, Animal, does not count
+    ("Animal disease", "Animal disease", 100),  # the class Animal, a part of it, does not count
     ("Animal disease", "Animal", 50),
     ("animal", "Animal", 0),
     ("Food", "Animal", 0),
@@ -126,7 +126,7 @@ def test_classification_shares_the_point_among_the_classes_named(answer, right, 
     ("return x", 100),
     ("\n\n# why\n```\nreturn x\nmore", 100),  # the first line without `, # and //
     ("return y", 88),  # 2 * 7 / 16 = 87.5 %, to a whole percent
-    ("more\nreturn x", 33),  # m, o or r or e in order of "return x": re: 2 * 2 / 12
+    ("more\nreturn x", 33),  # "re" is common: 2 * 2 / 12
     ("// return x", 0),
 ])
 def test_code_similarity_is_the_edit_ratio_of_the_first_line_of_code(answer, expected):
@@ -173,7 +173,7 @@ def test_math_calc_counts_values_up_to_the_first_mistake():
     (infinitebench.PROMPTS, "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
 ])
 def test_templates_are_the_published_ones(prompts, digest):
-    """The digest is of the published files, {question} read as {input}."""
+    """The digests are of the published files, with {question} renamed to {input}."""
     assert hashlib.sha256("\0".join(prompts[name] for name in sorted(prompts)).encode()).hexdigest() == digest
 
 
@@ -187,7 +187,7 @@ def test_a_longbench_prompt_is_its_template_filled_in_and_split_after_the_contex
     assert sample.questions[0].answers == ("Ann",)
 
 
-def test_a_prompt_in_full(tmp_path):
+def test_a_whole_longbench_prompt_is_as_published(tmp_path):
     record = longbench_record(context="import a\n", input="def f")
     sample = only_sample(tmp_path, longbench.TASKS["repobench-p"], record)
     assert sample.text == "Please complete the code given below. \nimport a\n"
@@ -240,7 +240,7 @@ def test_a_question_that_is_not_worded_as_published_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name, continued", [("triviaqa", "Passage: Ann"), ("samsum", "Dialogue: Ann")])
-def test_of_a_few_shot_answer_the_first_line_counts(name, continued, tmp_path):
+def test_only_the_first_line_of_a_few_shot_answer_counts(name, continued, tmp_path):
     task = longbench.TASKS[name]
     [question] = only_sample(tmp_path, task, longbench_record()).questions
     assert task.score(f"\n\nAnn\n{continued}", question) == pytest.approx(100)
@@ -257,7 +257,7 @@ def test_a_class_is_scored_against_all_classes_of_its_record(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qasper", "gov_report", "passage_count", "lcc"])
-def test_of_other_answers_every_line_counts(name, tmp_path):
+def test_every_line_of_other_answers_counts(name, tmp_path):
     task, reference = longbench.TASKS[name], {"passage_count": "4", "lcc": "x"}.get(name, "Ann")
     [question] = only_sample(tmp_path, task, longbench_record(answers=[reference])).questions
     before = "#" if name == "lcc" else "?"
@@ -276,7 +276,7 @@ def test_a_text_that_is_too_long_loses_its_middle_and_keeps_its_question(task, s
     head, tail = cut.text.split("é")[0], cut.text.split("ü")[-1]
     assert (head, tail) == (whole.text.split("é")[0], whole.text.split("ü")[-1])
     assert "é" in cut.text and "ü" in cut.text and "MIDDLE" not in cut.text
-    if setting is CHARACTERS:  # an odd room loses a token, as published
+    if setting is CHARACTERS:  # an odd room loses a token, as in the published code
         assert cut.prompt == whole.prompt[:room // 2] + whole.prompt[-(room // 2):]
 
 
@@ -304,7 +304,7 @@ def test_a_length_that_leaves_no_room_for_a_prompt_is_refused(tmp_path):
 @pytest.mark.parametrize("task, record", [
     (longbench.TASKS["qasper"], longbench_record()), (infinitebench.TASKS["passkey"], infinitebench_record("passkey")),
 ], ids=["longbench", "infinitebench"])
-def test_a_file_has_a_sample_a_line_and_may_lie_in_a_folder_named_data(folder, task, record, tmp_path):
+def test_a_file_has_one_sample_per_line_and_may_lie_in_a_folder_named_data(folder, task, record, tmp_path):
     path = tmp_path / folder / f"{task.name}.jsonl"
     write(path, *(record | {"input": asked} for asked in ["问题?", "Second?", "Third?"]))
     path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")  # a blank line is no sample
@@ -330,7 +330,7 @@ def test_a_broken_line_is_named(tmp_path):
         longbench.TASKS["qasper"].sample(replace(CHARACTERS, data=tmp_path), 0)
 
 
-def test_a_chinese_task_asks_for_jieba_before_it_asks_a_model(tmp_path, monkeypatch):
+def test_a_chinese_task_requires_jieba_before_it_asks_a_model(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(ValueError, match="pip install jieba"):
         only_sample(tmp_path, longbench.TASKS["dureader"], longbench_record())

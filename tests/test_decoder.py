@@ -1,4 +1,4 @@
-"""Sampling, and the commands that steer the step."""
+"""Sampling: temperature, top-k, top-p and the noise."""
 
 import pytest
 import torch
@@ -66,14 +66,14 @@ def test_extreme_settings_are_greedy(logits):
     assert len(set(draw(logits, 50, temperature=1.0, top_k=10**400).tolist())) > 5
 
 
-def test_top_k_1_is_greedy_where_the_best_are_equal():
+def test_top_k_1_takes_the_first_of_equally_good_tokens():
     tied = torch.tensor([0.0, 3.0, 3.0, 1.0, 3.0])
     assert set(draw(tied, 200, temperature=1.0, top_k=1).tolist()) == {1} == set(draw(tied, 9).tolist())
     assert Sampling(0, top_k=1).variant == Sampling(1.0, top_k=1, top_p=0.9).variant == "greedy"
 
 
 @pytest.mark.parametrize("cut", ({"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.9}))
-def test_cuts_of_a_greedy_choice_are_refused(cut):
+def test_top_k_and_top_p_are_refused_at_temperature_zero(cut):
     with pytest.raises(ValueError, match="temperature 0 takes the best token"):
         Sampling(temperature=0, **cut)
 

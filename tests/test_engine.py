@@ -1,4 +1,4 @@
-"""Batches, follow-ups, stops and lengths: every row must give what it gives alone."""
+"""Batches, follow-ups, stops and lengths: every row must give the answers that it gives alone."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ def outcome(completions):
 
 
 def end_early(engine, prompts, after):
-    """Makes tokens that the greedy answers contain end-of-sequence ids, so that rows stop at different steps."""
+    """Declares tokens of the greedy answers to be end-of-sequence ids, so that rows stop at different steps."""
     answers = engine.generate(prompts, max_new_tokens=12)
     engine.eos = {c.answers[0].tokens[i] for c, i in zip(answers, after, strict=True) if i is not None}
     engine._allocate(engine.shape)
@@ -44,7 +44,7 @@ def with_eos(engine, eos):
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-def test_a_token_a_row_and_step_is_counted_as_decoded_whether_sampled_fed_or_the_end(checkpoint, eos, lag):
+def test_decoded_counts_one_token_per_row_and_step_whether_sampled_fed_or_eos(checkpoint, eos, lag):
     alone = with_eos(load(checkpoint), eos)
     alone.lag = lag
     (completion,) = alone.generate([PROMPTS[0]], max_new_tokens=12, follow_ups=[[[1, 2, 3]]])
@@ -93,7 +93,7 @@ def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag):
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("stops", (True, False))
 def test_a_follow_up_sees_exactly_the_conversation_so_far(checkpoint, eos, stops, lag):
-    """An answer enters the cache whole, its EOS and anything after it do not: as if all had been one prompt."""
+    """The cache holds the whole answer, but neither its EOS nor anything after it: as if all had been one prompt."""
     engine = with_eos(load(checkpoint, batch=2), eos if stops else set())
     engine.lag = lag
     question = [1, 2, 3]
@@ -105,7 +105,7 @@ def test_a_follow_up_sees_exactly_the_conversation_so_far(checkpoint, eos, stops
         ]
 
 
-def test_follow_ups_are_asked_for_when_the_answer_before_is_there(checkpoint):
+def test_a_follow_up_is_requested_only_after_the_previous_answer(checkpoint):
     engine, seen = load(checkpoint), []
 
     def ask():
@@ -123,7 +123,7 @@ def test_follow_ups_are_asked_for_when_the_answer_before_is_there(checkpoint):
 
 @pytest.mark.parametrize("lag", (0, 1))
 def test_a_stop_text_ends_an_answer_and_is_cut_off(text_checkpoint, lag):
-    """What is streamed is what is returned; the next question follows all tokens of the answer, as they were."""
+    """The streamed text is the returned one; the next question follows all tokens of the answer, uncut."""
     engine = Engine.load(text_checkpoint, compile=False, dtype="float32", max_new_tokens=80, batch=2)
     engine.lag = lag
     prompts, question = ["The keeper rowed", "At low tide"], [[7, 8, 9]]
@@ -155,7 +155,7 @@ def test_generated_tokens_are_the_argmax_of_the_forced_logits(checkpoint):
         assert logits.argmax(-1).tolist() == tokens
 
 
-def test_logits_of_decode_steps_are_those_of_one_long_prompt(checkpoint):
+def test_logits_of_decode_steps_equal_those_of_one_long_prompt(checkpoint):
     engine, tokens = load(checkpoint), list(range(50, 70))
     logits = engine.logits(PROMPTS[0], tokens)
     for i in (0, 1, 7, 19):
@@ -163,7 +163,7 @@ def test_logits_of_decode_steps_are_those_of_one_long_prompt(checkpoint):
 
 
 def test_one_compiled_step_serves_every_length(checkpoint):
-    """Two prompts of 40 and 6000 tokens, and all lengths between: compiled once, and equal to eager."""
+    """Prompts of 40 to 6000 tokens: the step is compiled once and equals eager."""
     write = {"max_position_embeddings": 8192}
     folder = write_random(checkpoint.parent / "long", **write)
     long = torch.randint(128, (6000,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -202,7 +202,7 @@ def test_a_seed_fixes_what_is_sampled(checkpoint):
     assert a == b != c
     engine = load(checkpoint, seed=1)
     once, again = (outcome(engine.generate(PROMPTS[:1], **how)) for _ in range(2))
-    assert once == a[:1] and again != once  # requests are numbered, so asking again draws anew
+    assert once == a[:1] and again != once  # requests are numbered: a repeated one draws other tokens
 
 
 def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsys):
@@ -232,7 +232,7 @@ def test_growing_caches_step_up_by_powers_of_two(checkpoint, monkeypatch):
     plans = sizes_of(engine, monkeypatch)
     for prompt in (20, 22, 30, 32, 33, 60, 64, 1, 65, 3000):
         engine.generate([[7] * prompt], max_new_tokens=2)
-    assert plans == [(20, 5), (32, 5), (64, 5), (128, 5), (4096, 5)]  # the first is what is asked for
+    assert plans == [(20, 5), (32, 5), (64, 5), (128, 5), (4096, 5)]  # the first is as large as asked for
     engine.generate([[7]], max_new_tokens=9)
     engine.generate([[7]], max_new_tokens=15)
     assert plans[5:] == [(4096, 16)]
@@ -263,7 +263,7 @@ def test_a_budget_that_is_a_share_stays_a_share_of_the_longest_prompt(checkpoint
     assert plans == [(20, 2), (33, 2), (97, 2)]
 
 
-def test_a_sliding_window_that_the_next_power_of_two_exceeds_takes_the_prompt_as_it_is(tmp_path, monkeypatch):
+def test_a_cache_grows_no_further_than_the_sliding_window(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "mistral", architectures=["MistralForCausalLM"], sliding_window=100)
     engine = load(folder, "streaming", max_new_tokens=2)
     plans = sizes_of(engine, monkeypatch)
@@ -274,7 +274,7 @@ def test_a_sliding_window_that_the_next_power_of_two_exceeds_takes_the_prompt_as
 
 @pytest.mark.parametrize("lag", (0, 1))
 def test_an_interrupted_answer_keeps_its_tokens_and_the_conversation_goes_on(checkpoint, lag):
-    """Other rows end too; prompts that wait, and follow-ups, are answered as if the answer had been that short."""
+    """The other rows stop too. Waiting prompts and follow-ups are answered as if the answers had been that short."""
     engine, question = load(checkpoint, batch=2), [1, 2, 3]
     engine.lag = lag
     count = itertools.count(1)
@@ -315,7 +315,7 @@ def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(check
     assert load(checkpoint).generate([history], max_new_tokens=4)[0].answers[0].tokens == last.tokens
 
 
-def test_a_prompt_that_is_done_is_handed_over_before_the_others_are(checkpoint):
+def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint):
     engine, events = load(checkpoint, batch=2), []
     found = engine.generate(
         PROMPTS[:3], max_new_tokens=4, follow_ups=[[[5]], [], []], on_token=lambda i, *_: events.append(i),
@@ -327,7 +327,7 @@ def test_a_prompt_that_is_done_is_handed_over_before_the_others_are(checkpoint):
     assert done.index(("done", 1)) < done.index(2) and done.index(("done", 2)) < len(done) - 2
 
 
-def test_a_row_that_passes_the_context_is_warned_of_once(tmp_path, capsys):
+def test_a_row_that_passes_the_context_causes_one_warning(tmp_path, capsys):
     folder = write_random(tmp_path / "short", max_position_embeddings=50)
     engine = load(folder, batch=2)
     engine.generate([PROMPTS[0], PROMPTS[1]], max_new_tokens=10)  # 40 tokens and 10 more: the last is never fed
@@ -350,9 +350,9 @@ def test_a_row_that_passes_the_context_is_warned_of_once(tmp_path, capsys):
     assert endless.stats.past_context == [] and not capsys.readouterr().err
 
 
-def test_an_engine_tells_what_it_is_busy_with(checkpoint, monkeypatch):
+def test_on_phase_reports_loading_compiling_and_prefilling(checkpoint, monkeypatch):
     heard = []
-    monkeypatch.setattr("caches.SLICE", 50)  # prompts beyond it report their layers
+    monkeypatch.setattr("caches.SLICE", 50)  # longer prompts report their layers
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     engine = load(checkpoint, compile=True, on_phase=lambda p: heard.append((p.name, p.about, p.done, p.seconds)))
     engine.generate([PROMPTS[2]], max_new_tokens=3)
@@ -393,7 +393,7 @@ def test_a_conversation_ends_when_its_caches_are_full_and_says_so(checkpoint, ca
     assert "no room for another question: the caches hold 20" in capsys.readouterr().err
 
 
-def test_caches_may_be_compiled_anew_any_number_of_times(checkpoint, monkeypatch):
+def test_caches_may_be_recompiled_any_number_of_times(checkpoint, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, **_: real(step, fullgraph=True, backend="eager"))
     engine = load(checkpoint, compile=True, max_new_tokens=3)
@@ -404,7 +404,7 @@ def test_caches_may_be_compiled_anew_any_number_of_times(checkpoint, monkeypatch
         assert outcome(engine.generate([prompt])) == outcome(expected)
 
 
-def test_streaming_with_a_budget_for_everything_is_full_beyond_the_plan_too(checkpoint):
+def test_streaming_with_a_budget_for_everything_equals_full_even_beyond_the_plan(checkpoint):
     plan = {"budget": 1000, "max_prompt": 97, "max_new_tokens": 10}
     tokens = torch.randint(128, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     streaming, full = load(checkpoint, "streaming", **plan), load(checkpoint)
@@ -415,14 +415,14 @@ def test_streaming_with_a_budget_for_everything_is_full_beyond_the_plan_too(chec
     assert (streaming.logits(PROMPTS[2], tokens) - full.logits(PROMPTS[2], tokens)).abs().max() < 1e-4
 
 
-def test_more_sinks_than_tokens_are_all_the_tokens(checkpoint):
+def test_more_sinks_than_tokens_equal_full_attention(checkpoint):
     for sinks in (4, 5, 50):
         engine = load(checkpoint, "streaming", budget=100, options={"sinks": sinks}, max_new_tokens=2)
         expected = load(checkpoint, max_new_tokens=2).generate([PROMPTS[1]])
         assert outcome(engine.generate([PROMPTS[1]])) == outcome(expected)
 
 
-def test_a_share_of_a_long_prompt_is_enough_where_one_of_a_short_prompt_is_not(checkpoint):
+def test_a_budget_share_must_reach_the_minimum_for_the_prompt_at_hand(checkpoint):
     folder = write_random(checkpoint.parent / "share", max_position_embeddings=8192)
     engine = Engine.load(folder, kv="streaming", budget=0.001, compile=False, max_new_tokens=2)
     assert engine.generate([[5] * 6000])[0].new_tokens == 2
@@ -430,7 +430,7 @@ def test_a_share_of_a_long_prompt_is_enough_where_one_of_a_short_prompt_is_not(c
         Engine.load(folder, kv="streaming", budget=0.001, compile=False).generate([[5] * 1000])
 
 
-def test_a_row_whose_prefill_failed_leaves_the_others_be(checkpoint, monkeypatch):
+def test_a_failed_prefill_does_not_change_later_answers(checkpoint, monkeypatch):
     engine = load(checkpoint, batch=2, max_prompt=97)
     expected = outcome(engine.generate([PROMPTS[0]], max_new_tokens=9))
     with monkeypatch.context() as patch:
@@ -441,8 +441,8 @@ def test_a_row_whose_prefill_failed_leaves_the_others_be(checkpoint, monkeypatch
     assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=9)) == expected
 
 
-def test_prompts_can_be_prefilled_only_and_asked_about_afterwards(checkpoint):
-    """The text alone is in the cache when the first question comes, and more texts than rows take turns."""
+def test_prompts_can_be_prefilled_alone_and_asked_about_afterwards(checkpoint):
+    """Only the text is in the cache when the first question comes; more texts than rows take turns."""
     texts, questions = PROMPTS[:3], [[[5, 6], [7]], [[8]], []]
     engine = load(checkpoint, batch=2)
     found = engine.generate(texts, max_new_tokens=6, follow_ups=questions, answer_prompts=False)
@@ -456,7 +456,7 @@ def test_prompts_can_be_prefilled_only_and_asked_about_afterwards(checkpoint):
             history += answer.tokens
 
 
-def test_one_engine_takes_another_method_and_comes_back(checkpoint):
+def test_an_engine_switches_to_another_method_and_back(checkpoint):
     engine = load(checkpoint)
     full = outcome(engine.generate(PROMPTS[:2], max_new_tokens=8))
     engine.use("streaming", 6, batch=2, max_new_tokens=8)
@@ -522,8 +522,8 @@ def test_on_a_gpu_the_step_is_one_graph_and_gives_what_eager_gives(checkpoint, m
     assert not counters["inductor"]["cudagraph_skips"] and graph.stats.compiles == 1
 
 
-def test_caches_grow_for_longer_answers_if_a_single_layer_needs_it(tmp_path):
-    """duo with a layer that sees everything above one that sees a window, which could go on for ever."""
+def test_caches_grow_for_longer_answers_if_any_layer_needs_it(tmp_path):
+    """duo with a full layer above a windowed one; the windowed one alone could generate any number of tokens."""
     folder = write_random(tmp_path / "model")
     options = {"head_scores": [[0.0, 0.0], [1.0, 1.0]], "sinks": 2, "recent": 6}
     engine, large = (Engine.load(folder, "duo", 0.5, options, compile=False, max_new_tokens=n) for n in (4, 60))
@@ -540,7 +540,7 @@ def test_a_gpu_is_known_by_its_index(monkeypatch):
 
 
 def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoint):
-    """Re-entered from on_token or from a follow-up, or called from another thread: the texts would mix."""
+    """A call from on_token, from a follow-up or from another thread would mix the sequences."""
     engine = load(checkpoint)
     expected, refused = outcome(engine.generate([PROMPTS[0]], max_new_tokens=5)), []
 

@@ -1,4 +1,4 @@
-"""eval.py on a random checkpoint: what it runs, continues, refuses and writes; the scores themselves mean nothing."""
+"""eval.py on a random checkpoint: what it runs, resumes, refuses and writes; the scores themselves mean nothing."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tasks.registry import TASKS
 
 @pytest.fixture(scope="module")
 def result(tiny_checkpoint, tmp_path_factory):
-    """A run over two methods, a budget that is too small, and every kind of task."""
+    """The JSON file of a run over two methods, a budget that is too small, and every kind of task."""
     out = tmp_path_factory.mktemp("eval") / "out.json"
     arguments(tiny_checkpoint, "--json", out, "--samples", 2, "--questions", 3, "--batch", 2, "--plot", f"{out}.png")
     return out
@@ -46,7 +46,7 @@ def test_a_budget_below_the_minimum_is_an_empty_cell(result, capsys):
     assert row["score"] is None and row["n"] == 0 and "at least 5" in row["why"]
 
 
-def test_later_questions_are_told_from_the_first(result):
+def test_later_questions_are_scored_apart_from_the_first(result):
     samples = [s for s in json.loads(result.read_text())["samples"] if s["task"] == "niah_multikey_1"]
     assert all(len(s["later"]) == 2 and s["answer"] != s["later"][0]["answer"] for s in samples)
     assert rows(result)["full", None, "niah_multikey_1"]["later"] is not None
@@ -59,7 +59,7 @@ def test_fidelity_of_the_full_cache_to_itself_is_perfect_and_of_a_small_one_is_n
     assert found["streaming", 64, "fidelity"]["kl"] > 0
 
 
-def test_perplexity_is_that_of_the_text_through_the_decode_path(result, tiny_checkpoint):
+def test_perplexity_is_computed_through_the_decode_path(result, tiny_checkpoint):
     samples = [s for s in json.loads(result.read_text())["samples"] if (s["task"], s["kv"]) == ("perplexity", "full")]
     engine = Engine.load(tiny_checkpoint, compile=False, max_new_tokens=128)
     text = evaluation.shipped_haystack()
@@ -72,7 +72,7 @@ def test_perplexity_is_that_of_the_text_through_the_decode_path(result, tiny_che
 
 
 def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, monkeypatch):
-    """Half the progress, and a line cut short: only what is missing is computed, and the result is the same."""
+    """From half the progress and a truncated line, only what is missing is computed; the result is the same."""
     before = json.loads(result.read_text())
     progress = result.with_name(result.name + ".progress.jsonl")
     lines = progress.read_text().splitlines(keepends=True)
@@ -94,7 +94,7 @@ def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, mo
     assert len(progress.read_text().splitlines()) == length == len(lines) + 1  # nothing was computed twice
 
 
-def test_answers_are_not_taken_from_before_the_profile_changed(text_checkpoint, tmp_path):
+def test_a_changed_profile_invalidates_saved_answers(text_checkpoint, tmp_path):
     folder, out = tmp_path / "own", tmp_path / "out.json"
     shutil.copytree(text_checkpoint, folder)
     for layer in (1, 2, 2):
@@ -105,27 +105,27 @@ def test_answers_are_not_taken_from_before_the_profile_changed(text_checkpoint, 
 
 
 def perplexities(folder, out) -> list[float]:
-    """What a run that goes on says, and every line of progress before it."""
+    """The perplexity that a resumed run reports, then those of all lines of its progress."""
     arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
     lines = out.with_name(out.name + ".progress.jsonl").read_text().splitlines()
     return [rows(out)["full", None, "perplexity"]["score"], *(json.loads(x)["found"]["score"] for x in lines)]
 
 
-def test_answers_are_not_taken_from_other_weights_or_other_code(tiny_checkpoint, tmp_path, monkeypatch):
+def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_path, monkeypatch):
     folder, out = shutil.copytree(tiny_checkpoint, tmp_path / "own"), tmp_path / "out.json"
     first = perplexities(folder, out)
     assert len(first) == 2 and perplexities(folder, out) == first
     weights = bytearray((folder / "model.safetensors").read_bytes())
-    weights[-1] ^= 128  # the sign of a number of the last tensor
+    weights[-1] ^= 128  # flips the sign of a number in the last tensor
     (folder / "model.safetensors").write_bytes(weights)
     changed = perplexities(folder, out)
     assert len(changed) == 3 and changed[0] == changed[2] != first[0]
-    assert perplexities(shutil.copytree(folder, tmp_path / "moved"), out) == changed  # wherever they lie
+    assert perplexities(shutil.copytree(folder, tmp_path / "moved"), out) == changed  # the location does not matter
     monkeypatch.setattr(evaluation, "code", lambda: "another")
     assert len(perplexities(folder, out)) == 4
 
 
-def test_the_hash_of_the_code_is_that_of_the_methods_the_engine_and_the_tasks(tmp_path):
+def test_the_hash_of_the_code_covers_the_methods_the_engine_and_the_tasks(tmp_path):
     root = tmp_path / "root"
     for place in (".", "bench", "kv", "tasks"):
         (root / place).mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def test_the_hash_of_the_code_is_that_of_the_methods_the_engine_and_the_tasks(tm
         assert (evaluation.code(root) != before) == counts, name
 
 
-def test_progress_that_is_damaged_counts_as_not_made(tiny_checkpoint, tmp_path):
+def test_damaged_progress_is_ignored(tiny_checkpoint, tmp_path):
     out = tmp_path / "out.json"
     (progress := out.with_name("out.json.progress.jsonl")).write_text("[" * 100_000 + '\n[1]\n{"key": []}\n')
     arguments(tiny_checkpoint, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
@@ -182,7 +182,7 @@ def chat_checkpoint(tiny_checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def fed(monkeypatch):
-    """[(prompts, follow-ups)] of every call of the engine, whose answers are cut short: nothing looks at them."""
+    """[(prompts, follow-ups)] of every call of `generate`; answers, which no test here reads, are cut to 2 tokens."""
     calls, generate = [], Engine.generate
 
     def spy(self, prompts, **k):
@@ -217,7 +217,7 @@ def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
     assert "in the checkpoint's chat template: niah_multikey_1, needle\n" in capsys.readouterr().out
 
 
-def test_chat_and_blind_part_the_first_turn_where_the_question_begins(chat_checkpoint, tmp_path, fed):
+def test_chat_and_blind_split_the_first_turn_where_the_question_begins(chat_checkpoint, tmp_path, fed):
     run = ["--samples", 1, "--questions", 2, "--json", tmp_path / "o"]
     arguments(chat_checkpoint, *run, "--chat", tasks="niah_multikey_1", kv="full")
     arguments(chat_checkpoint, *run, "--chat", "--blind", tasks="niah_multikey_1", kv="full")
@@ -267,7 +267,7 @@ def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monke
         (["--text", "/dev/null"], "--text /dev/null: the text is empty"),
     ),
 )
-def test_mistakes_are_one_line_before_anything_runs(tiny_checkpoint, more, message):
+def test_mistakes_are_refused_before_anything_runs(tiny_checkpoint, more, message):
     base = ["--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1", "--length", "512", "--budget", "64"]
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         evaluation.main([*base, *more])
@@ -276,7 +276,7 @@ def test_mistakes_are_one_line_before_anything_runs(tiny_checkpoint, more, messa
 
 @pytest.mark.parametrize("kv", ["full", "streaming", "rocketkv", "snapkv", "h2o", "roco", "d2o", "tailorkv", "pqcache",
                                 "infllm:block=8", "simlayer:recent=16", "kivi", "omnikv:filter_layers=0"])  # fmt: skip
-def test_a_method_that_is_handed_a_prompt_seen_before_decodes_as_after_its_own_prefill(kv, text_checkpoint):
+def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, text_checkpoint):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in (90, 150)]
     forced = [prompts[1][:5], prompts[0][:9]]
@@ -285,7 +285,7 @@ def test_a_method_that_is_handed_a_prompt_seen_before_decodes_as_after_its_own_p
     for kind in (Engine, evaluation.SharedPrompts):
         engine = kind.load(text_checkpoint, compile=False, max_prompt=150, batch=2)
         if kind is evaluation.SharedPrompts:
-            engine.share().logits(prompts, forced)  # the full cache's: prompts are known from now on
+            engine.share().logits(prompts, forced)  # of the full cache; from now on the prompts are known
             engine.model.layers[0].prefill = None  # no prompt runs through the model again
         engine.use(method.kv, method.budget, method.options, 2, 150, 128)
         found.append(engine.logits(prompts, forced))

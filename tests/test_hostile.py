@@ -1,5 +1,5 @@
-"""Damaged checkpoints, senseless command lines, and kills: each ends in one clear line or in a correct run.
-A run samples them; `pytest tests/test_hostile.py --all` has 300 checkpoints, and 100 lines and 20 kills a tool."""
+"""Damaged checkpoints, senseless command lines and kills: each ends in one clear line or in a correct run. A run
+samples them; `pytest tests/test_hostile.py --all` runs 300 checkpoints, and 100 command lines and 20 kills per tool."""
 
 import io
 import json
@@ -49,14 +49,14 @@ class Hangs(BaseException):
 
 @contextmanager
 def guarded(seconds: int, bytes_: int):
-    """Fails what takes longer, or makes this process's memory grow by more."""
+    """Fails if the block takes longer, or makes this process's memory grow by more."""
 
     def hang(*_):
         raise Hangs(f"more than {seconds} s")
 
     old = signal.signal(signal.SIGALRM, hang)
     signal.alarm(seconds)
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak, VmHWM
     before = resident_bytes("VmRSS")
     try:
         yield
@@ -67,7 +67,7 @@ def guarded(seconds: int, bytes_: int):
 
 
 def outcome(main, args: list, bytes_: int = 300_000_000) -> tuple[int, str]:
-    """(exit code, stderr) of a command line, which must run, or be refused in one line, in little time and memory."""
+    """(exit code, stderr) of a command line that must run, or be refused in one line, within 60 s and `bytes_`."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end, guarded(60, bytes_):
         cli.run(lambda: main([str(arg) for arg in args]))
@@ -84,7 +84,7 @@ def outcome(main, args: list, bytes_: int = 300_000_000) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(text_checkpoint, tmp_path_factory) -> Path:
-    """A small checkpoint that has everything: shards, a tokenizer, a chat format, a profile."""
+    """A small checkpoint with shards, a tokenizer, a chat template and a profile."""
     root = tmp_path_factory.mktemp("hostile")
     single = write_random(root / "single", vocab_size=1024, num_hidden_layers=4, bos_token_id=1, eos_token_id=2)
     stored = open_weights(single)
@@ -108,7 +108,7 @@ def whole(text_checkpoint, tmp_path_factory) -> Path:
 
 
 def change_json(folder: Path, draw: random.Random) -> str:
-    """A field, perhaps one within another, gets a value that it must not have, or goes."""
+    """Gives a field, perhaps a nested one, a value it must not have, or deletes it."""
     file = draw.choice(sorted(folder.glob("*.json")) + [folder / "config.json"] * 8)
     content = json.loads(file.read_text())
     place = content
@@ -136,7 +136,7 @@ def cut(folder: Path, draw: random.Random) -> str:
 
 
 def flip(folder: Path, draw: random.Random) -> str:
-    """Bits of a header or of data: flips in data must be read, as nobody can know that they are wrong."""
+    """Flips bits of a header or of data; flipped data must be read, because nothing shows that it is wrong."""
     file = draw.choice([f for f in sorted(folder.iterdir()) if f.is_file()])
     data = bytearray(file.read_bytes())
     end = len(data)
@@ -166,7 +166,7 @@ def lose(folder: Path, draw: random.Random) -> str:
 
 
 def borrow(folder: Path, draw: random.Random) -> str:
-    """The tokenizer of another model, or what is none."""
+    """Replaces the tokenizer by another model's, or by a file that is not a tokenizer."""
     kind = draw.choice(("needle", "json", "text"))
     if kind == "needle":
         shutil.copy(ROOT / "needle" / "tokenizer.model", folder)
@@ -195,7 +195,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method[0])
-def test_the_whole_checkpoint_answers(whole, method):
+def test_the_undamaged_checkpoint_answers(whole, method):
     assert outcome(generate.main, ["--checkpoint", whole, *ANSWER, *method]) == (0, ANY)
 
 
@@ -214,7 +214,7 @@ JSONS += ("model.safetensors.index.json",)
 
 @pytest.mark.parametrize("text", DEEP, ids=("lists", "objects"))
 @pytest.mark.parametrize("name", (*JSONS, "a header"))
-def test_a_file_that_is_nested_without_end_is_one_line(whole, tmp_path, name, text):
+def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, name, text):
     folder = tmp_path / "deep"
     shutil.copytree(whole, folder)
     if name == "a header":
@@ -244,7 +244,7 @@ FILES = ("config.json", "tokenizer.model", "tokenizer_config.json", "kv_profile.
 
 @pytest.mark.parametrize("kind", ("link", "chain", "fifo", "dangling"))
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_of_the_folder_is_refused(whole, tmp_path, name, kind):
+def test_links_out_of_the_folder_and_special_files_are_refused(whole, tmp_path, name, kind):
     folder = tmp_path / "linked"
     shutil.copytree(whole, folder)
     file = next(folder.glob(f"{name}*"))
@@ -271,7 +271,7 @@ def test_links_within_the_folder_and_a_folder_that_is_a_link_are_followed(whole,
 
 
 @pytest.mark.parametrize("sharp", (False, True))
-def test_the_hub_caches_links_to_its_blobs_are_converted_and_other_links_are_not(tmp_path, sharp):
+def test_links_to_the_hub_caches_blobs_are_followed_and_other_links_are_refused(tmp_path, sharp):
     cache = tmp_path / "models--a--b"
     snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
     save(hf_model(), snapshot)
@@ -279,7 +279,7 @@ def test_the_hub_caches_links_to_its_blobs_are_converted_and_other_links_are_not
     for i, file in enumerate(sorted(snapshot.iterdir())):
         file.rename(blobs / str(i))
         file.symlink_to(f"../../blobs/{i}")
-    if sharp:  # what the converted folder would hold, and its owner might publish
+    if sharp:  # a private file that the converted folder must not contain
         (tmp_path / "secret").write_text("{}")
         (snapshot / "special_tokens_map.json").symlink_to("../../../secret")
     code, said = outcome(convert_hf_checkpoint.main, [snapshot, "--out", tmp_path / "out"])
@@ -361,7 +361,7 @@ cli.run(lambda: tool.main(args))
 
 
 def run_for(tool: str, args: list, seconds: float | None) -> tuple[int, float]:
-    """(exit code, seconds it worked) of a tool that is killed after so many seconds of work."""
+    """(exit code, seconds of work) of a tool that is killed after `seconds` of work, if these are given."""
     command = [sys.executable, "-c", KILLED, tool, json.dumps([str(arg) for arg in args])]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         process.stdout.readline()
@@ -390,7 +390,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp
     assert run_for(tool, args, None)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_evaluation_that_is_killed_goes_on_to_the_same_result(lines_of, tmp_path, kills):
+def test_an_evaluation_that_is_killed_resumes_to_the_same_result(lines_of, tmp_path, kills):
     _, args = lines_of["eval"]
     args = [*args, "--samples", 6]
 

@@ -1,4 +1,4 @@
-"""InfLLM's blocks against a slow reference; it and brute_offload, offloaded and not."""
+"""InfLLM against a slow reference; InfLLM and brute_offload with the cache on the host."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def short_spans(monkeypatch):
     [(24, {"block": 6, "reps": 2}), (60, {"block": 7}), (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
      (64, {"block": 20, "sinks": 4, "local": 9}), (24, {"block": 6, "reps": 2, "joint": False})],
 )  # fmt: skip
-def test_it_is_what_the_reference_computes(budget, options, heads):
+def test_infllm_equals_its_reference(budget, options, heads):
     shape = make_shape(heads)
     run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
     layer = run.layers[0]
@@ -42,11 +42,11 @@ def test_it_is_what_the_reference_computes(budget, options, heads):
                 assert sorted(blocks) == sorted(b for b in layer.index[0, head].tolist() if b >= 0)
 
 
-def test_a_block_speaks_by_what_it_holds_and_not_by_where_it_stands():
+def test_joint_representatives_depend_on_a_blocks_content_and_not_on_its_position():
     shape = make_shape()
     speed = torch.tensor([[shape.rope_theta ** (-i / 8) for i in range(8)]])
     q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
-    k[:, :, 46:52] = k[:, :, 4:10]  # two blocks of six
+    k[:, :, 46:52] = k[:, :, 4:10]  # two equal blocks of six
     k = ops.turn(k, torch.arange(100)[None, None], speed)
     for joint, equal in ((True, True), (False, False)):
         layer = kv.build("infllm", shape, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
@@ -54,7 +54,7 @@ def test_a_block_speaks_by_what_it_holds_and_not_by_where_it_stands():
         assert torch.allclose(layer.representatives[0, :, 0], layer.representatives[0, :, 7], atol=1e-4) == equal
 
 
-def test_all_heads_choose_the_same_blocks():
+def test_joint_heads_choose_the_same_blocks():
     shape, differ = make_shape(), {}
     for joint in (True, False):
         run = Run("infllm", shape, 40, {"block": 6, "joint": joint})
@@ -77,7 +77,7 @@ def test_dynamic_ntk_turns_a_rows_keys_by_its_own_speeds():
 
 
 @pytest.mark.parametrize("engine", ("threads", "direct"))
-def test_infllm_offloaded_is_the_same_to_the_bit(engine):
+def test_offloaded_infllm_equals_resident_infllm_to_the_bit(engine):
     options = {"block": 6, "reps": 2}
     shape, away = make_shape(batch=3), {"offload": True, "engine": engine}
     compare(Run("infllm", shape, 24, options), Run("infllm", shape, 24, options | away), torch.equal)
@@ -90,13 +90,13 @@ def test_brute_offload_is_full_attention(options):
     compare(here, there, lambda a, b: torch.allclose(a, b, atol=1e-6))
 
 
-def test_brute_offload_has_most_layers_on_the_host_and_room_for_those_under_way():
+def test_brute_offload_has_most_layers_on_the_host_and_buffers_for_those_in_flight():
     shape = make_shape()
     layers = kv.build("brute_offload", shape, None, {})  # 20 of 32: 5 of 8
     unit = shape.n_kv_head * shape.unit_bytes
     assert [layer.host_bytes() > 0 for layer in layers] == [False] * 3 + [True] * 5
     prompts = len({layer.pool_buffer.data_ptr() for layer in layers[3:]})
-    assert prompts == 5  # four ahead, and the one that is read
+    assert prompts == 5  # four that are loaded ahead, and the one that is read
     assert [layer.step_bytes(110) for layer in layers] == [(110 * unit, 0)] * 3 + [(110 * unit, 100 * unit)] * 5
     loads = [[layers.index(later) for later in layer.loads] for layer in layers]
     assert loads == [[3, 4], [5], [6], [7], [], [], [], []]
@@ -107,9 +107,9 @@ def test_infllm_needs_room_for_a_block():
         kv.build("infllm", make_shape(new=1000), 300, {})
 
 
-def test_brute_offload_declares_what_it_takes_where_layers_share_room():
+def test_brute_offload_declares_its_memory_where_layers_share_buffers():
     shape, options = make_shape(), {"ahead": 1}
-    layers = kv.build("brute_offload", shape, None, options)  # five on the host, and room for two
+    layers = kv.build("brute_offload", shape, None, options)  # five on the host, and buffers for two
     over = [layer.overhead() for layer in layers]
     assert all(n >= 0 for named in over for n in named.values())
     declared = sum(sum(named.values()) for named in over)

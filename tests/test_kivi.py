@@ -1,4 +1,4 @@
-"""KIVI against a slow reference; that the cache is never there in full precision; other methods' bits."""
+"""KIVI against a slow reference, without a full-precision copy of the cache; the `bits` of other methods."""
 
 import math
 import re
@@ -24,7 +24,7 @@ def short_spans(monkeypatch):
 
 
 def same_codes(layer, slow: SlowQuantized, index: int) -> None:
-    """What a layer has packed of row 0 is what the reference has, to the bit."""
+    """Asserts that the packed tokens of a layer's row 0 equal the reference's to the bit."""
     packed = layer.packed
     count = slow.packed(index) // packed.group
     for head in range(layer.shape.n_kv_head):
@@ -43,7 +43,7 @@ def same_codes(layer, slow: SlowQuantized, index: int) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("recent", (0, 8, 13, 500))
 @pytest.mark.parametrize("bits", (2, 4))
-def test_it_is_what_the_reference_computes(bits, recent, heads):
+def test_kivi_equals_its_reference(bits, recent, heads):
     shape = replace(make_shape(heads, new=30), n_layer=2)
     run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})
     slow = SlowQuantized(shape, bits, 8, quant.channels(shape.head_dim), recent)
@@ -57,7 +57,7 @@ def test_it_is_what_the_reference_computes(bits, recent, heads):
             same_codes(ours, slow, layer)
 
 
-def test_rows_of_a_batch_pack_their_groups_each_in_its_time():
+def test_each_row_of_a_batch_packs_its_groups_when_they_are_due():
     shape = replace(make_shape(batch=3), n_layer=1)
     options = {"bits": 4, "group": 8, "recent": 5}
     run = Run("kivi", shape, None, options)
@@ -80,7 +80,7 @@ def test_rows_of_a_batch_pack_their_groups_each_in_its_time():
                 assert torch.equal(ours[row, :, :n], theirs[0, :, :n])
 
 
-def test_in_bfloat16_the_codes_are_those_of_the_rounded_tokens():
+def test_codes_in_bfloat16_are_those_of_the_rounded_tokens():
     shape = replace(make_shape(), n_layer=1, dtype=torch.bfloat16)
     run, slow = Run("kivi", shape, None, {"group": 8, "recent": 4}), SlowQuantized(shape, 4, 8, 16, 4)
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +96,7 @@ def test_in_bfloat16_the_codes_are_those_of_the_rounded_tokens():
 
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("bits", (1, 2, 4, 8))
-def test_memory_is_table_2_and_the_window(bits, head_dim):
+def test_memory_is_table_2s_and_the_window(bits, head_dim):
     shape = replace(make_shape(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
     table = 2 * 4096 * shape.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
     rows = shape.n_layer * shape.batch
@@ -112,7 +112,7 @@ def test_memory_is_table_2_and_the_window(bits, head_dim):
 
 
 class NewSizes(TensorSizes):
-    """Elements of every tensor that is no view of another."""
+    """Records the number of elements of every tensor that is not a view of another."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if all(out.alias_info is None for out in func._schema.returns):
@@ -120,7 +120,7 @@ class NewSizes(TensorSizes):
         return func(*args, **(kwargs or {}))
 
 
-LONG, PART = 4031, 256  # tokens of a text, whose next fills a group; of what may exist of it in full precision
+LONG, PART = 4031, 256  # tokens of a prompt, one short of a full group; at most PART may exist in full precision
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def long_step(monkeypatch):
     return layer, k[0, :, :-1], v[0, :, :-1], (*inputs, torch.tensor([LONG]), torch.tensor([True]))
 
 
-def test_the_cache_is_never_there_in_full_precision(long_step):
+def test_the_whole_cache_never_exists_in_full_precision(long_step):
     layer, k, v, inputs = long_step
     count = layer.groups(LONG) * layer.group
     with NewSizes() as filling:
@@ -148,7 +148,7 @@ def test_the_cache_is_never_there_in_full_precision(long_step):
     assert max(filling.found + step.found) <= k.shape[0] * PART * k.shape[2]
 
 
-def test_a_compiled_step_makes_nothing_larger_than_the_attention_weights(long_step):
+def test_a_compiled_step_allocates_nothing_larger_than_the_attention_weights(long_step):
     layer, *_, inputs = long_step
     before = [x.clone() for x in layer.packed.buffers()]
     expected = layer.decode(*inputs)
@@ -160,7 +160,7 @@ def test_a_compiled_step_makes_nothing_larger_than_the_attention_weights(long_st
     for x, old, new in zip(layer.packed.buffers(), before, packed, strict=True):
         assert torch.equal(x, new) and not torch.equal(old, new)
     sizes = re.findall(r" = empty_strided_cpu\((\(.*?\)), \(", code)
-    variable = defaultdict(lambda: layer.span.shape[0])  # the one size that the code leaves open
+    variable = defaultdict(lambda: layer.span.shape[0])  # the only size that the code leaves open
     sizes = [math.prod(eval(size, {}, variable)) for size in sizes]
     assert len(sizes) > 10
     assert max(sizes) <= inputs[0].shape[1] * (layer.span.shape[0] * layer.group + layer.ring)
@@ -170,7 +170,10 @@ def test_a_compiled_step_makes_nothing_larger_than_the_attention_weights(long_st
 
 
 def differences(name: str, budget: int | None) -> tuple:
-    """A method with 16, 8 and 4 bits, 20 steps after 600 tokens; how 8 and 4 differ from 16, [2,20,L,B,Hq,D]."""
+    """Runs of a method with 16, 8 and 4 bits, and how 8 and 4 differ from 16 in 20 steps after 600 tokens.
+
+    The differences are [2,20,L,B,Hq,D].
+    """
     shape = replace(make_shape(), n_layer=2, max_prompt=600)
     runs, found = [Run(name, shape, budget, {"bits": bits}) for bits in (16, 8, 4)], []
     generator = torch.Generator().manual_seed(0)
@@ -191,7 +194,7 @@ def test_full_in_fewer_bits_is_nearly_full_attention():
 
 
 @pytest.mark.parametrize("name", ("rocketkv", "hybrid"))
-def test_rocketkv_in_8_bits_chooses_nearly_as_in_16(name, monkeypatch):
+def test_rocketkv_in_8_bits_chooses_nearly_the_pages_of_16(name, monkeypatch):
     pages, attend = [], ops.attend_pages
 
     def noted(q, k, v, best, *args):
@@ -203,7 +206,7 @@ def test_rocketkv_in_8_bits_chooses_nearly_as_in_16(name, monkeypatch):
     a, b = exact.layers[0], coded[0].layers[0]
     for x, y in ((a.k, b.decoded(b.k)), (a.v, b.decoded(b.v))):
         assert 0 < (x - y)[:, :, : a.kept].abs().max() < 0.02  # the same tokens, half a step away
-    runs = torch.arange(len(pages)) // (2 * 2) % 3  # of each layer's and KV head's pages
+    runs = torch.arange(len(pages)) // (2 * 2) % 3  # the run of each entry: 2 layers x 2 KV heads per step
     by_run = [[pages[i] for i in (runs == run).nonzero()] for run in range(3)]
     same = [sum(len(x & y) / len(x) for x, y in zip(by_run[0], own, strict=True)) for own in by_run[1:]]
     assert same[0] > 0.99 * len(by_run[0]) > same[1]
@@ -218,7 +221,7 @@ def test_bits_that_do_not_pack_are_refused(name, known):
     assert str(error.value) == f"{name}: option bits=3: must be one of {known}"
 
 
-def test_a_window_that_the_codes_would_not_honour_is_refused():
+def test_a_quantized_cache_refuses_a_sliding_window():
     shape = replace(make_shape(), window=64)
     with pytest.raises(ValueError, match="^a cache in 4 bits does not honour .* sliding window: leave out --kv-bits$"):
         kv.build("full", shape, None, {"bits": 4})

@@ -1,6 +1,6 @@
 """Methods against kvpress 0.5.4, where it is installed (it wants transformers below 5.3): same tokens, same logits.
 
-kvpress differs in details that its papers leave open. Each is aligned here by an option, or by a press that says so.
+kvpress differs in details that the papers leave open. Each is aligned here by an option, or by a press that says so.
 """
 
 import pytest
@@ -20,13 +20,13 @@ CONFIG = LLAMA | {"num_hidden_layers": 4}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """{KV heads: transformers' model of 4 query heads, and a checkpoint of ours with the same weights}"""
+    """KV heads -> transformers' model with 4 query heads, and our checkpoint with the same weights."""
     found = {}
     for heads in (2, 4):
         config = CONFIG | {"num_key_value_heads": heads}
         model = hf_model(config)
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.data *= 3  # attention that prefers some tokens clearly
+            layer.self_attn.q_proj.weight.data *= 3  # makes attention clearly prefer some tokens
         found[heads] = model, converted(model, config, tmp_path_factory.mktemp(f"heads-{heads}"))
     return found
 
@@ -41,7 +41,7 @@ def pressed(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of every step, and the keys [Hk,n,D] that each layer holds after the prompt.
 
-    With `decoding` the press works after the prompt too. Tokens keep their positions whatever was dropped.
+    With `decoding`, the press also works after the prompt. Tokens keep their positions whatever was dropped.
     """
     cache, logits, held = DynamicCache(), [], []
     model.set_attn_implementation(attention)
@@ -63,7 +63,7 @@ def pressed(
 
 
 def ours(folder, kv: str, budget: int, ids: list[int], **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The same of this engine."""
+    """The same from this engine."""
     engine = Engine.load(
         folder, kv=kv, budget=budget, options=options, max_prompt=PROMPT, max_new_tokens=STEPS, compile=False
     )
@@ -72,13 +72,13 @@ def ours(folder, kv: str, budget: int, ids: list[int], **options) -> tuple[torch
 
 
 def same(found, expected, full: torch.Tensor, kept: list[int] | None = None) -> None:
-    """Equal logits, which are not full attention's; equal sets of keys, `kept` of them a layer."""
+    """Asserts equal logits, which differ from full attention's, and equal sets of keys, `kept` of them per layer."""
     assert (found[0] - expected[0]).abs().max() <= 1e-4
     assert (full[1:] - expected[0][1:]).abs().amax(1).min() > 1e-2
     for here, there, n in zip(found[1], expected[1], kept or (), strict=True):
         assert there.shape[1] == n
         for mine, theirs in zip(here[:, :n], there, strict=True):
-            nearest = (theirs[:, None] - mine).norm(dim=2)  # the order of slots is each engine's own
+            nearest = (theirs[:, None] - mine).norm(dim=2)  # the engines order slots differently
             assert nearest.amin(1).max() <= 1e-3 and len(set(nearest.argmin(1).tolist())) == n
 
 
@@ -88,7 +88,7 @@ def uncompressed(model, ids: list[int]) -> torch.Tensor:
 
 
 class MaxPooled:
-    """torch.nn.functional for kvpress, which pools with the mean: with the maximum, of equal scores the first."""
+    """torch.nn.functional for kvpress, which pools by the mean: pools by the maximum; ties go to the first."""
 
     pad = staticmethod(F.pad)
     softmax = staticmethod(F.softmax)
@@ -99,9 +99,9 @@ class MaxPooled:
         return F.max_pool1d(x, **how) * (1 - 1e-10 * place)
 
 
-# kvpress pools each query head's scores, snapkv those of whoever shares the tokens: for equal pooling one head a group
+# kvpress pools each query head's scores, snapkv the group's sum: they agree with one head per group, or without pooling
 @pytest.mark.parametrize("heads, kernel", [(4, 5), (2, 1)])
-def test_snapkv(models, ids, monkeypatch, heads, kernel):
+def test_snapkv_equals_kvpress(models, ids, monkeypatch, heads, kernel):
     model, folder = models[heads]
     monkeypatch.setattr("kvpress.presses.snapkv_press.F", MaxPooled)
     press = kvpress.SnapKVPress(compression_ratio=0.6, window_size=8, kernel_size=kernel)
@@ -110,15 +110,15 @@ def test_snapkv(models, ids, monkeypatch, heads, kernel):
 
 
 class PyramidPress(kvpress.PyramidKVPress):
-    """kvpress counts the window within a layer's budget, the paper's authors add it."""
+    """kvpress counts the window within a layer's budget; the paper's authors add it."""
 
     def get_layer_budget(self, module, q_len: int) -> int:
         return super().get_layer_budget(module, q_len) + self.window_size
 
 
 @pytest.mark.parametrize("ratio, window, kept", [(0.6, 2, [80, 55, 29, 4]), (0.4, 8, [100, 79, 57, 36])])
-def test_pyramidkv(models, ids, monkeypatch, ratio, window, kept):
-    """With the second ratio the lowest layer would keep more than the prompt has."""
+def test_pyramidkv_equals_kvpress(models, ids, monkeypatch, ratio, window, kept):
+    """With the second ratio, the lowest layer would keep more tokens than the prompt has."""
     model, folder = models[4]
     monkeypatch.setattr("kvpress.presses.snapkv_press.F", MaxPooled)
     press = PyramidPress(compression_ratio=ratio, window_size=window, kernel_size=5)
@@ -127,7 +127,7 @@ def test_pyramidkv(models, ids, monkeypatch, ratio, window, kept):
 
 
 class H2OPress(kvpress.ObservedAttentionPress):
-    """kvpress scores the mean of one call's attention; h2o the sum of all queries', and the newest half stays."""
+    """kvpress scores by the mean of one call's attention; h2o sums it over all queries and keeps the newest half."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -148,7 +148,7 @@ class H2OPress(kvpress.ObservedAttentionPress):
 
 
 @pytest.mark.parametrize("heads", (2, 4))
-def test_h2o_while_decoding(models, ids, heads):
+def test_h2o_equals_kvpress_while_decoding(models, ids, heads):
     model, folder = models[heads]
     scores = H2OPress(compression_ratio=0.6)
     step = kvpress.DecodingPress(scores, compression_interval=1, target_size=40, hidden_states_buffer_size=0)
@@ -158,15 +158,15 @@ def test_h2o_while_decoding(models, ids, heads):
 
 
 class StreamingPress(kvpress.StreamingLLMPress):
-    """kvpress leaves tokens of equal scores in any order, and drops by order."""
+    """kvpress leaves tokens of equal scores in any order, yet drops by order; here earlier tokens come first."""
 
     def score(self, module, hidden_states, keys, *more):
         return super().score(module, hidden_states, keys, *more) - 1e-4 * torch.arange(keys.shape[2])
 
 
 @pytest.mark.parametrize("heads", (2, 4))
-def test_streaming(models, ids, heads):
-    """The new token is one of the budget's here, and comes on top in kvpress."""
+def test_streaming_equals_kvpress(models, ids, heads):
+    """Our budget includes the new token; in kvpress the new token comes on top."""
     model, folder = models[heads]
     prompt = StreamingPress(compression_ratio=0.61, n_sink=4)
     step = kvpress.DecodingPress(

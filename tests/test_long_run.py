@@ -1,5 +1,5 @@
-"""A long run: one engine, requests of every kind, some of them bad. Memory and threads stay, and no answer differs from
-that to the same request alone. `pytest tests/test_long_run.py --all` sends 1,000 requests, another run a few."""
+"""A long run: one engine, requests of every kind, some of them bad. Memory and threads do not grow, and every answer
+equals the same request's alone. `pytest tests/test_long_run.py --all` sends 1,000 requests, any other run 40."""
 
 import itertools
 import random
@@ -33,12 +33,12 @@ BAD = (
 
 
 class Gone(Exception):
-    """Whoever asked has gone."""
+    """The caller has gone away."""
 
 
 class Asked:
-    """A random call of `generate`: 1 to 6 prompts, perhaps with follow-ups, greedy or (`sampled`) perhaps not; of a
-    `whole` number of tokens."""
+    """A random call of `generate`: 1 to 6 prompts, perhaps with follow-ups. With `sampled`, it may sample; prompt
+    lengths are multiples of `whole` tokens."""
 
     def __init__(self, draw: random.Random, sampled: bool, whole: int):
         longest = [draw.choice((1, 40, MAX_PROMPT)) for _ in range(draw.randint(1, 6))]
@@ -50,7 +50,7 @@ class Asked:
         self.leaves_after = draw.randint(1, 20) if draw.random() < 0.1 else None  # tokens
 
     def send(self, engine: Engine) -> list | None:
-        """Its answers; None if whoever asked has gone."""
+        """The answers, or None if the caller went away."""
         seen = []
 
         def count(*token):
@@ -65,7 +65,7 @@ class Asked:
         return [[(a.tokens, a.finish_reason) for a in completion.answers] for completion in found]
 
     def alone(self, engine: Engine, first: int) -> list:
-        """The answers that each prompt gets by itself; its number, that of the first plus i, seeds what is sampled."""
+        """The answers to each prompt by itself; the request number, first + i for prompt i, seeds the sampling."""
         found = []
         for i, (prompt, questions) in enumerate(zip(self.prompts, self.questions, strict=True)):
             engine.requests = iter([first + i])
@@ -80,7 +80,7 @@ def tasks() -> int:
 
 
 def same_up_to_ties(asked: Asked, found: list, expected: list, engine: Engine) -> bool:
-    """Whether the first answers are the same tokens, or part where two are as good in bf16."""
+    """Whether the first answers are the same tokens, or diverge where two tokens are equally good in bf16."""
     for prompt, (here, *_), (there, *_) in zip(asked.prompts, found, expected, strict=True):
         parts = next((i for i, (a, b) in enumerate(zip(here[0], there[0], strict=False)) if a != b), None)
         if parts is not None:
@@ -116,7 +116,7 @@ def test_requests_leave_nothing_behind(tmp_path, name, compiled, total):
                 engine.generate([prompt], **more)
             sent += 1
             continue
-        # oneDNN keeps kernels for every length of a bf16 prompt that it has seen, megabytes of each: a few lengths.
+        # oneDNN caches megabytes of kernels for every length of a bf16 prompt: draw few lengths.
         asked = Asked(draw, sampled=not compiled, whole=25 if compiled else 1)
         pointers = [buffer.data_ptr() for layer in engine.layers for buffer in layer.buffers()]
         found = asked.send(engine)

@@ -1,5 +1,5 @@
-"""Every combination of a method with dtypes, weights, batches, compilation, chat and options of storage works, or is
-refused in one line. A run samples them; `pytest tests/test_matrix.py --all` takes hours and has them all."""
+"""Every combination of method, dtype, weights, batch, compilation, chat and storage options works or is refused in one
+line. A run samples them; `pytest tests/test_matrix.py --all` runs them all, which takes hours."""
 
 import dataclasses
 import itertools
@@ -29,12 +29,12 @@ EVERY = [(name, *values) for name in METHODS for values in itertools.product(*AX
 PROMPTS = ["The keeper rowed out to the light before the tide had turned. " * n for n in (9, 4, 1)]
 QUESTIONS = ["And the fog?", "Who was it?", "And then?"]
 NEW, MAX_PROMPT, BUDGET = 5, 256, 96
-TIES = {"float32": 1e-3, "bfloat16": 1.0}  # logits so near to the best are as good; their deviation is 2.5
-FLIPS = {"float32": 0.0, "bfloat16": 0.2}  # of the tokens: rounding may tip what a method chooses to attend to
+TIES = {"float32": 1e-3, "bfloat16": 1.0}  # logits this close to the best count as equal; their deviation is 2.5
+FLIPS = {"float32": 0.0, "bfloat16": 0.2}  # share of wrong tokens: rounding may change what a method selects
 
 
 def sample() -> list[tuple]:
-    """Of every method two eager combinations, of every ninth one that is compiled, and one that it has to refuse."""
+    """Two eager combinations of every method, and one that it must refuse; a compiled one of every ninth method."""
     chosen, draw = [], random.Random(0)
     for i, name in enumerate(METHODS):
         own = [c for c in EVERY if c[0] == name and (c[6] == {} or accepts(name, c[6]))]
@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def folders(text_checkpoint, tmp_path_factory) -> dict:
-    """(dtype, weights) -> a checkpoint with a tokenizer and a chat format."""
+    """(dtype, weights) -> a checkpoint with a tokenizer and a chat template."""
     found, root = {}, tmp_path_factory.mktemp("matrix")
     for dtype in AXES["dtype"]:
         plain = write_random(
@@ -87,7 +87,7 @@ def load(folder, name: str, storage: dict, **more) -> Engine:
 
 
 def test_a_combination_works_or_is_refused(folders, combination):
-    """What a batch generates, compiled or not, is what an eager engine with one row would say to the same tokens."""
+    """A batch, compiled or not, generates what an eager engine with one row predicts from the same tokens."""
     name, dtype, weights, batch, compiled, chat, storage = combination
     folder = folders[dtype, weights]
     if not accepts(name, storage):
@@ -105,7 +105,7 @@ def test_a_combination_works_or_is_refused(folders, combination):
         assert [len(tokens) for tokens in answers] == [NEW] * (1 + chat)
         said = answers[0] + (question[0] + answers[1] if chat else [])
         logits = alone.logits(prompt, said)
-        assert logits.isfinite().all() and logits.std() > 2  # far from uniform: a wrong token is a wrong token
+        assert logits.isfinite().all() and logits.std() > 2  # far from uniform: a wrong token is noticed
         drawn = [*range(NEW), *range(len(said) - NEW, len(said))]
         behind = logits.amax(1) - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
         assert (behind[drawn] >= TIES[dtype]).float().mean() <= FLIPS[dtype]

@@ -26,13 +26,13 @@ from kv import Shape
 from kv.full import Full
 from model import FeedForward, Transformer
 
-transformers.logging.set_verbosity_error()  # it remarks on RoPE scaling at sizes this small
+transformers.logging.set_verbosity_error()  # it warns about RoPE scaling at sizes this small
 transformers.logging.disable_progress_bar()
 
 STEPS = 32  # decode steps after the prefill
 TOLERANCE = 1e-4  # on logits whose standard deviation is about 1, in fp32
 
-# config.json as the families publish it, but for the sizes.
+# config.json as the families publish it, with smaller sizes.
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +71,7 @@ def yarn(**more) -> dict:
 
 @dataclass(frozen=True)
 class Case:
-    """A config.json, and changes to it that take away what the case is about: they must move the logits."""
+    """A config.json, and changes (`without`) that remove what the case tests, which must change the logits."""
 
     config: dict
     without: dict = field(default_factory=dict)
@@ -116,7 +116,7 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads gain nothing at these sizes; where they race in the first call, MKL's cos and exp can be coarse."""
+    """Threads gain nothing at these sizes, and MKL's first multithreaded cos or exp can lose precision."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -143,14 +143,14 @@ def hf_model(config: dict, like=None):
 
 
 def hf_logits(model, prompt: list[int], continuation: list[int]) -> Tensor:
-    """What Engine.logits promises, from one forward over everything."""
+    """The logits that Engine.logits promises, from one forward pass over everything."""
     ids = torch.tensor([prompt + continuation[:-1]])
     with torch.no_grad():
         return model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
 
 
 def converted(model, config: dict, folder: Path, **options) -> Path:
-    """A checkpoint of ours from transformers' model, by way of a folder whose config.json is spelled as `config`."""
+    """Our checkpoint, converted from transformers' model in a folder whose config.json is spelled as `config`."""
     model.save_pretrained(folder / "hf", **options)
     (folder / "hf" / "config.json").write_text(json.dumps(config))
     convert(folder / "hf", folder / "ours")
@@ -158,7 +158,7 @@ def converted(model, config: dict, folder: Path, **options) -> Path:
 
 
 def text(length: int, vocab: int, seed: int = 0) -> tuple[list[int], list[int]]:
-    """A random prompt, and a continuation whose logits take the prefill and STEPS decode steps."""
+    """A random prompt, and a continuation whose logits need the prefill and STEPS decode steps."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab, (length + STEPS + 1,), generator=generator).tolist()
     return ids[:length], ids[length:]
@@ -188,7 +188,7 @@ def test_prefill_and_decode_give_the_logits_of_transformers(name, tmp_path):
     assert gap(found[1:], expected[1:]) <= TOLERANCE
 
 
-def test_what_config_json_leaves_out_is_transformers_default(tmp_path):
+def test_missing_config_keys_take_transformers_defaults(tmp_path):
     for i, kind in enumerate((LLAMA, MISTRAL, QWEN2)):
         needed = ["num_key_value_heads"] if kind is QWEN2 else []
         needed += ["model_type", "architectures", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
@@ -203,14 +203,14 @@ DYNAMIC = LLAMA | {"max_position_embeddings": 32, "rope_scaling": {"type": "dyna
 
 
 def fixed_base(length: int) -> dict:
-    """DYNAMIC with the base that a prompt of `length` tokens gives it, for every position."""
+    """DYNAMIC with a fixed base for all positions: that of a prompt of `length` tokens."""
     dim = DYNAMIC["hidden_size"] // DYNAMIC["num_attention_heads"]
     growth = max(1.0, 4.0 * length / 32 - (4.0 - 1))
     return DYNAMIC | {"rope_scaling": None, "rope_theta": 10000.0 * growth ** (dim / (dim - 2))}
 
 
 @pytest.mark.parametrize("length", [20, 80])
-def test_dynamic_ntk_takes_its_base_from_all_that_the_row_will_hold(length, tmp_path):
+def test_dynamic_ntk_takes_its_base_from_the_length_that_the_row_will_reach(length, tmp_path):
     theirs = hf_model(DYNAMIC)
     prompt, continuation = text(length, DYNAMIC["vocab_size"])
     engine = Engine.load(converted(theirs, DYNAMIC, tmp_path), compile=False)
@@ -221,7 +221,7 @@ def test_dynamic_ntk_takes_its_base_from_all_that_the_row_will_hold(length, tmp_
 
 
 @pytest.mark.parametrize("follow_ups", [[], [3, 4, 5]], ids=["one answer", "two"])
-def test_dynamic_ntk_plans_with_the_answers_of_a_row(follow_ups, tmp_path):
+def test_dynamic_ntk_counts_the_answers_and_follow_ups_of_a_row(follow_ups, tmp_path):
     engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False)
     prompt, new = text(40, DYNAMIC["vocab_size"])[0], 7
     engine.generate([prompt], new, follow_ups=[[follow_ups] if follow_ups else []])
@@ -261,7 +261,7 @@ def test_bfloat16_stays_close_to_fp32(tmp_path):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("widened", (False, True), ids=("as it is", "widened"))
 @pytest.mark.parametrize("compiled", (False, True))
-def test_a_linear_layer_is_the_product_to_a_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
+def test_a_linear_layer_is_exact_to_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
     monkeypatch.setattr(linear_py, "WIDENED", [dtype] if widened else [])
     torch._dynamo.reset()
     run = torch.compile(linear_py.linear, fullgraph=True) if compiled else linear_py.linear
@@ -295,7 +295,7 @@ def test_sharded_and_single_file_checkpoints_give_identical_logits(tmp_path):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operator returns, weights apart."""
+    """Records the number of elements of the largest tensor that any operator returns, weights excluded."""
 
     def __init__(self, model: Transformer):
         super().__init__()
@@ -312,7 +312,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [LLAMA, MISTRAL | {"sliding_window": 128}], ids=["full", "window"])
 def test_no_tensor_of_a_prefill_is_larger_than_its_queries(config, tmp_path, monkeypatch):
-    """Not T x T, not T x vocab, not T x ffn_dim: vocab and ffn_dim are 160, and the queries of a token 128."""
+    """Not T x T, T x vocab or T x ffn_dim: vocab and ffn_dim are 160, and a token's queries have 128 elements."""
     monkeypatch.setattr(model_py, "SLICE", 64)
     length = 1000
     engine = Engine.load(converted(hf_model(config), config, tmp_path), max_prompt=length, compile=False)
@@ -322,7 +322,7 @@ def test_no_tensor_of_a_prefill_is_larger_than_its_queries(config, tmp_path, mon
     assert largest.numel == length * config["hidden_size"]
 
 
-def test_a_prompt_is_projected_in_slices_and_its_last_position_alone_gives_logits(tmp_path, monkeypatch):
+def test_a_prompt_is_projected_in_slices_and_only_its_last_position_gives_logits(tmp_path, monkeypatch):
     engine = Engine.load(converted(hf_model(LLAMA), LLAMA, tmp_path), compile=False)
     prompt, continuation = text(83, LLAMA["vocab_size"])
     whole = engine.logits(prompt, continuation)
@@ -337,7 +337,7 @@ def test_a_prompt_is_projected_in_slices_and_its_last_position_alone_gives_logit
     assert gap(sliced, whole) <= 1e-5
 
 
-def test_prompts_up_to_the_scaled_context_are_accepted_and_no_longer_ones(tmp_path):
+def test_prompts_up_to_the_scaled_context_are_accepted_and_longer_ones_refused(tmp_path):
     config = CASES["longchat"].config
     engine = Engine.load(converted(hf_model(config), config, tmp_path), compile=False)
     assert engine.logits([1] * 256, [1]).isfinite().all()
@@ -349,7 +349,7 @@ def test_prompts_up_to_the_scaled_context_are_accepted_and_no_longer_ones(tmp_pa
 
 
 class Recorder(Full):
-    """Full attention that notes every call; layers from 1 on may look ahead."""
+    """Full attention that records every call and, with `looks`, looks ahead."""
 
     def __init__(self, shape: Shape, layer: int, looks: bool, calls: list[tuple]):
         super().__init__(shape)
@@ -380,7 +380,7 @@ def recorded(config: dict, folder: Path, looks: list[bool]) -> tuple[object, Tra
 
 
 def hf_predicted_query(model, ids: list[int], layer: int) -> Tensor:
-    """[Hq,1,D]: the query that layer `layer` would make of the last token's normed input to the layer below."""
+    """The query [Hq,1,D] that `layer` computes from the last token's normed input to the layer below."""
     normed = []
     hook = model.model.layers[layer - 1].input_layernorm.register_forward_hook(lambda m, x, y: normed.append(y))
     with torch.no_grad():
@@ -394,7 +394,7 @@ def hf_predicted_query(model, ids: list[int], layer: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2.5, yarn", "qwen3 with biases"])
-def test_a_module_that_looks_ahead_is_offered_its_query_as_the_layer_below_predicts_it(name, tmp_path):
+def test_a_module_that_looks_ahead_receives_the_query_predicted_by_the_layer_below(name, tmp_path):
     theirs, ours, calls = recorded(CASES[name].config, tmp_path, looks=[True, True, True])
     prompts = [text(80, 160, seed=1)[0], text(33, 160, seed=2)[0]]
     for row, prompt in enumerate(prompts):
@@ -415,7 +415,7 @@ def test_a_module_that_looks_ahead_is_offered_its_query_as_the_layer_below_predi
         assert gap(q, actual[layer]) > 0.1  # a prediction, not the query itself
 
 
-def test_modules_that_do_not_look_ahead_are_offered_nothing(tmp_path):
+def test_modules_that_do_not_look_ahead_receive_no_prediction(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[False, False, True])
     ours.prefill(torch.tensor([1, 2, 3]), 0)
     calls.clear()
@@ -423,7 +423,7 @@ def test_modules_that_do_not_look_ahead_are_offered_nothing(tmp_path):
     assert [call[:2] for call in calls] == [("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
 
 
-def test_every_layer_is_told_once_that_the_prefill_of_a_row_is_over(tmp_path):
+def test_finish_is_called_once_per_layer_after_the_prefill_of_a_row(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[True, True, True])
     for row in (1, 0):
         calls.clear()
@@ -517,13 +517,13 @@ def test_odd_configs_are_read_as_transformers_reads_them(name):
     assert factor == pytest.approx(theirs.attention_scaling)
 
 
-def test_dynamic_ntk_goes_by_max_position_embeddings_alone():
+def test_dynamic_ntk_depends_on_max_position_embeddings_alone():
     plain = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     odd = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}
     assert ModelConfig.from_dict(plain) == ModelConfig.from_dict(odd)
 
 
-def test_what_an_architecture_fixes_config_json_cannot_change():
+def test_config_json_cannot_change_what_an_architecture_fixes():
     biased = {"attention_bias": True, "mlp_bias": True}
     mistral, qwen2, qwen3, llama = (ModelConfig.from_dict(c | biased) for c in (MISTRAL, QWEN2, QWEN3, LLAMA))
     assert not (mistral.qkv_bias or mistral.o_bias or mistral.mlp_bias)
@@ -532,7 +532,7 @@ def test_what_an_architecture_fixes_config_json_cannot_change():
     assert llama.qkv_bias and llama.o_bias and llama.mlp_bias
 
 
-def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_otherwise():
+def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
     unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
     assert ModelConfig.from_dict(unsaid).window == 4096
     assert ModelConfig.from_dict(MISTRAL).window is None
@@ -594,7 +594,7 @@ def test_a_sliding_window_is_mistrals_alone_and_4096_unless_config_json_says_oth
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_the_model_does_not_know_is_refused_by_name(changes, message):
+def test_unsupported_config_values_are_refused_by_name(changes, message):
     ModelConfig.from_dict(LLAMA)
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(LLAMA | changes)

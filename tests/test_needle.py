@@ -1,4 +1,4 @@
-"""The checkpoint in needle/: small, what its model card says, and able to tell a good cache from a bad one."""
+"""The checkpoint in needle/: small, as its README says, and able to tell a good cache from a bad one."""
 
 from pathlib import Path
 
@@ -31,12 +31,12 @@ def accuracy(engine, task, length, samples, kv="full", budget=None, seed=1):
     return sum(scores) / len(scores)
 
 
-def test_it_is_small():
+def test_the_checkpoint_is_small_and_in_16_bits():
     assert sum(file.stat().st_size for file in NEEDLE.glob("model*.safetensors")) <= 20e6
     assert sum(tensor.dtype.itemsize for tensor in open_weights(NEEDLE).values()) == 2 * len(open_weights(NEEDLE))
 
 
-def test_its_config_is_that_of_the_training(engine):
+def test_its_config_equals_the_trainings(engine):
     assert engine.config.n_layer == train.CONFIG["num_hidden_layers"]
 
 

@@ -19,7 +19,7 @@ ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
 
 
-OTHERS: set[threading.Thread] = set()  # of caches that other tests have left to the garbage collector
+OTHERS: set[threading.Thread] = set()  # of caches that other tests left to the garbage collector
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("delta", (False, True))
 @pytest.mark.parametrize("chunk", (1, 4 << 20))
-def test_what_comes_is_what_was_written(delta, chunk, monkeypatch):
+def test_fetched_rows_are_those_that_were_written(delta, chunk, monkeypatch):
     monkeypatch.setattr(offload, "CHUNK", chunk)  # one row in each staging buffer
     pools = [make_pool(count, delta) for count in (1, 3, 40)]
     pools.append(offload.Pool("layers 2, 3", ROWS, WIDTH, torch.float32, CPU, host=True))
@@ -94,8 +94,8 @@ def test_a_failing_write_raises_in_the_caller():
 
 
 @pytest.mark.parametrize("compiled", (False, True))
-def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
-    """Never a hang, never a wrong row; a failure is raised once, in the step that wanted the rows."""
+def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeypatch):
+    """No hang and no wrong row; a failure is raised once, in the step that needs the rows."""
     pools = [make_pool(3, delta) for delta in (True, False)]
     rows = [fill(pool, seed) for seed, pool in enumerate(pools)]
     chance, failed = random.Random(0), []
@@ -115,7 +115,7 @@ def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
         for pool in pools:
             token, x = pool.issue(ids, ids >= -1, x)
             tokens.append(token)
-        x = x @ torch.ones(SLOTS, SLOTS)  # a layer that computes meanwhile
+        x = x @ torch.ones(SLOTS, SLOTS)  # a layer that computes in the meantime
         return [pool.take(pool.wait(token, x), 1) for pool, token in zip(pools, tokens, strict=True)], x
 
     run = torch.compile(step, fullgraph=True) if compiled else step
@@ -138,7 +138,7 @@ def test_500_steps_with_delays_and_failures(compiled, monkeypatch):
 
 
 def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch):
-    """A step may be given up between issue and wait: by an error elsewhere, by Ctrl-C."""
+    """An error elsewhere or Ctrl-C may abort a step between issue and wait."""
     staged, workers = offload.Staged(SLOTS, WIDTH, torch.float32, CPU), offload.Workers(2)
     pools = [offload.ThreadedPool(f"layer {i}", ROWS, WIDTH, staged, workers, delta=i == 0) for i in range(2)]
     ids, rows = torch.arange(SLOTS), [fill(pool, seed) for seed, pool in enumerate(pools)]
@@ -151,7 +151,7 @@ def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch):
     pools[0].issue(ids + 1, ids >= 0, ids)
     assert torch.equal(fetch(pools[1], ids), rows[1][ids])  # in the same buffer
     pools[0].issue(ids, ids >= 0, ids)
-    pools[0].write(0, torch.zeros(5, 7), 0)  # fails, and so may what is under way: all can still be closed
+    pools[0].write(0, torch.zeros(5, 7), 0)  # fails, as may the fetch in flight; the pools can still be closed
     for pool in pools:
         pool.close()
     assert not threads()
@@ -194,7 +194,7 @@ def test_python_exits_while_a_fetch_is_under_way():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, env={**os.environ}, timeout=60, check=True)
 
 
-def test_too_much_host_memory_is_refused_with_what_there_is():
+def test_too_much_host_memory_is_refused_with_the_free_amount():
     for host in (2**50, free_bytes(CPU) * 2):
         with pytest.raises(ValueError, match=r"layers 2, 3 need .* GB of host memory and .* GB are free"):
             offload.Pool("layers 2, 3", host // 4, (1,), torch.float32, CPU, host=True)
@@ -202,7 +202,7 @@ def test_too_much_host_memory_is_refused_with_what_there_is():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ("direct", "threads", "delta"))
-def test_on_a_gpu(kind):
+def test_fetched_rows_on_a_gpu_are_those_that_were_written(kind):
     device, rows = torch.device("cuda"), torch.randn(4096, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
     if kind == "direct":
         pool = offload.Pool("layers 2", 4096, (2, 8, 64), torch.bfloat16, device, host=True)

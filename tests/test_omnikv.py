@@ -46,7 +46,7 @@ def short_spans(monkeypatch):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
-def test_it_is_what_the_reference_computes(options, budget, heads):
+def test_omnikv_equals_its_reference(options, budget, heads):
     shape = make_shape(heads)
     run, slow_options = Omni(shape, budget, options), dict(options)
     filters = slow_options.pop("filter_layers", default_filters(shape))
@@ -64,15 +64,15 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
 
 @pytest.mark.parametrize("delta", (False, True))
 @pytest.mark.parametrize("engine", ("threads", "direct"))
-def test_offloaded_is_the_same_to_the_bit(engine, delta):
-    """Rows of a batch, refilled, with prompts shorter and longer than what is chosen."""
+def test_offloaded_omnikv_equals_resident_omnikv_to_the_bit(engine, delta):
+    """Rows of a batch are refilled with prompts shorter and longer than the number of chosen tokens."""
     shape = make_shape(batch=3)
     options = {"filter_layers": [0, 3], "delta": delta}
     away = options | {"offload": True, "engine": engine, "threads": 3}
     compare(Omni(shape, 24, options), Omni(shape, 24, away), torch.equal)
 
 
-def test_what_was_fetched_keeps_its_slot():
+def test_a_token_chosen_again_keeps_its_slot():
     shape = make_shape(batch=2)
     plain, delta = (Omni(shape, 24, {"filter_layers": [0], "delta": delta}) for delta in (False, True))
     generator, before, kept = torch.Generator().manual_seed(1), None, 0
@@ -113,7 +113,7 @@ def test_only_rows_that_changed_are_fetched():
         changed, before = changed + len(set(now) - before), set(now)
     pools = [run.layers[0].segment.pool for run in runs]
     assert [p.counts for p in pools] == [(480, 480), (480, changed)] and changed < 460
-    inputs = tokens(shape, 1, 100, generator)  # another prompt: what the slots hold is another's
+    inputs = tokens(shape, 1, 100, generator)  # another prompt: all slots must be fetched again
     runs[1].prefill(0, inputs)
     runs[1].step(tokens(shape, 1, 1, generator))
     assert pools[1].counts[1] == changed + 24
@@ -121,7 +121,7 @@ def test_only_rows_that_changed_are_fetched():
         run.close()
 
 
-def test_which_layers_are_full():
+def test_the_default_filter_layers_follow_the_paper():
     def roles(n_layer: int, **more) -> str:
         shape = replace(make_shape(), n_layer=n_layer, device=torch.device("meta"), **more)
         kinds = {"Filter": "F", "Sparse": "s", "Full": "."}
@@ -137,9 +137,9 @@ def test_which_layers_are_full():
 
 
 @pytest.mark.parametrize("engine", ("threads", "direct"))
-def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
+def test_memory_is_the_papers_share_to_the_byte(engine):
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
-    copies = 2 if engine == "threads" else 1  # of a chosen token on the device: its slot, and where it arrived
+    copies = 2 if engine == "threads" else 1  # of a chosen token on the device: its slot and the staging buffer
     for mem, k in ((0.6, 360 // copies), (0.375, 1), (0.5, 200 // copies)):  # 3 of 8 layers are full: a = 0.375
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
@@ -163,12 +163,12 @@ def test_memory_is_the_share_of_the_paper_to_the_byte(engine):
         kv.build("omnikv", shape, None, {})
 
 
-def test_mem_of_a_quantized_cache_counts_the_buffer_in_its_bits():
+def test_mem_counts_the_staging_buffer_of_a_quantized_cache_in_bits():
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
     options = {"filter_layers": [1], "mem": 0.6, "offload": True, "bits": 4}
     layers = kv.build("omnikv", shape, None, options)
     (segment,) = {layer.segment for layer in layers if isinstance(layer, Sparse)}
-    stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # of a token in the buffer, beside one in its slot
+    stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # bytes of a token in the buffer, relative to its slot
     assert segment.k == int(360 / (1 + stored) + 0.5)
 
 
@@ -207,7 +207,7 @@ def answers(engine: Engine) -> list:
     return [[answer.tokens for answer in completion.answers] for completion in found]
 
 
-def test_what_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=2**21)
     engine = Engine.load(folder, compile=False)
     monkeypatch.setattr("caches.free_bytes", lambda device: 10**8)
@@ -216,10 +216,10 @@ def test_what_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_
             engine.use("omnikv", 1000, options, max_prompt=2**20)
 
 
-def test_the_engine_runs_it_with_rows_refilled_and_leaves_no_thread(tmp_path):
+def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path):
     engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=3), batch=2, max_new_tokens=40, compile=False)
     expected = answers(engine)
-    engine.use("omnikv", 60, {"offload": True, "engine": "threads"}, batch=2, max_new_tokens=40)  # 60: all is chosen
+    engine.use("omnikv", 60, {"offload": True, "engine": "threads"}, batch=2, max_new_tokens=40)  # 60: all are chosen
     assert answers(engine) == expected
     engine.use("omnikv", 12, {}, batch=2, max_new_tokens=40)
     few = answers(engine)
@@ -237,7 +237,7 @@ def test_the_engine_runs_it_with_rows_refilled_and_leaves_no_thread(tmp_path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ({}, {"engine": "direct"}, {"engine": "threads"}, {"engine": "threads", "delta": True}))
 @pytest.mark.parametrize("kv", ("omnikv", "infllm", "brute_offload"))
-def test_on_a_gpu_compiled_and_offloaded_is_what_eager_and_resident_is(tmp_path, kv, how):
+def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, kv, how):
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
     budget = {"omnikv": 12, "infllm": 24}.get(kv)
     options = {"infllm": {"block": 6}}.get(kv, {})

@@ -34,7 +34,7 @@ def test_causal_attention_sees_the_past_within_the_window(kv_heads, window):
     assert torch.allclose(ops.causal_attention(q, k, v, window), expected, atol=1e-5)
 
 
-def test_a_window_crosses_the_blocks_that_banded_attention_works_in():
+def test_a_window_may_cross_the_blocks_of_banded_attention():
     q, k, v = qkv(1, 1, 1, 2500, 2500)
     found = ops.causal_attention(q, k, v, window=1100)
     for n in (0, 1023, 1024, 1099, 1100, 2047, 2048, 2499):

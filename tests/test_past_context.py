@@ -1,5 +1,5 @@
-"""Endless methods past the model's context: queries see the tokens that are kept at the positions that these have in
-the cache, side by side (StreamingLLM, arXiv 2309.17453, section 3.2)."""
+"""Endless methods past the model's context: queries see the kept tokens at consecutive positions, those they have in
+the cache (StreamingLLM, arXiv 2309.17453, section 3.2)."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ SPEEDS = [10000.0 ** (-2 * i / DIM) for i in range(DIM // 2)]
 
 
 def moved(key: torch.Tensor, by: int) -> torch.Tensor:
-    """A key [D] as RoPE has it `by` positions later: each pair of channels a complex number that turns."""
+    """A key [D] that RoPE turns `by` positions further: each pair of channels is a complex number."""
     pairs = torch.complex(*key.double().chunk(2)) * torch.exp(1j * by * torch.tensor(SPEEDS, dtype=torch.float64))
     return torch.cat((pairs.real, pairs.imag))
 
@@ -49,12 +49,12 @@ def shape_with_context(heads: str):
 
 @pytest.mark.parametrize("heads", ("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("sinks, budget, prompt", ((4, 12, 30), (1, 5, 3), (0, 8, 30)))
-def test_the_sinks_move_along_with_the_window(heads, sinks, budget, prompt):
+def test_the_sinks_move_with_the_window(heads, sinks, budget, prompt):
     shape, steps = shape_with_context(heads), 2 * CONTEXT - prompt
     cache = Cache("streaming", shape)
     cache.layers = kv.build("streaming", shape, budget, {"sinks": sinks})
     cache.step.layers = torch.nn.ModuleList(cache.layers)
-    for seed in (1, 2):  # the second text in a row that has been past the context
+    for seed in (1, 2):  # the second sequence enters a row that was past the context
         text = Text.random(shape, prompt, steps, seed)
         found = cache.run({0: text}, steps)[0]
         for i in range(steps):
@@ -109,7 +109,7 @@ def surprise(engine: Engine, prompt: list[int], continuation: list[int]) -> torc
 
 
 def beyond_afresh(engine: Engine, name: str, budget: int, measured: range) -> float:
-    """How many nats a method's surprise exceeds that of a window of `budget` tokens, read afresh for each token."""
+    """Nats by which a method's mean surprise exceeds that of a window of `budget` tokens, reread for each token."""
     text = engine.encode(shipped_haystack(), bos=False)[: measured.stop]
     engine.use("full", max_prompt=budget, max_new_tokens=1)
     afresh = [surprise(engine, text[t - budget : t], text[t : t + 1]) for t in measured]
@@ -118,8 +118,8 @@ def beyond_afresh(engine: Engine, name: str, budget: int, measured: range) -> fl
     return (found - torch.cat(afresh)).mean().item()
 
 
-@pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "d2o"))  # cam is as far off within the context
-def test_far_beyond_the_context_no_method_falls_off_a_cliff(needle, name, request):
+@pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "d2o"))  # cam is just as far off within the context
+def test_far_beyond_the_context_no_methods_surprise_rises_sharply(needle, name, request):
     if not request.config.getoption("--all"):
         pytest.skip("takes minutes; --all runs it")
     found = beyond_afresh(needle, name, 512, range(5500, 8500, 12))

@@ -14,7 +14,7 @@ from kv.pqcache import cluster
 CASES = [
     ({}, 24), ({}, 8), ({"codebits": 3, "engine": "direct"}, 40), ({"partitions": 1, "initial": 0}, 24),
     ({"partitions": 4, "codebits": 2, "offload": False}, 24), ({"rounds": 0, "engine": "threads"}, 30),
-    ({}, 130),  # of the prompt's tokens and of those generated more are chosen than the prompt has
+    ({}, 130),  # more prompt and generated tokens are chosen than the prompt has
 ]  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def short_spans(monkeypatch):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
-def test_it_is_what_the_reference_computes(options, budget, heads):
+def test_pqcache_equals_its_reference(options, budget, heads):
     shape = replace(make_shape(heads, new=60), n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
     run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)
@@ -34,7 +34,7 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, check, prompt, generator)
         check.finish()
-        for _ in range(50):  # generated tokens leave the recent ones and are chosen
+        for _ in range(50):  # generated tokens leave the window and are chosen
             step_both(run, check, generator)
         for layer, ours in enumerate(run.layers):
             for head in range(shape.n_kv_head):
@@ -46,12 +46,12 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
 def test_k_means_finds_clusters_that_are_far_apart():
     generator = torch.Generator().manual_seed(0)
     centres = torch.tensor([[0.0, 0], [50, 0], [0, 50]])
-    which = torch.arange(90) // 30  # it starts at tokens 0, 30 and 60
+    which = torch.arange(90) // 30  # k-means starts at tokens 0, 30 and 60
     centroids, codes = cluster(centres[which] + torch.randn(90, 2, generator=generator), 3, 8)
     assert codes.tolist() == which.tolist()
     assert (centroids - centres).abs().max() < 1
 
 
-def test_a_head_that_cannot_be_cut_is_refused():
+def test_a_head_that_has_no_equal_partitions_is_refused():
     with pytest.raises(ValueError, match="16 channels has no 3 equal partitions"):
         kv.build("pqcache", make_shape(), 24, {"partitions": 3})

@@ -23,7 +23,7 @@ def test_options_that_are_left_out_come_from_the_profile():
     assert [type(layer).__name__ for layer in own].index("Filter") == 3
 
 
-def test_a_profile_sets_nothing_but_what_calibrate_finds():
+def test_a_profile_sets_only_what_calibrate_finds():
     hostile = {"heads": "/etc/passwd", "bits": 4, "sinks": 7, "mem": 0.1, "offload": True, "recent": 1, "threads": 9}
     assert kv.build("streaming", make_shape(), 24, {}, hostile)[0].sinks == 4
     assert kv.read_profile(PROFILE | hostile) == {"filter_layers": [2]}
@@ -41,7 +41,7 @@ def test_a_value_of_another_type_is_refused_in_one_line(key, value):
         kv.read_profile({key: value})
 
 
-def test_the_engine_checks_the_profile_and_refuses_one_that_is_nested_without_end(text_checkpoint, tmp_path):
+def test_the_engine_refuses_a_profile_that_is_wrong_or_nested_too_deeply(text_checkpoint, tmp_path):
     folder = shutil.copytree(text_checkpoint, tmp_path / "own")
     for content, message in (('{"filter_layers": "1"}', "filter_layers must be"), ("[" * 10**5, "nested too deeply")):
         (folder / "kv_profile.json").write_text(content)

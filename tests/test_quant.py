@@ -1,4 +1,4 @@
-"""Packed codes: what they stand for, to the bit, and attention that reads them as they are."""
+"""Packed codes: the values they stand for, to the bit, and attention that reads them in packed form."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from kv import quant
 
 BITS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("bits", BITS)
-# Scales and offsets of groups: 0 makes constant ones; 1e-6 is less than a step may be; 3e4 nearly ends fp16.
+# Scales and offsets of groups. Scale 0 makes them constant, 1e-6 is below the smallest step, -3e4 is near fp16's limit.
 KINDS = [(1.0, 0.0), (1.0, 100.0), (0.01, -3.0), (1e-6, 0.5), (0.0, 0.0), (0.0, 1 / 3), (200.0, 0.0), (1000.0, -3e4)]
 
 
@@ -24,14 +24,14 @@ def groups(count: int, size: int) -> torch.Tensor:
 
 
 def decoded(x: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """What the reference makes of vectors x [...,D], `size` channels of which share a scale."""
+    """Vectors x [...,D], quantized and dequantized by the reference; `size` channels share a scale."""
     parts = [dequantize(*slow_quantize(part, bits)) for part in x.reshape(-1, size)]
     return torch.stack(parts).float().view(x.shape)
 
 
 @every_width
 @pytest.mark.parametrize("dim", (-1, -2))
-def test_codes_come_back_from_as_few_bytes_as_hold_them(dim, bits):
+def test_codes_survive_packing_into_the_fewest_bytes(dim, bits):
     for length in range(1, 41):
         every = torch.arange(2**bits).repeat(-(-3 * length // 2**bits) + 1)[: 3 * length]
         codes = every.to(torch.uint8).view(3, length)
@@ -49,14 +49,14 @@ def test_a_byte_holds_codes_that_are_far_apart():
 
 
 def both_ways(x: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """Codes, scales and zero points of groups [...,n], and of the same along the last dimension but one."""
+    """Codes, scales and zero points of groups [...,n], quantized along the last and along the second-last dimension."""
     across = [part.mT for part in quant.quantize(x.mT.contiguous(), bits, -2)]
     return [*quant.quantize(x, bits, -1), *across]
 
 
 @every_width
 @pytest.mark.parametrize("compiled", (False, True))
-def test_quantized_as_the_reference_does_to_the_bit(compiled, bits):
+def test_quantize_equals_the_reference_to_the_bit(compiled, bits):
     x = groups(20, 16)
     found = (torch.compile(both_ways, dynamic=False) if compiled else both_ways)(x, bits)
     assert [part.dtype for part in found] == [torch.uint8, torch.float16, torch.float16] * 2
@@ -67,7 +67,7 @@ def test_quantized_as_the_reference_does_to_the_bit(compiled, bits):
 
 
 @every_width
-def test_a_value_is_missed_by_half_a_step_and_what_rounding_the_zero_point_cuts_off(bits):
+def test_the_error_is_at_most_half_a_step_and_the_zero_points_rounding(bits):
     x = groups(500, 16)
     codes, scale, zero = quant.quantize(x, bits, -1)
     missed = (dequantize(codes, scale, zero) - x.double()).abs()
@@ -78,7 +78,7 @@ def test_a_value_is_missed_by_half_a_step_and_what_rounding_the_zero_point_cuts_
 
 @every_width
 @pytest.mark.parametrize("head_dim", (16, 64, 80, 96, 128))
-def test_vectors_come_back_from_rows_of_bytes(head_dim, bits):
+def test_vectors_decode_from_rows_of_bytes_as_in_the_reference(head_dim, bits):
     x = torch.cat([groups(3, head_dim).flatten(0, 1), torch.zeros(1, head_dim)])
     rows = quant.encode(x, bits)
     assert rows.dtype == torch.uint8 and rows.shape == (len(x), quant.vector_bytes(head_dim, bits))
@@ -99,7 +99,7 @@ def test_a_compiled_round_trip_is_the_same_to_the_bit():
 
 
 def filled(bits: int, group: int, head_dim: int) -> tuple:
-    """Packed storage of two rows of five groups, four of them in use, and K and V [B,Hk,4 group,D]."""
+    """Packed storage with two rows of five groups, four of them in use, and its K and V [B,Hk,4 group,D]."""
     shape = replace(make_shape(batch=2), head_dim=head_dim)
     packed, generator = quant.Packed(shape, 5, group, bits), torch.Generator().manual_seed(bits)
     k, v = (torch.randn(2, shape.n_kv_head, 4 * group, head_dim, generator=generator) for _ in range(2))
@@ -110,7 +110,7 @@ def filled(bits: int, group: int, head_dim: int) -> tuple:
 
 @every_width
 @pytest.mark.parametrize("group, head_dim", [(8, 16), (24, 80), (64, 64)])
-def test_attention_to_packed_tokens_is_attention_to_what_they_stand_for(group, head_dim, bits, monkeypatch):
+def test_attention_to_packed_tokens_equals_attention_to_their_dequantized_values(group, head_dim, bits, monkeypatch):
     packed, k, v = filled(bits, group, head_dim)
     keys, values = packed.keys(0, 4), packed.values(0, 4)
     assert torch.equal(keys, decoded(k.unflatten(2, (4, group)).mT, bits, group).mT.flatten(2, 3))
@@ -118,7 +118,7 @@ def test_attention_to_packed_tokens_is_attention_to_what_they_stand_for(group, h
     assert torch.equal(packed.keys(1, 2), keys[:, :, group : 3 * group])
     assert torch.equal(packed.values(1, 2), values[:, :, group : 3 * group])
     rows, weight = torch.randn(2, 2, 3, head_dim), torch.rand(2, 2, 3, 4 * group)
-    for tokens in (4096, 2 * group, group, 1):  # at once
+    for tokens in (4096, 2 * group, group, 1):  # tokens per slice
         monkeypatch.setattr(quant, "SLICE", tokens)
         for n in (4, 3, 1):
             seen, part = slice(0, n * group), weight[..., : n * group]

@@ -1,4 +1,4 @@
-"""Quantized weights: within the bound, half a byte, streamed, refused where they must be, and read by every method."""
+"""Quantized weights: their error bound, storage and streaming, what is refused, and every method run on them."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(weight, groupsize, dtype):
     steps = parts[1].float()[:, None] if groupsize is None else parts[1].float()[..., 0].T  # [O,1] or [O,groups]
     wide = steps.repeat_interleave(groupsize or 64, dim=1)
     assert ((restored(parts, groupsize) - w).abs() <= wide / 2 * 1.0001 + 1e-6 * w.abs()).all()
-    groups = w.unflatten(1, (-1, groupsize or 64))  # and the step is that of the textbook, but for its rounding
+    groups = w.unflatten(1, (-1, groupsize or 64))  # the step is the textbook's, up to rounding
     extent = groups.abs().amax(-1) / 127 if groupsize is None else (groups.amax(-1) - groups.amin(-1)) / 15
     slack = torch.finfo(dtype).eps * w.abs().amax() + torch.finfo(dtype).tiny
     assert (steps <= extent * 1.01 + slack).all()
@@ -74,7 +74,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(weight, groupsize, dtype):
 @pytest.mark.parametrize("compiled", (False, True))
 @pytest.mark.parametrize("out, groupsize, packs", [(40, 16, False), (128, 32, True)])
 def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, out, groupsize, packs, monkeypatch):
-    """Also as on a GPU, where torch's CPU kernels are not."""
+    """With torch's CPU kernels (`packs`), and without them, as on a GPU."""
     torch.manual_seed(0)
     layer = Linear(64, out, bias=bias)
     eight = mode == "int8"
@@ -90,7 +90,7 @@ def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, o
     def both(x):
         return module(x), module.first(x, 24)
 
-    torch._dynamo.reset()  # it counts compiles
+    torch._dynamo.reset()  # it stops compiling a function that was compiled too often
     run = torch.compile(both, fullgraph=True) if compiled else both
     for rows in (1, 3, 9) if compiled else (1, 3, 40):
         x = torch.randn(rows, 1, 64)
@@ -100,7 +100,7 @@ def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, o
         assert (first - expected[..., :24]).abs().max() < 1e-4
 
 
-def test_packing_moves_no_level():
+def test_packing_changes_no_level():
     layer = Linear(64, 2048)
     module, parts = Int4Linear(layer, 32), q.quantize_int4(layer.weight.data, 32)
     module.load_state_dict({**module.state_dict(), "weight": parts[0], "scales": parts[1]})
@@ -159,7 +159,7 @@ def test_every_method_runs_on_quantized_weights(method, pair):
     assert (a - b).abs().max() < 1e-3 * b.abs().max()
 
 
-def test_a_tied_table_may_be_quantized_too(tmp_path):
+def test_a_tied_embedding_table_may_be_quantized_too(tmp_path):
     write_random(tmp_path / "plain", tie_word_embeddings=True)
     q.quantize(tmp_path / "plain", tmp_path / "eight", "int8", embeddings=True)
     found = Engine.load(tmp_path / "eight", compile=False)
@@ -177,7 +177,7 @@ def refused(capsys, *args) -> str:
     return line
 
 
-def test_mistakes_are_one_line_and_leave_nothing(checkpoint, tmp_path, capsys):
+def test_mistakes_are_refused_in_one_line_and_leave_nothing(checkpoint, tmp_path, capsys):
     q.quantize(checkpoint, tmp_path / "eight", "int8")
     there = sorted(p.name for p in tmp_path.iterdir())
     out, source = ["--out", tmp_path / "out"], ["--checkpoint", checkpoint]
@@ -193,7 +193,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("about", ({"mode": "int3"}, "int8", {"mode": "int4"}, {"mode": "int4", "groupsize": 48}))
-def test_a_checkpoint_of_another_kind_is_refused(about, checkpoint, tmp_path):
+def test_an_unknown_kind_of_quantization_is_refused(about, checkpoint, tmp_path):
     q.quantize(checkpoint, tmp_path / "odd", "int4", 32)
     config = json.loads((tmp_path / "odd" / "config.json").read_text())
     config["kv_fast"]["quantization"] = about

@@ -42,8 +42,8 @@ def clone(tmp_path_factory):
     return copy
 
 
-def test_the_example_method_is_listed_and_kept_to_every_law(clone):
-    """As the README says: by the tests of the copy."""
+def test_the_example_method_is_listed_and_obeys_every_law(clone):
+    """As the README says, the copy's own tests check it."""
     listed = subprocess.run([sys.executable, "generate.py", "--list-kv"], cwd=clone, text=True, capture_output=True)
     assert re.search("^keynorm +the shortest keys$", listed.stdout, re.M), listed.stderr
     laws = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py", "-k", "keynorm"]
@@ -54,7 +54,7 @@ def test_the_example_method_is_listed_and_kept_to_every_law(clone):
 
 @pytest.fixture
 def keynorm(clone, monkeypatch):
-    """The README's example in this process."""
+    """The README's example, registered in this process."""
     spec = importlib.util.spec_from_file_location("kv.keynorm", clone / "kv" / "keynorm.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "kv.keynorm", module)
@@ -83,7 +83,7 @@ def test_the_files_and_flags_that_the_readme_names_exist():
         assert f'"{flag}"' in usage, flag
 
 
-def test_the_readmes_commands_write_over_nothing_that_ships():
+def test_the_readmes_commands_overwrite_nothing_that_ships():
     (command,) = re.findall(r"^\$ (python calibrate.py .*)$", README, re.M)
     outputs = re.findall(r"--(?:out|plot) (\S+)", command)
     assert len(outputs) == 2

@@ -1,4 +1,4 @@
-"""SimLayerKV against a slow reference; which layers are lazy, and what that frees."""
+"""SimLayerKV against a slow reference; which layers are lazy, and what memory and traffic that saves."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def short_spans(monkeypatch):
 
 
 class Bounded(slow.SlowSimLayer):
-    """Of the layers that are not lazy only `large` keep everything, those of the least mass."""
+    """Only `large` of the layers that are not lazy keep everything: those with the least mass."""
 
     def __init__(self, *args, large: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -31,7 +31,7 @@ class Bounded(slow.SlowSimLayer):
 
 
 def attended(shape: kv.Shape, prompt: int, generator: torch.Generator, scales: list[float]) -> list:
-    """Prompts whose last query looks at itself in layers of a scale above 0, halfway back in the others."""
+    """Prompts whose last query attends to itself in layers with a scale above 0, halfway back in the others."""
     found = tokens(shape, 1, prompt, generator)
     for scale, (q, k, _) in zip(scales, found, strict=True):
         groups = shape.n_head // shape.n_kv_head
@@ -44,7 +44,7 @@ def attended(shape: kv.Shape, prompt: int, generator: torch.Generator, scales: l
 @pytest.mark.parametrize(
     "large, threshold", [(n, t) for n in (0, 1, 3, 6) for t in (0.0, 0.3, 0.9, 1.0) if (n, t) != (6, 1.0)]
 )  # the pair left out is the full cache
-def test_it_is_what_the_reference_computes(large, threshold, heads):
+def test_simlayer_equals_its_reference(large, threshold, heads):
     shape = replace(make_shape(heads), n_layer=6)
     budget = 12 + -(-large * (shape.planned - 12) // 6)
     run = Run("simlayer", shape, budget, {"threshold": threshold, **WINDOW})
@@ -77,7 +77,7 @@ SEEN = {  # n_layer, n_head, n_kv_head, dim, RoPE base -> threshold
 
 
 @pytest.mark.parametrize("n_layer, n_head, n_kv_head, dim, theta, threshold", SEEN.values(), ids=SEEN)
-def test_the_threshold_is_the_models(n_layer, n_head, n_kv_head, dim, theta, threshold):
+def test_the_default_threshold_depends_on_the_model(n_layer, n_head, n_kv_head, dim, theta, threshold):
     shape = replace(
         make_shape(), n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, dim=dim, rope_theta=theta,
         device=torch.device("meta"),
@@ -86,12 +86,12 @@ def test_the_threshold_is_the_models(n_layer, n_head, n_kv_head, dim, theta, thr
     assert kv.build("simlayer", shape, 40, WINDOW | {"threshold": 0.3})[0].shared.threshold == 0.3
 
 
-def test_longchat_is_no_llama_2():
+def test_longchat_does_not_take_llama_2s_threshold():
     shape = replace(make_shape(), n_layer=32, n_head=32, n_kv_head=32, dim=4096, rope_type="linear")
     assert kv.build("simlayer", replace(shape, device=torch.device("meta")), 40, WINDOW)[0].shared.threshold == 0.9
 
 
-def test_rows_sort_the_layers_each_its_own_way_and_rows_can_be_refilled():
+def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
     shape = replace(make_shape(batch=3), n_layer=6)
     budget = 12 + -(-2 * (shape.planned - 12) // 6)  # two layers keep everything
     run, generator = Run("simlayer", shape, budget, WINDOW), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The methods that keep or read a part of the tokens, against slow references written from the papers' equations."""
+"""Methods that keep or read only a part of the tokens, against slow references written from the papers' equations."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ EVERY = [
     for i, (options, budgets) in enumerate(cases)
     for budget in budgets
 ]
-PROMPTS = (100, 97, 33, 7)  # longer and shorter than what is kept, whole pages and not
+PROMPTS = (100, 97, 33, 7)  # longer and shorter than the kept tokens, with full and partly filled pages
 
 
 def make_shape(heads: str, new: int = 30) -> Shape:
@@ -44,19 +44,19 @@ def make_shape(heads: str, new: int = 30) -> Shape:
     return Shape(2, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), 1, 100, new)
 
 
-def test_every_sparse_method_is_here():
+def test_every_sparse_method_has_cases_and_a_reference():
     elsewhere = {"full", "streaming", "omnikv", "infllm", "brute_offload", "h2o", "d2o", "roco", "cam", "simlayer"}
     elsewhere |= {"tailorkv", "kivi", "pqcache"}
     assert set(CASES) == set(SLOW) == set(METHODS) - elsewhere
 
 
-def test_methods_that_approximate_with_a_budget_for_everything_are_held_to_their_reference():
+def test_methods_that_approximate_with_a_budget_for_everything_are_compared_with_their_reference():
     held = {name for name, cases in CASES.items() for _, budgets in cases if EVERYTHING in budgets}
     assert held == {name for name, method in METHODS.items() if method.approximates}
 
 
 class Both:
-    """A method, as its own build makes it, and its reference, fed the same tokens.
+    """A method, from its own `build`, and its reference, fed with the same tokens.
 
     `chosen` holds the slots that the method selected last.
     """
@@ -104,7 +104,7 @@ class Both:
         return [torch.randn(1, h, n, D, generator=self.random) for h in heads]
 
     def step(self):
-        """-> per layer: (our output [Hq,D], the reference's, our selected positions or None)"""
+        """-> per layer: (our output [Hq,D], the reference's, our selected positions or None, the reference's)."""
         found = []
         self.length, self.new = self.length + 1, self.new + 1
         for layer, slow in zip(self.layers, self.slow, strict=True):
@@ -126,7 +126,7 @@ class Both:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name, options, budget", EVERY)
-def test_it_is_what_the_reference_computes(name, options, budget, heads, monkeypatch):
+def test_every_sparse_method_equals_its_reference(name, options, budget, heads, monkeypatch):
     shape = make_shape(heads)
     if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):
         pytest.skip("the budget is below the method's minimum for this shape")
@@ -140,8 +140,8 @@ def test_it_is_what_the_reference_computes(name, options, budget, heads, monkeyp
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "duo"])
-def test_it_is_not_full_attention(name, monkeypatch):
-    """The comparison above would not tell a method from the full cache if all were kept."""
+def test_no_sparse_method_attends_to_everything(name, monkeypatch):
+    """If it kept everything, the comparison above could not tell it from the full cache."""
     options, budgets = CASES[name][0]
     both = Both(name, make_shape("gqa"), budgets[0], options, monkeypatch)
     both.prefill(100)
@@ -150,7 +150,7 @@ def test_it_is_not_full_attention(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ("rocketkv", "hybrid", "quest"))
-def test_three_times_the_budget_in_generated_tokens(name, monkeypatch):
+def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_tokens(name, monkeypatch):
     shape, options = make_shape("gqa", new=72), {"quest": {"page": 4, "skip_layers": 0}}.get(name, {})
     both = Both(name, shape, 24, options, monkeypatch)
     both.prefill(60)
@@ -177,12 +177,12 @@ def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, chann
     pages = -(-slots // page)
     assert layer.device_bytes() - sum(layer.overhead().values()) == (slots + pages) * unit
     ratio = planned / budget
-    assert slots + pages < planned * (ratio**-0.5 + 2 * ratio**-0.75)  # Table 1 of the paper, but for rounding
+    assert slots + pages < planned * (ratio**-0.5 + 2 * ratio**-0.75)  # Table 1 of the paper, up to rounding
     assert layer.step_bytes(planned)[0] == pytest.approx(budget * unit, rel=0.1)
 
 
 @pytest.mark.parametrize("split", ("even", "adaptive"))
-def test_sizes_are_those_of_the_reference(split):
+def test_sizes_equal_the_references(split):
     for planned in (130, 1000, 4096, 131072):
         for budget in (8, 31, 100, 129, 256, 999, 4000):
             for new in (1, 16, 64):
@@ -194,7 +194,7 @@ def test_sizes_are_those_of_the_reference(split):
                         assert ours == rocket_sizes(planned, budget, new, dim, split)
 
 
-def test_pages_of_one_token_are_one_copy_of_k():
+def test_pages_of_one_token_add_one_copy_of_k():
     shape = make_shape("gqa")
     layer = kv.build("rocketkv", shape, 100, {})[0]
     assert layer.page == 1
@@ -224,7 +224,7 @@ def test_bounds_are_those_of_the_stored_keys(name, options, monkeypatch):
 # What several methods share
 
 
-def test_of_equal_scores_the_first_are_taken():
+def test_ties_go_to_the_first():
     scores = torch.zeros(3, 40)
     scores[1, 7::3], scores[2, 5:9], scores[2, 20] = 2.5, -1.0, -0.5
     found = [sorted(row) for row in ops.top(scores, 5).tolist()]
@@ -234,7 +234,7 @@ def test_of_equal_scores_the_first_are_taken():
     assert torch.equal(ops.top(random, 9).sort().values, random.topk(9).indices.sort().values)
 
 
-def test_pyramid_budgets():
+def test_pyramid_budgets_equal_the_references_and_average_to_the_budget():
     for layers in (1, 2, 32):
         for budget in (2, 40, 256, 1843, 2048, 3000):
             for prompt in (20, 1900, 100_000):
@@ -265,7 +265,7 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
 
 
 def paper_shapes() -> tuple[Shape, Shape]:
-    """Of Llama-3.1-8B, and of LongChat, nothing allocated."""
+    """Shapes with the traits of Llama-3.1-8B and of LongChat, on the meta device."""
     shape = replace(make_shape("gqa"), device=torch.device("meta"))
     longchat = replace(shape, n_layer=32, n_head=32, n_kv_head=32, rope_type="linear")
     return replace(shape, rope_theta=5e5), longchat
@@ -299,7 +299,7 @@ def test_the_paper_settings_are_those_of_the_first_rocketkv_paper():
     assert settings and all(setting.options == {"split": "even"} for setting in settings)
 
 
-def test_the_transient_of_stage_1_is_one_heads_window_scores(monkeypatch):
+def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
     """No T x T, nothing over all heads: the largest tensor made for a long prompt is G x window x T, or K in fp32."""
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
     layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), 200, 8, 63)
@@ -355,7 +355,7 @@ def test_duo_needs_to_know_its_heads(tmp_path):
 
 
 def test_duo_reads_the_published_gates(tmp_path):
-    """As numpy.savetxt writes them: a line a layer, tabs; training leaves gates a little outside 0 to 1."""
+    """As numpy.savetxt writes them: one line per layer, with tabs; training leaves gates slightly outside 0 to 1."""
     shape, window, file = make_shape("gqa"), {"sinks": 4, "recent": 8}, tmp_path / "full_attention_heads.tsv"
     file.write_text("-2.2e-04\t1.000000000000000000e+00\n8.593750000000000000e-01\t-9.250640869140625000e-05\n")
     for budget, retrieval in ((48, [[1], []]), (80, [[1], [0]]), (100, [[0, 1], [0]])):
@@ -368,7 +368,7 @@ def test_duo_reads_the_published_gates(tmp_path):
             kv.build("duo", shape, 60, window | {"heads": str(file)})
 
 
-def test_duo_streams_as_the_budget_says():
+def test_duo_without_retrieval_heads_streams_within_its_budget():
     shape = replace(make_shape("gqa"), max_prompt=4000)
     for budget, sinks in ((200, 40), (640, 128), (300, 128)):
         for layer in kv.build("duo", shape, budget, {}):

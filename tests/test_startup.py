@@ -1,4 +1,4 @@
-"""What happens before torch is imported: Ctrl-C, and a torch that is missing or of another age."""
+"""What happens before torch is imported: Ctrl-C, and a torch that is too old or too new."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ MODULES = ["bench", "bench.compare", "needle.train", "needle.sparsity"]
 
 
 def python(place: Path, *command) -> subprocess.CompletedProcess:
-    """Python in the clone, with `place` before all that is installed."""
+    """Runs Python in the clone; `place` takes precedence over installed packages."""
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(place)},
                           text=True, capture_output=True, stdin=subprocess.DEVNULL)  # fmt: skip
 
@@ -33,20 +33,20 @@ def test_ctrl_c_while_a_tool_imports_is_one_line_and_130(interrupting, tool):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
-def test_ctrl_c_in_a_program_that_imports_the_engine_is_the_programs(interrupting):
+def test_ctrl_c_reaches_a_program_that_imports_the_engine(interrupting):
     result = python(interrupting, "-c", "try:\n    import engine\nexcept KeyboardInterrupt:\n    print('mine')")
     assert (result.returncode, result.stdout, result.stderr) == (0, "mine\n", "")
 
 
 def dated(place: Path, version: str) -> Path:
-    """A torch that says it is of this version; the one that is installed is imported."""
+    """Metadata that claims this version of torch; the installed torch is imported."""
     (place / f"torch-{version}.dist-info").mkdir()
     (place / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
     return place
 
 
 @pytest.mark.parametrize("version", ("2.10.1+cu126", "1.13.0"))
-def test_a_torch_that_is_too_old_is_one_line(tmp_path, version):
+def test_a_torch_that_is_too_old_is_refused_in_one_line(tmp_path, version):
     result = python(dated(tmp_path, version), "generate.py", "--list-kv")
     line = f"torch {version} is too old, kv-fast runs on 2.11 to 2.13: pip install -r requirements.txt"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", f"error: {line}\n")
@@ -57,11 +57,11 @@ def test_a_torch_that_is_too_old_is_one_line(tmp_path, version):
     ("2.14.0a0+git1", "kv-fast is tested with torch 2.11 to 2.13, and this is 2.14.0a0+git1\n"),
     ("2.11.0", ""), ("2.13.1+cu130", ""),
 ))  # fmt: skip
-def test_a_torch_that_is_newer_is_said_and_used(tmp_path, version, said):
+def test_a_newer_torch_is_reported_and_used(tmp_path, version, said):
     result = python(dated(tmp_path, version), "-c", "import startup")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", said)
 
 
-def test_an_installation_says_that_the_clone_is_run(tmp_path):
+def test_installing_is_refused_because_kv_fast_runs_from_its_clone(tmp_path):
     result = python(tmp_path, "setup.py", "egg_info")
     assert result.returncode == 1 and result.stderr.startswith("kv-fast is run from its clone and is not installed")

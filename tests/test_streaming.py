@@ -1,4 +1,4 @@
-"""StreamingLLM against its definition: the first tokens and the newest, each token where it always was."""
+"""StreamingLLM against its definition: the first and the newest tokens, at their own positions. Budgets and options."""
 
 import math
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_options_are_checked_by_name_type_and_range():
 
 
 def test_prompts_beyond_a_sliding_window_are_refused_by_name():
-    within, beyond = make_shape(window=128), make_shape(window=127)  # 96 of a prompt and 32 more
+    within, beyond = make_shape(window=128), make_shape(window=127)  # 96 prompt and 32 new tokens
     kv.build("streaming", within, 24, {})
     with pytest.raises(ValueError, match="streaming does not honour this model's sliding window"):
         kv.build("streaming", beyond, 24, {})
@@ -82,19 +82,19 @@ def test_prompts_beyond_a_sliding_window_are_refused_by_name():
         ("tailorkv", {"quant_layers": 3.5}, "must be a list"),
     ],
 )
-def test_options_that_a_method_does_not_know_are_refused(name, options, words):
+def test_unknown_options_and_invalid_values_are_refused(name, options, words):
     with pytest.raises(ValueError, match=words):
         kv.build(name, make_shape(), 24, options)
 
 
 @pytest.mark.parametrize("content", ('{"head_scores": 5}', '{"head_scores": [["x", 1.0], [1.0, 1.0]]}', "[]", "{"))
-def test_a_file_without_scores_of_heads_is_refused(tmp_path, content):
+def test_a_file_without_head_scores_is_refused(tmp_path, content):
     (tmp_path / "heads.json").write_text(content)
     with pytest.raises(ValueError, match="holds no head_scores|neither JSON with head_scores"):
         kv.build("duo", make_shape(), 60, {"heads": str(tmp_path / "heads.json"), "sinks": 2, "recent": 6})
 
 
-def test_quest_finds_no_page_for_a_cache_of_a_few_tokens_but_a_minimum():
+def test_quest_has_a_minimum_even_for_a_cache_of_a_few_tokens():
     shape = replace(make_shape(), max_prompt=4, max_new_tokens=2)
     with pytest.raises(ValueError, match="at least 6"):
         kv.build("quest", shape, 3, {"page": None, "skip_layers": 0})

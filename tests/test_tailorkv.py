@@ -1,4 +1,4 @@
-"""TailorKV against a slow reference; what the layer below predicts, and what is fetched meanwhile."""
+"""TailorKV against a slow reference; the queries that the layer below predicts, and the fetches it overlaps with."""
 
 import threading
 from dataclasses import replace
@@ -37,12 +37,12 @@ def short_spans(monkeypatch):
 
 
 def foreseen(q: torch.Tensor) -> torch.Tensor:
-    """A prediction of a query that is off."""
+    """An inexact prediction of a query."""
     return q + 0.7 * q.roll(1, -1)
 
 
 class Tailor(Run):
-    """Layers that are driven as the model drives them; each row has generated a number of tokens of its own."""
+    """Layers driven as the model drives them; each row has its own number of generated tokens."""
 
     def __init__(self, shape: kv.Shape, budget: int, options: dict):
         super().__init__("tailorkv", shape, budget, {"group": 8} | options)
@@ -68,7 +68,7 @@ class Tailor(Run):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
-def test_it_is_what_the_reference_computes(options, budget, heads):
+def test_tailorkv_equals_its_reference(options, budget, heads):
     """Two rows, refilled in turn."""
     shape = replace(make_shape(heads, batch=2), n_layer=4)
     run = Tailor(shape, budget, options)
@@ -98,8 +98,8 @@ def test_it_is_what_the_reference_computes(options, budget, heads):
 
 
 @pytest.mark.parametrize("options", (DIRECT, THREADS, THREADS | {"wide": 1}), ids=("direct", "threads", "wide"))
-def test_offloaded_is_the_same_to_the_bit(options, monkeypatch):
-    """Rows of a batch, refilled; of wide rows each is copied by itself."""
+def test_offloaded_tailorkv_equals_resident_tailorkv_to_the_bit(options, monkeypatch):
+    """Rows of a batch are refilled; `wide` copies each row of host memory by itself."""
     options = dict(options)
     monkeypatch.setattr(offload, "WIDE", options.pop("wide", offload.WIDE))
     shape = make_shape(batch=3)
@@ -107,7 +107,7 @@ def test_offloaded_is_the_same_to_the_bit(options, monkeypatch):
 
 
 @pytest.mark.parametrize("options", (HERE, DIRECT, THREADS), ids=("here", "direct", "threads"))
-def test_a_row_that_sleeps_does_not_change_where_layers_share_what_they_fetch_to(options):
+def test_an_inactive_row_does_not_change_where_layers_share_fetch_buffers(options):
     shape = replace(make_shape(batch=2), n_layer=3)
     run, generator = Tailor(shape, 24, {"quant_layers": []} | options), torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50)):
@@ -155,7 +155,7 @@ def rotated(q: torch.Tensor, pos: int, theta: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_query_is_predicted_from_what_the_layer_below_attends_with(name, tmp_path, monkeypatch):
+def test_the_query_is_predicted_from_the_attention_input_of_the_layer_below(name, tmp_path, monkeypatch):
     engine = engine_of(tmp_path, MODELS[name], HERE)
     layers, asked, normed, theirs = engine.model.layers, [], {}, []
     for i, layer in enumerate(layers):
@@ -170,7 +170,7 @@ def test_the_query_is_predicted_from_what_the_layer_below_attends_with(name, tmp
     monkeypatch.setattr(Tailored, "lookahead", noted)
     monkeypatch.setattr(Attention, "query", lambda a, *args: asked.append(a) or query(a, *args))
     steps(engine, 10)
-    assert asked == [layers[i].attention for i in (2, 3)] * 10  # 0 is the first, 1 is quantized
+    assert asked == [layers[i].attention for i in (2, 3)] * 10  # layer 0 has none below, layer 1 is quantized
     assert [i for i, *_ in theirs] == [0, 2, 3] * 10
     for n, (i, q, h) in enumerate(theirs):
         if i == 0:
@@ -186,15 +186,15 @@ def test_the_query_is_predicted_from_what_the_layer_below_attends_with(name, tmp
 
 
 @pytest.mark.parametrize("name, options", [("full", {}), ("kivi", {}), ("tailorkv", {"quant_layers": [1, 2, 3]})])
-def test_who_does_not_look_ahead_costs_no_projection(name, options, tmp_path, monkeypatch):
+def test_a_method_that_does_not_look_ahead_costs_no_projection(name, options, tmp_path, monkeypatch):
     engine = engine_of(tmp_path, {}, options, name, 24 if name == "tailorkv" else None)
     monkeypatch.setattr(Attention, "query", None)
     assert steps(engine, 2).isfinite().all()
     engine.use("full")
 
 
-def test_channels_come_while_the_layer_below_computes(tmp_path, monkeypatch):
-    """No thread brings a channel before its layer waits for it: whoever waited earlier would wait in vain."""
+def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypatch):
+    """Threads deliver no channel before its layer waits for it, so waiting anywhere earlier would fail."""
     expected = steps(engine_of(tmp_path / "here", {}, HERE), 5)
     engine, log = engine_of(tmp_path / "there", {}, THREADS), []
     kvs = [layer.attention.kv for layer in engine.model.layers]
@@ -223,7 +223,7 @@ def test_channels_come_while_the_layer_below_computes(tmp_path, monkeypatch):
     assert not threads()
 
 
-def test_a_compiled_step_keeps_that_order(monkeypatch):
+def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeypatch):
     log = []
 
     @torch.library.custom_op("kv_fast_test::attended", mutates_args=())
@@ -303,7 +303,7 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
     assert not threads()
 
 
-def test_the_engine_runs_it_with_rows_refilled_and_leaves_no_thread(tmp_path):
+def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_path):
     prompts = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
 
     def answers(options: dict) -> list:
@@ -326,7 +326,7 @@ def test_the_engine_runs_it_with_rows_refilled_and_leaves_no_thread(tmp_path):
 
 
 @pytest.mark.parametrize("prompt, channels", [(32 * 1024, 8), (64 * 1024, 12)])
-def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
+def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     meta, heads, dim, new, t = torch.device("meta"), 2, 64, 64, 1024
     shape = kv.Shape(4, 8, heads, dim, 512, "default", 1e4, torch.bfloat16, meta, 2, prompt, new)
     rows, unit = shape.batch * heads, shape.unit_bytes
@@ -335,23 +335,23 @@ def test_memory_is_table_2_and_on_the_host_half_as_much_again(prompt, channels):
     over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
-    staged = rows * (t - 128) * unit  # tokens that arrive, of one layer after the other
+    staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
     beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "row state", "max |K|"))
     device, host = kv.planned_bytes("tailorkv", shape, t, {})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
     assert device < 0.2 * shape.full_bytes()
-    assert over.keys() == {"staging"}  # what is left of it is the threads', on the host
+    assert over.keys() == {"staging"}  # the rest of it belongs to the threads, on the host
     assert host == 1.5 * 3 * rows * prompt * unit + sum(over.values()) - staged
     lines = heads * channels * prompt * 2
     assert layers[1].step_bytes(prompt) == (lines + heads * t * unit, lines + heads * (t - 128) * unit)
 
 
-def test_a_layer_that_is_named_twice_is_quantized_once():
+def test_a_layer_that_is_named_twice_is_counted_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
     assert kv.paper_bytes(twice, make_shape(), 24) == kv.paper_bytes(once, make_shape(), 24)
 
 
-def test_what_stays_on_the_device_has_no_buffers_and_what_the_gpu_reads_itself_neither():
+def test_only_fetching_threads_need_buffers():
     shape = replace(make_shape(), device=torch.device("meta"))
     sizes = [kv.planned_bytes("tailorkv", shape, 24, options) for options in (HERE, DIRECT, THREADS)]
     prompts = shape.n_kv_head * shape.max_prompt * shape.unit_bytes * (shape.n_layer - 1)
@@ -360,7 +360,7 @@ def test_what_stays_on_the_device_has_no_buffers_and_what_the_gpu_reads_itself_n
     assert sizes[2][0] == sizes[1][0] + buffers and sizes[2][1] > sizes[1][1]
 
 
-def test_what_does_not_fit_the_model_or_the_method_is_refused_in_one_line():
+def test_options_that_do_not_fit_the_model_or_the_method_are_refused_in_one_line():
     def refused(budget: int, options: dict) -> str:
         with pytest.raises(ValueError) as error:
             kv.build("tailorkv", make_shape(), budget, options)
@@ -373,7 +373,7 @@ def test_what_does_not_fit_the_model_or_the_method_is_refused_in_one_line():
     assert refused(24, {"group": 12}).startswith("group must be a multiple of 8 tokens, not 12")
 
 
-def test_which_layers_are_quantized_unless_told():
+def test_the_default_quantized_layers_depend_on_the_model():
     def of(n_layer: int, n_kv_head: int) -> list[int]:
         shape = replace(make_shape(), n_layer=n_layer, n_head=32, n_kv_head=n_kv_head, dim=4096)
         layers = kv.build("tailorkv", replace(shape, device=torch.device("meta")), 24, {})

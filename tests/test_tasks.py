@@ -12,13 +12,13 @@ import torch
 
 from tasks import Question, Sample, Setting, fit, needle, registry, ruler, ruler_qa, shipped_haystack, texts, two_stage
 
-PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # about what a real tokenizer makes of English
+PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # roughly the tokens of English text
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
 QA = ["qa_1", "qa_2"]
 TWO_STAGE = ["two_stage", "two_stage_lookup"]
 GENERATED = [name for name in TASKS if name not in QA]
 FILLED = [name for name in GENERATED if name not in TWO_STAGE]  # those that grow to any length
-NIAH = {  # RULER's table: haystack, keys, values, number of keys, values of a key and keys asked for
+NIAH = {  # RULER's table: kinds of haystack, keys and values; numbers of keys, values per key and keys asked for
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
     "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
     "niah_single_3": ("essay", "words", "uuids", 1, 1, 1),
@@ -53,7 +53,7 @@ def hidden(text: str) -> list[tuple[str, str]]:
 
 
 def growing(units: list[int]):
-    """make(n): a prompt of the first n units' sum of characters."""
+    """make(n): a prompt whose length in characters is the sum of the first n units."""
     return lambda n: Sample("x" * sum(units[:n]), (Question("", ()),))
 
 
@@ -73,7 +73,7 @@ def test_fit_makes_few_prompts_on_its_way():
     assert len(made) < 10
 
 
-def test_fit_refuses_a_length_below_the_least_and_says_it():
+def test_fit_refuses_a_length_below_the_least_and_names_the_least():
     make = growing([10, 20, 30])
     assert fit(make, Setting(75, list, "".join), reserve=45, least=2).text == "x" * 30
     with pytest.raises(ValueError, match="^a length of 74 tokens is too short: the least is 75$"):
@@ -87,7 +87,7 @@ def test_prompt_and_answer_fill_the_length_to_two_percent(name, length):
     for index in range(3):
         made = sample(name, length, index)
         used = len(encode(made.prompt)) + TASKS[name].max_new_tokens
-        if name == "niah_multikey_3":  # two uuids a line
+        if name == "niah_multikey_3":  # two uuids per line
             spare = max(spare, 1.1 * len(encode(made.text.splitlines()[-1])))
         assert length - spare <= used <= length
 
@@ -106,12 +106,12 @@ def test_a_length_that_is_too_short_is_refused_with_the_least(name):
     with pytest.raises(ValueError, match="a length of 40 tokens is too short: the least is ") as error:
         sample(name, 40)
     least = int(re.search(r"\d+$", str(error.value))[0])
-    assert sample(name, least + 40)  # names and values of another length may take some tokens more
+    assert sample(name, least + 40)  # longer names and values may take a few more tokens
 
 
 @pytest.mark.parametrize("name, tokens", {
     **dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}.items())
-def test_answers_are_as_long_as_ruler_lets_them_be(name, tokens):
+def test_answers_have_rulers_maximum_lengths(name, tokens):
     assert TASKS[name].max_new_tokens == tokens
 
 
@@ -191,7 +191,7 @@ def test_the_text_around_needles_is_the_beginning_of_the_haystack(name):
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2", "vt"])
-def test_needles_stand_anywhere(name):
+def test_needles_may_stand_anywhere_in_the_text(name):
     firsts, lasts = [], []
     for index in range(30):
         made = sample(name, 2048, index)
@@ -258,7 +258,7 @@ def test_a_needle_stands_between_sentences():
             assert before.endswith((". ", "? ")) and after.startswith((" Here", " Is"))
 
 
-# Variables, words and colours
+# Variables, words and colors
 
 
 def assignments(text: str) -> list[tuple[str, str]]:
@@ -329,7 +329,7 @@ def test_the_three_most_frequent_coded_words_are_asked_for_in_order(length):
 
 @pytest.mark.parametrize("name, said", [("two_stage", r"\?"), ("two_stage_lookup", r"(\d+)\.")])
 @pytest.mark.parametrize("length", [600, 4096])
-def test_the_colour_of_the_sum_is_the_answer(name, said, length):
+def test_the_color_of_the_sum_is_the_answer(name, said, length):
     for index in range(10):
         made = sample(name, length, index, questions=3)
         pairs = re.findall(r"(\d+): (\w+)", made.text)
@@ -343,7 +343,7 @@ def test_the_colour_of_the_sum_is_the_answer(name, said, length):
             assert question.answers == (colours[a + b],)
 
 
-def test_two_stage_and_its_lookup_differ_in_the_sum_alone():
+def test_two_stage_and_its_lookup_differ_only_in_the_sum():
     sums, lookups = sample("two_stage", index=3), sample("two_stage_lookup", index=3)
     assert re.sub(r"= \d+\.", "= ?", lookups.prompt) == sums.prompt and lookups.prompt != sums.prompt
 
@@ -454,7 +454,7 @@ def test_a_value_that_is_almost_right_is_wrong(name):
     ("vt", [100, 80, 60, 40, 20, 0]),
     ("fwe", [100, 200 / 3, 100 / 3, 0]),
 ])
-def test_of_several_answers_each_counts_its_share(name, shares):
+def test_each_of_several_answers_counts_its_share(name, shares):
     [question] = sample(name, 2048).questions
     found = [TASKS[name].score(" ".join(question.answers[missing:]), question) for missing in range(len(shares))]
     assert found == pytest.approx(shares)
@@ -477,10 +477,10 @@ def test_one_of_the_answers_to_a_question_about_documents_is_enough(name):
     ("bluebird", False),
     ("skyblue", False),
     ("blu", False),
-    ("Fred said blue", True),  # red is a part of a word
+    ("Fred said blue", True),  # "red" is only a part of a word
     ("", False),
 ])
-def test_the_first_colour_named_counts(name, answer, right):
+def test_the_first_color_named_counts(name, answer, right):
     assert TASKS[name].score(answer, Question("", ("blue",))) == 100 * right
 
 
@@ -610,7 +610,7 @@ def test_needles_are_hidden_in_the_text_that_the_user_gives(name):
     text = sample(name, 2048, haystack=haystack).text
     words = Counter(re.findall(r"\w+", re.sub(r"(One of|The access|Some special|A special).+?\.( |$)", "", text)))
     assert {"Bees", "hum", "Do", "wasps", "Flies", "buzz"} <= {word for word, times in words.items() if times > 50}
-    assert "Bees hum. Do wasps hum? Flies buzz! Bees hum." in text  # from its beginning again, on one line
+    assert "Bees hum. Do wasps hum? Flies buzz! Bees hum." in text  # repeated from its beginning, on one line
     assert shipped_haystack().split()[0] not in words
 
 
@@ -622,7 +622,7 @@ def test_an_empty_haystack_is_refused():
 # Forced texts
 
 
-def test_excerpts_lie_side_by_side_and_end_in_128_forced_tokens():
+def test_excerpts_are_adjacent_and_end_in_128_forced_tokens():
     found = texts.excerpts(list(range(1000)), length=202, samples=3, bos=[-1, -2])
     assert found == [([-1, -2, *range(at, at + 72)], list(range(at + 72, at + 200))) for at in (0, 200, 400)]
 
@@ -640,10 +640,10 @@ def test_excerpts_that_cannot_be_made_are_refused():
         texts.excerpts(list(range(198)), 200, 1, [-1])
 
 
-THREE_TO_ONE, EVEN = [math.log(3), 0.0], [0.0, 0.0]  # logits of 3/4 and 1/4, and of 1/2 and 1/2
+THREE_TO_ONE, EVEN = [math.log(3), 0.0], [0.0, 0.0]  # logits of probabilities 3/4 and 1/4, and 1/2 and 1/2
 
 
-def test_the_likelihood_of_tokens_is_their_mean_over_rows():
+def test_the_negative_log_likelihood_is_the_mean_over_rows():
     logits = torch.tensor([THREE_TO_ONE, THREE_TO_ONE, EVEN])
     expected = (math.log(4 / 3) + math.log(4) + math.log(2)) / 3
     assert texts.negative_log_likelihood(logits, [0, 1, 0]) == pytest.approx(expected)
@@ -664,7 +664,7 @@ def test_agreement_is_the_share_of_rows_with_the_same_likeliest_token():
     assert texts.divergence(full, full) == (0, 1)
 
 
-def test_chat_templates_are_for_all_tasks_but_longbenchs_few_shot_and_code():
+def test_chat_templates_apply_to_all_tasks_except_longbenchs_few_shot_and_code():
     plain = {name for name, task in registry.TASKS.items() if task is not None and not task.chat}
     assert plain == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
 

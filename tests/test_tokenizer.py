@@ -57,7 +57,7 @@ NASTY = [
     "aaaaaaa aaaa aaa aa a      a",
 ]
 PROPERTY = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-# No unassigned code points: what they become depends on whose Unicode tables are newer.
+# No unassigned code points: their treatment depends on the version of the Unicode tables.
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40) | st.lists(
     st.sampled_from([*" \t\n\r\u00a0'", "a", "aa", "the", "S", "'re", "é", "e\u0301", "日", "12", "<|im_end|>", "!?"]),
     max_size=20,
@@ -223,7 +223,7 @@ def shuffle_ids(folder: Path) -> None:
 
 
 def rank_folder(source: Path, folder: Path) -> Path:
-    """Llama 3's tokenizer.model, from a tokenizer.json whose ids are in merge order."""
+    """Writes a tokenizer.model as Llama 3 has it, from a tokenizer.json whose ids are in merge order."""
     oracle = Oracle.from_file(str(source / "tokenizer.json"))
     byte = {c: b"%c" % i for i in range(256) for c in oracle_char(i)}
     vocab = sorted(oracle.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])
@@ -242,7 +242,7 @@ def oracle_char(byte: int) -> str:
 
 @pytest.fixture(scope="session")
 def pairs(folders) -> dict[str, SimpleNamespace]:
-    """For every folder: ours, and transformers'."""
+    """For every folder, our tokenizer and transformers'."""
     classes = {"qwen": Qwen2Tokenizer, "chatml": Qwen2Tokenizer, "shuffled": Qwen2Tokenizer, "llama-2": LlamaTokenizer}
     classes |= dict.fromkeys(["llama-2-json", "llama-2-legacy-json", "llama-2-legacy", "mistral"], LlamaTokenizer)
     classes["mistral-v0.3"] = LlamaTokenizer
@@ -264,7 +264,7 @@ BYTE_LEVEL = NAMES[3:]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", NASTY)
-def test_ids_are_those_of_transformers(pairs, name, text):
+def test_ids_equal_transformers(pairs, name, text):
     pair = pairs[name]
     assert pair.ours.encode(text) == ids_of(pair.theirs, text)
     assert pair.ours.encode(text, bos=False) == ids_of(pair.theirs, text, bos=False)
@@ -273,7 +273,7 @@ def test_ids_are_those_of_transformers(pairs, name, text):
 @pytest.mark.parametrize("name", NAMES)
 @PROPERTY
 @given(text=TEXT)
-def test_ids_of_any_text_are_those_of_transformers(pairs, name, text):
+def test_ids_of_any_text_equal_transformers(pairs, name, text):
     pair = pairs[name]
     ids = pair.ours.encode(text, bos=False)
     assert ids == ids_of(pair.theirs, text, bos=False)
@@ -310,7 +310,7 @@ def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_pat
     assert ours.chat("hi").count(ours.special["<|im_end|>"]) == 1
 
 
-def test_added_tokens_that_are_not_special_are_met_in_text_and_printed(pairs):
+def test_added_tokens_that_are_not_special_are_recognized_in_text_and_printed(pairs):
     ours, theirs = pairs["qwen"].ours, pairs["qwen"].theirs
     text = "<think>\nhello</think> world <think><think><think"
     assert ours.encode(text) == ids_of(theirs, text)
@@ -377,7 +377,7 @@ def test_whatever_the_config_calls_eos_ends_an_answer(folders, tmp_path):
     assert ours.special[token] == ours.eos_id and {ours.eos_id, ours.special["<|eot_id|>"]} <= ours.eos_ids
 
 
-def test_the_json_is_read_before_a_rank_file_and_a_sentencepiece_model_before_the_json(folders, tmp_path):
+def test_a_json_has_precedence_over_a_rank_file_and_a_sentencepiece_model_over_the_json(folders, tmp_path):
     both = edited(folders["llama-3"], tmp_path / "both")
     shutil.copy(folders["ranks"] / "tokenizer.model", both)
     shuffle_ids(both)
@@ -399,7 +399,7 @@ def test_add_prefix_space_false_means_no_leading_space(folders, tmp_path, text):
 
 
 @pytest.mark.parametrize("ignore_merges", [True, False])
-def test_a_token_that_no_merge_makes_is_met_only_as_a_whole_word_and_with_ignore_merges(
+def test_a_token_that_no_merge_makes_is_recognized_only_as_a_whole_word_with_ignore_merges(
     folders, tmp_path, ignore_merges
 ):
     folder = edited(folders["llama-3"], tmp_path / "whole")
@@ -419,7 +419,7 @@ def test_a_model_trained_without_the_leading_space_gets_none(tmp_path):
     assert ours.encode("hello") != ours.encode(" hello")
 
 
-# Added tokens that take spaces, stand alone, or are looked for in normalized text
+# Added tokens that absorb spaces, stand alone or are matched in normalized text
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 AWKWARD = st.lists(
@@ -429,7 +429,7 @@ AWKWARD = st.lists(
 
 
 def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
-    """A copy whose tokenizer.json has two more tokens with these flags, and a special one that spans a space."""
+    """A copy whose tokenizer.json has three more tokens with these flags and a special one that is not normalized."""
     shutil.copytree(source, folder)
     oracle = Oracle.from_file(str(folder / "tokenizer.json"))
     plain = dict.fromkeys(FLAGS, False)
@@ -442,7 +442,7 @@ def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
 
 @pytest.mark.parametrize("flags", [(), *((flag,) for flag in FLAGS), ("lstrip", "rstrip"), FLAGS], ids=",".join)
 @pytest.mark.parametrize("name", ["qwen", "llama-2-json"])
-def test_added_tokens_are_met_as_their_flags_say(folders, tmp_path, name, flags):
+def test_added_tokens_are_recognized_as_their_flags_say(folders, tmp_path, name, flags):
     folder = with_tokens(folders[name], tmp_path / "flags", dict.fromkeys(flags, True))
     ours = load_tokenizer(folder)
     theirs = Oracle.from_file(str(folder / "tokenizer.json"))
@@ -462,7 +462,7 @@ def test_added_tokens_are_met_as_their_flags_say(folders, tmp_path, name, flags)
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_special_tokens_of_a_template_take_spaces_as_their_flags_say(folders, tmp_path, flag):
+def test_special_tokens_of_a_template_absorb_spaces_as_their_flags_say(folders, tmp_path, flag):
     folder = with_tokens(folders["qwen"], tmp_path / "flags", {flag: True})
     template = "{% for m in messages %}a [S] {{ m.content }} [S]b [S]\n{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
@@ -483,7 +483,7 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(folders, tmp_path, val
 # A tokenizer.json that is not byte-level, through the package tokenizers
 
 
-def test_a_sentencepiece_model_that_is_a_json_alone_is_read_as_the_model_itself(pairs):
+def test_a_sentencepiece_model_stored_only_as_json_is_read_like_the_model(pairs):
     for form, original in (("llama-2-json", "llama-2"), ("llama-2-legacy-json", "llama-2-legacy")):
         ours, model = pairs[form].ours, pairs[original].ours
         assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (model.vocab_size, model.bos_id, model.eos_ids)
@@ -496,7 +496,7 @@ def test_a_sentencepiece_model_that_is_a_json_alone_is_read_as_the_model_itself(
 
 
 @pytest.mark.parametrize("change", ["normalizer", "pattern"])
-def test_a_byte_level_json_with_a_step_that_is_unknown_here_is_read_too(folders, tmp_path, change):
+def test_a_byte_level_json_with_an_unknown_step_is_read_through_the_package(folders, tmp_path, change):
     folder = edited(folders["qwen"], tmp_path / "own")
     steps = read(folder)["pre_tokenizer"]["pretokenizers"]
     own = {"normalizer": {"type": "Lowercase"}} if change == "normalizer" else {
@@ -622,7 +622,7 @@ def test_control_tokens_typed_by_a_user_do_not_change_the_turns(pairs, name):
         assert [i for i in turn if i in control] == [i for i in plain if i in control]
 
 
-def test_a_template_file_beside_the_checkpoint_counts_before_the_configs(folders, tmp_path):
+def test_a_template_file_overrides_the_configs_template(folders, tmp_path):
     folder = edited(folders["llama-2"], tmp_path / "jinja")
     (folder / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
     theirs = LlamaTokenizer.from_pretrained(folder)
@@ -659,7 +659,7 @@ def test_later_mistrals_write_no_space_after_their_control_tokens(folders, tmp_p
 
 
 @pytest.mark.parametrize("name", ["llama-2", "gpt2"])
-def test_chat_without_a_template_or_a_format_s_tokens_is_refused(folders, tmp_path, name):
+def test_chat_without_a_template_or_the_tokens_of_a_known_format_is_refused(folders, tmp_path, name):
     ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
     for turn in (ours.chat, ours.chat_next):
         with pytest.raises(ValueError, match="has no chat template; use a plain prompt"):
@@ -667,7 +667,7 @@ def test_chat_without_a_template_or_a_format_s_tokens_is_refused(folders, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["llama-3", "chatml", "mistral-v0.3"])
-def test_without_a_template_the_tokens_of_a_known_format_stand_for_one(folders, pairs, tmp_path, name):
+def test_without_a_template_the_tokens_of_a_known_format_imply_one(folders, pairs, tmp_path, name):
     ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
     for system in (None, "Be brief."):
         assert ours.chat(" hello", system) == rendered(pairs[name].theirs, " hello", system=system)
@@ -679,7 +679,7 @@ def test_without_a_template_the_tokens_of_a_known_format_stand_for_one(folders, 
 
 @pytest.mark.parametrize("i", [10**9, 2**63, -1, "x", 1.5, None, True])
 @pytest.mark.parametrize("where", ["added_tokens", "added_tokens_decoder", "added_tokens.json", "vocab"])
-def test_an_id_that_no_vocabulary_has_is_refused_before_memory_is_taken(folders, tmp_path, where, i):
+def test_an_id_that_no_vocabulary_has_is_refused_before_memory_is_allocated(folders, tmp_path, where, i):
     folder = edited(folders["qwen"], tmp_path / "ids")
     if where == "added_tokens":
         token = {"id": i, "content": "new", "special": False}
@@ -722,7 +722,7 @@ def refused(folder: Path, *words: str) -> None:
 )
 def test_a_json_that_is_not_byte_level_bpe_names_what_reads_it(tmp_path, monkeypatch, model, word):
     Oracle(model).save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     refused(tmp_path, word, "pip install tokenizers", "tokenizer.model", "tokenizer.json")
 
 
@@ -786,7 +786,7 @@ HOSTILE = (None, True, -1, 3, 1.5, 2**63, 1e308, "", "x", "(", [], [1], ["x"], [
 
 
 def places(value: object, path: tuple = ()) -> list[tuple]:
-    """Every place in a JSON value, but for the inside of vocabularies and lists beyond their first item."""
+    """Every path in a JSON value, except in vocabularies beyond 3 entries and in lists beyond the first item."""
     entries = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     found = [path] if path else []
     for key, inner in list(entries)[: 3 if path[-1:] == ("vocab",) else None]:
@@ -827,7 +827,7 @@ def test_a_value_of_the_wrong_type_anywhere_is_refused_in_one_line_or_read(folde
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens"])
-def test_a_file_that_is_nested_without_end_is_refused(folders, tmp_path, name, text):
+def test_a_file_that_is_nested_too_deeply_is_refused(folders, tmp_path, name, text):
     folder = edited(folders["qwen"], tmp_path / "nested")
     (folder / f"{name}.json").write_text(text)
     refused(folder, f"{name}.json", "nested too deeply")

@@ -1,4 +1,4 @@
-"""needle/train.py: what its sequences teach, that a run can be stopped, and that what it ships is what it trained."""
+"""needle/train.py: what its sequences teach, that a run can be resumed, and that it ships what it trained."""
 
 import gzip
 import random
@@ -32,13 +32,13 @@ def make_data(tokenizer, seed=0):
     return train.Data(tokenizer, " ".join(TEXT * 2).split(), seed)
 
 
-def test_the_first_digit_of_a_number_takes_the_space_before_it_and_the_others_stand_apart(tokenizer):
+def test_every_digit_is_a_token_and_the_first_one_takes_the_space_before_it(tokenizer):
     ids = tokenizer.encode("is 4071.", bos=False)
     assert [tokenizer.decode([i]) for i in ids] == ["is", " 4", "0", "7", "1", "."]
 
 
 @pytest.mark.parametrize("stage, length", [("direct", 256), ("echo", 256), ("ruler", 512), ("all", 256), ("all", 2048)])
-def test_every_token_is_followed_by_the_next_but_an_answer_by_its_end(tokenizer, stage, length):
+def test_every_token_predicts_the_next_and_the_last_of_an_answer_predicts_eos(tokenizer, stage, length):
     source = make_data(tokenizer)
     kinds = set()
     for _ in range(40):
@@ -87,7 +87,7 @@ def test_held_out_words_and_numbers_are_never_drawn(kind):
 
 
 def test_a_new_model_copies_before_any_training():
-    """Where a random stretch comes again, the circuit it starts with makes the right token likelier than before."""
+    """When a random stretch repeats, the initial circuit makes the right tokens likelier than the first time."""
     model, gain = train.new_model(0), 0.0
     speed, _ = rope_frequencies(model.config.rope, model.config.head_dim, 1)
     for seed in range(4):
@@ -120,7 +120,7 @@ def small(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
 
 
-def test_a_run_goes_on_from_where_it_was_saved(small, tokenizer, folder):
+def test_a_run_resumes_where_it_was_saved(small, tokenizer, folder):
     run = train.Trainer(folder, "cpu", minutes=10, tokens_per_step=512)
     source = make_data(tokenizer)
     run.train_step(run.batch(source))
@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_where_it_was_saved(small, tokenizer, folder):
     batch = [source.sequence("all", 256)]
     assert (again.step, again.tokens, again.right) == (run.step, run.tokens, run.right)
     assert again.train_step(batch) == pytest.approx(run.train_step(batch), rel=1e-5)
-    assert again.train_step(batch) == pytest.approx(run.train_step(batch), rel=1e-3)  # the optimizer came along
+    assert again.train_step(batch) == pytest.approx(run.train_step(batch), rel=1e-3)  # the optimizer was restored
 
 
 def test_stages_follow_one_another_when_most_answers_are_right_or_their_time_is_over(small, folder):
