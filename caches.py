@@ -83,8 +83,8 @@ class Caches:
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
-            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens do not fit in any memory; lower "
-                             "--max-new-tokens or --batch")  # fmt: skip
+            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens need more GB than any machine has; "
+                             "lower --max-new-tokens or --batch")  # fmt: skip
         return shape_of(self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens)
 
     def _planned_bytes(self, shape: Shape) -> tuple[int, int]:

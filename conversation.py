@@ -9,7 +9,7 @@ from typing import TextIO
 
 from engine import Engine
 
-HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits at the > prompt"
+HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
 
 
 class Conversation:

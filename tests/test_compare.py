@@ -66,5 +66,5 @@ def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
 def test_a_file_that_is_not_a_result_is_refused(measured, tmp_path):
     for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', "no"):
         (tmp_path / "other.json").write_text(content)
-        with pytest.raises(ValueError, match="other.json .*what eval.py and bench wrote"):
+        with pytest.raises(ValueError, match="other.json must be the files that eval.py and bench wrote"):
             compare.main([measured[0], str(tmp_path / "other.json")])
