@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 # Set before torch is imported: all tests and the subprocesses they start share the compiled kernels.
@@ -47,6 +49,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def offload_threads() -> Callable[[], list[threading.Thread]]:
+    """Lists the offload threads that have started since; other tests' caches may await the garbage collector."""
+    others = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name.startswith("kv-offload") and t not in others]
 
 
 def write_random(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:

@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -17,18 +16,6 @@ from kv import offload
 
 ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
-
-
-OTHERS: set[threading.Thread] = set()  # of caches that other tests left to the garbage collector
-
-
-@pytest.fixture(autouse=True)
-def others():
-    OTHERS.update(threading.enumerate())
-
-
-def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("kv-offload") and t not in OTHERS]
 
 
 def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
@@ -52,7 +39,7 @@ def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("delta", (False, True))
 @pytest.mark.parametrize("chunk", (1, 4 << 20))
-def test_fetched_rows_are_those_that_were_written(delta, chunk, monkeypatch):
+def test_fetched_rows_are_those_that_were_written(delta, chunk, monkeypatch, offload_threads):
     monkeypatch.setattr(offload, "CHUNK", chunk)  # one row in each staging buffer
     pools = [make_pool(count, delta) for count in (1, 3, 40)]
     pools.append(offload.Pool("layers 2, 3", ROWS, WIDTH, torch.float32, CPU, host=True))
@@ -66,7 +53,7 @@ def test_fetched_rows_are_those_that_were_written(delta, chunk, monkeypatch):
                     taken = pool.take(found, column)
                     assert torch.equal(taken[ids >= 0], rows[ids[ids >= 0], column])
         pool.close()
-    assert not threads()
+    assert not offload_threads()
 
 
 def test_a_failing_thread_raises_in_the_caller_with_layer_and_rows(monkeypatch):
@@ -94,7 +81,7 @@ def test_a_failing_write_raises_in_the_caller():
 
 
 @pytest.mark.parametrize("compiled", (False, True))
-def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeypatch):
+def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeypatch, offload_threads):
     """No hang and no wrong row; a failure is raised once, in the step that needs the rows."""
     pools = [make_pool(3, delta) for delta in (True, False)]
     rows = [fill(pool, seed) for seed, pool in enumerate(pools)]
@@ -134,10 +121,10 @@ def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeyp
     assert 20 < raised < 400
     for pool in pools:
         pool.close()
-    assert not threads()
+    assert not offload_threads()
 
 
-def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch):
+def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_threads):
     """An error elsewhere or Ctrl-C may abort a step between issue and wait."""
     staged, workers = offload.Staged(SLOTS, WIDTH, torch.float32, CPU), offload.Workers(2)
     pools = [offload.ThreadedPool(f"layer {i}", ROWS, WIDTH, staged, workers, delta=i == 0) for i in range(2)]
@@ -154,7 +141,7 @@ def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch):
     pools[0].write(0, torch.zeros(5, 7), 0)  # fails, as may the fetch in flight; the pools can still be closed
     for pool in pools:
         pool.close()
-    assert not threads()
+    assert not offload_threads()
 
 
 def test_slots_that_are_not_asked_for_are_left_alone():
@@ -169,15 +156,15 @@ def test_slots_that_are_not_asked_for_are_left_alone():
         pool.close()
 
 
-def test_a_pool_that_is_dropped_leaves_no_thread():
+def test_a_pool_that_is_dropped_leaves_no_thread(offload_threads):
     pool = make_pool()
     fill(pool)
-    assert threads()
+    assert offload_threads()
     del pool
     deadline = time.time() + 10
-    while threads() and time.time() < deadline:
+    while offload_threads() and time.time() < deadline:
         time.sleep(0.01)
-    assert not threads()
+    assert not offload_threads()
 
 
 def test_python_exits_while_a_fetch_is_under_way():

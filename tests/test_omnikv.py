@@ -1,6 +1,5 @@
 """OmniKV against a slow reference written from its equations, on the device and offloaded."""
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -216,7 +215,7 @@ def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_alloca
             engine.use("omnikv", 1000, options, max_prompt=2**20)
 
 
-def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path):
+def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path, offload_threads):
     engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=3), batch=2, max_new_tokens=40, compile=False)
     expected = answers(engine)
     engine.use("omnikv", 60, {"offload": True, "engine": "threads"}, batch=2, max_new_tokens=40)  # 60: all are chosen
@@ -229,9 +228,9 @@ def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path
         assert answers(engine) == few
         wanted, fetched = engine.fetched()
         assert wanted > 500 and (fetched < wanted) == delta
-    assert [t for t in threading.enumerate() if t.name.startswith("kv-offload")]
+    assert offload_threads()
     engine.use("full")
-    assert not [t for t in threading.enumerate() if t.name.startswith("kv-offload")]
+    assert not offload_threads()
 
 
 @pytest.mark.cuda

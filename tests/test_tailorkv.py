@@ -193,7 +193,7 @@ def test_a_method_that_does_not_look_ahead_costs_no_projection(name, options, tm
     engine.use("full")
 
 
-def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypatch):
+def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypatch, offload_threads):
     """Threads deliver no channel before its layer waits for it, so waiting anywhere earlier would fail."""
     expected = steps(engine_of(tmp_path / "here", {}, HERE), 5)
     engine, log = engine_of(tmp_path / "there", {}, THREADS), []
@@ -220,7 +220,7 @@ def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypat
     step = [("decoded", 0), ("decoded", 1), ("waits", 2), ("decoded", 2), ("waits", 3), ("decoded", 3)]
     assert log == step * 5
     engine.use("full")
-    assert not threads()
+    assert not offload_threads()
 
 
 def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeypatch):
@@ -274,12 +274,8 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
 # Threads
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-offload")]
-
-
 @pytest.mark.parametrize("pool, what", [("channel_pool", "the channels of layer 2"), ("pool", "layer 2")])
-def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(pool, what, monkeypatch):
+def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(pool, what, monkeypatch, offload_threads):
     shape = make_shape(batch=2)
     here, there = Tailor(shape, 24, HERE), Tailor(shape, 24, THREADS)
     generator = torch.Generator().manual_seed(0)
@@ -298,12 +294,12 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
             with pytest.raises(RuntimeError, match=rf"^{what}: rows \d+ to \d+ could not be fetched \(bus error\)$"):
                 there.step(inputs)
         assert torch.equal(there.step(inputs), here.step(inputs))
-    assert threads()
+    assert offload_threads()
     there.close()
-    assert not threads()
+    assert not offload_threads()
 
 
-def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_path):
+def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_path, offload_threads):
     prompts = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
 
     def answers(options: dict) -> list:
@@ -317,9 +313,9 @@ def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_pa
     assert expected != answers(HERE | {"channels": 16})
     assert answers(DIRECT) == expected
     assert answers(THREADS) == expected
-    assert threads()
+    assert offload_threads()
     engine.use("full")
-    assert not threads()
+    assert not offload_threads()
 
 
 # Sizes
