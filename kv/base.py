@@ -9,9 +9,9 @@ Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group
 dim. Row b of every buffer holds one sequence and has its own length. Keys arrive with RoPE applied and are stored so.
 
 The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)` after the last layer's prefill;
-`decode` once per token; `reset(row)`. Decode steps are compiled with static shapes (`fullgraph=True`, a CUDA graph on
-GPUs): sizes are fixed when the method is built; whatever varies is a tensor or a mask. `decode` therefore has no
-`.item()` and no data-dependent shape, and writes only in place, to registered buffers.
+`decode` once per token, `extend` for several tokens at once; `reset(row)`. Decode steps are compiled with static shapes
+(`fullgraph=True`, a CUDA graph on GPUs): sizes are fixed when the method is built; whatever varies is a tensor or a
+mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
 
 The laws, which tests/test_contract.py checks for every registered method:
 
@@ -26,12 +26,14 @@ The laws, which tests/test_contract.py checks for every registered method:
 8. A decode step allocates nothing that outlives it and moves no buffer.
 9. Every step attends to the `recent` newest tokens; generation stays within the allocation, for `endless` methods too.
 10. An inactive row's state does not change, whatever token it is fed.
+11. `extend` by one token equals a decode step, for methods that attend to all they hold. With a budget for every token,
+    a prompt that is extended in chunks of any sizes equals the whole prompt.
 """
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +138,22 @@ class Method(ABC):
         return all(getattr(self, name) == value for name, value in options.items())
 
 
+class Held(NamedTuple):
+    """What a layer holds of one row: k and v [H,N,D] and their positions [H,N], ascending; -1: no token.
+
+    H is Hk, or Hq if each query head stores its own tokens.
+    """
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+
+    @classmethod
+    def new(cls, k: Tensor, v: Tensor, pos: int = 0) -> "Held":
+        """Consecutive tokens k and v [H,n,D], from position `pos` on."""
+        return cls(k, v, torch.arange(pos, pos + k.shape[1], device=k.device).expand(k.shape[0], -1))
+
+
 class Buffers(nn.Module):
     """Buffers with one entry per row, which compiled steps write in place and checkpoints leave out."""
 
@@ -193,6 +211,14 @@ class KV(Buffers, ABC):
         newest token, or 0.
         """
 
+    @abstractmethod
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        """Stores n tokens after the first `pos` of row `row`, as n steps would: k and v [1,Hk,n,D]."""
+
+    @abstractmethod
+    def held(self, row: int, length: int) -> Held:
+        """What the layer holds of row `row`, which has `length` tokens: on the device, dequantized, perhaps views."""
+
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill, for methods that shrink layers by the statistics of all."""
 
@@ -217,6 +243,29 @@ class KV(Buffers, ABC):
 
     def skip_prompt(self, q: Tensor, k: Tensor) -> None:
         """Replaces `attend_prompt` when a benchmark fills the cache with random tokens: invents the statistics."""
+
+    # More tokens
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """Adds n tokens after the first `pos` of a row: q [1,Hq,n,D], k and v [1,Hk,n,D] -> [1,Hq,n,D].
+
+        Each attends to everything that the row holds and to the new tokens before it. What methods with fixed caches
+        evict leaves afterwards.
+        """
+        self.append(row, k, v, pos)
+        held = self.held(row, pos + k.shape[2])
+        return ops.suffix_attention(q, held.k[None], held.v[None])
+
+    def extend_stepwise(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """`extend` by one decode step per token, for what cannot be done at once."""
+        active, at, ys = torch.zeros(self.shape.batch, dtype=torch.bool, device=q.device), None, []
+        active[row], at = True, active.long()
+        for i in range(k.shape[2]):
+            at[row] = pos + i
+            self.fit(pos + i + 1, pos + i + 1)
+            inputs = (x[:, :, i : i + 1].expand(self.shape.batch, -1, -1, -1) for x in (q, k, v))
+            ys.append(self.decode(*inputs, at, active)[row, None])
+        return torch.cat(ys, dim=2)
 
     # Slots
 
@@ -304,6 +353,7 @@ class Kept(KV):
         self.allocate_slots(self.kept + shape.max_new_tokens)
         self.beyond["generated"] = shape.max_new_tokens * shape.slot_bytes
         self.state("dropped")  # how many tokens of each row's prompt are gone, [B]
+        self.state("position", shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept tokens
 
     def fill(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> None:
         """Stores the tokens at positions kept [H,n] of k and v [1,Hk,T,D]; H is Hk, or a multiple of it."""
@@ -311,9 +361,27 @@ class Kept(KV):
         head = torch.arange(heads, device=k.device)[:, None] // (heads // k.shape[1])
         self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
         self.dropped[row] = k.shape[2] - n
+        self.position[row, :, :n] = kept
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        first = pos - int(self.dropped[row])
+        for buffer, x in ((self.k, k), (self.v, v)):
+            buffer[row, :, first : first + k.shape[2]] = self.coded(x[0])
+
+    def held(self, row: int, length: int) -> Held:
+        dropped = int(self.dropped[row])
+        position = self.position[row, :, : length - dropped]
+        position = position[:, : int((position[0] >= 0).sum())]
+        generated = torch.arange(position.shape[1] + dropped, length, device=position.device)
+        k, v = (self.decoded(x[row, :, : length - dropped]) for x in (self.k, self.v))
+        return Held(k, v, torch.cat([position, generated.expand(len(position), -1)], dim=1))
 
     def coded(self, x: Tensor) -> Tensor:
         """Converts vectors to the form in which they are stored."""
+        return x
+
+    def decoded(self, x: Tensor) -> Tensor:
+        """The inverse of `coded`."""
         return x
 
     def reads(self, length: int, new: int) -> int:

@@ -42,6 +42,9 @@ class Loaded(Fetched):
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
 
+    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
+        return self.pool.read(row * self.shape.max_prompt, prompt).permute(1, 2, 0, 3).unbind(0)
+
     def load(self, q: Tensor, active: Tensor) -> Tensor:
         """Starts to load the whole prompt, before the returned q, an earlier layer's query, is used."""
         position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
@@ -59,7 +62,7 @@ class Loaded(Fetched):
         new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
         prompt = torch.arange(self.shape.max_prompt, device=q.device) < self.prompt[:, None]
-        return ops.attend(q, keys, values, torch.cat([prompt, self.held(newest)[1]], dim=1))
+        return ops.attend(q, keys, values, torch.cat([prompt, self.occupied(newest)[1]], dim=1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         units = self.shape.n_kv_head * self.shape.unit_bytes

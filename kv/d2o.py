@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Method, Shape, option
+from kv.base import KV, Buffers, Held, Method, Shape, option
 from kv.full import Full
 from kv.h2o import H2O, allocate_tokens
 from kv.streaming import SINKS
@@ -150,10 +150,10 @@ class D2O(H2O):
         if self.index == 0:
             self.shared.divide(row)
         sizes = self.shared.sizes[row]
-        first, size = sum(sizes[: self.index]) + self.index, sizes[self.index]
-        self.first[row], self.allotted[row], self.threshold[row] = first, size, -torch.inf
+        self.first[row] = sum(sizes[: self.index]) + self.index
+        self.allotted[row], self.threshold[row] = sizes[self.index], -torch.inf
         sums, _, *kv = self.shared.parked[self.index]
-        self.compress(row, first, sums, *(x.to(self.k.device) for x in kv), size)
+        self.compress(row, sums, Held.new(*(x.to(self.k.device) for x in kv)), prompt=True)
         if self.index == len(sizes) - 1:
             self.shared.parked.clear()
 
@@ -164,15 +164,19 @@ class D2O(H2O):
 
     # Merging: Equations 9 to 12
 
-    def kept_vectors(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().kept_vectors(row, k, v, kept)
+    def kept_vectors(
+        self, row: int, tokens: Held, kept: Tensor, sums: list[Tensor], prompt: bool
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = super().kept_vectors(row, tokens, kept, sums, prompt)
         if self.options.merge == "none":
             return keys, values
+        k, v, _ = tokens
         stays = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device).scatter(1, kept, True)
         merged_keys, merged_values = keys.clone(), values.clone()
         for head, evicted in enumerate(~stays):
             similarity, to = self.nearest(k[head, evicted], keys[head])  # Equation 9
-            self.threshold[row, head] = tau = similarity.mean()  # Equation 10, at the prompt
+            tau = self.moving_average(similarity.mean(), self.threshold[row, head])  # Equation 10
+            self.threshold[row, head] = tau
             weight = self.weight(similarity) * (similarity >= tau)
             total = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
             w_c = self.kept_weight(total)  # Equation 12
@@ -200,9 +204,13 @@ class D2O(H2O):
         merges = evicts & (similarity >= self.threshold)  # the last tau gives the same choice as the next, if beta < 1
         for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
             self.put(buffer, to, merges, (w_c * at(all_, to) + (1 - w_c) * gone).to(all_.dtype))  # Equation 11
+        tau = self.moving_average(similarity, self.threshold)
+        self.threshold.copy_(torch.where(evicts, tau, self.threshold))  # Equation 10
+
+    def moving_average(self, similarity: Tensor, last: Tensor) -> Tensor:
+        """tau (Equation 10) of the evicted tokens' mean similarity and the last tau, -inf before the first eviction."""
         beta = self.options.beta
-        tau = torch.where(self.threshold.isinf(), similarity, beta * similarity + (1 - beta) * self.threshold)
-        self.threshold.copy_(torch.where(evicts, tau, self.threshold))  # Equation 10, at a step
+        return torch.where(last.isinf(), similarity, beta * similarity + (1 - beta) * last)
 
     def nearest(self, gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Each evicted key's [m,D] highest cosine similarity with a kept key [n,D], and that key's index: both [m]."""
@@ -223,6 +231,10 @@ class D2O(H2O):
 
     def sizes(self) -> Tensor:
         return self.allotted[:, None]
+
+    def region_of(self, row: int) -> tuple[slice, int]:
+        first, size = int(self.first[row]), int(self.allotted[row])
+        return slice(first, first + size + 1), size
 
     def region(self) -> Tensor:
         """Where the first n slots of the region lie in the shared buffers, [B,Hk,n]."""
@@ -251,7 +263,7 @@ class D2O(H2O):
     def reset(self, row: int) -> None:
         KV.reset(self, row)
         self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
-        self.position[row, :, self.first[row] : self.first[row] + self.allotted[row] + 1] = -1
+        self.position[row, :, self.region_of(row)[0]] = -1
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kv.base import KV, Method, Shape, option
+from kv.base import KV, Held, Method, Shape, option
 from kv.full import Full
 from kv.streaming import Streaming
 
@@ -57,6 +58,22 @@ class Duo(KV):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
         return self.join([part.decode(*qkv, pos, active) for part, *qkv in inputs])
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        for part, *kv in zip(self.parts, *map(self.split, (k, v)), strict=True):
+            part.append(row, *kv, pos)
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
+        return self.join([part.extend(row, *qkv, pos) for part, *qkv in inputs])
+
+    def held(self, row: int, length: int) -> Held:
+        found = [part.held(row, length) for part in self.parts]
+        most = max(part.position.shape[1] for part in found)
+        k, v, position = zip(*found, strict=True)
+        k, v = (torch.cat([F.pad(x, (0, 0, most - x.shape[1], 0)) for x in xs]) for xs in (k, v))
+        position = torch.cat([F.pad(x, (most - x.shape[1], 0), value=-1) for x in position])
+        return Held(k[self.back], v[self.back], position[self.back])
 
     def set_speed(self, row: int, speed: Tensor) -> None:
         for part in self.parts:

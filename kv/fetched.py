@@ -1,12 +1,13 @@
 """The base of methods that keep both ends of a prompt on the device and fetch parts of its middle."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape, option
+from kv.base import KV, Held, Shape, option
 from kv.offload import Pool, Staged
 
 
@@ -71,7 +72,22 @@ class Parts(KV):
         self.store(k, v, self.first_generated + newest, active)
         return newest
 
-    def held(self, newest: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        first = self.first_generated + pos - int(self.prompt[row])
+        for buffer, x in ((self.k, k), (self.v, v)):
+            buffer[row, :, first : first + k.shape[2]] = x[0]
+
+    def held(self, row: int, length: int) -> Held:
+        prompt = int(self.prompt[row])
+        generated = slice(self.first_generated, self.first_generated + length - prompt)
+        new = (x[row, :, generated] for x in (self.k, self.v))
+        return Held.new(*(torch.cat(pair, dim=1) for pair in zip(self.held_prompt(row, prompt), new, strict=True)))
+
+    @abstractmethod
+    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
+        """K and V [Hk,T,D] of the row's prompt, which has `prompt` tokens."""
+
+    def occupied(self, newest: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens up to `newest` [B], hold one: two of [B,n]."""
         ends = torch.arange(self.ends, device=newest.device) < self.prompt[:, None]
         return ends, torch.arange(self.span.shape[0] - self.first_generated, device=newest.device) <= newest[:, None]
@@ -132,6 +148,11 @@ class FetchedTokens(Fetched):
         self.keep_ends(row, k[0], v[0])
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt * k.shape[1], x[0].transpose(0, 1).flatten(0, 1), i)
+
+    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
+        heads = self.shape.n_kv_head
+        rows = self.pool.read(row * self.shape.max_prompt * heads, prompt * heads)  # [T Hk,2,D]
+        return rows.unflatten(0, (prompt, heads)).permute(2, 1, 0, 3).unbind(0)
 
     def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
         """Fetches the candidates [B,N] with the best scores [B,Hk,N] to the chosen slots; returns q, see Pool.issue."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Method, Shape
+from kv.base import KV, Held, Method, Shape
 
 
 class Full(KV):
@@ -23,9 +23,25 @@ class Full(KV):
         self.recent = self.size - self.sinks
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        kept = ops.in_ring(k.shape[2], self.size, self.sinks, k.device)
+        self.append(row, k, v, 0)
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device)
+        kept = kept[kept >= pos]
         slot = ops.ring(kept, self.size, self.sinks)
-        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept], v[0, :, kept]
+        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
+
+    def held(self, row: int, length: int) -> Held:
+        position = ops.in_ring(length, self.size, self.sinks, self.k.device)
+        slot = slice(length) if length <= self.size else ops.ring(position, self.size, self.sinks)
+        return Held(self.k[row, :, slot], self.v[row, :, slot], position.expand(self.shape.n_kv_head, -1))
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        if pos + k.shape[2] <= self.size:
+            return super().extend(row, q, k, v, pos)
+        y = ops.ring_attention(q, k, v, self.held(row, pos), self.size, self.sinks)
+        self.append(row, k, v, pos)
+        return y
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, ops.ring(pos, self.size, self.sinks), active)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Method, Shape, option
+from kv.base import KV, Buffers, Held, Method, Shape, option
 from kv.streaming import SINKS
 
 
@@ -56,29 +56,32 @@ class H2O(KV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         (sums, _), self.observed = self.observed, None
-        self.position[row] = -1
-        self.compress(row, 0, sums, k[0], v[0], self.size)
+        self.compress(row, sums, Held.new(k[0], v[0]), prompt=True)
 
-    def compress(self, row: int, first: int, sums: list[Tensor], k: Tensor, v: Tensor, size: int) -> None:
-        """Stores the kept part of a prompt, each of `sums` [Hk,T], k and v [Hk,T,D], in `size` slots from `first`."""
-        kept = self.select(sums, size)
-        k, v = self.kept_vectors(row, k, v, kept) if kept.shape[1] < k.shape[1] else (k, v)
-        at = slice(first, first + kept.shape[1])
-        self.k[row, :, at], self.v[row, :, at], self.position[row, :, at] = k, v, kept
+    def compress(self, row: int, sums: list[Tensor], tokens: Held, prompt: bool) -> None:
+        """Stores what stays of N tokens, a prompt's or those of an extended row; each of `sums` is [Hk,N]."""
+        region, size = self.region_of(row)
+        kept = self.select(sums, tokens.position, size)
+        k, v, position = tokens
+        if kept.shape[1] < position.shape[1]:
+            k, v = self.kept_vectors(row, tokens, kept, sums, prompt)
+        at = slice(region.start, region.start + kept.shape[1])
+        self.position[row, :, region] = -1
+        self.k[row, :, at], self.v[row, :, at] = k, v
+        self.position[row, :, at] = position.gather(1, kept)
         for name, values in zip(self.sums, sums, strict=True):
             getattr(self, name)[row, :, at] = values.gather(1, kept)
         self.spare[row] = kept.shape[1]
 
-    def select(self, sums: list[Tensor], size: int) -> Tensor:
-        """The kept positions [Hk,n], ascending: sinks, the most important tokens, the newest tokens."""
-        heads, length = sums[0].shape
-        position = torch.arange(length, device=sums[0].device).expand(heads, -1)
-        if length <= size:
-            return position
-        newest = self.newest(size)
-        importance = self.importance(sums, position, length - 1)[:, self.sinks : length - newest]
-        best = ops.top(importance, size - self.sinks - newest).sort().values + self.sinks
-        return torch.cat([position[:, : self.sinks], best, position[:, length - newest :]], dim=1)
+    def select(self, sums: list[Tensor], position: Tensor, size: int) -> Tensor:
+        """Which of N tokens at position [Hk,N], ascending, stay: sinks, the most important, the newest: [Hk,n]."""
+        index = torch.arange(position.shape[1], device=position.device).expand_as(position)
+        if position.shape[1] <= size:
+            return index
+        between = slice(self.sinks, position.shape[1] - self.newest(size))
+        importance = self.importance(sums, position, position[:, -1:])[:, between]
+        best = ops.top(importance, size - self.sinks - self.newest(size)).sort().values + self.sinks
+        return torch.cat([index[:, : self.sinks], best, index[:, between.stop :]], dim=1)
 
     def newest(self, size: Tensor | int) -> Tensor | int:
         """How many of the `size` kept tokens are reserved for the newest."""
@@ -88,10 +91,44 @@ class H2O(KV):
         """The importance, fp32, of the tokens at `position`; the newest token is at `pos`."""
         return sums[0]
 
-    def kept_vectors(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values [Hk,n,D] to store for positions kept [Hk,n]; d2o merges the evicted tokens into them."""
-        each = kept[..., None].expand(-1, -1, k.shape[2])
-        return k.gather(1, each), v.gather(1, each)
+    def kept_vectors(
+        self, row: int, tokens: Held, kept: Tensor, sums: list[Tensor], prompt: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values [Hk,n,D] to store of tokens kept [Hk,n]; cam and d2o merge the others into them."""
+        each = kept[..., None].expand(-1, -1, tokens.k.shape[2])
+        return tokens.k.gather(1, each), tokens.v.gather(1, each)
+
+    # More tokens
+
+    def held(self, row: int, length: int) -> Held:
+        slot = self.slots_by_position(row)
+        each = slot[..., None].expand(-1, -1, self.k.shape[3])
+        return Held(self.k[row].gather(1, each), self.v[row].gather(1, each), self.position[row].gather(1, slot))
+
+    def slots_by_position(self, row: int) -> Tensor:
+        """The slots [Hk,n] of the row's tokens, oldest first; every head holds as many."""
+        region = self.region_of(row)[0]
+        position = self.position[row, :, region]
+        return position.argsort(1)[:, position.shape[1] - int((position[0] >= 0).sum()) :] + region.start
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
+        slot, old, n = self.slots_by_position(row), self.held(row, pos), k.shape[2]
+        keys = old.k
+        if pos + n > self.shape.max_length:
+            last = torch.tensor([pos - 1], device=k.device)
+            keys = self.in_cache(keys[None], old.position[None], last, self.rope_speed[row, None])[0]
+        keys, values = (torch.cat([x, new[0]], dim=1)[None] for x, new in ((keys, k), (old.v, v)))
+        y = ops.suffix_attention(q, keys, values)
+        received, _ = ops.column_sums(q, keys, len(self.sums))
+        for name, total in zip(self.sums, received, strict=True):
+            total[:, : slot.shape[1]] += getattr(self, name)[row].gather(1, slot)
+        tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
+        self.compress(row, received, tokens, prompt=False)
+        return y
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        raise NotImplementedError("what stays depends on the queries: extend")
 
     # A step
 
@@ -102,7 +139,10 @@ class H2O(KV):
         for name in self.sums:
             self.put(getattr(self, name), self.spare, live, 0.0)
         keys, values, position = (self.read(x) for x in (self.k, self.v, self.position))
-        turned = self.in_cache(keys, position, pos) if self.past_context else keys
+        turned = keys
+        if self.past_context:
+            past = (pos >= self.shape.max_length)[:, None, None, None]
+            turned = torch.where(past, self.in_cache(keys, position, pos, self.rope_speed), keys)
         weight = ops.weights(q, turned, position[:, :, None] < 0)  # [B,Hk,G,n]
         y = (weight.to(values.dtype) @ values).view(q.shape)
         received = torch.where(live[..., None], weight.sum(2), 0.0)
@@ -125,21 +165,24 @@ class H2O(KV):
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
         """cam and d2o: what the tokens at slot [B,Hk] leave behind, where evicts [B,Hk]; the rest covers every slot."""
 
-    def in_cache(self, keys: Tensor, position: Tensor, pos: Tensor) -> Tensor:
-        """The keys [B,Hk,n,D]; past the model's context, RoPE turns them to adjacent positions that end at `pos`.
+    def in_cache(self, keys: Tensor, position: Tensor, last: Tensor, speed: Tensor) -> Tensor:
+        """RoPE turns the keys [B,Hk,n,D] to adjacent positions, of which the newest is `last` [B].
 
-        No distance then exceeds the cache (StreamingLLM, arXiv 2309.17453, section 3.2). Stored keys do not change.
+        Past the model's context, no distance then exceeds the cache (StreamingLLM, arXiv 2309.17453, section 3.2).
+        Stored keys do not change.
         """
-        pos = pos[:, None, None]
         rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
-        moves = (position >= 0) & (pos >= self.shape.max_length)
-        return ops.turn(keys, torch.where(moves, pos - rank - position, 0), self.rope_speed)
+        return ops.turn(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), speed)
 
     # The slots
 
     def sizes(self) -> Tensor | int:
         """Tokens that each row keeps."""
         return self.size
+
+    def region_of(self, row: int) -> tuple[slice, int]:
+        """A row's slots, and the number of tokens it keeps."""
+        return slice(0, self.slots), self.size
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
         """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
@@ -208,6 +251,25 @@ class CaM(H2O):
         value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]
         values.scatter_add_(2, following.indices[..., None].expand(each),  # values is a view of the cache
                             torch.where((spreads[..., None] & real)[..., None], value, 0.0))  # fmt: skip
+
+    def kept_vectors(
+        self, row: int, tokens: Held, kept: Tensor, sums: list[Tensor], prompt: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`merge` for all tokens that an extension evicts."""
+        keys, values = super().kept_vectors(row, tokens, kept, sums, prompt)
+        if prompt:
+            return keys, values
+        stays = torch.zeros_like(tokens.position, dtype=torch.bool).scatter(1, kept, True)
+        chance = self.chance(tokens.position)
+        for head, evicted in enumerate((~stay).nonzero().flatten() for stay in stays):
+            following = torch.searchsorted(kept[head], evicted)[:, None] + torch.arange(self.follow, device=kept.device)
+            real = following < kept.shape[1]
+            following = following.clamp(max=kept.shape[1] - 1)
+            mean = torch.where(real, sums[0][head, kept[head, following]], 0.0).sum(1) / real.sum(1)
+            spreads = real & (chance[head, evicted] < sums[0][head, evicted] / mean)[:, None]
+            value = (tokens.v[head, evicted] / self.spread)[:, None].expand(-1, self.follow, -1)
+            values[head].index_add_(0, following[spreads], value[spreads])
+        return keys, values
 
     def chance(self, position: Tensor) -> Tensor:
         """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""

@@ -79,13 +79,22 @@ class InfLLM(Fetched):
             sums.append(chosen[0].sum(1))
         return torch.stack(sums)
 
+    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
+        heads, middle, sinks = self.shape.n_kv_head, max(0, prompt - self.ends), min(prompt, self.sinks)
+        blocks = self.pool.read(row * heads * self.blocks, heads * self.blocks)  # [Hk blocks,2,block,D]
+        blocks = blocks.unflatten(0, (heads, -1)).transpose(1, 2).flatten(2, 3)[:, :, :middle]  # [Hk,2,n,D]
+        ends = (x[row, :, : min(prompt, self.ends)] for x in (self.k, self.v))
+        return tuple(
+            torch.cat([x[:, :sinks], blocks[:, i], x[:, sinks:]], dim=1) for i, x in enumerate(ends)
+        )
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         newest = self.store_generated(k, v, pos, active)
         self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
         q = self.fetch(active, q)
         position = self.index[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
         inside = (self.index[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
-        ends, new = self.held(newest)
+        ends, new = self.occupied(newest)
         return self.attend_parts(q, ends, inside.flatten(2), new)
 
     def choose(self, q: Tensor, pos: Tensor) -> Tensor:

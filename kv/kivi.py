@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Method, Shape, option
+from kv.base import KV, Held, Method, Shape, option
 from kv.quant import Packed, channels, widen
 
 GROUP, RECENT = 64, 128  # tokens
@@ -41,11 +41,23 @@ class Quantized(KV):
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        length = k.shape[2]
-        packed = self.groups(length) * self.group
-        self.packed.fill(row, k[0, :, :packed], v[0, :, :packed])
-        slot = torch.arange(packed, length, device=k.device) % self.ring
-        self.k[row, :, slot], self.v[row, :, slot] = k[0, :, packed:], v[0, :, packed:]
+        self.append(row, k, v, 0)
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        length, done = pos + k.shape[2], self.groups(pos)
+        waits = torch.arange(done * self.group, pos, device=k.device) % self.ring
+        k, v = (torch.cat([old[row, :, waits], new[0]], dim=1) for old, new in ((self.k, k), (self.v, v)))
+        packs = (self.groups(length) - done) * self.group
+        self.packed.fill(row, k[:, :packs], v[:, :packs], done)
+        slot = torch.arange(done * self.group + packs, length, device=k.device) % self.ring
+        self.k[row, :, slot], self.v[row, :, slot] = k[:, packs:], v[:, packs:]
+
+    def held(self, row: int, length: int) -> Held:
+        groups = self.groups(length)
+        slot = torch.arange(groups * self.group, length, device=self.k.device) % self.ring
+        packed = (decoded(0, groups, row)[0].to(self.k.dtype) for decoded in (self.packed.keys, self.packed.values))
+        k, v = (torch.cat([old, x[row, :, slot]], dim=1) for old, x in zip(packed, (self.k, self.v), strict=True))
+        return Held(k, v, torch.arange(length, device=k.device).expand(len(k), -1))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos % self.ring, active)

@@ -117,6 +117,15 @@ class Segment(Buffers):
                 part = part if self.bits == 16 else quant.encode(part, self.bits)
                 self.pool.write(row * self.shape.max_prompt + start * step, part, self.layers.index(layer), i)
 
+    def read(self, row: int, layer: int, prompt: int) -> tuple[Tensor, Tensor]:
+        """K and V [Hk,T,D] of one layer's prompt."""
+        rows = self.pool.read(row * self.shape.max_prompt, prompt)[:, self.layers.index(layer)]  # [T,2,Hk,D]
+        return self.decoded(rows).permute(1, 2, 0, 3).unbind(0)
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Rows of the pool in the model's dtype."""
+        return rows if self.bits == 16 else quant.decode(rows, self.bits, self.shape.head_dim).to(self.shape.dtype)
+
     def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
         """Chooses prompt tokens by scores [B,N] fp32, N >= k; starts their fetch before the y returned is used."""
         position = torch.arange(scores.shape[1], device=scores.device)
@@ -149,11 +158,9 @@ class Segment(Buffers):
         """K and V [B,Hk,k,D] of the chosen tokens for a layer whose query is q; undefined where index is -1."""
         if layer == self.layers[0]:
             self.rows, self.pending = self.pool.wait(self.pending, q), None
-        rows = self.pool.take(self.rows, self.layers.index(layer))  # [B k,2,Hk,D]
+        rows = self.decoded(self.pool.take(self.rows, self.layers.index(layer)))  # [B k,2,Hk,D]
         if layer == self.layers[-1]:
             self.rows = None
-        if self.bits < 16:
-            rows = quant.decode(rows, self.bits, self.shape.head_dim).to(self.shape.dtype)
         return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -172,20 +179,26 @@ class Filter(Full):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.begin(row, k.shape[2])
         if self.window > 1:
-            self.look_back(row, q, k)
+            self.past[row] = 0
+            self.look_back(row, q, k[0])
         super().keep(row, q, k, v)
 
-    def look_back(self, row: int, q: Tensor, k: Tensor) -> None:
-        """Stores the scores of the prompt's last queries, which the window of the first steps includes."""
-        length = k.shape[2]
-        n = min(self.window - 1, length)
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        y = super().extend(row, q, k, v, pos)
+        if self.window > 1:
+            self.look_back(row, q, self.held(row, pos + k.shape[2]).k)
+        return y
+
+    def look_back(self, row: int, q: Tensor, keys: Tensor) -> None:
+        """Stores the scores of the last queries, which the window of the next steps includes: keys [Hk,T,D]."""
+        length = keys.shape[1]
+        n = min(self.window - 1, q.shape[2])
         position = torch.arange(length - n, length, device=q.device)
         later = torch.arange(length, device=q.device) > position[:, None]
         scores = torch.zeros(n, length, device=q.device)
-        for rows, keys in zip(q[0, :, length - n :].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
-            logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
+        for rows, key in zip(q[0, :, q.shape[2] - n :].unflatten(0, (len(keys), -1)), keys, strict=True):
+            logits = rows.float() @ key.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
             scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
-        self.past[row] = 0
         self.past[row, position % self.window, :length] = scores
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -228,12 +241,15 @@ class Sparse(Parts):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.write(row, self.layer, k[0], v[0])
 
+    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
+        return self.segment.read(row, self.layer, prompt)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         newest = self.store_generated(k, v, pos, active)
         for buffer, x in zip((self.k, self.v), self.segment.take(self.layer, q), strict=True):
             self.chosen(buffer).copy_(x)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
-        ends, new = self.held(newest)
+        ends, new = self.occupied(newest)
         return self.attend_parts(q, ends, chosen, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -37,6 +37,59 @@ def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -
         y[:, :, rows] = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, seen], v[:, :, seen], attn_mask=mask)
 
 
+def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exact causal attention of the last n of N tokens: q [1,Hq,n,D], k and v [1,Hk,N,D] -> [1,Hq,n,D]; never n x N.
+
+    Two flash attentions, to the tokens before the n and among the n, weighted by their sums of exponentials.
+    """
+    (n, length), groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
+    first = length - n
+    if first == 0:
+        return causal_attention(q, k, v)
+    if not _flashes(q):
+        return _masked_attention(q, k, v, lambda query, key: key <= query + first)
+    rows = q.unflatten(1, (-1, groups))  # [1,Hk,G,n,D]
+    before, total = _flash_attention(rows.flatten(2, 3), k[:, :, :first], v[:, :, :first], causal=False)
+    before, total = before.unflatten(2, (groups, n)), total.unflatten(2, (groups, n))
+    y = torch.empty_like(rows)
+    for g in range(groups):
+        among, own = _flash_attention(rows[:, :, g], k[:, :, first:], v[:, :, first:])
+        share = (own - total[:, :, g]).sigmoid()[..., None]
+        y[:, :, g] = share * among + (1 - share) * before[:, :, g]
+    return y.flatten(1, 2)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, Tensor, Tensor], size: int, sinks: int
+) -> Tensor:
+    """Attention of n tokens to what a `ring` of `size` slots holds when each is the newest: q [1,Hq,n,D] -> the same.
+
+    k and v [1,Hk,n,D]: of these tokens. held: k and v [Hk,N,D] and position [Hk,N] of those before.
+    """
+    keys, values = (torch.cat([old[None], new], dim=2) for old, new in zip(held, (k, v), strict=False))
+    first = held[2].shape[1]
+    pos = int(held[2][0, -1]) + 1 if first else 0
+    position = torch.cat([held[2][0], torch.arange(pos, pos + k.shape[2], device=q.device)])
+
+    def seen(query: Tensor, key: Tensor) -> Tensor:
+        at = position[first + query]
+        return (position <= at) & ((position < sinks) | (position > at - size + sinks))
+
+    return _masked_attention(q, keys, values, seen)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Attention of queries to the keys they see, by `seen(query [n,1], key [N])`; a block of queries at a time."""
+    y, groups, (n, length) = torch.empty_like(q), q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    block, key = max(1, SCORES // length), torch.arange(length, device=q.device)
+    for start in range(0, n, block):
+        part = slice(start, start + block)
+        mask = seen(torch.arange(n, device=q.device)[part, None], key)
+        for g in range(groups):
+            y[:, g::groups, part] = F.scaled_dot_product_attention(q[:, g::groups, part], k, v, attn_mask=mask)
+    return y
+
+
 def grouped(q: Tensor, heads: int) -> Tensor:
     """Groups one query per row by `heads` KV heads: [B,Hq,1,D] -> [B,Hk,G,D]."""
     return q.view(q.shape[0], heads, -1, q.shape[-1])
@@ -103,9 +156,13 @@ def attend_pages(
     return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None], read)
 
 
-def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
-    rest = (0, 0, 0, -k.shape[1] % page)
+def page_bounds(k: Tensor, page: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D].
+
+    Token 0 of k lies at slot `first`; the slots before it on its page do not count.
+    """
+    before = first % page
+    rest = (0, 0, before, -(before + k.shape[1]) % page)
     low, high = (F.pad(k, rest, value=empty).unflatten(1, (-1, page)) for empty in (torch.inf, -torch.inf))
     return low.amin(2), high.amax(2)
 
@@ -199,27 +256,29 @@ def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
 
 
 def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
-    """The attention that each prompt token receives: q [1,Hq,T,D], k [1,Hk,T,D] -> (`powers` of [Hk,T], [Hq]), fp32.
+    """The attention that tokens receive from the last n queries, fp32: q [1,Hq,n,D], k [1,Hk,T,D] -> `powers` of
+    [Hk,T], and [Hq].
 
     The first are the sums over all queries of the group's attention to the power of 1, 2, ... (D2O, Equation 6); the
     last is the variance, over the tokens, of each query head's own sums (Equation 4). A block of queries at a time,
     never T x T.
     """
-    length, groups = k.shape[2], q.shape[1] // k.shape[1]
-    block = max(1, min(length, SCORES // (groups * length)))
+    length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
+    block = max(1, min(n, SCORES // (groups * length)))
     found = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
     variance = torch.empty(k.shape[1], groups, device=q.device)
     for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):
         keys = keys.float().mT * q.shape[-1] ** -0.5
         own = torch.zeros(groups, length, device=q.device)  # each query head's sums
-        for start in range(0, length, block):
-            stop = min(start + block, length)
-            logits = rows[:, start:stop].float() @ keys[:, :stop]  # [G,block,stop]
-            later = torch.arange(stop, device=q.device) > torch.arange(start, stop, device=q.device)[:, None]
+        for start in range(0, n, block):
+            stop = min(start + block, n)
+            first, seen = length - n + start, length - n + stop  # positions
+            logits = rows[:, start:stop].float() @ keys[:, :seen]  # [G,block,seen]
+            later = torch.arange(seen, device=q.device) > torch.arange(first, seen, device=q.device)[:, None]
             weight = logits.masked_fill_(later, -torch.inf).softmax(-1)
-            own[:, :stop] += weight.sum(1)
+            own[:, :seen] += weight.sum(1)
             for power, sums in enumerate(found[1:], 2):
-                sums[head, :stop] += (weight.sum(0) ** power).sum(0)
+                sums[head, :seen] += (weight.sum(0) ** power).sum(0)
         found[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
     return found, variance.flatten()
 
@@ -246,11 +305,13 @@ def _flashes(q: Tensor) -> bool:
     return q.dtype != torch.float32 and sizes and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Causal attention, and the log of each query's sum of exponentials [1,H,T], which SDPA does not return."""
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the log of each query's sum of exponentials [1,H,T], which SDPA does not return."""
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[:2]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
 
 def _flash_sums(q: Tensor, k: Tensor, total: Tensor) -> Tensor:

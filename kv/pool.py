@@ -51,6 +51,10 @@ class Pool:
             values.record_stream(self.stream)
             self.pend(self.stream.record_event())
 
+    def read(self, start: int, count: int) -> Tensor:
+        """`count` rows from `start` on, on the device: [count, *width]."""
+        return self.memory[start : start + count].to(self.device)
+
     def pend(self, write: torch.cuda.Event | Future) -> None:
         self.writing.append(write)
         self.settle(BACKLOG)

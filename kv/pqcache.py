@@ -62,10 +62,24 @@ class PQCache(FetchedTokens):
         """Encodes the token at position [B], which is no longer recent, if it was generated."""
         at = self.first_generated + (position - self.prompt).clamp(min=0)
         row = torch.arange(len(position), device=position.device)
-        key = self.k[row, :, at].float().unflatten(2, (self.partitions, 1, -1))  # [B,Hk,parts,1,d]
-        code = (key - self.centroids).square().sum(4).argmin(3).to(torch.uint8)
+        code = self.nearest(self.k[row, :, at], self.centroids)
         position, new = position.clamp(min=0), (active & (position >= self.prompt))[:, None, None]
         self.codes[row, :, :, position] = torch.where(new, code, self.codes[row, :, :, position])
+
+    def nearest(self, keys: Tensor, centroids: Tensor) -> Tensor:
+        """The codes [n,Hk,parts] of keys [n,Hk,D], by centroids [n or 1,Hk,parts,centroids,d]."""
+        parts = keys.float().unflatten(2, (self.partitions, 1, -1))  # [n,Hk,parts,1,d]
+        return (parts - centroids).square().sum(4).argmin(3).to(torch.uint8)
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        super().append(row, k, v, pos)
+        prompt = int(self.prompt[row])
+        first, end = (max(0, at - self.recent - prompt) for at in (pos, pos + k.shape[2]))  # no longer recent
+        step = max(1, ops.SCORES // self.centroids[row].numel())
+        for at in range(first, end, step):
+            keys = self.k[row, :, self.first_generated + at : self.first_generated + min(at + step, end)]
+            code = self.nearest(keys.transpose(0, 1), self.centroids[row, None])
+            self.codes[row, :, :, prompt + at : prompt + at + len(code)] = code.permute(1, 2, 0)
 
     def copy_generated(self) -> None:
         """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""

@@ -135,14 +135,14 @@ class Packed(Buffers):
         found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
         return found
 
-    def fill(self, row: int, k: Tensor, v: Tensor) -> None:
-        """Packs tokens of a prompt, k and v [Hk,n group,D], into the first n groups of a row."""
+    def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Packs tokens, k and v [Hk,n group,D], into n groups of a row, from group `first` on."""
         k, v = (x.unflatten(1, (-1, self.group)) for x in (k, v))
         step = max(1, SLICE // self.group)
         for start in range(0, k.shape[1], step):
             at = slice(start, start + step)
             for name, values in self.pack(k[:, at], v[:, at]).items():
-                getattr(self, name)[row, :, at.start : at.start + values.shape[1]] = values
+                getattr(self, name)[row, :, first + start : first + start + values.shape[1]] = values
 
     def store(self, k: Tensor, v: Tensor, at: Tensor, due: Tensor) -> None:
         """Packs one group per row: k and v [B,Hk,group,D] become group `at` [B] where `due` [B]."""
@@ -158,16 +158,20 @@ class Packed(Buffers):
         step = max(1, SLICE // self.group)
         return [(first, min(step, groups - first)) for first in range(0, groups, step)]
 
-    def keys(self, first: int, groups: int) -> Tensor:
-        """The keys of some groups, [B,Hk,groups group,D] fp32."""
-        codes, scale, zero = (x.narrow(2, first, groups) for x in (self.k, self.k_scale, self.k_zero))
+    def keys(self, first: int, groups: int, row: int | None = None) -> Tensor:
+        """The keys of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
+        codes, scale, zero = self.part(first, groups, row, self.k, self.k_scale, self.k_zero)
         return (unpack(codes, self.bits, -2, self.group) * widen(scale) + widen(zero)).flatten(2, 3)
 
-    def values(self, first: int, groups: int) -> Tensor:
-        """The values of some groups, [B,Hk,groups group,D] fp32."""
-        codes, scale, zero = (x.narrow(2, first, groups) for x in (self.v, self.v_scale, self.v_zero))
+    def values(self, first: int, groups: int, row: int | None = None) -> Tensor:
+        """The values of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
+        codes, scale, zero = self.part(first, groups, row, self.v, self.v_scale, self.v_zero)
         codes = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels))
         return (codes * widen(scale)[..., None] + widen(zero)[..., None]).flatten(-2).flatten(2, 3)
+
+    def part(self, first: int, groups: int, row: int | None, *buffers: Tensor) -> list[Tensor]:
+        """Some groups of each buffer, of all rows or of one."""
+        return [(x if row is None else x[row, None]).narrow(2, first, groups) for x in buffers]
 
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""

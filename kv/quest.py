@@ -26,10 +26,12 @@ class Quest(Full):
         for name in ("low", "high"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().keep(row, q, k, v)
-        pages = -(-k.shape[2] // self.page)
-        self.low[row, :, :pages], self.high[row, :, :pages] = ops.page_bounds(k[0], self.page)
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        super().append(row, k, v, pos)
+        begins = pos // self.page * self.page  # the first token of the newest page
+        low, high = ops.page_bounds(self.k[row, :, begins : pos + k.shape[2]], self.page)
+        pages = slice(begins // self.page, begins // self.page + low.shape[1])
+        self.low[row, :, pages], self.high[row, :, pages] = low, high
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)

@@ -77,6 +77,18 @@ class RocketKV(SnapKV):
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, : bounds.shape[1]] = bounds.mT
 
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        super().append(row, k, v, pos)
+        first = pos - int(self.dropped[row])
+        keys, page = k[0], first // self.page
+        if self.page > 1:
+            low, high = ops.page_bounds(keys, self.page, first)
+            if first % self.page:  # the newest page has tokens already
+                old = self.bounds[row, :, :, page].chunk(2, dim=-1)
+                low[:, 0], high[:, 0] = torch.minimum(low[:, 0], old[0]), torch.maximum(high[:, 0], old[1])
+            keys = torch.cat([low, high], dim=2)
+        self.bounds[row, :, :, page : page + keys.shape[1]] = keys.mT
+
     def coded(self, x: Tensor) -> Tensor:
         return x if self.bits == 16 else quant.encode(x, self.bits)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Method, Shape, option
+from kv.base import KV, Buffers, Held, Method, Shape, option
 
 
 def threshold_of(shape: Shape) -> float:
@@ -107,6 +107,33 @@ class SimLayer(KV):
         offset = torch.arange(self.span.shape[0], device=q.device)
         index = (first[:, None] + offset).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
         return ops.attend_rows(q, shared.k, shared.v, index, (offset < length[:, None])[:, None])
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        shared = self.shared
+        kept = ops.in_ring(pos + k.shape[2], shared.sizes[row][self.index], shared.sinks, k.device)
+        kept = kept[kept >= pos]
+        slot = self.slots_of(row, kept)
+        shared.k[row, :, slot], shared.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
+
+    def slots_of(self, row: int, position: Tensor) -> Tensor:
+        """Where the tokens at `position` lie in the shared buffers."""
+        shared = self.shared
+        first = shared.starts[shared.regions[row][self.index]]
+        return first + ops.ring(position, shared.sizes[row][self.index], shared.sinks)
+
+    def held(self, row: int, length: int) -> Held:
+        shared = self.shared
+        position = ops.in_ring(length, shared.sizes[row][self.index], shared.sinks, shared.k.device)
+        slot = self.slots_of(row, position)
+        return Held(shared.k[row, :, slot], shared.v[row, :, slot], position.expand(self.shape.n_kv_head, -1))
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        size = self.shared.sizes[row][self.index]
+        if pos + k.shape[2] <= size:
+            return super().extend(row, q, k, v, pos)
+        y = ops.ring_attention(q, k, v, self.held(row, pos), size, self.shared.sinks)
+        self.append(row, k, v, pos)
+        return y
 
     def reset(self, row: int) -> None:
         self.shared.sizes[row][self.index] = 0  # stale slots can stay: the row's length masks them

@@ -60,9 +60,15 @@ class SnapKV(Kept):
         window = torch.arange(length - self.window, length, device=k.device).expand(heads, -1)
         return torch.cat((best, window), dim=1)
 
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        super().append(row, *self.repeated(k, v), pos)
+
+    def repeated(self, *kv: Tensor) -> tuple[Tensor, ...]:
+        """New K and V [B,Hk,n,D] for each head that stores tokens."""
+        return kv if self.repeats == 1 else tuple(x.repeat_interleave(self.repeats, dim=1) for x in kv)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        if self.repeats > 1:
-            k, v = (x.repeat_interleave(self.repeats, dim=1) for x in (k, v))
+        k, v = self.repeated(k, v)
         slot = pos - self.dropped
         self.store(k, v, slot, active)
         return self.attend(q, slot + 1)

@@ -26,10 +26,10 @@ class SparQ(Full):
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes
         self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="mean of V")
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.kt[row, :, :, : k.shape[2]] = k[0].mT
-        self.mean[row] = v[0].float().mean(1)
-        super().keep(row, q, k, v)
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        super().append(row, k, v, pos)
+        self.kt[row, :, :, pos : pos + k.shape[2]] = k[0].mT
+        self.mean[row] = (pos * self.mean[row] + v[0].float().sum(1)) / (pos + k.shape[2])
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)

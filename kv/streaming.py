@@ -44,6 +44,11 @@ class Streaming(Full):
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
         keys.copy_(torch.where(past, ops.turn(self.sink_keys, self.shift[:, None, None], self.rope_speed), keys))
 
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        if self.sinks and pos + k.shape[2] > self.shape.max_length:
+            return self.extend_stepwise(row, q, k, v, pos)  # each token moves the sinks
+        return super().extend(row, q, k, v, pos)
+
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)
         self.past_context = length > self.shape.max_length

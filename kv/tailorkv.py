@@ -77,7 +77,7 @@ class Tailored(FetchedTokens):
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])
         q = self.fetch(scores, between, active, q)
-        ends, new = self.held(newest)
+        ends, new = self.occupied(newest)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -161,6 +161,16 @@ class Cache:
                 found[row].append(y[:, row].clone())
         return {row: torch.cat(ys, dim=2) for row, ys in found.items()}
 
+    def extend(self, row: int, text: Text, first: int, n: int) -> Tensor:
+        """Adds a row's new tokens first ... first + n - 1 at once -> [L,Hq,n,D]."""
+        pos = text.prompt + first
+        self.newest[row] = pos + n - 1
+        inputs = [[x[i : i + 1, :, pos : pos + n] for x in (text.q, text.k, text.v)] for i in range(len(self.layers))]
+        return torch.cat([layer.extend(row, *qkv, pos) for layer, qkv in zip(self.layers, inputs, strict=True)])
+
+    def held(self, row: int) -> list[kv.base.Held]:
+        return [layer.held(row, self.newest[row] + 1) for layer in self.layers]
+
     def run(self, texts: dict[int, Text], steps: int) -> dict[int, Tensor]:
         for row, text in texts.items():
             self.prefill(row, text)
@@ -384,3 +394,81 @@ def test_law_10_an_inactive_row_does_not_change(name, shape):
     rest |= cache.decode({row: text for row, text in texts.items() if row}, 12, first=8)
     for row in texts:
         assert torch.allclose(torch.cat((first[row], rest[row]), dim=2), expected[row], atol=1e-6)
+
+
+READS_ALL = {  # every step attends to all that the method holds
+    "full", "full:bits", "kivi", "streaming", "snapkv", "snapkv:gqa", "snapkv++", "pyramidkv", "duo", "duo:retrieval",
+    "simlayer", "h2o", "roco", "cam", "d2o", "brute_offload",
+}  # fmt: skip
+EVICTS_BY_CHUNK = {"h2o", "roco", "cam", "d2o"}  # what stays depends on the chunks
+CHANGES = {"full:bits", "rocketkv:bits", "omnikv:bits", "kivi", "tailorkv", "tailorkv:direct"}  # what is held, rounded
+
+
+def poison(cache: Cache) -> Cache:
+    """Fills the cache's floating-point buffers with 1e4."""
+    for layer in cache.layers:
+        for kind, buffer in layer.named_buffers():
+            if buffer.is_floating_point() and not kind.endswith("rope_speed"):
+                buffer.fill_(1e4)
+    return cache
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "snapkv"])  # its query heads divide the budget
+@every_shape
+def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name, shape):
+    texts = make_texts(shape, MAX_NEW)
+    expected = {row: full_attention(text, MAX_NEW) for row, text in texts.items()}
+    rest = []
+    for sizes in ([24], [5, 1, 18], [1] * 24):
+        cache = poison(Cache(name, shape, shape.planned, lossless=True, own=True))
+        for row, text in texts.items():
+            cache.prefill(row, text)
+            ends = torch.tensor(sizes).cumsum(0).tolist()
+            y = torch.cat([cache.extend(row, text, end - n, n) for n, end in zip(sizes, ends, strict=True)], dim=2)
+            assert (y - expected[row][:, :, :24]).abs().max() <= 1e-5
+            for layer, held in enumerate(cache.held(row)):
+                groups = held.k.shape[0] // text.k.shape[1]  # more than 1: each query head stores its own
+                assert (held.position == torch.arange(text.prompt + 24)).all()
+                for x, source in ((held.k, text.k), (held.v, text.v)):
+                    assert torch.equal(x[::groups], source[layer, :, : text.prompt + 24])
+        rest.append(cache.decode(texts, 8, first=24))
+        for row in texts:
+            assert (rest[0][row] - rest[-1][row]).abs().max() <= 1e-5
+            assert name in APPROXIMATE or (rest[-1][row] - expected[row][:, :, 24:]).abs().max() <= 1e-5
+
+
+@every_method
+@every_shape
+def test_law_11_extending_by_one_token_equals_a_step(name, shape):
+    texts = make_texts(shape)
+    steps, extended = Cache(name, shape), poison(Cache(name, shape))
+    expected = steps.run(texts, 12)
+    for row, text in texts.items():
+        extended.prefill(row, text)
+        for i in range(12):
+            y = extended.extend(row, text, i, 1)
+            if name in READS_ALL:
+                assert (y - expected[row][:, :, i : i + 1]).abs().max() <= 1e-5
+            else:
+                at = text.prompt + i
+                for layer, held in enumerate(extended.held(row)):
+                    groups = text.q.shape[1] // held.k.shape[0]
+                    for head, query in enumerate(text.q[layer, :, at]):
+                        p = torch.softmax(held.k[head // groups] @ query / math.sqrt(DIM), dim=0)
+                        assert (p @ held.v[head // groups] - y[layer, head, 0]).abs().max() <= 1e-5
+    a, b = (cache.decode(texts, 8, first=12) for cache in (steps, extended))
+    assert all((a[row] - b[row]).abs().max() <= 1e-5 for row in texts)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in EVICTS_BY_CHUNK])
+@every_shape
+def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, shape):
+    texts = make_texts(shape)
+    steps, extended = Cache(name, shape), poison(Cache(name, shape))
+    expected = steps.run(texts, 13)
+    for row, text in texts.items():
+        extended.prefill(row, text)
+        y = torch.cat([extended.extend(row, text, first, n) for first, n in ((0, 9), (9, 4))], dim=2)
+        assert name not in READS_ALL - CHANGES or (y - expected[row]).abs().max() <= 1e-5
+    a, b = (cache.decode(texts, 7, first=13) for cache in (steps, extended))
+    assert all((a[row] - b[row]).abs().max() <= 1e-5 for row in texts)
