@@ -61,7 +61,7 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     else:
         shares = [math.exp(-f) for f in means]
     least, most = sinks + LEAST, prompt
-    if allocation == "exponential":  # not scaled to the sum
+    if allocation == "exponential":  # of the budget (the paper prints: of the prompt), not scaled to the sum
         return [int(min(max(round(budget * share, 6), least), most)) for share in shares]
     return [int(round(size, 6)) for size in within(shares, budget * count, least, most)]
 
@@ -74,7 +74,7 @@ def within(shares: list[float], total: float, least: float, most: float) -> list
         scale = (total - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
         wanted = {i: scale * shares[i] for i in free}
         clipped = {i: min(max(size, least), most) for i, size in wanted.items()}
-        excess = sum(clipped.values()) - sum(wanted.values())
+        excess = sum(clipped.values()) - sum(wanted.values())  # if above 0, sizes that were raised are final
         at_bound = {i: size for i, size in clipped.items() if (size > wanted[i] if excess > 0 else size < wanted[i])}
         if not at_bound:
             return [(fixed | clipped)[i] for i in range(len(shares))]
@@ -143,7 +143,7 @@ class D2O(H2O):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
             self.shared.parked.clear()
-        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4
+        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4, from ops
         self.shared.park(sums, variance, k[0], v[0])
 
     def finish(self, row: int) -> None:
@@ -180,7 +180,7 @@ class D2O(H2O):
             weight = self.weight(similarity) * (similarity >= tau)
             total = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
             w_c = self.kept_weight(total)  # Equation 12
-            w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12: e^u / (e + total)
+            w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
             for out, ours, gone in ((merged_keys, keys, k[head, evicted]), (merged_values, values, v[head, evicted])):
                 merged = (w_c[:, None] * ours[head].float()).index_add_(
                     0, to, w_e[:, None] * gone.float()

@@ -168,8 +168,8 @@ class H2O(KV):
     def in_cache(self, keys: Tensor, position: Tensor, last: Tensor, speed: Tensor) -> Tensor:
         """RoPE turns the keys [B,Hk,n,D] to adjacent positions, of which the newest is `last` [B].
 
-        Past the model's context, no distance then exceeds the cache (StreamingLLM, arXiv 2309.17453, section 3.2).
-        Stored keys do not change.
+        Past the model's context, no distance then exceeds the cache and the new tokens (StreamingLLM, arXiv 2309.17453,
+        section 3.2). Stored keys do not change.
         """
         rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
         return ops.turn(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), speed)
@@ -232,7 +232,10 @@ class RoCo(H2O):
 
 
 class CaM(H2O):
-    """A step spreads the evicted token's value over the next `spread` kept ones (the paper's m)."""
+    """Adds the evicted value / m to the next m kept ones, with probability A / their mean A.
+
+    A are the sums; `spread` is m.
+    """
 
     def __init__(self, shape: Shape, layer: int, size: int, spread: int):
         super().__init__(shape, size, 0, size // 2)
@@ -244,8 +247,8 @@ class CaM(H2O):
         later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
         following = later.topk(self.follow, largest=False)  # the next m kept tokens
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
-        mean = torch.where(real, sums.gather(2, following.indices), 0.0).sum(2) / real.sum(2)
-        ratio = sums.gather(2, slot[..., None])[..., 0] / mean  # 0 / 0 if no token follows: spreads nothing
+        mean = torch.where(real, sums.gather(2, following.indices), 0.0).sum(2) / real.sum(2)  # NaN if no token follows
+        ratio = sums.gather(2, slot[..., None])[..., 0] / mean
         spreads = evicts & (self.chance(evicted)[..., 0] < ratio)
         each = (-1, -1, -1, values.shape[3])
         value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]

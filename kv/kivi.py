@@ -22,7 +22,7 @@ GROUP, RECENT = 64, 128  # tokens
 
 
 class Quantized(KV):
-    """Of n tokens the first P(n) = (n - recent) // group * group are packed; the others wait in a ring."""
+    """Of n tokens the first P(n) = (n - unpacked) // group * group are packed; the others wait in a ring."""
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
@@ -64,15 +64,15 @@ class Quantized(KV):
         groups = self.groups(pos + 1)
         if self.packed.groups:
             self.pack(groups - 1, active & (groups > self.groups(pos)))
-        rows = widen(ops.grouped(q, k.shape[1]))  # [B,Hk,G,D]
+        queries = widen(ops.grouped(q, k.shape[1]))  # [B,Hk,G,D]
         read = self.span.shape[0]  # groups
         age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
         seen = age <= (pos - groups * self.group)[:, None]
-        logits = ops.dots(rows, self.k)
+        logits = ops.dots(queries, self.k)
         if self.packed.groups:
-            codes = torch.arange(read * self.group, device=q.device) < (groups * self.group)[:, None]
-            logits = torch.cat([self.packed.dots(rows, read), logits], dim=3)
-            seen = torch.cat([codes, seen], dim=1)
+            filled = torch.arange(read * self.group, device=q.device) < (groups * self.group)[:, None]
+            logits = torch.cat([self.packed.dots(queries, read), logits], dim=3)
+            seen = torch.cat([filled, seen], dim=1)
         logits = logits.masked_fill(~seen[:, None, None], -torch.inf) * q.shape[-1] ** -0.5
         weight = logits.softmax(-1)
         y = ops.sums(weight[..., -self.ring :], self.v.float())

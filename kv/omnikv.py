@@ -12,7 +12,7 @@ own prompt positions.
 Memory: the full cache. With `offload` the sparse layers' prompt is on the host, in rows that hold one token's K and V
 for all layers that share a choice. Threads start to fetch when the choice is made, a layer before the rows are needed,
 and write to a buffer on the device; a GPU that reads the host itself reads layer by layer. `mem` is the device's share
-of the full cache and sets k by section 5: mem = a + k / S (1 - a), a the share of full layers, S the prompt's
+of the full cache and sets k by section 5: mem = a + (1 - a) k / S, a the share of full layers, S the prompt's
 tokens. If threads fetch, every chosen token is on the device twice, in the buffer too, and k is half of that (at 16
 bits). k follows each row's prompt; generated tokens stay on the device and come on top. Traffic: full layers read
 everything, filter layers K twice, sparse layers k and the generated tokens.
@@ -53,7 +53,7 @@ class Plan:
         if options.mem is None:
             return cls(segments, min(budget, shape.max_prompt), None)
         a = 1 - Fraction(sparse, shape.n_layer)
-        share = (Fraction(str(options.mem)) - a) / (1 - a)  # k / S of section 5: mem = a + k / S (1 - a)
+        share = (Fraction(str(options.mem)) - a) / (1 - a)  # k / S of section 5: mem = a + (1 - a) k / S
         if share < 0:
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {float(a):.3f}")
         if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrives
@@ -190,7 +190,7 @@ class Filter(Full):
         return y
 
     def look_back(self, row: int, q: Tensor, keys: Tensor) -> None:
-        """Stores the scores of the last queries, which the window of the next steps includes: keys [Hk,T,D]."""
+        """Stores the scores (Equations 3 and 4) of the last queries, which the window of the next steps includes: keys [Hk,T,D]."""
         length = keys.shape[1]
         n = min(self.window - 1, q.shape[2])
         position = torch.arange(length - n, length, device=q.device)
@@ -215,7 +215,7 @@ class Filter(Full):
         past[row, at] = torch.where(active[:, None], scores, past[row, at])
         age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
         window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
-        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))  # Equation 4
+        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))  # Equation 4, i = w - 1 - age
         in_window = torch.arange(n, device=pos.device) > pos[:, None] - window
         return (past * alpha[..., None]).sum(1).masked_fill(in_window, torch.inf)
 

@@ -51,8 +51,8 @@ class Quest(Full):
         """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""
         used = -(-self.span.shape[0] // self.page)
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
-        rows = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
-        bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in rows], dim=2) * q.shape[-1] ** -0.5
+        queries = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
+        bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in queries], dim=2) * q.shape[-1] ** -0.5
         page, newest = torch.arange(used, device=q.device), (pos // self.page)[:, None]
         weight = bound.masked_fill((page > newest)[:, None, None], -torch.inf).softmax(-1).sum(2)
         return weight.masked_fill((page == newest)[:, None], torch.inf)

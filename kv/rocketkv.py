@@ -43,7 +43,7 @@ class Sizes:
         c, slots = planned / budget, planned
         if split is not None:
             power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(c), 0.8)
-            slots = max(math.floor(planned / c**power + 0.5), min(2 * new, planned))
+            slots = max(math.floor(planned / c**power + 0.5), min(2 * new, planned))  # S / c**power
         c2 = slots / budget  # the compression ratio left to stage 2
         page = max(1, min(math.floor(c2), math.ceil(math.sqrt(c2))))
         channels = (2 * shape.head_dim * page * budget + slots) // (2 * slots)  # D p / c2, half up
@@ -115,15 +115,15 @@ class RocketKV(SnapKV):
 
     def score(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""
-        rows = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
-        channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
+        queries = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
+        channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
         index = channel
         if self.page > 1:  # a page's maximum where the group's q sums to 0 or more, else its minimum
-            index = channel + q.shape[-1] * (rows.sum(2) >= 0).gather(2, channel)
+            index = channel + q.shape[-1] * (queries.sum(2) >= 0).gather(2, channel)
         used = -(-self.span.shape[0] // self.page)
         empty = torch.arange(used, device=q.device) > (slot // self.page)[:, None]
         bounds = ops.gather(self.bounds.narrow(3, 0, used), index)
-        return ops.sparq_weights(rows, channel, bounds, empty).sum(2)
+        return ops.sparq_weights(queries, channel, bounds, empty).sum(2)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-self.reads(length, max(0, length - self.shape.max_prompt)) // self.page)
@@ -149,7 +149,7 @@ class Stage2Method(Method):
         return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
 
     def stage1(self, shape: Shape) -> tuple:
-        """SnapKV's window, kernel, long_kernel and threshold; unused without stage 1, which keeps every token."""
+        """SnapKV's window, kernel, long_kernel and threshold; unused here: without stage 1 a row keeps every token."""
         return 1, 1, 1, None
 
     def memory(self, shape: Shape, budget: int) -> int:

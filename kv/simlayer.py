@@ -60,7 +60,8 @@ class Shared(Buffers):
     def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
         """Stores a layer's prompt, k and v [Hk,T,D]. The large regions go to the layers with the least mass so far."""
         masses, regions = self.masses[row], self.regions[row]
-        masses[layer:], regions[layer] = [mass], layer  # layer 0 drops the masses of the last prompt
+        masses[layer:] = [mass]  # layer 0 drops the masses of the last prompt
+        regions[layer] = layer  # the first `large` regions are the large ones
         ranked = sorted(range(layer + 1), key=masses.__getitem__)
         if layer >= self.large and layer in ranked[: self.large]:  # it swaps regions with the layer now out
             out = ranked[self.large]

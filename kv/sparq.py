@@ -34,14 +34,14 @@ class SparQ(Full):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)
         mean = self.update(k, v, pos, active)
-        rows = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
-        weight = self.approximate_weights(rows, pos)  # [B,Hk,G,S]
+        queries = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
+        weight = self.approximate_weights(queries, pos)  # [B,Hk,G,S]
         position = torch.arange(weight.shape[3], device=q.device)
         newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
         index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.chosen)
         mask = index <= pos[:, None, None]
-        y = ops.attend_rows(q, self.k, self.v, index, mask).view(rows.shape).float()
-        alpha = weight.gather(3, index[:, :, None].expand(-1, -1, rows.shape[2], -1)).sum(3, keepdim=True)
+        y = ops.attend_rows(q, self.k, self.v, index, mask).view(queries.shape).float()
+        alpha = weight.gather(3, index[:, :, None].expand(-1, -1, queries.shape[2], -1)).sum(3, keepdim=True)
         alpha = torch.where((pos < self.chosen)[:, None, None, None], 1.0, alpha)
         return (alpha * y + (1 - alpha) * mean[:, :, None]).to(q.dtype).view(q.shape)
 
@@ -53,12 +53,12 @@ class SparQ(Full):
         self.mean.copy_(torch.where(live, mean, self.mean))
         return mean
 
-    def approximate_weights(self, rows: Tensor, pos: Tensor) -> Tensor:
+    def approximate_weights(self, queries: Tensor, pos: Tensor) -> Tensor:
         """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
-        channel = ops.top(rows.abs().sum(2), self.channels)  # [B,Hk,r]
+        channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
         table = self.kt.narrow(3, 0, self.span.shape[0])
         later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
-        return ops.sparq_weights(rows, channel, ops.gather(table, channel), later)
+        return ops.sparq_weights(queries, channel, ops.gather(table, channel), later)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         choose = self.channels * length * self.shape.dtype.itemsize

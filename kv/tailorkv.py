@@ -1,12 +1,12 @@
 """tailorkv: quantizes layers with dense attention to 1 bit, offloads the others and fetches tokens (arXiv 2505.19586).
 
 Quantization-friendly layers, whose attention is dense (Equations 6 to 9, calibrate.py), store every token in `bits`
-bits, 1 or 2 in the paper (Equation 4, kivi.py without a recent window). Sparsity-friendly layers, all others, keep the
-prompt's K and V on the host, with a second, channel-major copy of K; the device keeps the first and last tokens and
-each channel's largest |K|. While layer l - 1 computes, its input to attention, multiplied by layer l's query weights,
-predicts the query of layer l (Equation 12), and the channels of K with the largest |q| max |K| are prefetched
-(Equation 10). In layer l the products of the true query with these channels choose the tokens to fetch. The queries of
-a group choose together, by their mean.
+bits, 1 or 2 in the paper (Equation 4, in quant.py; kivi.py without a recent window). Sparsity-friendly layers, all
+others, keep the prompt's K and V on the host, with a second, channel-major copy of K; the device keeps the first and
+last tokens and each channel's largest |K|. While layer l - 1 computes, its input to attention, multiplied by layer l's
+query weights, predicts the query of layer l (Equation 12, in model.py), and the channels of K with the largest
+|q| max |K| are prefetched (Equation 10). In layer l the products of the true query with these channels choose the
+tokens to fetch. The queries of a group choose together, by their mean.
 
 The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (kv/fetched.py). A step attends to
 these and to all generated tokens.
@@ -45,7 +45,7 @@ class Tailored(FetchedTokens):
         self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
         self.pools.append(self.channel_pool)
         self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
-        self.pending: tuple[Tensor, Tensor] | None = None  # channels and a token, set between lookahead and decode
+        self.pending: tuple[Tensor, Tensor] | None = None  # channels, and Pool.issue's token: from lookahead to decode
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
