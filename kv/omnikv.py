@@ -190,7 +190,7 @@ class Filter(Full):
         return y
 
     def look_back(self, row: int, q: Tensor, keys: Tensor) -> None:
-        """Stores the scores (Equations 3 and 4) of the last queries, which the window of the next steps includes: keys [Hk,T,D]."""
+        """Stores the last queries' scores (Equation 3) for the window of the next steps: keys [Hk,T,D]."""
         length = keys.shape[1]
         n = min(self.window - 1, q.shape[2])
         position = torch.arange(length - n, length, device=q.device)
@@ -215,7 +215,8 @@ class Filter(Full):
         past[row, at] = torch.where(active[:, None], scores, past[row, at])
         age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
         window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
-        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))  # Equation 4, i = w - 1 - age
+        # Equation 4 counts i from the oldest query: i = w - 1 - age
+        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
         in_window = torch.arange(n, device=pos.device) > pos[:, None] - window
         return (past * alpha[..., None]).sum(1).masked_fill(in_window, torch.inf)
 
