@@ -188,6 +188,10 @@ class Caches:
             phase.layers = self.config.n_layer
         return self.model.prefill(torch.tensor(prompt, device=self.device), row, planned, count if long else None)
 
+    def extend(self, row: int, tokens: list[int], pos: int) -> Tensor:
+        """Adds tokens to row `row`, which holds `pos`; returns the logits [vocab] after them."""
+        return self.model.extend(torch.tensor(tokens, device=self.device), row, pos)
+
     def check_length(self, prompt: int) -> None:
         """Raises ValueError if a prompt of `prompt` tokens exceeds the model's context or `max_prompt`."""
         for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):

@@ -127,6 +127,7 @@ class Engine(Caches):
         stop: list[str] | None = None,
         follow_ups: list[Iterable[Prompt]] | None = None,
         answer_prompts: bool = True,
+        stepwise: bool = False,
         on_token: Callable[[int, int, str], None] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
@@ -138,6 +139,8 @@ class Engine(Caches):
         max_new_tokens: per answer; default, as in `load`. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, an iterable of texts or ids; when an answer is complete, the next item is requested, fed
         and answered. answer_prompts: if False, prompts are only prefilled, and only follow-ups are answered.
+        stepwise: feeds follow-ups one token per decode step, with the method's own attention, instead of at once, when
+        each token attends to everything its row holds.
         on_token(prompt index, token, text): called for each token of an answer, with the text that it completes.
         on_done(prompt index, completion): called as soon as all answers of a prompt are complete.
         Raises ValueError for arguments that do not fit the model or the plan.
@@ -173,7 +176,7 @@ class Engine(Caches):
             waiting.append(Row(i, prompt, f, len(prompt) + new - 1))  # the last sampled token is not fed
         completions = [row.completion for row in waiting]
         unheard = lambda *_: None  # noqa: E731
-        Loop(self, waiting, answer_prompts, limit, stop or [], on_token or unheard, on_done or unheard).run()
+        Loop(self, waiting, answer_prompts, limit, stop or [], stepwise, on_token or unheard, on_done or unheard).run()
         return completions
 
     def interrupt(self) -> None:

@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=50, help="samples per task and length (default: 50)")
     p.add_argument("--questions", type=int, default=1, help="the most questions asked about a text (default: 1)")
     p.add_argument("--blind", action="store_true", help="prefill the text alone and feed every question afterwards")
+    p.add_argument("--stepwise", action="store_true", help="feed these one token a step, through the method's own "
+                   "attention; by default each text attends to all that its row holds")
     p.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template, except in tasks whose "
                    "benchmark uses plain prompts; each later question is a turn of its own")
     p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
@@ -136,7 +138,7 @@ def evaluate(
     files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
     common |= {"tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()]}
     common |= {"dtype": str(engine.dtype).removeprefix("torch."), "eos": sorted(engine.eos)}
-    common |= {"blind": args.blind, "chat": args.chat}
+    common |= {"blind": args.blind, "chat": args.chat, "stepwise": args.stepwise}
 
     def key_of(method: Choice, job: Job, index: int) -> str:
         """Everything that a result depends on."""
@@ -167,7 +169,7 @@ def evaluate(
                 for at in range(0, len(missing), args.batch):
                     part = missing[at : at + args.batch]
                     if job.graded:
-                        found = answer(engine, job, [job.items[i] for i in part], args.blind)
+                        found = answer(engine, job, [job.items[i] for i in part], args.blind, args.stepwise)
                     else:
                         found = force(engine, job, part, reference)
                     for i, result in zip(part, found, strict=True):

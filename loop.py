@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from decoder import SLEEP, read_later, sample
 from progress import Phase, timed
@@ -21,11 +22,12 @@ class Loop:
     """One call of `Engine.generate`; `engine` is that Engine."""
 
     def __init__(
-        self, engine, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str],
+        self, engine, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str], stepwise: bool,
         on_token: Callable[[int, int, str], None], on_done: Callable[[int, Completion], None],
     ):  # fmt: skip
         self.engine, self.waiting, self.answer_prompts = engine, waiting, answer_prompts
         self.limit, self.stop, self.on_token, self.on_done = limit, stop, on_token, on_done
+        self.stepwise = stepwise  # whether follow-ups are fed one token per step
         self.context = math.inf if engine.endless else engine.config.max_length
         self.waited_s = 0.0  # spent waiting for follow-ups
 
@@ -58,12 +60,13 @@ class Loop:
                         decoded += 1
                 stats.decoded += decoded
                 stats.steps += decoded > 0
-        stats.decode_s = time.perf_counter() - self.begin - stats.prefill_s - self.waited_s
+        elsewhere = stats.prefill_s + stats.extend_s + self.waited_s
+        stats.decode_s = time.perf_counter() - self.begin - elsewhere
 
     def _fill(self, rows: list[Row | None]) -> None:
         """Gives idle rows their next follow-up, and rows that are finished or empty the next prompt."""
         for b, row in enumerate(rows):
-            if row and row.idle and not self._ask(row):
+            if row and row.idle and not self._ask(b, row):
                 self.on_done(row.index, row.completion)
                 rows[b] = None
             if self.waiting and rows[b] is None:
@@ -75,19 +78,34 @@ class Loop:
 
     def _start(self, b: int, row: Row) -> int:
         """Prefills a prompt into batch row b; returns the token that would begin its answer."""
-        engine, n = self.engine, len(row.prompt)
+        engine, n, row.request = self.engine, len(row.prompt), next(self.engine.requests)
         with timed(engine.on_phase, Phase("prefill", f"{n} tokens", tokens=n)) as phase:
-            request = next(engine.requests)
-            logits = engine.prefill(b, row.prompt, row.planned, phase)
-            counter = torch.tensor([[request], [n]], device=engine.device)
-            token = int(sample(logits[None], engine.decoder.sampling.variant, *engine.decoder.knobs, *counter))
-            engine.decoder.start(b, token, n, request)
+            token = self._sample(b, row, engine.prefill(b, row.prompt, row.planned, phase))
         engine.stats.prefill_s += phase.seconds
         engine.stats.prefill_tokens += n
         return token
 
-    def _ask(self, row: Row) -> bool:
-        """Queues the row's next follow-up; returns False if there is none, or no room for it."""
+    def _extend(self, b: int, row: Row, tokens: list[int]) -> int:
+        """Adds tokens to batch row b; returns the token that would continue them."""
+        engine, n = self.engine, len(tokens)
+        with timed(engine.on_phase, Phase("extend", f"{n} tokens", tokens=n)) as phase:
+            logits = engine.extend(b, tokens, row.length)
+            row.length += n
+            token = self._sample(b, row, logits)
+        engine.stats.extend_s += phase.seconds
+        engine.stats.extend_tokens += n
+        return token
+
+    def _sample(self, b: int, row: Row, logits: Tensor) -> int:
+        """Samples the next token from logits [vocab], and wakes batch row b with it."""
+        decoder = self.engine.decoder
+        counter = torch.tensor([[row.request], [row.length]], device=logits.device)
+        token = int(sample(logits[None], decoder.sampling.variant, *decoder.knobs, *counter))
+        decoder.start(b, token, row.length, row.request)
+        return token
+
+    def _ask(self, b: int, row: Row) -> bool:
+        """Gives batch row b its next follow-up; returns False if there is none, or no room for it."""
         engine, begin = self.engine, time.perf_counter()
         question = next(row.follow_ups, None)  # may wait for a user who types it
         self.waited_s += time.perf_counter() - begin
@@ -99,8 +117,13 @@ class Loop:
             new = engine.shape.max_new_tokens
             print(f"no room for another question: the caches hold {new} tokens after the prompt", file=sys.stderr)
             return False
-        row.feed.extend(ids)
-        row.open(min(self.limit, room), self._stream())
+        if len(ids) == 1 or self.stepwise:
+            row.feed.extend(ids)
+            row.open(min(self.limit, room), self._stream())
+        else:
+            token = self._extend(b, row, ids)
+            row.open(min(self.limit, room), self._stream(), sampled=1)
+            self._read(row, token, 0)
         return True
 
     def _read(self, row: Row, token: int, ahead: int) -> None:

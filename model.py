@@ -1,13 +1,15 @@
 """The transformer: Llama, Mistral, Yi and Qwen.
 
-`Transformer.prefill` runs one prompt through the model layer by layer; `Transformer.forward` is the decode step,
-one token for every row of the batch. Attention projects q, k and v and hands them to `self.kv`, the layer's KV
-module (kv/base.py), which stores what it needs and returns the attention output. The model names no KV method.
+`Transformer.prefill` runs one prompt through the model layer by layer, `Transformer.extend` a text that continues a
+row; `Transformer.forward` is the decode step, one token for every row of the batch. Attention projects q, k and v and
+hands them to `self.kv`, the layer's KV module (kv/base.py), which stores what it needs and returns the attention
+output. The model names no KV method.
 
 Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head dim, C model dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +86,8 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(c.dim, c.norm_eps)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
 
-    def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, row: int) -> None:
-        """Runs a whole prompt and updates x [1,T,C] in place; besides x, only q, k, v and y span all of T."""
+    def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """Runs T tokens of one row and updates x [1,T,C] in place; besides x, only q, k, v and y span all of T."""
         a, slices = self.attention, range(0, x.shape[1], SLICE)
         (q, k, v) = (x.new_empty(1, heads, x.shape[1], a.head_dim) for heads in a.heads)
         for s in slices:
@@ -93,7 +95,7 @@ class Block(nn.Module):
             q[:, :, t], k[:, :, t], v[:, :, t] = a.project(
                 self.attention_norm(x[:, t]), cos[:, :, t], sin[:, :, t]
             )
-        y = a.kv.prefill(row, q, k, v)
+        y = attend(q, k, v)
         for s in slices:
             t = slice(s, s + SLICE)
             x[:, t] += a.output(y[:, :, t])
@@ -110,7 +112,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model: `prefill` runs one row's prompt, `forward` one token of every row. Call `set_kv` first."""
+    """The whole model: `prefill` and `extend` run many tokens of one row, `forward` one of each. Call `set_kv` first."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -158,11 +160,21 @@ class Transformer(nn.Module):
         cos, sin = self.cos_sin(torch.arange(tokens.numel(), device=tokens.device)[None], self.rope_speed[row, None])
         x = self.tok_embeddings(tokens[None])
         for layer in self.layers:
-            layer.prefill(x, cos, sin, row)
+            layer.prefill(x, cos, sin, partial(layer.attention.kv.prefill, row))
             if on_layer is not None:
                 on_layer()
         for layer in self.layers:
             layer.attention.kv.finish(row)
+        return self.logits(x[:, -1:])[0]
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, row: int, pos: int) -> Tensor:
+        """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them."""
+        at = torch.arange(pos, pos + tokens.numel(), device=tokens.device)[None]
+        cos, sin = self.cos_sin(at, self.rope_speed[row, None])
+        x = self.tok_embeddings(tokens[None])
+        for layer in self.layers:
+            layer.prefill(x, cos, sin, partial(layer.attention.kv.extend, row, pos=pos))
         return self.logits(x[:, -1:])[0]
 
     @torch.no_grad()

@@ -19,10 +19,12 @@ class Stats:
     compiles: int = 0  # times the decode step was compiled
     prefill_s: float = 0.0
     prefill_tokens: int = 0
+    extend_s: float = 0.0
+    extend_tokens: int = 0  # of follow-ups that rows took at once
     first_token_s: float | None = None  # from the call to the first token, including compile and prefill
     decode_s: float = 0.0
     steps: int = 0  # steps a row needed, not counting the one that CUDA runs before the host sees an answer's end
-    decoded: int = 0  # tokens that rows fed to these steps, including follow-ups; with one row, equal to steps
+    decoded: int = 0  # tokens that rows fed to these steps; with one row, equal to steps
     past_context: list[int] = field(default_factory=list)  # indices of prompts whose rows decoded past the context
 
     def next_call(self) -> None:
@@ -32,11 +34,11 @@ class Stats:
 
 @dataclass
 class Phase:
-    """A phase: load, compile, prefill, or first token (the time from a `generate` call to its first token)."""
+    """A phase: load, compile, prefill, extend, or first token (the time from a `generate` call to its first token)."""
 
     name: str
-    about: str = ""  # what is loaded, compiled or prefilled
-    tokens: int = 0  # tokens of the prefilled prompt
+    about: str = ""  # what is loaded, compiled, prefilled or added
+    tokens: int = 0  # tokens prefilled or added
     layers: int = 0  # the model's layers, if the prefill is long enough to report each
     done: int = 0  # layers prefilled so far
     seconds: float | None = None  # None while the phase runs
@@ -67,8 +69,10 @@ class Progress:
             layers = f", layer {phase.done} of {phase.layers}" if phase.layers else ""
             self._status(f"{phase.name} {phase.about}{layers}")
             return
-        if phase.name == "prefill" and not self.single:
+        if phase.name in ("prefill", "extend") and not self.single:
             return self._status("")  # the bar counts prompts
+        if phase.name == "extend" and phase.seconds < 1:
+            return self._status("")
         rate = f", {phase.tokens / phase.seconds:.0f} tokens/s" if phase.tokens else ""
         about = f"{phase.about}, " if phase.about else ""
         self.line(f"-- {phase.name}: {about}{phase.seconds:.2f} s{rate}")

@@ -41,6 +41,7 @@ class Row:
         self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
         self.planned = planned  # the most tokens it will hold
         self.completion = Completion(len(prompt))
+        self.request = 0  # its number, for the noise of sampling
         self.length = len(prompt)  # tokens in the cache once every launched step has run
         self.feed: deque[int] = deque()  # tokens to feed, one per step
         self.limit = 0  # the most tokens of the current answer

@@ -211,13 +211,13 @@ class KV(Buffers, ABC):
         newest token, or 0.
         """
 
-    @abstractmethod
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         """Stores n tokens after the first `pos` of row `row`, as n steps would: k and v [1,Hk,n,D]."""
+        raise NotImplementedError
 
-    @abstractmethod
     def held(self, row: int, length: int) -> Held:
         """What the layer holds of row `row`, which has `length` tokens: on the device, dequantized, perhaps views."""
+        raise NotImplementedError
 
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill, for methods that shrink layers by the statistics of all."""

@@ -127,9 +127,6 @@ class H2O(KV):
         self.compress(row, received, tokens, prompt=False)
         return y
 
-    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        raise NotImplementedError("what stays depends on the queries: extend")
-
     # A step
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str 
     return text, [whole[len(text) :], *later]
 
 
-def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list[dict]:
+def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool, stepwise: bool) -> list[dict]:
     """The engine's answers to samples, and their scores."""
     prompts, fed = zip(*(turns(engine, sample, job.chat, blind) for sample in samples), strict=True)
     completions = engine.generate(
@@ -73,6 +73,7 @@ def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool) -> list
         stop=list(job.graded.stop) or None,
         follow_ups=list(fed),
         answer_prompts=not blind,
+        stepwise=stepwise,
     )
     found = []
     for sample, completion in zip(samples, completions, strict=True):
