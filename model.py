@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model: `prefill` and `extend` run many tokens of one row, `forward` one of each. Call `set_kv` first."""
+    """The whole model: `prefill` and `extend` run tokens of one row, `forward` one of each. Call `set_kv` first."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -44,13 +44,15 @@ def with_eos(engine, eos):
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-def test_decoded_counts_one_token_per_row_and_step_whether_sampled_fed_or_eos(checkpoint, eos, lag):
+@pytest.mark.parametrize("stepwise", (False, True))
+def test_decoded_counts_one_token_per_row_and_step_whether_sampled_fed_or_eos(checkpoint, eos, lag, stepwise):
     alone = with_eos(load(checkpoint), eos)
     alone.lag = lag
-    (completion,) = alone.generate([PROMPTS[0]], max_new_tokens=12, follow_ups=[[[1, 2, 3]]])
+    (completion,) = alone.generate([PROMPTS[0]], max_new_tokens=12, follow_ups=[[[1, 2, 3]]], stepwise=stepwise)
     first, second = completion.answers
     assert first.finish_reason == "stop" and len(first.tokens) == 5
-    steps = len(first.tokens) + 3 + len(second.tokens) - (second.finish_reason == "length")
+    assert alone.stats.extend_tokens == (0 if stepwise else 3)
+    steps = len(first.tokens) + 3 * stepwise + len(second.tokens) - (second.finish_reason == "length")
     assert alone.stats.steps == alone.stats.decoded == steps
     together = with_eos(load(checkpoint, batch=5), eos)
     together.lag = lag
@@ -308,18 +310,44 @@ def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(check
 
     monkeypatch.setattr(Decoder, "launch", interrupt_in_the_question)
     question, third = [1, 2, 3, 4, 5], [6]
-    first, second, last = engine.generate([PROMPTS[0]], max_new_tokens=4, follow_ups=[[question, third]])[0].answers
+    (found,) = engine.generate([PROMPTS[0]], max_new_tokens=4, follow_ups=[[question, third]], stepwise=True)
+    first, second, last = found.answers
     assert (len(second.tokens), second.finish_reason, last.finish_reason) == (1, "interrupted", "length")
     history = PROMPTS[0] + first.tokens + question + second.tokens + third
     monkeypatch.undo()
     assert load(checkpoint).generate([history], max_new_tokens=4)[0].answers[0].tokens == last.tokens
 
 
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0, "top_k": 20}))
+def test_a_question_taken_at_once_is_answered_like_one_fed_token_by_token(checkpoint, eos, lag, sampling):
+    """With the full cache, greedy or sampled, in rows that are refilled, after answers that end in any way."""
+    questions = [[[9, 8, 7, 6], [5]], [list(range(3, 40))], [[1, 2]], [], [[60] * 7, [61] * 9]]
+    answers = []
+    for stepwise in (False, True):
+        engine = Engine.load(checkpoint, batch=2, max_new_tokens=90, compile=False, seed=3)
+        with_eos(engine, eos).lag = lag
+        found = engine.generate(PROMPTS, max_new_tokens=12, follow_ups=questions, stepwise=stepwise, **sampling)
+        answers.append([completion.answers for completion in found])
+    assert answers[0] == answers[1]
+    assert len({answer.finish_reason for row in answers[0] for answer in row}) == 2
+
+
+def test_extending_the_model_equals_prefilling_the_whole_text(checkpoint):
+    engine = load(checkpoint, max_prompt=64)
+    text = [(7 * i) % 90 + 3 for i in range(60)]
+    expected = engine.prefill(0, text)
+    engine.prefill(0, text[:30])
+    for begin, end in ((30, 31), (31, 53), (53, 60)):
+        found = engine.extend(0, text[begin:end], begin)
+    assert (found - expected).abs().max() <= 1e-4
+
+
 def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint):
     engine, events = load(checkpoint, batch=2), []
     found = engine.generate(
-        PROMPTS[:3], max_new_tokens=4, follow_ups=[[[5]], [], []], on_token=lambda i, *_: events.append(i),
-        on_done=lambda i, completion: events.append((i, completion)),
+        PROMPTS[:3], max_new_tokens=4, follow_ups=[[[5]], [], []], stepwise=True,
+        on_token=lambda i, *_: events.append(i), on_done=lambda i, completion: events.append((i, completion)),
     )  # fmt: skip
     assert {i: completion for i, completion in filter(lambda e: isinstance(e, tuple), events)} == dict(enumerate(found))
     done = [event if isinstance(event, int) else ("done", event[0]) for event in events]
