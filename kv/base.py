@@ -28,6 +28,7 @@ The laws, which tests/test_contract.py checks for every registered method:
 10. An inactive row's state does not change, whatever token it is fed.
 11. `extend` by one token equals a decode step, for methods that attend to all they hold. With a budget for every token,
     a prompt that is extended in chunks of any sizes equals the whole prompt.
+12. A row restored from its `state` continues as the row did, in any row of any batch.
 """
 
 from abc import ABC, abstractmethod
@@ -171,7 +172,7 @@ class Buffers(nn.Module):
         if beyond:
             self.beyond[beyond] += buffer.nbytes
 
-    def state(self, name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
+    def allocate_state(self, name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
         """Allocates a buffer [B,*size] that describes what a row holds: `reset` restores its initial value."""
         self.allocate(name, *size, dtype=dtype, fill=fill, beyond="row state")
         self.states[name] = fill
@@ -180,6 +181,16 @@ class Buffers(nn.Module):
         """Empties a row."""
         for name, fill in self.states.items():
             getattr(self, name)[row] = fill
+
+
+def copy_state(views: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Copies the tensors of `state` into the views of the same names. Raises ValueError if one does not fit."""
+    for name, view in views.items():
+        found = state.get(name)
+        if found is None or found.shape != view.shape or found.dtype != view.dtype:
+            has = "none" if found is None else f"{list(found.shape)}, {found.dtype}"
+            raise ValueError(f"the saved {name} does not fit this cache: {list(view.shape)}, {view.dtype}, saved {has}")
+        view.copy_(found)
 
 
 class KV(Buffers, ABC):
@@ -299,6 +310,34 @@ class KV(Buffers, ABC):
         """Attention to each row's first `length` [B] slots."""
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
 
+    # A row's state
+
+    def state(self, row: int, length: int) -> dict[str, Tensor]:
+        """Copies of the tensors that hold row `row`, which has `length` tokens; host memory stays on the host."""
+        return {name: x.clone() for name, x in (self.registers(row) | self.views(row, length)).items()}
+
+    def restore(self, row: int, length: int, state: dict[str, Tensor]) -> None:
+        """Fills row `row`, which all layers have reset, with the `state` of a row of `length` tokens.
+
+        Layers are restored in order. Raises ValueError if a tensor is missing or has another size or dtype.
+        """
+        copy_state(self.registers(row), state)
+        self.restored(row)
+        copy_state(self.views(row, length), state)
+
+    def registers(self, row: int) -> dict[str, Tensor]:
+        """Views of what describes the row, by name; `views` may depend on it."""
+        found = {name: getattr(self, name)[row] for name in self.states}
+        return found if self.rope_speed is None else found | {"rope_speed": self.rope_speed[row]}
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        """Views of what the row holds, by name, trimmed to its `length` tokens."""
+        n = min(length, self.slots)
+        return {"k": self.k[row, :, :n], "v": self.v[row, :, :n]}
+
+    def restored(self, row: int) -> None:
+        """Runs once `registers` are restored, for methods that know more of a row on the host."""
+
     # RoPE, for methods that move keys to other positions
 
     def allocate_speeds(self) -> None:
@@ -352,8 +391,8 @@ class Kept(KV):
         self.kept = min(kept, shape.max_prompt)
         self.allocate_slots(self.kept + shape.max_new_tokens)
         self.beyond["generated"] = shape.max_new_tokens * shape.slot_bytes
-        self.state("dropped")  # how many tokens of each row's prompt are gone, [B]
-        self.state("position", shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept tokens
+        self.allocate_state("dropped")  # how many tokens of each row's prompt are gone, [B]
+        self.allocate_state("position", shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept tokens
 
     def fill(self, row: int, k: Tensor, v: Tensor, kept: Tensor) -> None:
         """Stores the tokens at positions kept [H,n] of k and v [1,Hk,T,D]; H is Hk, or a multiple of it."""
@@ -375,6 +414,9 @@ class Kept(KV):
         generated = torch.arange(position.shape[1] + dropped, length, device=position.device)
         k, v = (self.decoded(x[row, :, : length - dropped]) for x in (self.k, self.v))
         return Held(k, v, torch.cat([position, generated.expand(len(position), -1)], dim=1))
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        return super().views(row, length - int(self.dropped[row]))
 
     def coded(self, x: Tensor) -> Tensor:
         """Converts vectors to the form in which they are stored."""

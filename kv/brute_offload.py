@@ -42,6 +42,10 @@ class Loaded(Fetched):
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        pool = self.pool.part(row * self.shape.max_prompt, int(self.prompt[row]))
+        return super().views(row, length) | {"pool": pool}
+
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         return self.pool.read(row * self.shape.max_prompt, prompt).permute(1, 2, 0, 3).unbind(0)
 

@@ -131,10 +131,11 @@ class D2O(H2O):
             self.register_buffer(name, getattr(shared, name), persistent=False)
         most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
         self.slots, self.span = most + 1, ops.span(None, most + 1, most + 1, shape.device)
-        self.state("first", fill=index * (shared.budget + 1))
-        self.state("allotted", fill=shared.budget)
-        self.state("spare", shape.n_kv_head)
-        self.state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)  # tau; -inf: no eviction yet
+        self.allocate_state("first", fill=index * (shared.budget + 1))
+        self.allocate_state("allotted", fill=shared.budget)
+        self.allocate_state("spare", shape.n_kv_head)
+        # tau (Equation 10); -inf: nothing was evicted
+        self.allocate_state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)
         self.allocate_speeds()
         self.beyond["spare slot"] = shape.slot_bytes
         if index == 0:
@@ -231,6 +232,9 @@ class D2O(H2O):
 
     def sizes(self) -> Tensor:
         return self.allotted[:, None]
+
+    def restored(self, row: int) -> None:
+        self.shared.sizes[row][self.index] = int(self.allotted[row])
 
     def region_of(self, row: int) -> tuple[slice, int]:
         first, size = int(self.first[row]), int(self.allotted[row])

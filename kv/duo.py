@@ -9,6 +9,7 @@ x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffi
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,6 +75,16 @@ class Duo(KV):
         k, v = (torch.cat([F.pad(x, (0, 0, most - x.shape[1], 0)) for x in xs]) for xs in (k, v))
         position = torch.cat([F.pad(x, (most - x.shape[1], 0), value=-1) for x in position])
         return Held(k[self.back], v[self.back], position[self.back])
+
+    def registers(self, row: int) -> dict[str, Tensor]:
+        return self.by_part(part.registers(row) for part in self.parts)
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        return self.by_part(part.views(row, length) for part in self.parts)
+
+    def by_part(self, found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The parts' tensors, each name with its part's number."""
+        return {f"{i}.{name}": x for i, part in enumerate(found) for name, x in part.items()}
 
     def set_speed(self, row: int, speed: Tensor) -> None:
         for part in self.parts:

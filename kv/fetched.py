@@ -52,7 +52,7 @@ class Parts(KV):
         self.sinks, self.ends, self.first_generated = sinks, ends, ends + chosen
         self.allocate_slots(self.first_generated + shape.max_new_tokens)
         if prompt is None:
-            self.state("prompt")
+            self.allocate_state("prompt")
         else:
             self.register_buffer("prompt", prompt, persistent=False)
 
@@ -82,6 +82,13 @@ class Parts(KV):
         generated = slice(self.first_generated, self.first_generated + length - prompt)
         new = (x[row, :, generated] for x in (self.k, self.v))
         return Held.new(*(torch.cat(pair, dim=1) for pair in zip(self.held_prompt(row, prompt), new, strict=True)))
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        prompt = int(self.prompt[row])
+        ends = slice(min(prompt, self.ends))
+        generated = slice(self.first_generated, self.first_generated + length - prompt)
+        parts = (("ends", ends), ("generated", generated))
+        return {f"{part}_{name}": getattr(self, name)[row, :, at] for part, at in parts for name in ("k", "v")}
 
     @abstractmethod
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +136,7 @@ class Fetched(Parts):
     def __init__(self, shape: Shape, sinks: int, ends: int, count: int, per_row: int, pool: Pool):
         super().__init__(shape, sinks, ends, count * per_row)
         self.count = count
-        self.state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
+        self.allocate_state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
         self.register_buffer("pool_buffer", pool.buffer, persistent=False)
 
@@ -148,6 +155,11 @@ class FetchedTokens(Fetched):
         self.keep_ends(row, k[0], v[0])
         for i, x in enumerate((k, v)):
             self.pool.write(row * self.shape.max_prompt * k.shape[1], x[0].transpose(0, 1).flatten(0, 1), i)
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        heads = self.shape.n_kv_head
+        pool = self.pool.part(row * self.shape.max_prompt * heads, int(self.prompt[row]) * heads)
+        return super().views(row, length) | {"pool": pool}
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         heads = self.shape.n_kv_head

@@ -40,7 +40,7 @@ class H2O(KV):
         self.size, self.sinks, self.recent = size, sinks, recent
         self.allocate_slots(size + 1)
         allocate_tokens(self, self.slots + 1, self.sums)
-        self.state("spare", shape.n_kv_head)  # the slot of the next token
+        self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
         self.allocate_speeds()
         self.beyond["spare slot"] = shape.slot_bytes
 
@@ -104,6 +104,11 @@ class H2O(KV):
         slot = self.slots_by_position(row)
         each = slot[..., None].expand(-1, -1, self.k.shape[3])
         return Held(self.k[row].gather(1, each), self.v[row].gather(1, each), self.position[row].gather(1, slot))
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        region = self.region_of(row)[0]
+        used = slice(region.start, min(region.start + length, region.stop))
+        return {name: getattr(self, name)[row, :, used] for name in ("k", "v", "position", *self.sums)}
 
     def slots_by_position(self, row: int) -> Tensor:
         """The slots [Hk,n] of the row's tokens, oldest first; every head holds as many."""

@@ -79,6 +79,11 @@ class InfLLM(Fetched):
             sums.append(chosen[0].sum(1))
         return torch.stack(sums)
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - self.ends) // self.block)
+        pool = self.pool.part(row * heads * self.blocks, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
+        return super().views(row, length) | {"pool": pool, "representatives": self.representatives[row, :, :blocks]}
+
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         heads, middle, sinks = self.shape.n_kv_head, max(0, prompt - self.ends), min(prompt, self.sinks)
         blocks = self.pool.read(row * heads * self.blocks, heads * self.blocks)  # [Hk blocks,2,block,D]

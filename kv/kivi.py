@@ -52,6 +52,10 @@ class Quantized(KV):
         slot = torch.arange(done * self.group + packs, length, device=k.device) % self.ring
         self.k[row, :, slot], self.v[row, :, slot] = k[:, packs:], v[:, packs:]
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        packed = {name: x[row, :, : self.groups(length)] for name, x in self.packed.named_buffers()}
+        return packed | {"waits_k": self.k[row], "waits_v": self.v[row]}
+
     def held(self, row: int, length: int) -> Held:
         groups = self.groups(length)
         slot = torch.arange(groups * self.group, length, device=self.k.device) % self.ring

@@ -120,6 +120,11 @@ class ThreadedPool(Pool):
         shared = self.workers.buffers.nbytes if self.workers.owner == self.handle else 0
         return sum(x.nbytes for x in (self.ids, self.held, self.numbers)) + self.staged_bytes + shared
 
+    def part(self, start: int, count: int) -> Tensor:
+        self.drain()
+        self.held[(self.held >= start) & (self.held < start + count)] = -1  # the caller may write to it
+        return super().part(start, count)
+
     def write(self, start: int, values: Tensor, *column: int | slice) -> None:
         self.drain()
         self.held[(self.held >= start) & (self.held < start + len(values))] = -1

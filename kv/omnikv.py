@@ -90,9 +90,9 @@ class Segment(Buffers):
         super().__init__(shape)
         self.layers, self.k, self.share = layers, plan.k, plan.share
         self.delta, self.bits = options.delta, options.bits
-        self.state("index", plan.k, fill=-1)  # prompt positions; -1: none
-        self.state("prompt")  # the length of each row's prompt
-        self.state("count")  # how many tokens to choose from it
+        self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
+        self.allocate_state("prompt")  # the length of each row's prompt
+        self.allocate_state("count")  # how many tokens to choose from it
         what = "layers " + ", ".join(map(str, layers))
         width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
@@ -222,6 +222,15 @@ class Filter(Full):
 
     def reset(self, row: int) -> None:
         self.segment.reset(row)
+
+    def registers(self, row: int) -> dict[str, Tensor]:
+        return {name: getattr(self.segment, name)[row] for name in self.segment.states}
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        segment = self.segment
+        pool = segment.pool.part(row * self.shape.max_prompt, int(segment.prompt[row]))
+        past = {"past": self.past[row, :, :length]} if self.window > 1 else {}
+        return super().views(row, length) | {"pool": pool} | past
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         past = 4 * self.window * length if self.window > 1 else 0

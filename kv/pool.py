@@ -51,9 +51,14 @@ class Pool:
             values.record_stream(self.stream)
             self.pend(self.stream.record_event())
 
+    def part(self, start: int, count: int) -> Tensor:
+        """A view of `count` rows from `start` on, where the pool is: [count, *width]. Waits for writes and fetches."""
+        self.settle()
+        return self.memory[start : start + count]
+
     def read(self, start: int, count: int) -> Tensor:
         """`count` rows from `start` on, on the device: [count, *width]."""
-        return self.memory[start : start + count].to(self.device)
+        return self.part(start, count).to(self.device)
 
     def pend(self, write: torch.cuda.Event | Future) -> None:
         self.writing.append(write)

@@ -81,6 +81,10 @@ class PQCache(FetchedTokens):
             code = self.nearest(keys.transpose(0, 1), self.centroids[row, None])
             self.codes[row, :, :, prompt + at : prompt + at + len(code)] = code.permute(1, 2, 0)
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        codes = self.codes[row, :, :, : max(int(self.prompt[row]), length - self.recent)]
+        return super().views(row, length) | {"codes": codes, "centroids": self.centroids[row]}
+
     def copy_generated(self) -> None:
         """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""
         new = self.index >= self.prompt[:, None, None]

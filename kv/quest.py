@@ -33,6 +33,10 @@ class Quest(Full):
         pages = slice(begins // self.page, begins // self.page + low.shape[1])
         self.low[row, :, pages], self.high[row, :, pages] = low, high
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        pages = -(-length // self.page)
+        return super().views(row, length) | {"low": self.low[row, :, :pages], "high": self.high[row, :, :pages]}
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)
         self.update(k, pos, active)

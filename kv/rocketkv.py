@@ -89,6 +89,10 @@ class RocketKV(SnapKV):
             keys = torch.cat([low, high], dim=2)
         self.bounds[row, :, :, page : page + keys.shape[1]] = keys.mT
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        pages = -(-(length - int(self.dropped[row])) // self.page)
+        return super().views(row, length) | {"bounds": self.bounds[row, :, :, :pages]}
+
     def coded(self, x: Tensor) -> Tensor:
         return x if self.bits == 16 else quant.encode(x, self.bits)
 

@@ -136,6 +136,20 @@ class SimLayer(KV):
         self.append(row, k, v, pos)
         return y
 
+    def registers(self, row: int) -> dict[str, Tensor]:
+        return {"first": self.shared.first[self.index, row], "size": self.shared.size[self.index, row]}
+
+    def restored(self, row: int) -> None:
+        shared = self.shared
+        shared.regions[row][self.index] = shared.starts.index(int(shared.first[self.index, row]))
+        shared.sizes[row][self.index] = int(shared.size[self.index, row])
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        shared = self.shared
+        first = shared.starts[shared.regions[row][self.index]]
+        used = slice(first, first + min(length, shared.sizes[row][self.index]))
+        return {"k": shared.k[row, :, used], "v": shared.v[row, :, used]}
+
     def reset(self, row: int) -> None:
         self.shared.sizes[row][self.index] = 0  # stale slots can stay: the row's length masks them
 

@@ -31,6 +31,9 @@ class SparQ(Full):
         self.kt[row, :, :, pos : pos + k.shape[2]] = k[0].mT
         self.mean[row] = (pos * self.mean[row] + v[0].float().sum(1)) / (pos + k.shape[2])
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        return super().views(row, length) | {"kt": self.kt[row, :, :, :length], "mean": self.mean[row]}
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.store(k, v, pos, active)
         mean = self.update(k, v, pos, active)

@@ -26,7 +26,7 @@ class Streaming(Full):
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
         self.allocate_speeds()
-        self.state("shift")  # by how many positions each row's sinks have moved
+        self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")
         self.past_context = False  # whether a row may exceed the model's context
 
@@ -43,6 +43,9 @@ class Streaming(Full):
         self.sink_keys.copy_(torch.where(first, keys, self.sink_keys))
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
         keys.copy_(torch.where(past, ops.turn(self.sink_keys, self.shift[:, None, None], self.rope_speed), keys))
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        return super().views(row, length) | {"sink_keys": self.sink_keys[row]}
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         if self.sinks and pos + k.shape[2] > self.shape.max_length:

@@ -53,6 +53,11 @@ class Tailored(FetchedTokens):
         self.channel_pool.write(first, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
         self.largest[row] = k[0].abs().amax(1)
 
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        heads = self.largest[row].numel()
+        channels = self.channel_pool.part(row * heads, heads)[:, : int(self.prompt[row])]
+        return super().views(row, length) | {"channels": channels, "largest": self.largest[row]}
+
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]

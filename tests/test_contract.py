@@ -472,3 +472,62 @@ def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, sha
         assert name not in READS_ALL - CHANGES or (y - expected[row]).abs().max() <= 1e-5
     a, b = (cache.decode(texts, 7, first=13) for cache in (steps, extended))
     assert all((a[row] - b[row]).abs().max() <= 1e-5 for row in texts)
+
+
+FOLLOW_THE_PLAN = {  # sizes that depend on max_new_tokens: another plan continues differently, or refuses
+    "rocketkv", "rocketkv:even", "rocketkv:bits", "hybrid", "sparq", "quest:auto", "duo:retrieval", "simlayer",
+}  # fmt: skip
+
+
+def move(source: Cache, row: int, target: Cache, to: int) -> None:
+    """Restores a row's state, copied as a file would, in row `to` of another cache."""
+    length = source.newest[row] + 1
+    states = [layer.state(row, length) for layer in source.layers]
+    for layer in target.layers:
+        layer.reset(to)
+    for layer, state in zip(target.layers, states, strict=True):
+        layer.restore(to, length, {name: torch.from_numpy(x.numpy().copy()) for name, x in state.items()})
+    target.newest[to] = source.newest[row]
+
+
+@every_method
+@every_shape
+def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch):
+    monkeypatch.setattr(kv.ops, "SPAN", 2 * shape.planned)  # a row's rounding depends on how many slots are read
+    texts, batch = make_texts(shape), shape.batch
+    source, target = Cache(name, shape), poison(Cache(name, shape))
+    source.run(texts, 7)
+    for row, text in texts.items():
+        source.extend(row, text, 7, 3)
+    target.run(make_texts(shape, seed=700), 20)  # leaves other tokens behind
+    for row in texts:
+        move(source, row, target, batch - 1 - row)
+    a = source.decode(texts, 8, first=10)
+    b = target.decode({batch - 1 - row: text for row, text in texts.items()}, 8, first=10)
+    assert all(torch.equal(a[row], b[batch - 1 - row]) for row in texts)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in FOLLOW_THE_PLAN])
+def test_law_12_a_restored_row_continues_in_another_batch_on_another_plan(name):
+    shape = make_shape("gqa", 3, n_layer=layers_of(name))
+    texts = make_texts(shape)
+    source, target = Cache(name, shape), poison(Cache(name, replace(shape, batch=5, max_new_tokens=2 * MAX_NEW)))
+    source.run(texts, 9)
+    for row in texts:
+        move(source, row, target, row + 2)
+    a, b = source.decode(texts, 8, first=9), target.decode({row + 2: text for row, text in texts.items()}, 8, first=9)
+    assert all((a[row] - b[row + 2]).abs().max() <= 1e-6 for row in texts)
+
+
+@every_method
+def test_law_12_a_state_that_does_not_fit_is_refused(name):
+    shape = make_shape("gqa", 1, n_layer=layers_of(name))
+    source = Cache(name, shape)
+    source.run(make_texts(shape), 3)
+    for layer in source.layers:
+        state = layer.state(0, 53)
+        for key, x in state.items():
+            damaged = [{k: v for k, v in state.items() if k != key}, state | {key: x[None]}, state | {key: x.bool()}]
+            for wrong in damaged:
+                with pytest.raises(ValueError, match=rf"^the saved {key} does not fit this cache"):
+                    layer.restore(0, 53, wrong)
