@@ -1,5 +1,6 @@
 """A model and its KV caches: plans, allocates, grows and frees them, and prefills prompts into them."""
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -14,6 +15,7 @@ from decoder import Decoder, compiled_graphs
 from device import compile_errors, free_bytes
 from kv import Shape
 from model import SLICE, Transformer
+from prefix import Prefix, Setting
 from progress import Listener, Phase, Stats
 
 
@@ -187,6 +189,26 @@ class Caches:
         if long:
             phase.layers = self.config.n_layer
         return self.model.prefill(torch.tensor(prompt, device=self.device), row, planned, count if long else None)
+
+    def setting(self) -> Setting:
+        """What prefixes of these caches depend on."""
+        options = dataclasses.asdict(methods.parse_options(self.method, self.options | self.from_profile()))
+        has, dtype = self.shape, str(self.dtype).removeprefix("torch.")
+        return Setting(self.method, self.budget, options, has.max_prompt, has.max_new_tokens, dtype)
+
+    def copy(self, row: int, tokens: list[int]) -> Prefix:
+        """What row `row` holds, after the prompt `tokens`."""
+        states = [layer.state(row, len(tokens)) for layer in self.layers]
+        return Prefix(self.setting(), tokens, self.model.rope_speed[row].clone(), states)
+
+    def restore(self, row: int, prefix: Prefix) -> None:
+        """Resets row `row` and fills it with a prefix. Raises ValueError if a tensor does not fit."""
+        for layer in self.layers:
+            layer.reset(row)
+        self.decoder.reset(row)
+        self.model.rope_speed[row] = prefix.rope_speed.to(self.device)
+        for layer, state in zip(self.layers, prefix.layers, strict=True):
+            layer.restore(row, len(prefix.tokens), state)
 
     def extend(self, row: int, tokens: list[int], pos: int) -> Tensor:
         """Adds tokens to row `row`, which holds `pos`; returns the logits [vocab] after them."""

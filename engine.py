@@ -11,6 +11,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from decoder import SLEEP, Sampling
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from loop import Loop
 from model import Transformer
+from prefix import Prefix
 from progress import Listener, Phase, timed
 from quantize import pack, quantize_modules, read_quantization
 from sequence import Completion, Row
@@ -128,6 +131,7 @@ class Engine(Caches):
         follow_ups: list[Iterable[Prompt]] | None = None,
         answer_prompts: bool = True,
         stepwise: bool = False,
+        prefix: Prompt | Prefix | None = None,
         on_token: Callable[[int, int, str], None] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
@@ -141,13 +145,14 @@ class Engine(Caches):
         and answered. answer_prompts: if False, prompts are only prefilled, and only follow-ups are answered.
         stepwise: feeds follow-ups one token per decode step, with the method's own attention, instead of at once, when
         each token attends to everything its row holds.
+        prefix: a text or ids, prefilled once, that every prompt continues; or what `prefix` or prefix.load returned.
         on_token(prompt index, token, text): called for each token of an answer, with the text that it completes.
         on_done(prompt index, completion): called as soon as all answers of a prompt are complete.
         Raises ValueError for arguments that do not fit the model or the plan.
         """
         self.called, self.interrupted = time.perf_counter(), False
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        ids = [self.encode(prompt) for prompt in ([prompts] if single else prompts)]
+        ids = [self.encode(prompt, bos=prefix is None) for prompt in ([prompts] if single else prompts)]
         if not ids:
             return []
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -166,18 +171,65 @@ class Engine(Caches):
             raise ValueError(f"{len(asked)} lists of follow-ups for {len(ids)} prompts")
         answers = [answer_prompts + len(f) if isinstance(f, list) else 1 for f in asked]
         fed = [sum(map(len, f)) if isinstance(f, list) else 0 for f in asked]
+        if prefix is not None:  # prompts continue it as questions do
+            if not answer_prompts:
+                raise ValueError("answer_prompts=False and a prefix: give the prompts as the prefix")
+            begun = zip(ids, asked, strict=True)
+            asked = [[prompt, *f] if isinstance(f, list) else chain([prompt], f) for prompt, f in begun]
+            fed, answer_prompts = [f + len(prompt) for f, prompt in zip(fed, ids, strict=True)], False
         decoded = [limit * a + f for a, f in zip(answers, fed, strict=True)]
-        self.reserve(max(map(len, ids)), max(decoded))
-        self.decoder.warm_up(sampling, max(map(len, ids)))
         self.stats.next_call()
+        if prefix is not None:
+            prefix = self._prepared(prefix, max(decoded))
+            ids = [prefix.tokens] * len(ids)
+        else:
+            self.reserve(max(map(len, ids)), max(decoded))
+        self.decoder.warm_up(sampling, max(map(len, ids)))
         waiting = deque()
         for i, (prompt, f, new) in enumerate(zip(ids, asked, decoded, strict=True)):
             new = new if isinstance(f, list) else self.shape.max_new_tokens
-            waiting.append(Row(i, prompt, f, len(prompt) + new - 1))  # the last sampled token is not fed
+            waiting.append(Row(i, prompt, f, len(prompt) + new - 1, prefix))  # the last sampled token is not fed
         completions = [row.completion for row in waiting]
         unheard = lambda *_: None  # noqa: E731
         Loop(self, waiting, answer_prompts, limit, stop or [], stepwise, on_token or unheard, on_done or unheard).run()
         return completions
+
+    @exclusive
+    @memory_errors()
+    def prefix(self, prompt: Prompt) -> Prefix:
+        """Prefills a text or ids for `generate(prefix=...)`, in this engine or, saved in a file, in another."""
+        tokens = self.encode(prompt)
+        self.reserve(len(tokens), self.max_new_tokens)
+        self.stats.next_call()
+        return self._prefilled(tokens)
+
+    def _prefilled(self, tokens: list[int]) -> Prefix:
+        with timed(self.on_phase, Phase("prefill", f"{len(tokens)} tokens", tokens=len(tokens))) as phase:
+            self.prefill(0, tokens, len(tokens) + self.shape.max_new_tokens - 1, phase)
+            found = self.copy(0, tokens)
+        self.stats.prefill_s += phase.seconds
+        self.stats.prefill_tokens += len(tokens)
+        return found
+
+    def _prepared(self, prefix: Prompt | Prefix, new: int) -> Prefix:
+        """The prefix, prefilled, with caches for it and `new` more tokens. Raises ValueError if it does not fit."""
+        if not isinstance(prefix, Prefix):
+            tokens = self.encode(prefix)
+            self.reserve(len(tokens), new)
+            return self._prefilled(tokens)
+        setting = prefix.setting
+        self.check_length(len(prefix.tokens))
+        if self.shape is None or (self.shape.max_prompt, self.shape.max_new_tokens) != setting.plan:
+            self._allocate(self._plan(*setting.plan))
+        for name, saved in asdict(setting).items():
+            if (ours := getattr(self.setting(), name)) != saved:
+                raise ValueError(f"the prefix was prefilled with {name}={saved} and this engine has {name}={ours}")
+        if new > setting.max_new_tokens and not self.endless:
+            raise ValueError(
+                f"the prefix was prefilled with room for {setting.max_new_tokens} more tokens and {new} are needed, the"
+                " prompt included: lower max_new_tokens, or prefill it with more"
+            )
+        return prefix
 
     def interrupt(self) -> None:
         """Ends the answers that `generate` is decoding: each keeps its tokens so far and gets the finish reason

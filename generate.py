@@ -8,6 +8,7 @@ import startup  # noqa: F401
 import argparse
 import json
 import sys
+import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -15,6 +16,8 @@ from typing import BinaryIO, TextIO
 import torch
 
 import kv
+import prefix
+from checkpoint import fingerprint
 from cli import check_output, number, profile_lines, read_text, run, write_json
 from conversation import Conversation
 from decoder import Sampling
@@ -39,8 +42,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chat", action="store_true", help="use the checkpoint's chat format; on a terminal, keep asking")
     p.add_argument("--system", metavar="TEXT", help="the system prompt of --chat (default: the chat format's)")
     p.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer, and is cut off; repeatable")
+    p.add_argument("--save-prompt", metavar="FILE", help="prefill the prompt and save what the cache holds")
+    p.add_argument("--load-prompt", metavar="FILE", help="continue a saved prompt, with its method and budget")
     p.add_argument("--out", metavar="FILE", help="append each answer to this JSONL file as soon as it is complete")
-    p.add_argument("--kv", default="full", metavar="NAME", help="KV method (default: full); see --list-kv")
+    p.add_argument("--kv", metavar="NAME", help="KV method (default: full); see --list-kv")
     p.add_argument("--budget", type=number, help="tokens a KV head, or a share of the prompt between 0 and 1")
     p.add_argument("--kv-opt", action="append", default=[], metavar="K=V", help="an option of the method; repeatable")
     p.add_argument("--mem", type=float, help="share of the cache for the device; short for --kv-opt mem=...")
@@ -142,7 +147,10 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
 
     A rejected prompt among several fails alone: after the others are answered, ValueError names it.
     """
-    options = given_options(args)
+    options, saved = given_options(args), None
+    if args.load_prompt is not None:
+        saved = prefix.load(args.load_prompt, fingerprint(checkpoint))
+        args.kv, args.budget, options = saved.setting.kv, saved.setting.budget, saved.setting.options
     Sampling(args.temperature, args.top_k, args.top_p)  # rejects now what generate would reject
     single = len(prompts) == 1
     talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
@@ -150,7 +158,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     with closing(Progress(len(prompts))) as progress:
         engine = Engine.load(
-            checkpoint, args.kv, args.budget, options, device=args.device, dtype=args.dtype, seed=args.seed,
+            checkpoint, args.kv, args.budget, options, device=args.device,
+            dtype=args.dtype or (saved and saved.setting.dtype), seed=args.seed,
             batch=args.batch if args.batch is not None else min(len(prompts), 8),
             max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
             compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile pays off
@@ -161,13 +170,17 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
         ids, failed = {}, {}
         for name, text in prompts.items():
             try:
-                ids[name] = encode(engine, text, args)
+                ids[name] = encode(engine, text, args) if saved is None else engine.encode(text, bos=False)
             except ValueError as error:
                 failed[name] = str(error)
         if not ids:
             name, error = next(iter(failed.items()))
             raise ValueError(error if single else f"no prompt can be answered; prompt {name}: {error}")
         names = list(ids)
+        if args.save_prompt is not None:
+            return save_prompt(args, engine, checkpoint, ids[names[0]])
+        if saved is not None and args.max_new_tokens is None and not demo:
+            limit = max(1, min(limit, saved.setting.max_new_tokens - max(map(len, ids.values()))))
         with (
             open_to_append(args.out) if args.out else nullcontext() as file,
             Conversation(engine, out) if talk else nullcontext() as conversation,
@@ -194,7 +207,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
                 progress.finished()
             completions = engine.generate(
                 list(ids.values()), limit, args.temperature, args.top_k, args.top_p, args.stop,
-                follow_ups=[conversation.questions()] if talk else None, on_token=show, on_done=done,
+                follow_ups=[conversation.questions()] if talk else None, prefix=saved, on_token=show, on_done=done,
             )  # fmt: skip
     if single and not talk:
         print(file=out)
@@ -208,6 +221,22 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     write_json(args.json, report)
     if failed:
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
+
+
+def save_prompt(args: argparse.Namespace, engine: Engine, checkpoint: Path, prompt: list[int]) -> None:
+    """Prefills a prompt and writes it to the file that --save-prompt names."""
+    found, begin = engine.prefix(prompt), time.perf_counter()
+    found.save(args.save_prompt, fingerprint(checkpoint))
+    report = {
+        "kv": args.kv, "budget": args.budget, "options": engine.options, "prompt_tokens": len(prompt),
+        "prefill_s": engine.stats.prefill_s, "save_s": time.perf_counter() - begin, "saved_bytes": found.bytes,
+        "saved_full_bytes": engine.shape.full_bytes() // engine.shape.planned * len(prompt),
+        "room": engine.shape.max_new_tokens,
+    }  # fmt: skip
+    size, full = (f"{report[name] / 1e6:.1f} MB" for name in ("saved_bytes", "saved_full_bytes"))
+    print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size}, {report['save_s']:.2f} s", file=sys.stderr)
+    print(f"-- the full cache takes {full}; room for {report['room']} more tokens", file=sys.stderr)
+    write_json(args.json, report)
 
 
 def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, completions: list) -> dict:
@@ -230,7 +259,10 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "compile_s": stats.compile_s,
         "compiles": stats.compiles,
         "prefill_s": stats.prefill_s,
-        "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s,
+        "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s if stats.prefill_tokens else None,
+        "reused_tokens": stats.reused_tokens,
+        "extend_s": stats.extend_s,
+        "extend_tokens": stats.extend_tokens,
         "first_token_s": stats.first_token_s,
         "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,  # per row: a step's time
         "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
@@ -255,7 +287,9 @@ def print_report(r: dict) -> None:
         ("new tokens", str(sum(c["new_tokens"] for c in answers))),
         ("load", f"{r['load_bytes'] / 1e9:.2f} GB, {r['load_s']:.2f} s"),
         ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
-        ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s"),
+        ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s")
+        if r["prefill_tokens_per_s"]
+        else ("restored", f"{r['prefill_s']:.2f} s, {r['reused_tokens']} tokens"),
         ("first token", f"{r['first_token_s']:.2f} s"),
         ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s{rows}")
         if r["tokens_per_s"]
@@ -273,6 +307,17 @@ def print_report(r: dict) -> None:
     lines += [("profile", line) for line in profile_lines([r])]
     for name, value in lines:
         print(f"{name:14} {value}", file=sys.stderr)
+
+
+def check_saved(args: argparse.Namespace) -> None:
+    """Raises ValueError where --save-prompt or --load-prompt do not go together with other arguments."""
+    check_output(args.save_prompt, "--save-prompt")
+    if args.save_prompt is not None and (args.batch_file is not None or args.chat or args.load_prompt is not None):
+        raise ValueError("--save-prompt takes one text: leave out --batch-file, --chat and --load-prompt")
+    given = args.kv, args.budget, args.mem, args.kv_bits, args.offload or None, args.kv_opt or None
+    if args.load_prompt is not None and (args.chat or any(value is not None for value in given)):
+        raise ValueError("--load-prompt brings its method and budget: leave out --kv, --budget, options and --chat")
+    args.kv = args.kv or "full"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -293,6 +338,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("--stop: the text is empty")
     check_output(args.json, "--json")
     check_output(args.out, "--out")
+    check_saved(args)
     if args.checkpoint is None and args.prompt is args.prompt_file is args.batch_file is None:
         print("...", prompts[1].splitlines()[-1], file=sys.stderr)
     answer(args, prompts, args.checkpoint or NEEDLE, sys.stderr if args.json == "-" else sys.stdout)

@@ -34,7 +34,7 @@ class Loop:
     def run(self) -> None:
         """Until every row is done: fills free rows, launches a step, and reads the step launched `lag` steps before."""
         engine, stats = self.engine, self.engine.stats
-        self.begin = time.perf_counter()
+        self.begin, before = time.perf_counter(), stats.prefill_s
         rows: list[Row | None] = [None] * engine.batch
         flight: deque[tuple[list[tuple[Row, Answer] | None], int, Callable[[], list[int]]]] = deque()
         while self.waiting or flight or any(rows):
@@ -60,7 +60,7 @@ class Loop:
                         decoded += 1
                 stats.decoded += decoded
                 stats.steps += decoded > 0
-        elsewhere = stats.prefill_s + stats.extend_s + self.waited_s
+        elsewhere = stats.prefill_s - before + stats.extend_s + self.waited_s
         stats.decode_s = time.perf_counter() - self.begin - elsewhere
 
     def _fill(self, rows: list[Row | None]) -> None:
@@ -70,11 +70,14 @@ class Loop:
                 self.on_done(row.index, row.completion)
                 rows[b] = None
             if self.waiting and rows[b] is None:
-                rows[b] = self.waiting.popleft()
-                token = self._start(b, rows[b])
+                row = rows[b] = self.waiting.popleft()
+                if row.prefix is not None:
+                    self._restore(b, row)
+                    continue
+                token = self._start(b, row)
                 if self.answer_prompts:
-                    rows[b].open(self.limit, self._stream(), sampled=1)
-                    self._read(rows[b], token, 0)
+                    row.open(self.limit, self._stream(), sampled=1)
+                    self._read(row, token, 0)
 
     def _start(self, b: int, row: Row) -> int:
         """Prefills a prompt into batch row b; returns the token that would begin its answer."""
@@ -84,6 +87,15 @@ class Loop:
         engine.stats.prefill_s += phase.seconds
         engine.stats.prefill_tokens += n
         return token
+
+    def _restore(self, b: int, row: Row) -> None:
+        """Copies a prompt that is prefilled already into batch row b."""
+        engine, n, row.request = self.engine, len(row.prompt), next(self.engine.requests)
+        with timed(engine.on_phase, Phase("restore", f"{n} tokens")) as phase:
+            engine.restore(b, row.prefix)
+            engine.decoder.start(b, 0, n, row.request)
+        engine.stats.prefill_s += phase.seconds
+        engine.stats.reused_tokens += n
 
     def _extend(self, b: int, row: Row, tokens: list[int]) -> int:
         """Adds tokens to batch row b; returns the token that would continue them."""

@@ -19,6 +19,7 @@ class Stats:
     compiles: int = 0  # times the decode step was compiled
     prefill_s: float = 0.0
     prefill_tokens: int = 0
+    reused_tokens: int = 0  # of prompts that were copied instead of prefilled
     extend_s: float = 0.0
     extend_tokens: int = 0  # of follow-ups that rows took at once
     first_token_s: float | None = None  # from the call to the first token, including compile and prefill
@@ -34,7 +35,7 @@ class Stats:
 
 @dataclass
 class Phase:
-    """A phase: load, compile, prefill, extend, or first token (the time from a `generate` call to its first token)."""
+    """A phase: load, compile, prefill, restore, extend, or first token (the time from a `generate` call to that)."""
 
     name: str
     about: str = ""  # what is loaded, compiled, prefilled or added
@@ -69,7 +70,7 @@ class Progress:
             layers = f", layer {phase.done} of {phase.layers}" if phase.layers else ""
             self._status(f"{phase.name} {phase.about}{layers}")
             return
-        if phase.name in ("prefill", "extend") and not self.single:
+        if phase.name in ("prefill", "restore", "extend") and not self.single:
             return self._status("")  # the bar counts prompts
         if phase.name == "extend" and phase.seconds < 1:
             return self._status("")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decoder import CONTINUE, SLEEP
+from prefix import Prefix
 from tokenizer import Stream
 
 
@@ -37,8 +38,11 @@ class Completion:
 class Row:
     """One prompt and its progress through a batch row."""
 
-    def __init__(self, index: int, prompt: list[int], follow_ups: Iterable, planned: int):
+    def __init__(
+        self, index: int, prompt: list[int], follow_ups: Iterable, planned: int, prefix: Prefix | None = None
+    ):
         self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
+        self.prefix = prefix  # what the prompt left in the caches, if it need not be prefilled
         self.planned = planned  # the most tokens it will hold
         self.completion = Completion(len(prompt))
         self.request = 0  # its number, for the noise of sampling

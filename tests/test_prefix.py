@@ -1,0 +1,145 @@
+"""Prompts that are prefilled once and continued many times, in memory and in files."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import write_random
+from test_contract import VARIANTS
+
+import prefix
+from engine import Engine
+from generate import main
+from kv import METHODS
+
+TEXT = [(7 * i) % 90 + 3 for i in range(50)]
+QUESTIONS = [[5, 6, 7], [9], list(range(20, 40)), [3, 3]]
+OPTIONS = {name: options for name, (base, options) in VARIANTS.items() if name == base}
+OPTIONS["duo"] = {"sinks": 2, "recent": 6, "head_scores": [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0]]}
+WEIGHTS = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_random(tmp_path_factory.mktemp("prefix") / "m", num_hidden_layers=3)
+
+
+def load(checkpoint, kv="full", batch=2, **more):
+    budget = {} if not METHODS[kv].budgeted else {"budget": 24}
+    more |= {"options": OPTIONS.get(kv, {}), "max_new_tokens": 60, "compile": False, "seed": 1}
+    return Engine.load(checkpoint, kv, batch=batch, **budget, **more)
+
+
+def tokens(completions):
+    return [[answer.tokens for answer in completion.answers] for completion in completions]
+
+
+@pytest.mark.parametrize("kv", METHODS)
+def test_prompts_that_continue_a_prefix_are_answered_like_questions_about_it(checkpoint, kv, tmp_path):
+    """In memory, from a file, in another engine, in rows that are refilled."""
+    engine = load(checkpoint, kv)
+    ask = [[question, [8, 8]] for question in QUESTIONS]
+    expected = engine.generate([TEXT] * 4, 12, follow_ups=ask, answer_prompts=False)
+    later = [[[8, 8]]] * 4
+    found = engine.generate(QUESTIONS, 12, prefix=TEXT, follow_ups=later)
+    assert tokens(found) == tokens(expected)
+    assert engine.stats.prefill_tokens == 50 and engine.stats.reused_tokens == 200
+    engine.prefix(TEXT).save(tmp_path / "text.kv", WEIGHTS)
+    assert [file.name for file in tmp_path.iterdir()] == ["text.kv"]
+    other = load(checkpoint, kv, batch=3)
+    saved = prefix.load(tmp_path / "text.kv", WEIGHTS)
+    assert tokens(other.generate(QUESTIONS, 12, prefix=saved, follow_ups=later)) == tokens(expected)
+    assert other.stats.prefill_tokens == 0
+
+
+def test_with_the_full_cache_a_prefix_and_a_prompt_are_one_prompt(checkpoint):
+    engine = load(checkpoint)
+    whole = engine.generate([TEXT + question for question in QUESTIONS], 12, temperature=1.0)
+    again = load(checkpoint)
+    assert tokens(again.generate(QUESTIONS, 12, temperature=1.0, prefix=TEXT)) == tokens(whole)
+
+
+def test_a_prefix_of_other_caches_is_refused(checkpoint):
+    saved = load(checkpoint, "streaming").prefix(TEXT)
+    for engine, message in (
+        (load(checkpoint), "prefilled with kv=streaming and this engine has kv=full"),
+        (load(checkpoint, "streaming", dtype="bfloat16"), "prefilled with dtype=float32 and .* dtype=bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([[5]], prefix=saved)
+        assert engine.generate([TEXT], 3)[0].answers[0].tokens
+    engine = load(checkpoint)
+    with pytest.raises(ValueError, match="room for 60 more tokens and 63 are needed"):
+        engine.generate([[5] * 33], 30, prefix=engine.prefix(TEXT))
+
+
+def test_100_damaged_files_are_refused(checkpoint, tmp_path):
+    load(checkpoint, "rocketkv").prefix(TEXT).save(tmp_path / "good.kv", WEIGHTS)
+    good, chance, file = (tmp_path / "good.kv").read_bytes(), random.Random(0), tmp_path / "bad.kv"
+    for i in range(100):
+        bad = bytearray(good)
+        at = chance.randrange(len(bad))
+        if i % 3 == 0:
+            bad[at] ^= 1 << chance.randrange(8)
+        elif i % 3 == 1:
+            del bad[at:]
+        else:
+            bad[at : at + 64] = chance.randbytes(64)
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"^[^\n]*bad\.kv[^\n]*$"):
+            prefix.load(file, WEIGHTS)
+    assert prefix.load(tmp_path / "good.kv", WEIGHTS).tokens == TEXT
+    with pytest.raises(ValueError, match="saved with another checkpoint"):
+        prefix.load(tmp_path / "good.kv", "another")
+    with pytest.raises(FileNotFoundError):
+        prefix.load(tmp_path / "none.kv", WEIGHTS)
+
+
+def test_a_save_that_fails_leaves_the_old_file(checkpoint, tmp_path, monkeypatch):
+    found = load(checkpoint).prefix(TEXT)
+    found.save(tmp_path / "text.kv", WEIGHTS)
+    before = (tmp_path / "text.kv").read_bytes()
+
+    def fails(tensors, path, header):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(prefix, "save_file", fails)
+    with pytest.raises(OSError):
+        found.save(tmp_path / "text.kv", WEIGHTS)
+    assert (tmp_path / "text.kv").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("There was once a mouse who lived in a mill. " * 6)
+    common = ["--checkpoint", str(tiny_checkpoint), "--no-compile", "--json", str(tmp_path / "out.json")]
+    file = str(tmp_path / "book.kv")
+    save = ["--prompt-file", str(tmp_path / "book.txt"), "--kv", "rocketkv", "--budget", "24", "--save-prompt", file]
+    main([*common, *save, "--max-new-tokens", "50"])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["saved_bytes"] < report["saved_full_bytes"] and report["room"] == 50
+    assert f"in {file}" in capsys.readouterr().err
+    for question in ("Who lived?", "Where?"):
+        main([*common, "--load-prompt", file, "--prompt", question, "--seed", "3"])
+        report = json.loads((tmp_path / "out.json").read_text())
+        assert (report["kv"], report["budget"], report["prefill_tokens_per_s"]) == ("rocketkv", 24, None)
+        assert report["reused_tokens"] == report["completions"][0]["prompt_tokens"]
+        assert 0 < report["completions"][0]["new_tokens"] < 50
+    book = (tmp_path / "book.kv").read_bytes()
+    (tmp_path / "cut.kv").write_bytes(book[:-100])
+    for flags, message in (
+        (["--load-prompt", file, "--prompt", "x", "--kv", "full"], "leave out --kv"),
+        (["--load-prompt", file, "--prompt", "x", "--max-new-tokens", "80"], "room for 50 more tokens"),
+        (["--load-prompt", str(tmp_path / "cut.kv"), "--prompt", "x"], "cut.kv"),
+        (["--load-prompt", str(tmp_path / "none.kv"), "--prompt", "x"], "there is no file"),
+        (["--prompt", "x", "--save-prompt", str(tmp_path / "no" / "book.kv")], "not a file in an existing folder"),
+        (["--prompt", "x", "--chat", "--save-prompt", file], "leave out --batch-file, --chat"),
+    ):
+        run = [sys.executable, str(Path(__file__).parent.parent / "generate.py"), *common, *flags]
+        result = subprocess.run(run, capture_output=True, text=True)
+        assert result.returncode == 2 and result.stderr.strip().count("\n") <= 2, result.stderr
+        assert message in result.stderr.strip().splitlines()[-1]
+    assert (tmp_path / "book.kv").read_bytes() == book
