@@ -36,8 +36,9 @@ from cli import check_output, columns, load_pyplot, read_text, run
 from device import DTYPES
 from engine import Engine
 from kv import ops
-from kv.base import KV, Shape
+from kv.base import KV
 from kv.duo import DuoMethod
+from kv.method import Shape
 from kv.omnikv import segments_of
 from model import Block
 

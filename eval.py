@@ -31,7 +31,7 @@ ROUND = 128  # a job's new tokens are rounded up to a multiple of this, so that 
 JOINTS = 4  # allowance in tokens: texts encoded separately may take more tokens than when joined
 ROOT = Path(__file__).parent
 OTHER_TOOLS = {  # code that cannot affect an answer
-    "calibrate.py", "conversation.py", "convert_hf_checkpoint.py", "generate.py", "progress.py", "setup.py",
+    "batch.py", "calibrate.py", "conversation.py", "convert_hf_checkpoint.py", "generate.py", "progress.py", "setup.py",
 }  # fmt: skip
 
 

@@ -11,12 +11,13 @@ import sys
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import torch
 
 import kv
 import prefix
+from batch import open_to_append, parse_batch
 from checkpoint import fingerprint
 from cli import check_output, number, profile_lines, read_text, run, write_json
 from conversation import Conversation
@@ -77,46 +78,6 @@ def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
     if args.checkpoint is not None:
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
     return {1: (NEEDLE / "demo.txt").read_text()}
-
-
-def parse_batch(name: str, text: str) -> dict[str | int, str]:
-    """Prompts by id. The file is JSONL if its name ends in .jsonl or its first line is an object with a prompt."""
-    lines = {i: line.removesuffix("\r") for i, line in enumerate(text.split("\n"), 1) if line.strip()}
-    if not lines:
-        raise ValueError(f"{name} holds no prompt")
-    if not name.endswith(".jsonl") and "prompt" not in parse_object(next(iter(lines.values()))):
-        return lines
-    found = {}
-    for i, line in lines.items():
-        entry = parse_object(line)
-        key, prompt = entry.get("id", i), entry.get("prompt")
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError(f'{name}, line {i}: write {{"id": ..., "prompt": "..."}}, with a prompt that is not empty')
-        if not isinstance(key, str | int) or isinstance(key, bool):
-            raise ValueError(f"{name}, line {i}: the id must be a text or a whole number")
-        if key in found:
-            raise ValueError(f"{name}, line {i}: the id {key!r} is taken already")
-        found[key] = prompt
-    return found
-
-
-def parse_object(line: str) -> dict:
-    """The JSON object in a line; an empty dict if there is none."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def open_to_append(name: str) -> BinaryIO:
-    """Opens the file to append lines; if its last line was cut off, ends it first."""
-    file = open(name, "ab+")
-    if file.seekable() and file.seek(0, 2):
-        file.seek(-1, 2)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-    return file
 
 
 def encode(engine: Engine, text: str, args: argparse.Namespace) -> list[int]:

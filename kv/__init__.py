@@ -32,7 +32,8 @@ from kv import (
     streaming,
     tailorkv,
 )
-from kv.base import KV, Method, Shape
+from kv.base import KV
+from kv.method import Method, Shape
 
 __all__ = [
     "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "from_profile", "paper_bytes",

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Method, Shape, option
+from kv.base import KV
 from kv.fetched import Fetched
 from kv.full import Full
+from kv.method import Method, Shape, option
 from kv.offload import Staged, ThreadedPool, Workers
 
 

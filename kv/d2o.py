@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Buffers, Held, Method, Shape, option
+from kv.base import KV, Buffers, Held
 from kv.full import Full
 from kv.h2o import H2O, allocate_tokens
+from kv.method import Method, Shape, option
 from kv.streaming import SINKS
 
 LEAST = 4  # the fewest tokens of a layer besides the sinks
@@ -183,10 +184,8 @@ class D2O(H2O):
             w_c = self.kept_weight(total)  # Equation 12
             w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
             for out, ours, gone in ((merged_keys, keys, k[head, evicted]), (merged_values, values, v[head, evicted])):
-                merged = (w_c[:, None] * ours[head].float()).index_add_(
-                    0, to, w_e[:, None] * gone.float()
-                )  # Equation 11
-                out[head] = merged.to(out.dtype)
+                kept_part, evicted_part = w_c[:, None] * ours[head].float(), w_e[:, None] * gone.float()
+                out[head] = kept_part.index_add_(0, to, evicted_part).to(out.dtype)  # Equation 11
         return merged_keys, merged_values
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:

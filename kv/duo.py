@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.base import KV, Held, Method, Shape, option
+from kv.base import KV, Held
 from kv.full import Full
+from kv.method import Method, Shape, option
 from kv.streaming import Streaming
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Held, Shape, option
+from kv.base import KV, Held
+from kv.method import Shape, option
 from kv.offload import Pool, Staged
 
 

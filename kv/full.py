@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kv import ops
-from kv.base import KV, Held, Method, Shape
+from kv import attention, ops
+from kv.base import KV, Held
+from kv.method import Method, Shape
 
 
 class Full(KV):
@@ -39,7 +40,7 @@ class Full(KV):
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         if pos + k.shape[2] <= self.size:
             return super().extend(row, q, k, v, pos)
-        y = ops.ring_attention(q, k, v, self.held(row, pos), self.size, self.sinks)
+        y = attention.ring_attention(q, k, v, self.held(row, pos), self.size, self.sinks)
         self.append(row, k, v, pos)
         return y
 

@@ -7,9 +7,10 @@ are a ring of that many tokens.
 
 from dataclasses import dataclass
 
-from kv.base import KV, Shape
+from kv.base import KV
 from kv.full import Full, FullMethod
 from kv.kivi import RECENT, Quantized, layer_bytes
+from kv.method import Shape
 from kv.quant import BITS, Bits
 
 

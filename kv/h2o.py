@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import ops
-from kv.base import KV, Buffers, Held, Method, Shape, option
+from kv import attention, ops
+from kv.base import KV, Buffers, Held
+from kv.method import Method, Shape, option
 from kv.streaming import SINKS
 
 
@@ -47,7 +48,7 @@ class H2O(KV):
     # The prompt
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, *self.observed = ops.observed_attention(q, k, v, len(self.sums))
+        y, *self.observed = attention.observed_attention(q, k, v, len(self.sums))
         return y
 
     def skip_prompt(self, q: Tensor, k: Tensor) -> None:
@@ -124,8 +125,8 @@ class H2O(KV):
             last = torch.tensor([pos - 1], device=k.device)
             keys = self.in_cache(keys[None], old.position[None], last, self.rope_speed[row, None])[0]
         keys, values = (torch.cat([x, new[0]], dim=1)[None] for x, new in ((keys, k), (old.v, v)))
-        y = ops.suffix_attention(q, keys, values)
-        received, _ = ops.column_sums(q, keys, len(self.sums))
+        y = attention.suffix_attention(q, keys, values)
+        received, _ = attention.column_sums(q, keys, len(self.sums))
         for name, total in zip(self.sums, received, strict=True):
             total[:, : slot.shape[1]] += getattr(self, name)[row].gather(1, slot)
         tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))

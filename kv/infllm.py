@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape, option
+from kv.base import KV
 from kv.fetched import Fetched
+from kv.method import Shape, option
 
 
 class InfLLM(Fetched):

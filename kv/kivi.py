@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Held, Method, Shape, option
+from kv.base import KV, Held
+from kv.method import Method, Shape, option
 from kv.quant import Packed, channels, widen
 
 GROUP, RECENT = 64, 128  # tokens

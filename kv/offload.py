@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from kv.base import Method, Shape, option
+from kv.method import Method, Shape, option
 from kv.pool import Pool
 
 CHUNK = 4 << 20  # the most bytes of a staging buffer

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from kv import offload, ops, quant
-from kv.base import KV, Buffers, Shape, option
+from kv.base import KV, Buffers
 from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_layer, full_layer_bytes
+from kv.method import Shape, option
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape, option
+from kv.base import KV
 from kv.fetched import FetchedTokens, FetchMethod
+from kv.method import Shape, option
 
 LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import ops
-from kv.base import Buffers, Shape, option
+from kv.base import Buffers
+from kv.method import Shape, option
 
 BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]

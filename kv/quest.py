@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Method, Shape, option
+from kv.base import KV
 from kv.full import Full
+from kv.method import Method, Shape, option
 
 
 class Quest(Full):

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from kv import ops, quant
-from kv.base import KV, Method, Shape, option
+from kv.base import KV
 from kv.full_bits import full_layer, full_layer_bytes
+from kv.method import Method, Shape, option
 from kv.snapkv import PoolingMethod, SnapKV, is_longchat
 
 

@@ -18,8 +18,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kv import ops
-from kv.base import KV, Buffers, Held, Method, Shape, option
+from kv import attention, ops
+from kv.base import KV, Buffers, Held
+from kv.method import Method, Shape, option
 
 
 def threshold_of(shape: Shape) -> float:
@@ -93,7 +94,7 @@ class SimLayer(KV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
-        last = ops.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]
+        last = attention.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]
         mass = 1 - last[..., between].sum(2).mean()  # on the first and the newest tokens
         self.shared.take(row, self.index, mass.item(), k[0], v[0])
 
@@ -132,7 +133,7 @@ class SimLayer(KV):
         size = self.shared.sizes[row][self.index]
         if pos + k.shape[2] <= size:
             return super().extend(row, q, k, v, pos)
-        y = ops.ring_attention(q, k, v, self.held(row, pos), size, self.shared.sinks)
+        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.shared.sinks)
         self.append(row, k, v, pos)
         return y
 

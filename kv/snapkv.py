@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv import ops
-from kv.base import KV, Kept, Method, Shape, option
+from kv import attention, ops
+from kv.base import KV, Kept
+from kv.method import Method, Shape, option
 
 # Options that methods share
 KERNEL = option(7, "width of the max-pooling in tokens", min=1)
@@ -51,7 +52,7 @@ class SnapKV(Kept):
         heads, length = k.shape[1] * self.repeats, k.shape[2]
         if length <= self.kept:
             return torch.arange(length, device=k.device).expand(heads, -1)
-        scores = ops.window_scores(q, k, self.window)  # [Hk,G,T-window]
+        scores = attention.window_scores(q, k, self.window)  # [Hk,G,T-window]
         scores = scores.flatten(0, 1) if self.repeats > 1 else scores.sum(1)
         long = self.threshold is not None and length >= self.threshold
         kernel = self.long_kernel if long else self.kernel

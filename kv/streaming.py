@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kv import ops
-from kv.base import KV, Method, Shape, option
+from kv.base import KV
 from kv.full import Full
+from kv.method import Method, Shape, option
 
 SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of several methods
 
@@ -51,6 +52,17 @@ class Streaming(Full):
         if self.sinks and pos + k.shape[2] > self.shape.max_length:
             return self.extend_stepwise(row, q, k, v, pos)  # each token moves the sinks
         return super().extend(row, q, k, v, pos)
+
+    def extend_stepwise(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """`extend` by one decode step per token."""
+        active, at, ys = torch.zeros(self.shape.batch, dtype=torch.bool, device=q.device), None, []
+        active[row], at = True, active.long()
+        for i in range(k.shape[2]):
+            at[row] = pos + i
+            self.fit(pos + i + 1, pos + i + 1)
+            inputs = (x[:, :, i : i + 1].expand(self.shape.batch, -1, -1, -1) for x in (q, k, v))
+            ys.append(self.decode(*inputs, at, active)[row, None])
+        return torch.cat(ys, dim=2)
 
     def fit(self, length: int, new: int) -> None:
         super().fit(length, new)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from kv import offload, ops
-from kv.base import KV, Shape, option
+from kv.base import KV
 from kv.fetched import FetchedTokens, FetchMethod
 from kv.kivi import GROUP, Quantized, layer_bytes
+from kv.method import Shape, option
 
 LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
 

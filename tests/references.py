@@ -15,7 +15,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kv.base import Shape
+from kv.method import Shape
 
 
 def half_up(x: Fraction | float) -> int:

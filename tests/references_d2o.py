@@ -18,7 +18,7 @@ import torch
 from references_omni import dots, probabilities
 from torch import Tensor
 
-from kv.base import Shape
+from kv.method import Shape
 
 
 def group_attention(q: Tensor, keys: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from references import best, half_up
 from torch import Tensor
 
-from kv.base import Shape
+from kv.method import Shape
 
 
 def dots(q: Tensor, keys: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from references import best, half_up
 from references_omni import Text, probabilities
 from torch import Tensor
 
-from kv.base import Shape
+from kv.method import Shape
 
 EPS = 2.0**-14  # the smallest scale: fp16's smallest normal number
 LEAST_BUDGET = 8

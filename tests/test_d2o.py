@@ -10,7 +10,7 @@ import torch
 from runs import HEADS, LAYERS, Run, TensorSizes, make_shape, tokens
 
 import kv
-from kv import ops
+from kv import attention, ops
 from kv.base import Held
 from kv.d2o import D2O, layer_budgets, most_slots
 from kv.h2o import H2O
@@ -96,7 +96,7 @@ def test_every_eviction_method_equals_its_reference(name, options, budget, heads
 def test_column_sums_in_blocks_equal_those_of_the_whole_matrix(heads):
     n_head, n_kv_head = HEADS[heads]
     q, k = torch.randn(1, n_head, 90, 16), torch.randn(1, n_kv_head, 90, 16)
-    (sums, squares), variance = ops.column_sums(q, k, 2)
+    (sums, squares), variance = attention.column_sums(q, k, 2)
     own = slow.column_sums(q[0], k[0])
     assert (variance - own.var(1, correction=0)).abs().max() <= 1e-4
     assert (sums - own.unflatten(0, (n_kv_head, -1)).sum(1)).abs().max() <= 1e-4
@@ -112,9 +112,9 @@ def test_the_backward_pass_of_attention_gives_the_column_sums(heads, prompt, dty
     n_head, n_kv_head = HEADS[heads]
     q, k, v = (torch.randn(1, h, prompt, 24).to(dtype) for h in (n_head, n_kv_head, n_kv_head))
     q *= 4  # attention far from uniform: logits up to about 80
-    y, (sums,), variance = ops.observed_attention(q, k, v)
-    assert torch.equal(y, ops.causal_attention(q, k, v))
-    (expected,), spread = ops.column_sums(q.float(), k.float())
+    y, (sums,), variance = attention.observed_attention(q, k, v)
+    assert torch.equal(y, attention.causal_attention(q, k, v))
+    (expected,), spread = attention.column_sums(q.float(), k.float())
     assert (variance - spread).abs().max() <= 1e-3 * spread.max()
     assert sums.sum() == pytest.approx(n_head * prompt, rel=1e-4)
     assert (sums - expected).abs().max() <= 1e-4 * expected.max()
@@ -176,7 +176,7 @@ def test_six_tokens_merge_as_computed_by_hand():
     degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
     k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
-    (score,), _ = ops.column_sums(torch.zeros(1, 1, 6, 2), k[None])
+    (score,), _ = attention.column_sums(torch.zeros(1, 1, 6, 2), k[None])
     assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
     layer.compress(0, [score], Held.new(k, v), prompt=True)
     keys, values = layer.k[0, :, :4], layer.v[0, :, :4]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kv import ops
+from kv import attention, ops
 
 
 def naive(q, k, v, seen):
@@ -31,12 +31,12 @@ def qkv(batch, heads, kv_heads, queries, slots, dim=8, dtype=torch.float32):
 def test_causal_attention_sees_the_past_within_the_window(kv_heads, window):
     q, k, v = qkv(1, 6, kv_heads, 41, 41)
     expected = naive(q, k, v, lambda b, n: list(range(max(0, n + 1 - (window or 41)), n + 1)))
-    assert torch.allclose(ops.causal_attention(q, k, v, window), expected, atol=1e-5)
+    assert torch.allclose(attention.causal_attention(q, k, v, window), expected, atol=1e-5)
 
 
 def test_a_window_may_cross_the_blocks_of_banded_attention():
     q, k, v = qkv(1, 1, 1, 2500, 2500)
-    found = ops.causal_attention(q, k, v, window=1100)
+    found = attention.causal_attention(q, k, v, window=1100)
     for n in (0, 1023, 1024, 1099, 1100, 2047, 2048, 2499):
         seen = list(range(max(0, n - 1099), n + 1))
         expected = naive(q[:, :, n, None], k, v, lambda b, _, seen=seen: seen)
