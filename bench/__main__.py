@@ -25,7 +25,7 @@ from bench import generations
 from bench.contenders import SHAPES
 from bench.measure import measure, new_case, read_bandwidth
 from bench.papers import Found, published
-from bench.report import draw, is_wide, table
+from bench.report import draw, extensions, is_wide, table
 from checkpoint import read_json
 from cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
 from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", help="tokens in the cache, comma-separated (default: chosen for the device)")
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
+    p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, taken at once")
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
     p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     for flag in ("json", "plot", "profile", "results"):
         check_output(getattr(args, flag), f"--{flag}")
-    for flag in ("steps", "repeats", "groupsize", "generate"):
+    for flag in ("steps", "repeats", "groupsize", "generate", "extend"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     if args.paper and args.generate:
@@ -134,6 +135,8 @@ def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
     if not rows:
         return
     print(generations.table(rows) if args.generate else table(rows), file=out)
+    if extended := [r for r in rows if r.get("extend")]:
+        print(extensions(extended), file=out)
     kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
     for line in profile_lines(rows) + kernels:
         print(line, file=out)

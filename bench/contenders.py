@@ -182,6 +182,16 @@ class Ours:
         length = self.case.context + self.new
         read_later(engine.decoder.launch([CONTINUE] * engine.batch, length, self.new)[0])()
 
+    def extend_s(self, n: int, repeats: int) -> float:
+        """Seconds in which the first row takes n more tokens at once, the median of `repeats`."""
+        engine, pos = self.engine, self.case.context + self.new
+        row = engine.copy(0, [0] * pos)
+        tokens, found = torch.randint(self.case.config["vocab_size"], (n,)).tolist(), []
+        for _ in range(repeats):
+            found.append(seconds(lambda: engine.extend(0, tokens, pos).argmax().item()))
+            engine.restore(0, row)
+        return statistics.median(found)
+
     def about(self) -> dict:
         engine, batch = self.engine, self.case.batch
         device, host, _ = engine.kv_bytes()

@@ -18,7 +18,7 @@ LEAST = 2**25  # bytes of free memory that measuring needs
 
 
 def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
-    steps = args.repeats * (args.steps + 1) + 8
+    steps = args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
     return Case(config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill)
 
 
@@ -139,6 +139,9 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             row[f"memory_vs_{name}"] = None if None in peaks else peaks[0] / peaks[1]
     if args.profile:
         profile(contenders, args.profile)
+    for row, contender in zip(rows, contenders, strict=True):
+        if args.extend and isinstance(contender, Ours):
+            row |= {"extend": args.extend, "extend_ms": 1e3 * contender.extend_s(args.extend, args.repeats)}
     return rows
 
 

@@ -29,6 +29,18 @@ def table(rows: list[dict]) -> str:
     return columns(lines)
 
 
+def extensions(rows: list[dict]) -> str:
+    """How long a follow-up takes at once, in steps, and if everything is prefilled again."""
+    lines = [["method", "context", "tokens", "at once, ms", "in steps, ms", "prefill again, ms"]]
+    for r in rows:
+        n, again = r["extend"], r["prefill_s"] and 1e3 * r["prefill_s"] * (r["context"] + r["extend"]) / r["context"]
+        lines.append([
+            Choice(r["kv"], r["budget"], r["options"]).label, str(r["context"]), str(n), f"{r['extend_ms']:.0f}",
+            f"{n * r['ms_per_token']:.0f}", value(again, ".0f"),
+        ])  # fmt: skip
+    return columns(lines)
+
+
 def value(x: float | None, form: str) -> str:
     return "-" if x is None else format(x, form)
 
@@ -70,7 +82,7 @@ def draw(rows: list[dict], path: str) -> None:
             axis.set_xscale("log")
             axis.minorticks_off()
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8).set_in_layout(False)  # else a long legend would squeeze the axes
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
