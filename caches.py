@@ -83,6 +83,13 @@ class Caches:
         """Whether rows can decode an unlimited number of tokens."""
         return all(layer.endless for layer in self.layers)
 
+    @property
+    def reuses_prompts(self) -> bool:
+        """Whether prompts may share the beginning that they have in common, and memory is free for a copy of it."""
+        if self.config.rope["rope_type"] == "dynamic" or not all(layer.keeps_prompts for layer in self.layers):
+            return False
+        return self.shape.full_bytes() // self.batch < free_bytes(self.device) // 2
+
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
             raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens need more GB than any machine has; "

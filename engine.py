@@ -26,7 +26,7 @@ from decoder import SLEEP, Sampling
 from device import free_bytes, memory_errors, pick_device, pick_dtype
 from loop import Loop
 from model import Transformer
-from prefix import Prefix
+from prefix import Prefix, Shared
 from progress import Listener, Phase, timed
 from quantize import pack, quantize_modules, read_quantization
 from sequence import Completion, Row
@@ -138,7 +138,8 @@ class Engine(Caches):
         """Answers every prompt (text or ids), in order; prompts beyond the batch size wait for a free row.
 
         Caches that are too small are replaced by larger ones, and the step is recompiled. Sizes grow to powers of two
-        to make this rare; `load(max_prompt=...)` avoids it.
+        to make this rare; `load(max_prompt=...)` avoids it. Consecutive prompts that begin with the same 256 tokens or
+        more prefill these once, if the method keeps every token as it is.
 
         max_new_tokens: per answer; default, as in `load`. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, an iterable of texts or ids; when an answer is complete, the next item is requested, fed
@@ -185,10 +186,12 @@ class Engine(Caches):
         else:
             self.reserve(max(map(len, ids)), max(decoded))
         self.decoder.warm_up(sampling, max(map(len, ids)))
+        shared = Shared.find(ids) if prefix is None and self.reuses_prompts else [None] * len(ids)
         waiting = deque()
         for i, (prompt, f, new) in enumerate(zip(ids, asked, decoded, strict=True)):
             new = new if isinstance(f, list) else self.shape.max_new_tokens
-            waiting.append(Row(i, prompt, f, len(prompt) + new - 1, prefix))  # the last sampled token is not fed
+            planned = len(prompt) + new - 1  # the last sampled token is not fed
+            waiting.append(Row(i, prompt, f, planned, prefix, shared[i]))
         completions = [row.completion for row in waiting]
         unheard = lambda *_: None  # noqa: E731
         Loop(self, waiting, answer_prompts, limit, stop or [], stepwise, on_token or unheard, on_done or unheard).run()

@@ -83,10 +83,29 @@ class Loop:
         """Prefills a prompt into batch row b; returns the token that would begin its answer."""
         engine, n, row.request = self.engine, len(row.prompt), next(self.engine.requests)
         with timed(engine.on_phase, Phase("prefill", f"{n} tokens", tokens=n)) as phase:
-            token = self._sample(b, row, engine.prefill(b, row.prompt, row.planned, phase))
+            token = self._sample(b, row, self._prefill(b, row, phase))
         engine.stats.prefill_s += phase.seconds
-        engine.stats.prefill_tokens += n
         return token
+
+    def _prefill(self, b: int, row: Row, phase: Phase) -> Tensor:
+        """Logits [vocab] after a prompt, whose beginning may be prefilled already."""
+        engine, shared = self.engine, row.shared
+        if shared is None:
+            engine.stats.prefill_tokens += len(row.prompt)
+            return engine.prefill(b, row.prompt, row.planned, phase)
+        n = len(shared.tokens)
+        if shared.prefix is None:
+            engine.prefill(b, shared.tokens, row.planned, phase)
+            shared.prefix = engine.copy(b, shared.tokens)
+            engine.stats.prefill_tokens += n
+        else:
+            engine.restore(b, shared.prefix)
+            engine.stats.reused_tokens += n
+        shared.users -= 1
+        if not shared.users:
+            shared.prefix = None  # frees its memory
+        engine.stats.prefill_tokens += len(row.prompt) - n
+        return engine.extend(b, row.prompt[n:], n)
 
     def _restore(self, b: int, row: Row) -> None:
         """Copies a prompt that is prefilled already into batch row b."""

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT = "kv-fast prompt 1"
+LEAST = 256  # tokens that prompts must share to prefill them once
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,29 @@ class Prefix:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@dataclass
+class Shared:
+    """The tokens that consecutive prompts begin with; the first of them prefills it for all."""
+
+    tokens: list[int]
+    users: int  # prompts that have yet to start
+    prefix: Prefix | None = None
+
+    @classmethod
+    def find(cls, prompts: list[list[int]]) -> list["Shared | None"]:
+        """What each prompt shares with its neighbors: at least LEAST tokens, at most all but its last."""
+        found: list[Shared | None] = []
+        while len(found) < len(prompts):
+            group, common = 1, prompts[len(found)][:-1]
+            for other in prompts[len(found) + 1 :]:
+                fewer = os.path.commonprefix([common, other[:-1]])
+                if len(fewer) < LEAST or (group > 1 and 2 * len(fewer) < len(common)):
+                    break
+                group, common = group + 1, fewer
+            found += [cls(common, group) if group > 1 else None] * group
+        return found
 
 
 def checksum(x: Tensor) -> int:

@@ -98,6 +98,7 @@ class KV(Buffers, ABC):
 
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache has a fixed size: a row may generate any number of tokens
+    keeps_prompts = False  # a prompt's beginning, extended by its rest, leaves what the whole prompt leaves
     recent = 0  # newest tokens, the current one included, that every step attends to
     slots = 0  # per KV head
     least = 0  # the fewest slots a step may read, because it selects that many

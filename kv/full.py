@@ -22,6 +22,7 @@ class Full(KV):
         self.sinks = min(sinks, self.size - 1)
         self.allocate_slots(self.size)
         self.recent = self.size - self.sinks
+        self.keeps_prompts = self.size == shape.planned
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.append(row, k, v, 0)

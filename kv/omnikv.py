@@ -171,6 +171,7 @@ class Filter(Full):
     def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
         super().__init__(shape)
         self.segment, self.selector = segment, selector
+        self.keeps_prompts = False  # only tokens of the prompt are chosen
         self.beyond += segment.beyond
         self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))

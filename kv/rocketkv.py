@@ -65,6 +65,7 @@ class RocketKV(SnapKV):
             self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
         self.page, self.channels = sizes.page, sizes.channels
         self.recent = 0  # a step may leave out even the newest page
+        self.keeps_prompts = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
         self.least = self.pages * self.page

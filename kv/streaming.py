@@ -26,6 +26,7 @@ class Streaming(Full):
 
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
+        self.keeps_prompts = False
         self.allocate_speeds()
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")

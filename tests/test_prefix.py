@@ -143,3 +143,29 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         assert result.returncode == 2 and result.stderr.strip().count("\n") <= 2, result.stderr
         assert message in result.stderr.strip().splitlines()[-1]
     assert (tmp_path / "book.kv").read_bytes() == book
+
+
+REUSE = {"full", "quest", "sparq", "exact_topk", "hybrid"}  # they keep every token as it is
+
+
+@pytest.mark.parametrize("kv", METHODS)
+def test_prompts_that_begin_alike_are_prefilled_once(checkpoint, kv, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST", 20)
+    prompts = [TEXT + question for question in QUESTIONS] + [[4] * 30, [4] * 30 + [5], [6, 7]]
+    engine = load(checkpoint, kv)
+    found = tokens(engine.generate(prompts, 12))
+    assert (engine.stats.reused_tokens > 0) == (kv in REUSE)
+    total = sum(map(len, prompts))
+    assert engine.stats.prefill_tokens + engine.stats.reused_tokens == total
+    monkeypatch.setattr(prefix, "LEAST", 1000)
+    assert found == tokens(engine.generate(prompts, 12)) and engine.stats.prefill_tokens == total
+
+
+def test_what_consecutive_prompts_share():
+    a, b = list(range(300)), list(range(400, 1000))
+    found = prefix.Shared.find([[*a, 1], [*a, 2, 3], [*b, 1], [*b, 2], [*b[:280], 3], [5], a])
+    shared = [x and (x.tokens, x.users) for x in found]
+    assert shared == [(a, 2), (a, 2), (b, 2), (b, 2), None, None, None]
+    assert found[0] is found[1] is not found[2]
+    twice = prefix.Shared.find([a, a])
+    assert twice[0].tokens == a[:-1] and twice[0] is twice[1]
