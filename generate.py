@@ -221,7 +221,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "compiles": stats.compiles,
         "prefill_s": stats.prefill_s,
         "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s if stats.prefill_tokens else None,
-        "reused_tokens": stats.reused_tokens,
+        "tokens_reused": stats.tokens_reused,
         "extend_s": stats.extend_s,
         "extend_tokens": stats.extend_tokens,
         "first_token_s": stats.first_token_s,
@@ -250,7 +250,7 @@ def print_report(r: dict) -> None:
         ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
         ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s")
         if r["prefill_tokens_per_s"]
-        else ("restored", f"{r['prefill_s']:.2f} s, {r['reused_tokens']} tokens"),
+        else ("restored", f"{r['prefill_s']:.2f} s, {r['tokens_reused']} tokens"),
         ("first token", f"{r['first_token_s']:.2f} s"),
         ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s{rows}")
         if r["tokens_per_s"]

@@ -100,7 +100,7 @@ class Loop:
             engine.stats.prefill_tokens += n
         else:
             engine.restore(b, shared.prefix)
-            engine.stats.reused_tokens += n
+            engine.stats.tokens_reused += n
         shared.users -= 1
         if not shared.users:
             shared.prefix = None  # frees its memory
@@ -114,7 +114,7 @@ class Loop:
             engine.restore(b, row.prefix)
             engine.decoder.start(b, 0, n, row.request)
         engine.stats.prefill_s += phase.seconds
-        engine.stats.reused_tokens += n
+        engine.stats.tokens_reused += n
 
     def _extend(self, b: int, row: Row, tokens: list[int]) -> int:
         """Adds tokens to batch row b; returns the token that would continue them."""

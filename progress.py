@@ -19,7 +19,7 @@ class Stats:
     compiles: int = 0  # times the decode step was compiled
     prefill_s: float = 0.0
     prefill_tokens: int = 0
-    reused_tokens: int = 0  # of prompts that were copied instead of prefilled
+    tokens_reused: int = 0  # of prompts that were copied instead of prefilled
     extend_s: float = 0.0
     extend_tokens: int = 0  # of follow-ups that rows took at once
     first_token_s: float | None = None  # from the call to the first token, including compile and prefill

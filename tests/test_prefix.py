@@ -46,7 +46,7 @@ def test_prompts_that_continue_a_prefix_are_answered_like_questions_about_it(che
     later = [[[8, 8]]] * 4
     found = engine.generate(QUESTIONS, 12, prefix=TEXT, follow_ups=later)
     assert tokens(found) == tokens(expected)
-    assert engine.stats.prefill_tokens == 50 and engine.stats.reused_tokens == 200
+    assert engine.stats.prefill_tokens == 50 and engine.stats.tokens_reused == 200
     engine.prefix(TEXT).save(tmp_path / "text.kv", WEIGHTS)
     assert [file.name for file in tmp_path.iterdir()] == ["text.kv"]
     other = load(checkpoint, kv, batch=3)
@@ -126,7 +126,7 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         main([*common, "--load-prompt", file, "--prompt", question, "--seed", "3"])
         report = json.loads((tmp_path / "out.json").read_text())
         assert (report["kv"], report["budget"], report["prefill_tokens_per_s"]) == ("rocketkv", 24, None)
-        assert report["reused_tokens"] == report["completions"][0]["prompt_tokens"]
+        assert report["tokens_reused"] == report["completions"][0]["prompt_tokens"]
         assert 0 < report["completions"][0]["new_tokens"] < 50
     book = (tmp_path / "book.kv").read_bytes()
     (tmp_path / "cut.kv").write_bytes(book[:-100])
@@ -154,9 +154,9 @@ def test_prompts_that_begin_alike_are_prefilled_once(checkpoint, kv, monkeypatch
     prompts = [TEXT + question for question in QUESTIONS] + [[4] * 30, [4] * 30 + [5], [6, 7]]
     engine = load(checkpoint, kv)
     found = tokens(engine.generate(prompts, 12))
-    assert (engine.stats.reused_tokens > 0) == (kv in REUSE)
+    assert (engine.stats.tokens_reused > 0) == (kv in REUSE)
     total = sum(map(len, prompts))
-    assert engine.stats.prefill_tokens + engine.stats.reused_tokens == total
+    assert engine.stats.prefill_tokens + engine.stats.tokens_reused == total
     monkeypatch.setattr(prefix, "LEAST", 1000)
     assert found == tokens(engine.generate(prompts, 12)) and engine.stats.prefill_tokens == total
 
