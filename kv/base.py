@@ -98,6 +98,7 @@ class KV(Buffers, ABC):
 
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache has a fixed size: a row may generate any number of tokens
+    exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # a prompt's beginning, extended by its rest, leaves what the whole prompt leaves
     recent = 0  # newest tokens, the current one included, that every step attends to
     slots = 0  # per KV head
@@ -150,7 +151,7 @@ class KV(Buffers, ABC):
         return y
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Exact causal attention. Methods whose `keep` needs its statistics override it, never to approximate it."""
+        """Exact causal attention. Methods whose `keep` needs its statistics override it; omnikv may approximate it."""
         return attention.causal_attention(q, k, v, self.shape.window)
 
     def skip_prompt(self, q: Tensor, k: Tensor) -> None:
@@ -161,8 +162,7 @@ class KV(Buffers, ABC):
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """Adds n tokens after the first `pos` of a row: q [1,Hq,n,D], k and v [1,Hk,n,D] -> [1,Hq,n,D].
 
-        Each attends to everything that the row holds and to the new tokens before it. What methods with fixed caches
-        evict leaves afterwards.
+        Each attends to all that the row holds and to the new tokens before it; fixed caches evict afterwards.
         """
         self.append(row, k, v, pos)
         held = self.held(row, pos + k.shape[2])

@@ -32,6 +32,7 @@ from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Shape, option
+from kv.omnikv_prefill import Chunks
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Segment(Buffers):
         super().__init__(shape)
         self.layers, self.k, self.share = layers, plan.k, plan.share
         self.delta, self.bits = options.delta, options.bits
+        self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
         self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
         self.allocate_state("prompt")  # the length of each row's prompt
         self.allocate_state("count")  # how many tokens to choose from it
@@ -185,6 +187,11 @@ class Filter(Full):
             self.look_back(row, q, k[0])
         super().keep(row, q, k, v)
 
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.segment.chunks is not None:
+            self.segment.chunks.choose(q, k)
+        return super().attend_prompt(q, k, v)
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = super().extend(row, q, k, v, pos)
         if self.window > 1:
@@ -249,6 +256,10 @@ class Sparse(Parts):
             self.pools = [segment.pool]
         if not segment.pool.host_bytes:
             self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
+        self.exact_prompt = segment.chunks is None
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.write(row, self.layer, k[0], v[0])
@@ -275,13 +286,15 @@ class Sparse(Parts):
 @dataclass(frozen=True)
 class OmniKVMethod(offload.OffloadMethod):
     help = "a few full layers choose what the others read; --offload"
-    instead, lossless = "mem", {"bits": 16}
+    instead, lossless = "mem", {"bits": 16, "prefill": None}
     filter_layers: list[int] | None = option(None, "layers that choose", min=0)
     selector: Literal["last", "uniform", "exp"] = option("last", "how the queries in the window are weighted")
     window: int = option(16, "queries in the window of uniform and exp", min=1)
     mem: float | None = option(None, "share of the cache for the device, instead of a budget", min=0, max=1)
     delta: bool = option(False, "threads fetch only what the device does not hold already")
     bits: quant.Bits = quant.BITS
+    prefill: float | None = option(None, "r: sparse layers prefill with r x chunk chosen tokens; auto: all", min=0)
+    chunk: int = option(4096, "tokens per chunk of `prefill`", min=1)
 
     def memory(self, shape: Shape, budget: int | None) -> int:
         """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""

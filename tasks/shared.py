@@ -22,8 +22,8 @@ class Seen(KV):
 class SharedPrompts(Engine):
     """Runs a prompt through the model once for all methods.
 
-    Every method attends to a prompt exactly, so the q, k and v that `keep` receives do not depend on the method. Those
-    of as many prompts as fit stay on the host.
+    Methods attend to a prompt exactly (but for omnikv's option prefill), so the q, k and v that `keep` receives do not
+    depend on the method. Those of as many prompts as fit stay on the host.
     """
 
     seen: dict[tuple, tuple]  # for a prompt: logits, RoPE speeds, every layer's q, k, v, and statistics of attention
@@ -37,6 +37,8 @@ class SharedPrompts(Engine):
     def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:
         key, c = (tuple(prompt), planned), self.config
         bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * len(prompt) * c.head_dim * self.dtype.itemsize
+        if not all(layer.exact_prompt for layer in self.layers):
+            return super().prefill(row, prompt, planned, phase)
         if key not in self.seen:
             if bytes_ > self.room:
                 return super().prefill(row, prompt, planned, phase)
