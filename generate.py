@@ -261,6 +261,8 @@ def print_report(r: dict) -> None:
     ]
     if r["fetch_hit_rate"]:
         lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
+    if r["extend_tokens"]:
+        lines.append(("added at once", f"{r['extend_tokens']} tokens, {r['extend_s']:.2f} s"))
     if r["past_context"]:
         passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
         lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))

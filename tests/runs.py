@@ -17,6 +17,11 @@ def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
     )  # fmt: skip
 
 
+def generations(prompts: tuple[int, ...], new: int) -> list[tuple[int, int]]:
+    """(prompt, generated) lengths in tokens: `new` after the first and the last prompt, fewer after the others."""
+    return [(prompt, new if prompt in (prompts[0], prompts[-1]) else min(8, new)) for prompt in prompts]
+
+
 class Run:
     """All layers of a method, fed with tokens."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import references_d2o as slow
 import torch
-from runs import HEADS, LAYERS, Run, TensorSizes, make_shape, tokens
+from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
 
 import kv
 from kv import attention, ops
@@ -62,7 +62,7 @@ def test_every_eviction_method_equals_its_reference(name, options, budget, heads
     shape = replace(make_shape(heads), n_layer=3)
     run = Run(name, shape, budget, options)
     check = reference(name, shape, budget, options, run.layers)
-    for prompt in PROMPTS:
+    for prompt, steps in generations(PROMPTS, 30):
         generator = torch.Generator().manual_seed(prompt)
         # How much the heads' attention varies: at random in layer 0, one head most in layer 1, one least in layer 2.
         scale = torch.tensor([0.3, 0.3, 2.0])[:, None, None, None].repeat(1, shape.n_head, 1, 1)
@@ -72,7 +72,7 @@ def test_every_eviction_method_equals_its_reference(name, options, budget, heads
         for layer, (q, k, v) in enumerate(inputs):
             check.prefill(layer, q[0], k[0], v[0])
         check.finish()
-        for step in range(30):
+        for step in range(steps):
             for layer, ours in enumerate(run.layers):
                 for head in range(shape.n_kv_head if isinstance(ours, H2O) else 0):
                     place, keys, values = sorted_slots(ours, 0, head)

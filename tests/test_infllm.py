@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references_omni import SlowInfLLM
-from runs import HEADS, Run, compare, make_shape, tokens
+from runs import HEADS, Run, compare, generations, make_shape, tokens
 
 import kv
 from kv import ops
@@ -26,12 +26,12 @@ def test_infllm_equals_its_reference(budget, options, heads):
     shape = make_shape(heads)
     run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
     layer = run.layers[0]
-    for prompt in PROMPTS:
+    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
         inputs = tokens(shape, 1, prompt, generator)
         run.prefill(0, inputs)
         slow.prefill(*(x[0] for x in inputs[0]))
-        for _ in range(shape.max_new_tokens):
+        for _ in range(steps):
             inputs = tokens(shape, 1, 1, generator)
             found = run.step(inputs)[0, 0]
             expected = slow.decode(*(x[0, :, 0] for x in inputs[0]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references_tailor import SlowQuantized
-from runs import HEADS, Run, TensorSizes, make_shape, prefill_both, step_both, tokens
+from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens
 from torch._inductor.utils import run_and_get_code
 
 import kv
@@ -47,10 +47,10 @@ def test_kivi_equals_its_reference(bits, recent, heads):
     shape = replace(make_shape(heads, new=30), n_layer=2)
     run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})
     slow = SlowQuantized(shape, bits, 8, quant.channels(shape.head_dim), recent)
-    for prompt in PROMPTS:
+    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
-        for _ in range(shape.max_new_tokens):
+        for _ in range(steps):
             step_both(run, slow, generator)
         for layer, ours in enumerate(run.layers):
             assert slow.packed(layer) == max(0, prompt + shape.max_new_tokens - recent) // 8 * 8

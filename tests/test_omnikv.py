@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import write_random
 from references_omni import SlowOmni
-from runs import HEADS, LAYERS, D, Run, compare, make_shape, prefill_both, step_both, tokens
+from runs import HEADS, LAYERS, D, Run, compare, generations, make_shape, prefill_both, step_both, tokens
 
 import kv
 from engine import Engine
@@ -50,10 +50,10 @@ def test_omnikv_equals_its_reference(options, budget, heads):
     run, slow_options = Omni(shape, budget, options), dict(options)
     filters = slow_options.pop("filter_layers", default_filters(shape))
     slow = SlowOmni(shape, budget, filters, **slow_options)
-    for prompt in PROMPTS:
+    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
-        for _ in range(shape.max_new_tokens):
+        for _ in range(steps):
             step_both(run, slow, generator)
             for layer, chosen in run.selected().items():
                 assert chosen == sorted(slow.selected[layer])

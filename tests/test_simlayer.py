@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import references_d2o as slow
 import torch
-from runs import HEADS, MAX_PROMPT, Run, make_shape, step_both, tokens
+from runs import HEADS, MAX_PROMPT, Run, generations, make_shape, step_both, tokens
 
 import kv
 from kv import ops
@@ -51,7 +51,7 @@ def test_simlayer_equals_its_reference(large, threshold, heads):
     shared = run.layers[0].shared
     assert (shared.large, shared.window) == (large, 12)
     check = Bounded(shape, 2, 10, threshold if threshold < 1 else 2.0, large=large)
-    for seed, prompt in enumerate((100, 61, 30, 9)):
+    for seed, (prompt, steps) in enumerate(generations((100, 61, 30, 9), 30)):
         generator = torch.Generator().manual_seed(seed)
         scales = [(-2, 2, -1, 1, -3, 3)[(i * (seed + 1)) % 6] for i in range(6)]
         inputs = attended(shape, prompt, generator, scales)
@@ -62,7 +62,7 @@ def test_simlayer_equals_its_reference(large, threshold, heads):
         lazy = [size == 12 for size in shared.sizes[0]]
         assert lazy == [check.is_lazy(i) for i in range(6)]
         assert torch.tensor(shared.masses[0]) == pytest.approx(torch.tensor(check.masses), abs=1e-5)
-        for _ in range(30):
+        for _ in range(steps):
             step_both(run, check, generator)
 
 

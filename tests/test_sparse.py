@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import SLOW, pyramid_budgets, rocket_sizes
-from runs import TensorSizes
+from runs import TensorSizes, generations
 
 import kv
 from bench import papers
@@ -131,9 +131,9 @@ def test_every_sparse_method_equals_its_reference(name, options, budget, heads, 
     if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):
         pytest.skip("the budget is below the method's minimum for this shape")
     both = Both(name, shape, budget, options, monkeypatch)
-    for prompt in PROMPTS:
+    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
         both.prefill(prompt)
-        for _ in range(shape.max_new_tokens):
+        for _ in range(steps):
             for y, expected, chosen, attended in both.step():
                 assert chosen is None or chosen == attended
                 assert (y - expected).abs().max() <= 1e-5
