@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import kv as methods
 from caches import Caches, check_count, exclusive
-from checkpoint import load_checkpoint, present, read_config, read_eos_ids, read_json
+from checkpoint import fingerprint, load_checkpoint, present, read_config, read_eos_ids, read_json
 from config import ModelConfig
 from decoder import SLEEP, Sampling
 from device import free_bytes, memory_errors, pick_device, pick_dtype
@@ -54,6 +55,7 @@ class Engine(Caches):
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
         self.interrupted = False  # whether running answers must end
         self.requests = itertools.count()
+        self.folder: Path | None = None  # of the checkpoint
         self.called = 0.0  # start of the current `generate` call
 
     @classmethod
@@ -112,9 +114,14 @@ class Engine(Caches):
         found = folder / "kv_profile.json"
         profile = methods.read_profile(read_json(found)) if present(found) else {}
         engine = cls(model, tokenizer, eos, profile, compile, seed, on_phase)
-        engine.no_tokenizer = no_tokenizer or engine.no_tokenizer
+        engine.no_tokenizer, engine.folder = no_tokenizer or engine.no_tokenizer, folder
         engine.stats.load_s, engine.stats.load_bytes = phase.seconds, needed
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
+
+    @cached_property
+    def weights(self) -> str:
+        """What identifies the checkpoint in a saved `Prefix`."""
+        return fingerprint(self.folder)
 
     # What a caller uses
 

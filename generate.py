@@ -139,7 +139,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
             raise ValueError(error if single else f"no prompt can be answered; prompt {name}: {error}")
         names = list(ids)
         if args.save_prompt is not None:
-            return save_prompt(args, engine, checkpoint, ids[names[0]])
+            return save_prompt(args, engine, ids[names[0]])
         if saved is not None and args.max_new_tokens is None and not demo:
             limit = max(1, min(limit, saved.setting.max_new_tokens - max(map(len, ids.values()))))
         with (
@@ -184,10 +184,10 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
 
 
-def save_prompt(args: argparse.Namespace, engine: Engine, checkpoint: Path, prompt: list[int]) -> None:
+def save_prompt(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> None:
     """Prefills a prompt and writes it to the file that --save-prompt names."""
     found, begin = engine.prefix(prompt), time.perf_counter()
-    found.save(args.save_prompt, fingerprint(checkpoint))
+    found.save(args.save_prompt, engine.weights)
     report = {
         "kv": args.kv, "budget": args.budget, "options": engine.options, "prompt_tokens": len(prompt),
         "prefill_s": engine.stats.prefill_s, "save_s": time.perf_counter() - begin, "saved_bytes": found.bytes,
