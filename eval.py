@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=50, help="samples per task and length (default: 50)")
     p.add_argument("--questions", type=int, default=1, help="the most questions asked about a text (default: 1)")
     p.add_argument("--blind", action="store_true", help="prefill the text alone and feed every question afterwards")
+    p.add_argument("--fork", action="store_true", help="like --blind, but each question gets a row of its own, which "
+                   "continues a copy of the text's cache: no question sees another")
     p.add_argument("--stepwise", action="store_true", help="feed these one token a step, through the method's own "
                    "attention; by default each text attends to all that its row holds")
     p.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template, except in tasks whose "
@@ -138,7 +140,7 @@ def evaluate(
     files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
     common |= {"tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()]}
     common |= {"dtype": str(engine.dtype).removeprefix("torch."), "eos": sorted(engine.eos)}
-    common |= {"blind": args.blind, "chat": args.chat, "stepwise": args.stepwise}
+    common |= {"blind": args.blind, "chat": args.chat, "stepwise": args.stepwise, "fork": args.fork}
 
     def key_of(method: Choice, job: Job, index: int) -> str:
         """Everything that a result depends on."""
@@ -169,7 +171,7 @@ def evaluate(
                 for at in range(0, len(missing), args.batch):
                     part = missing[at : at + args.batch]
                     if job.graded:
-                        found = answer(engine, job, [job.items[i] for i in part], args.blind, args.stepwise)
+                        found = answer(engine, job, [job.items[i] for i in part], args)
                     else:
                         found = force(engine, job, part, reference)
                     for i, result in zip(part, found, strict=True):
@@ -218,6 +220,9 @@ def main(argv: list[str] | None = None) -> None:
     for flag in ("samples", "questions", "batch"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
+    if args.fork and args.chat:
+        raise ValueError("--fork and --chat: a chat's later questions are turns of one conversation; leave out one")
+    args.blind |= args.fork
     tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
     chosen = choices(args.kv, numbers(args.budget, "--budget", number) if args.budget else [])
     given = {name: read_text(file) for name in ("haystack", "text") if (file := getattr(args, name)) is not None}

@@ -1,5 +1,6 @@
 """Runs samples on an engine (prompts with their later questions, or forced texts) and scores the results."""
 
+import argparse
 import dataclasses
 import hashlib
 import json
@@ -11,6 +12,7 @@ from functools import cached_property
 from torch import Tensor
 
 from engine import Engine
+from sequence import Answer
 from tasks import Question, Sample, Task, texts
 
 
@@ -64,26 +66,31 @@ def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str 
     return text, [whole[len(text) :], *later]
 
 
-def answer(engine: Engine, job: Job, samples: list[Sample], blind: bool, stepwise: bool) -> list[dict]:
-    """The engine's answers to samples, and their scores."""
-    prompts, fed = zip(*(turns(engine, sample, job.chat, blind) for sample in samples), strict=True)
-    completions = engine.generate(
-        list(prompts),
-        max_new_tokens=job.graded.max_new_tokens,
-        stop=list(job.graded.stop) or None,
-        follow_ups=list(fed),
-        answer_prompts=not blind,
-        stepwise=stepwise,
+def ask(engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespace) -> list[tuple[int, list[Answer]]]:
+    """The prompt's tokens and the answers, per sample. With `fork` a question sees the text, and no other question."""
+    parts = [turns(engine, sample, job.chat, args.blind) for sample in samples]
+    common = {"max_new_tokens": job.graded.max_new_tokens, "stop": list(job.graded.stop) or None}
+    if args.fork:
+        found = [engine.generate(questions, prefix=text, stepwise=args.stepwise, **common) for text, questions in parts]
+        return [(rows[0].prompt_tokens, [row.answers[0] for row in rows]) for rows in found]
+    prompts, fed = (list(part) for part in zip(*parts, strict=True))
+    found = engine.generate(
+        prompts, follow_ups=fed, answer_prompts=not args.blind, stepwise=args.stepwise, **common
     )
+    return [(completion.prompt_tokens, completion.answers) for completion in found]
+
+
+def answer(engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespace) -> list[dict]:
+    """The engine's answers to samples, and their scores; args: blind, fork and stepwise of eval.py."""
     found = []
-    for sample, completion in zip(samples, completions, strict=True):
+    for sample, (prompt_tokens, answers) in zip(samples, ask(engine, job, samples, args), strict=True):
         graded = [
             {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q)}
-            for q, a in zip(sample.questions, completion.answers, strict=True)
+            for q, a in zip(sample.questions, answers, strict=True)
         ]
         scores = [g["score"] for g in graded]
         found.append(
-            {"prompt_tokens": completion.prompt_tokens, **graded[0], "score": sum(scores) / len(scores)}
+            {"prompt_tokens": prompt_tokens, **graded[0], "score": sum(scores) / len(scores)}
             | {"first": scores[0], "later": graded[1:]}
             | ({} if sample.depth is None else {"depth": sample.depth})
         )

@@ -166,6 +166,26 @@ def test_blind_prefills_the_text_alone_and_feeds_every_question(tiny_checkpoint,
     assert json.loads((tmp_path / "o").read_text())["samples"][0]["prompt_tokens"] < 600 - 128
 
 
+def test_fork_asks_every_question_of_a_copy_of_the_text(tiny_checkpoint, tmp_path, monkeypatch):
+    seen = []
+    generate = Engine.generate
+
+    def spy(self, prompts, **k):
+        found = generate(self, prompts, **k)
+        seen.append((prompts, k["prefix"], [completion.answers[0].text for completion in found]))
+        seen.append(self.stats.tokens_reused)
+        return found
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    common = ("--samples", 1, "--questions", 3, "--fork", "--json", tmp_path / "o")
+    arguments(tiny_checkpoint, *common, tasks="niah_multikey_1", kv="full")
+    [(questions, text, answers), reused] = seen
+    assert len(questions) == 3 and all("special magic" in q and "special magic number" in text for q in questions)
+    (sample,) = json.loads((tmp_path / "o").read_text())["samples"]
+    assert [sample["prediction"], *(later["prediction"] for later in sample["later"])] == answers
+    assert reused == 3 * sample["prompt_tokens"]
+
+
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}({{ m.role }}) {{ m.content | trim }}\n"
     "{{ eos_token if m.role == 'assistant' }}{% endfor %}(assistant)"

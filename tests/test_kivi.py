@@ -53,7 +53,7 @@ def test_kivi_equals_its_reference(bits, recent, heads):
         for _ in range(steps):
             step_both(run, slow, generator)
         for layer, ours in enumerate(run.layers):
-            assert slow.packed(layer) == max(0, prompt + shape.max_new_tokens - recent) // 8 * 8
+            assert slow.packed(layer) == max(0, prompt + steps - recent) // 8 * 8
             same_codes(ours, slow, layer)
 
 
