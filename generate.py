@@ -80,9 +80,15 @@ def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
     return {1: (NEEDLE / "demo.txt").read_text()}
 
 
-def encode(engine: Engine, text: str, args: argparse.Namespace) -> list[int]:
-    """A prompt's ids. Raises ValueError if the engine would reject the prompt."""
-    ids = engine.tokenizer.chat(text, args.system) if args.chat else engine.encode(text)
+def encode(engine: Engine, text: str, args: argparse.Namespace, saved: prefix.Prefix | None) -> list[int]:
+    """The ids of a prompt, or of what follows a saved one. Raises ValueError if the engine would reject the prompt."""
+    if saved is not None:
+        return engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
+    if args.chat:
+        form = engine.tokenizer.chat if args.save_prompt is None else engine.tokenizer.chat_begin
+        ids = form(text, args.system)
+    else:
+        ids = engine.encode(text)
     engine.check_length(len(ids))
     return ids
 
@@ -115,6 +121,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     Sampling(args.temperature, args.top_k, args.top_p)  # rejects now what generate would reject
     single = len(prompts) == 1
     talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
+    talk = talk and args.save_prompt is None
     demo = args.checkpoint is None
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     with closing(Progress(len(prompts))) as progress:
@@ -131,7 +138,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
         ids, failed = {}, {}
         for name, text in prompts.items():
             try:
-                ids[name] = encode(engine, text, args) if saved is None else engine.encode(text, bos=False)
+                ids[name] = encode(engine, text, args, saved)
             except ValueError as error:
                 failed[name] = str(error)
         if not ids:
@@ -187,6 +194,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
 def save_prompt(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> None:
     """Prefills a prompt and writes it to the file that --save-prompt names."""
     found, begin = engine.prefix(prompt), time.perf_counter()
+    found.chat = args.chat
     found.save(args.save_prompt, engine.weights)
     report = {
         "kv": args.kv, "budget": args.budget, "options": engine.options, "prompt_tokens": len(prompt),
@@ -275,11 +283,11 @@ def print_report(r: dict) -> None:
 def check_saved(args: argparse.Namespace) -> None:
     """Raises ValueError where --save-prompt or --load-prompt do not go together with other arguments."""
     check_output(args.save_prompt, "--save-prompt")
-    if args.save_prompt is not None and (args.batch_file is not None or args.chat or args.load_prompt is not None):
-        raise ValueError("--save-prompt takes one text: leave out --batch-file, --chat and --load-prompt")
+    if args.save_prompt is not None and (args.batch_file is not None or args.load_prompt is not None):
+        raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
     given = args.kv, args.budget, args.mem, args.kv_bits, args.offload or None, args.kv_opt or None
     if args.load_prompt is not None and (args.chat or any(value is not None for value in given)):
-        raise ValueError("--load-prompt brings its method and budget: leave out --kv, --budget, options and --chat")
+        raise ValueError("--load-prompt brings its method, budget and format: leave out --kv, --budget, options, --chat")
     args.kv = args.kv or "full"
 
 

@@ -43,6 +43,7 @@ class Prefix:
     tokens: list[int]
     rope_speed: Tensor  # [D/2], radians per position
     layers: list[dict[str, Tensor]]  # `KV.state` of each layer
+    chat: bool = False  # the tokens are `Tokenizer.chat_begin`'s: questions take `chat_end`
 
     @property
     def bytes(self) -> int:
@@ -56,7 +57,7 @@ class Prefix:
         """Writes a file, whole or not at all; `weights` is the checkpoint's `fingerprint`."""
         path = Path(path)
         tensors = {name: x.cpu().contiguous() for name, x in self.tensors().items()}
-        about = asdict(self.setting) | {"layers": len(self.layers), "weights": weights}
+        about = asdict(self.setting) | {"layers": len(self.layers), "weights": weights, "chat": self.chat}
         about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
         header = {"format": FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))}
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -97,7 +98,7 @@ def checksum(x: Tensor) -> int:
 
 
 def read_about(path: str | Path) -> dict:
-    """The header of a file: the fields of `Setting`, layers, weights, checksums. Raises ValueError."""
+    """The header of a file: the fields of `Setting`, layers, weights, chat, checksums. Raises ValueError."""
     with opened(path) as file:
         header = file.metadata() or {}
         if header.get("format") != FORMAT:
@@ -127,7 +128,7 @@ def load(path: str | Path, weights: str) -> Prefix:
     for name, x in found.items():
         layer, _, name = name.partition(".")
         layers[int(layer)][name] = x
-    return Prefix(setting, tokens, rope_speed, layers)
+    return Prefix(setting, tokens, rope_speed, layers, about["chat"])
 
 
 def opened(path: str | Path):

@@ -265,8 +265,20 @@ class Tokenizer:
         before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
         return self._turns([*before, {"role": "user", "content": user}], opening)
 
-    def _turns(self, messages: list[dict[str, str | None]], opening: str) -> list[int]:
-        """Ids of a rendered conversation. If it has an answer (content None): only of what follows the answer."""
+    def chat_begin(self, user: str, system: str | None = None) -> list[int]:
+        """Ids of a first turn up to the end of `user`, a text that questions follow: `chat_end` completes the turn."""
+        said = [] if system is None else [{"role": "system", "content": system}]
+        return self._turns([*said, {"role": "user", "content": user}], part="begin")
+
+    def chat_end(self, user: str) -> list[int]:
+        """Ids that complete the turn of `chat_begin`: more text of the user, up to where the answer begins."""
+        return self._turns([{"role": "user", "content": user}], part="end")
+
+    def _turns(self, messages: list[dict[str, str | None]], opening: str = "", part: str = "whole") -> list[int]:
+        """Ids of a rendered conversation. If it has an answer (content None): only of what follows the answer.
+
+        `part`: "begin" ends with the last message's text, "end" begins with it.
+        """
         if not self.template:
             raise ValueError("this checkpoint has no chat template; use a plain prompt")
         contents = [m["content"] for m in messages]
@@ -274,21 +286,23 @@ class Tokenizer:
         free = (chr(i) for i in PRIVATE if chr(i) not in used)
         # In messages, the first character of special tokens is replaced until the template's own tokens are found.
         hidden = {start: next(free) for start in sorted({token[0] for token in self.special})}
-        answer, first = next(free), True
+        mark, first = next(free), True
 
         def hide(text: str) -> str:
             return self.special_start.sub(lambda match: hidden[match[0]], text)
 
-        said = [answer if content is None else hide(content) for content in contents]
+        said = [mark if content is None else hide(content) for content in contents]
+        if part != "whole":
+            said[-1] = said[-1] + mark if part == "begin" else mark + said[-1]
         rendered = [m | {"content": content} for m, content in zip(messages, said, strict=True)]
         text = chat.render(self.template, rendered, self.variables)
-        if None in contents:
-            _, found, text = text.rpartition(answer)
+        if None in contents or part != "whole":
+            before, found, after = text.rpartition(mark)
             if not found:
-                raise ValueError("the checkpoint's chat template leaves answers out, so a conversation cannot go on")
-            if self.early_split.match(text.lstrip()):
+                raise ValueError("the checkpoint's chat template leaves messages out, so a conversation cannot go on")
+            text, first = (before, True) if part == "begin" else (after, False)
+            if None in contents and self.early_split.match(text.lstrip()):
                 text = text.lstrip()  # white space before the end of a turn belongs to the answer
-            first = False
         shown = str.maketrans({place: start for start, place in hidden.items()})
         return self._encode(text + hide(opening), first, shown)
 

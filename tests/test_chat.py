@@ -79,6 +79,18 @@ def test_a_later_turn_is_what_transformers_writes_after_the_answer(pairs, name, 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_a_first_turn_in_two_parts_reads_like_one(pairs, name):
+    """A saved prompt is the beginning of a turn; each question completes it."""
+    ours = pairs[name][0]
+    for system in (None, "Be brief."):
+        for text, question in (("a book.\n", "\nWho? "), (" <|eot_id|> [/INST]", " 日本語\n")):
+            parts = ours.chat_begin(text, system), ours.chat_end(question)
+            if system is None or name not in SYSTEM_AT_THE_END:
+                assert ours.decode([*parts[0], *parts[1]]) == ours.decode(ours.chat(text + question, system))
+            assert ours.chat_begin(text, system)[:3] == ours.chat(text, system)[:3]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_special_tokens_that_a_user_types_stay_text(pairs, name):
     ours, control = pairs[name][0], set(pairs[name][0].special.values())
     typed = "a" + "".join(f"{token}{token[:-1]}{token} " for token in ours.special) + "b"
@@ -189,7 +201,7 @@ def test_a_renderer_that_was_killed_is_restarted(pairs):
 def test_a_template_that_leaves_answers_out_allows_one_turn(with_template):
     ours, theirs = with_template("{{ messages[-1].content }}<|eot_id|>")
     assert ours.chat("hello") == rendered(theirs, "hello")
-    with pytest.raises(ValueError, match="leaves answers out"):
+    with pytest.raises(ValueError, match="leaves messages out"):
         ours.chat_next("hello")
 
 

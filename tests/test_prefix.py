@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,11 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         assert (report["kv"], report["budget"], report["prefill_tokens_per_s"]) == ("rocketkv", 24, None)
         assert report["tokens_reused"] == report["completions"][0]["prompt_tokens"]
         assert 0 < report["completions"][0]["new_tokens"] < 50
+    program = [sys.executable, str(Path(__file__).parent.parent / "generate.py"), *common[:-2]]
+    run = [*program, "--load-prompt", file, "--prompt", "Where?", "--seed", "3"]
+    both = [subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(2)]
+    answers = [process.communicate()[0].strip() for process in both]
+    assert answers == [report["completions"][0]["answers"][0]["text"].strip()] * 2
     book = (tmp_path / "book.kv").read_bytes()
     (tmp_path / "cut.kv").write_bytes(book[:-100])
     for flags, message in (
@@ -136,13 +142,31 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         (["--load-prompt", str(tmp_path / "cut.kv"), "--prompt", "x"], "cut.kv"),
         (["--load-prompt", str(tmp_path / "none.kv"), "--prompt", "x"], "there is no file"),
         (["--prompt", "x", "--save-prompt", str(tmp_path / "no" / "book.kv")], "not a file in an existing folder"),
-        (["--prompt", "x", "--chat", "--save-prompt", file], "leave out --batch-file, --chat"),
+        (["--batch-file", str(tmp_path / "book.txt"), "--save-prompt", file], "leave out --batch-file"),
+        (["--prompt", "x", "--chat", "--load-prompt", file], "leave out"),
     ):
-        run = [sys.executable, str(Path(__file__).parent.parent / "generate.py"), *common, *flags]
-        result = subprocess.run(run, capture_output=True, text=True)
+        result = subprocess.run([*program, *flags], capture_output=True, text=True)
         assert result.returncode == 2 and result.stderr.strip().count("\n") <= 2, result.stderr
         assert message in result.stderr.strip().splitlines()[-1]
     assert (tmp_path / "book.kv").read_bytes() == book
+
+
+def test_a_text_in_the_chat_format_is_saved_and_questions_complete_its_turn(tiny_checkpoint, tmp_path):
+    file, out, folder = str(tmp_path / "book.kv"), str(tmp_path / "out.json"), tmp_path / "chat"
+    shutil.copytree(tiny_checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}({{ m.role }}) {{ m.content | trim }} {% endfor %}(assistant)"
+    )
+    common = ["--checkpoint", str(folder), "--no-compile", "--json", out]
+    main([*common, "--prompt", "A mouse lived in a mill. ", "--chat", "--system", "Be brief.", "--save-prompt", file])
+    main([*common, "--load-prompt", file, "--prompt", "Who lived?", "--max-new-tokens", "3"])
+    entry = json.loads(Path(out).read_text())["completions"][0]
+    tokenizer = Engine.load(folder, compile=False).tokenizer
+    begin, end = tokenizer.chat_begin("A mouse lived in a mill. ", "Be brief."), tokenizer.chat_end("Who lived?")
+    assert tokenizer.decode(begin + end) == tokenizer.decode(
+        tokenizer.chat("A mouse lived in a mill. Who lived?", "Be brief.")
+    )
+    assert prefix.read_about(file)["chat"] and entry["prompt_tokens"] == len(begin)
 
 
 REUSE = {"full", "quest", "sparq", "exact_topk", "hybrid"}  # they keep every token as it is
