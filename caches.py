@@ -148,7 +148,7 @@ class Caches:
         for layer in self.layers:
             layer.close()
         if self.decoder is not None:
-            self.decoder.step = None  # breaks a reference cycle, which would keep the caches' memory
+            self.decoder.close()
         self.shape, self.layers, self.decoder = None, [], None
         for layer in self.model.layers:
             layer.attention.kv = None

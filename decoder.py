@@ -1,13 +1,12 @@
 """The decode step that the device runs: one token in, one token out, for every row of the batch.
 
-The step is compiled once and, on CUDA, replayed as a graph. The host sends it one command per row and reads the tokens
+The step is compiled once: on CUDA as a whole, replayed as a graph; on a CPU by region (region.py). The host sends it one command per row and reads the tokens
 at any later time; the device never waits. The step also samples, with noise that is a hash of (seed, request,
 position): a row's samples do not depend on other rows or on timing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from device import compile_errors
 from kv import KV, Shape
 from kv.ops import hashed
-from model import Transformer
+from model import Block, Transformer
 from progress import Listener, Phase, Stats, timed
+from region import Region, compiled
 
 CONTINUE, SLEEP = -1, -2  # commands to a row; a value of 0 or more is a token to feed it
 
@@ -96,14 +96,18 @@ class Decoder(nn.Module):
         self.sampling, self.knobs = None, ()  # the current Sampling, and its tensors
         self.commands, self.command = None, None  # the last step's command to each row, as list and tensor
         self.warm: set[str] = set()  # compiled variants of the step
+        self.fitted: list[tuple] = []  # what each layer's `fit` returned
+        self.regions: tuple[Region, ...] = ()
         self.step = self._compile() if compile else self.forward
 
     def reset(self, row: int) -> None:
         """Empties row `row` and puts it to sleep."""
+        self._forget()
         self.pos[row], self.live[row] = 0, False
 
     def start(self, row: int, token: int, pos: int, request: int) -> None:
         """Wakes row `row`, which holds `pos` tokens and has just sampled `token`."""
+        self._forget()
         for buffer, value in ((self.token, token), (self.pos, pos), (self.request, request), (self.live, True)):
             buffer[row] = value
 
@@ -113,27 +117,49 @@ class Decoder(nn.Module):
 
         A row that sampled an EOS goes to sleep by itself, without feeding the EOS. A token to feed wakes it.
         """
+        x, cos, sin, at, live = self.begin(command)
+        for layer, after in self.model.pairs():
+            x = layer(x, cos, sin, at, live, after)
+        return self.end(x, cut, seed, variant)
+
+    def begin(self, command: Tensor) -> tuple[Tensor, ...]:
         fed = command >= 0
         ended = (self.token[:, None] == self.eos).any(-1)
-        live = fed | (self.live & (command == CONTINUE) & ~ended)
-        token = torch.where(fed, command, self.token)
-        at = torch.where(live, self.pos, (self.pos - 1).clamp(min=0))  # asleep: a position its cache holds
-        logits = self.model(token[:, None], at, live)
-        self.pos.add_(live)
-        self.live.copy_(live)
-        self.token.copy_(torch.where(live, sample(logits, variant, cut, seed, self.request, self.pos), token))
+        self.live.copy_(fed | (self.live & (command == CONTINUE) & ~ended))
+        self.token.copy_(torch.where(fed, command, self.token))
+        at = torch.where(self.live, self.pos, (self.pos - 1).clamp(min=0))  # asleep: a position its cache holds
+        return *self.model.embed(self.token[:, None], at), at, self.live.clone()
+
+    def end(self, x: Tensor, cut: Tensor, seed: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+        logits = self.model.logits(x)
+        self.pos.add_(self.live)
+        self.token.copy_(torch.where(self.live, sample(logits, variant, cut, seed, self.request, self.pos), self.token))
         return self.token.clone(), logits
 
     # The host's side
 
     def _compile(self) -> Callable:
-        def step(*inputs):
-            return self(*inputs)
+        if self.device.type == "cuda":
+            return compiled(self.forward, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
+        self.regions = Region(self.begin), Region(run_layer), Region(self.end)
+        return self._by_region
 
-        cuda = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-        # Each decoder needs its own code object: torch.compile counts recompiles per object and gives up at the ninth.
-        own = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
-        return torch.compile(own, fullgraph=True, options=cuda if self.device.type == "cuda" else None)
+    @torch.no_grad()
+    def _by_region(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward`, compiled in regions: all layers with the same code are one."""
+        begin, layer, end = self.regions
+        x, cos, sin, at, live = begin(None, None, (command,))
+        for i, modules in enumerate(self.model.pairs()):
+            x = layer(i, self.fitted[i], (x, cos, sin, at, live), *modules)
+        return end(variant, None, (x, cut, seed), variant)
+
+    def _forget(self) -> None:
+        for region in self.regions:
+            region.forget()
+
+    def close(self) -> None:
+        """Breaks reference cycles, which would keep the caches' memory; nothing can be launched afterwards."""
+        self.step, self.regions = None, ()
 
     def warm_up(self, sampling: Sampling, prompt: int) -> None:
         """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
@@ -152,8 +178,7 @@ class Decoder(nn.Module):
 
         Returns the sampled tokens [B] and the logits [B, vocab], valid until the next step.
         """
-        for layer in self.layers:
-            layer.fit(length, new)
+        self.fitted = [layer.fit(length, new) for layer in self.layers]
         before = compiled_graphs()
         if self.compiled and self.device.type == "cuda":  # the call imports torch's compiler: a second
             torch.compiler.cudagraph_mark_step_begin()
@@ -163,6 +188,12 @@ class Decoder(nn.Module):
         out = self.step(self.command, self.sampling.variant, *self.knobs)
         self.stats.compiles += compiled_graphs() - before
         return out
+
+
+def run_layer(
+    x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor, layer: Block, after: Block | None
+) -> Tensor:
+    return layer(x, cos, sin, pos, active, after)
 
 
 def read_later(tokens: Tensor) -> Callable[[], list[int]]:

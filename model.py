@@ -8,7 +8,7 @@ output. The model names no KV method.
 Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head dim, C model dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -102,9 +102,9 @@ class Block(nn.Module):
             x[:, t] += self.feed_forward(self.ffn_norm(x[:, t]))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor, after: "Block | None"):
-        """One token per row: x [B,1,C] -> [B,1,C]. `after` is the next block, whose KV module may look ahead."""
+        """One token per row: x [B,1,C] -> [B,1,C]. `after`: the next block, if its KV module looks ahead."""
         a, h = self.attention, self.attention_norm(x)
-        if after is not None and after.attention.kv.wants_lookahead:
+        if after is not None:
             h = after.attention.kv.lookahead(after.attention.query(h, cos, sin), h, active)
         q, k, v = a.project(h, cos, sin)
         x = x + a.output(a.kv.decode(q, k, v, pos, active))
@@ -180,8 +180,16 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def forward(self, tokens: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """The decode step: tokens [B,1] at positions pos [B] -> logits [B, vocab]; inactive rows keep their state."""
-        cos, sin = self.cos_sin(pos[:, None], self.rope_speed)
-        x = self.tok_embeddings(tokens)
-        for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
+        x, cos, sin = self.embed(tokens, pos)
+        for layer, after in self.pairs():
             x = layer(x, cos, sin, pos, active, after)
         return self.logits(x)
+
+    def embed(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A step's tokens [B,1] at positions pos [B] -> x [B,1,C], and cos and sin [B,1,1,D/2]"""
+        return self.tok_embeddings(tokens), *self.cos_sin(pos[:, None], self.rope_speed)
+
+    def pairs(self) -> Iterator[tuple[Block, Block | None]]:
+        """Each layer, and the one after it if that looks ahead."""
+        following = [layer if layer.attention.kv.wants_lookahead else None for layer in self.layers[1:]]
+        return zip(self.layers, [*following, None], strict=True)

@@ -182,10 +182,15 @@ class KV(Buffers, ABC):
         """How many leading slots a step reads for rows of `length` tokens, `new` of them generated."""
         return min(length, self.slots)
 
-    def fit(self, length: int, new: int) -> None:
-        """Runs on the host before a step: no row will hold more than `length` tokens, `new` of them generated."""
-        if self.slots:
-            self.span = ops.span(self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device)
+    def fit(self, length: int, new: int) -> tuple:
+        """Runs on the host before a step: no row will hold more than `length` tokens, `new` of them generated.
+
+        Returns what the step depends on besides tensors: while it is equal, a compiled step may run again.
+        """
+        if not self.slots:
+            return ()
+        self.span = ops.span(self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device)
+        return (self.span.shape[0],)
 
     def read(self, buffer: Tensor) -> Tensor:
         """The slots of a buffer [B,Hk,S,...] that the current step reads."""

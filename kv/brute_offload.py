@@ -36,7 +36,9 @@ class Loaded(Fetched):
 
     def __init__(self, shape: Shape, pool: ThreadedPool):
         super().__init__(shape, sinks=0, ends=0, count=0, per_row=0, pool=pool)
-        self.recent, self.loads, self.pending = shape.planned, (), None
+        self.recent, self.loads = shape.planned, ()
+        self.register_buffer("ticket", pool.ticket(shape.batch * shape.max_prompt), persistent=False)
+        self.beyond["ticket"] = self.ticket.nbytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
@@ -55,14 +57,15 @@ class Loaded(Fetched):
         position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
         rows = position + self.shape.max_prompt * torch.arange(self.shape.batch, device=position.device)[:, None]
         rows = torch.where(position < self.prompt[:, None], rows, -1).flatten()
-        self.pending, q = self.pool.issue(rows, active.repeat_interleave(len(position)), q, after=q)
+        ticket, q = self.pool.issue(rows, active.repeat_interleave(len(position)), q, after=q)
+        self.ticket.copy_(ticket)
         return q
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
             q = layer.load(q, active)
         newest = self.store_generated(k, v, pos, active)
-        loaded, self.pending = self.pool.wait(self.pending, q), None
+        loaded = self.pool.wait(self.ticket, q)
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))

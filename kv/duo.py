@@ -95,9 +95,8 @@ class Duo(KV):
         for part in self.parts:
             part.reset(row)
 
-    def fit(self, length: int, new: int) -> None:
-        for part in self.parts:
-            part.fit(length, new)
+    def fit(self, length: int, new: int) -> tuple:
+        return tuple(part.fit(length, new) for part in self.parts)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return sum(part.step_bytes(length)[0] for part in self.parts), 0

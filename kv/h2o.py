@@ -201,9 +201,9 @@ class H2O(KV):
         super().reset(row)
         self.position[row] = -1
 
-    def fit(self, length: int, new: int) -> None:
+    def fit(self, length: int, new: int) -> tuple:
         self.past_context = length > self.shape.max_length
-        super().fit(length, new)
+        return *super().fit(length, new), self.past_context
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)

@@ -96,8 +96,9 @@ class Quantized(KV):
         step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
         return ops.span(old, max(1, self.groups(length)), most, self.shape.device, step)
 
-    def fit(self, length: int, new: int) -> None:
+    def fit(self, length: int, new: int) -> tuple:
         self.span = self.groups_read(self.span, length)
+        return (self.span.shape[0],)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Every step reads the whole ring, and a second time the group that it may pack."""

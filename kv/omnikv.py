@@ -104,7 +104,8 @@ class Segment(Buffers):
         staged = options.staged(slots, width, shape)
         self.pool = options.pool(what, rows, width, staged, shape, workers, options.delta)
         self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.pending = self.rows = None  # set between a filter layer and its last sparse layer
+        self.register_buffer("ticket", self.pool.ticket(slots), persistent=False)  # from layer to layer
+        self.beyond["ticket"] = self.ticket.nbytes
 
     def begin(self, row: int, prompt: int) -> None:
         """Prepares a row for a prompt of `prompt` tokens."""
@@ -138,7 +139,8 @@ class Segment(Buffers):
         self.index.copy_(torch.where(active[:, None], best, self.index))
         first = torch.arange(len(best), device=best.device)[:, None] * self.shape.max_prompt
         rows = torch.where(self.index < 0, -1, self.index + first).flatten()
-        self.pending, y = self.pool.issue(rows, active.repeat_interleave(self.k), y)
+        ticket, y = self.pool.issue(rows, active.repeat_interleave(self.k), y)
+        self.ticket.copy_(ticket)
         return y
 
     def keep_slots(self, best: Tensor) -> Tensor:
@@ -160,10 +162,8 @@ class Segment(Buffers):
     def take(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B,Hk,k,D] of the chosen tokens for a layer whose query is q; undefined where index is -1."""
         if layer == self.layers[0]:
-            self.rows, self.pending = self.pool.wait(self.pending, q), None
-        rows = self.decoded(self.pool.take(self.rows, self.layers.index(layer)))  # [B k,2,Hk,D]
-        if layer == self.layers[-1]:
-            self.rows = None
+            self.ticket.copy_(self.pool.wait(self.ticket, q))
+        rows = self.decoded(self.pool.take(self.ticket, self.layers.index(layer)))  # [B k,2,Hk,D]
         return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
 
 

@@ -83,6 +83,13 @@ class Pool:
         """Returns the input of `take`. Waits only when `before` is known: its computation overlaps with the fetch."""
         return token
 
+    def ticket(self, count: int) -> Tensor:
+        """A tensor of the size and dtype of what `issue` and `wait` return for `count` rows.
+
+        A layer that leaves it for another layer copies it to a registered buffer of that size.
+        """
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
+
     def take(self, waited: Tensor, *column: int) -> Tensor:
         """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
         return self.rows[(waited.clamp(min=0), *column)]

@@ -102,9 +102,9 @@ class PQCache(FetchedTokens):
         near_end, near_new = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
-    def fit(self, length: int, new: int) -> None:
-        super().fit(length, new)
+    def fit(self, length: int, new: int) -> tuple:
         self.code_span = ops.span(self.code_span, max(length, self.count), self.shape.planned, self.shape.device)
+        return *super().fit(length, new), self.code_span.shape[0]
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = self.fetched_bytes(length)

@@ -65,9 +65,9 @@ class Streaming(Full):
             ys.append(self.decode(*inputs, at, active)[row, None])
         return torch.cat(ys, dim=2)
 
-    def fit(self, length: int, new: int) -> None:
-        super().fit(length, new)
+    def fit(self, length: int, new: int) -> tuple:
         self.past_context = length > self.shape.max_length
+        return *super().fit(length, new), self.past_context
 
 
 @dataclass(frozen=True)

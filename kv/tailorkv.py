@@ -46,7 +46,12 @@ class Tailored(FetchedTokens):
         self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
         self.pools.append(self.channel_pool)
         self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
-        self.pending: tuple[Tensor, Tensor] | None = None  # channels, and Pool.issue's token: from lookahead to decode
+        self.foreseen = layer > 0  # a layer below predicts this layer's query
+        # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's token.
+        self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64, beyond="channels and ticket")
+        slots = shape.batch * shape.n_kv_head * self.channels
+        self.register_buffer("ticket", self.channel_pool.ticket(slots), persistent=False)
+        self.beyond["channels and ticket"] += self.ticket.nbytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -63,9 +68,10 @@ class Tailored(FetchedTokens):
         """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
         b, h, d = self.largest.shape
-        wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + channel).flatten()
+        self.channel.copy_(torch.where(active[:, None, None], channel, self.channel))
+        wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + self.channel).flatten()
         token, x = self.channel_pool.issue(wanted, active.repeat_interleave(h * self.channels), x)
-        self.pending = channel, token
+        self.ticket.copy_(token)
         return x
 
     def mean(self, q: Tensor) -> Tensor:
@@ -74,11 +80,11 @@ class Tailored(FetchedTokens):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         newest = self.store_generated(k, v, pos, active)
-        if self.pending is None:  # the first layer: no layer below predicted its query
+        if not self.foreseen:
             q = self.lookahead(q, q, active)
-        (channel, token), self.pending = self.pending, None
-        keys = self.channel_pool.take(self.channel_pool.wait(token, q)).unflatten(0, channel.shape)  # [B,Hk,d,S]
-        query = self.mean(q).gather(2, channel)[:, :, None]  # [B,Hk,1,d]
+        waited = self.channel_pool.wait(self.ticket, q)
+        keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
+        query = self.mean(q).gather(2, self.channel)[:, :, None]  # [B,Hk,1,d]
         scores = ops.sums(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])

@@ -173,7 +173,7 @@ def test_one_compiled_step_serves_every_length(checkpoint):
     for prompt in (PROMPTS[0], long, long[:700], long[:5000]):
         compiled, eager = (engine.logits(prompt, PROMPTS[0][:20]) for engine in engines)
         assert (compiled - eager).abs().max() < 1e-3
-    assert engines[0].stats.compiles == 1 and engines[0].stats.compile_s > 0
+    assert engines[0].stats.compiles == 3 and engines[0].stats.compile_s > 0  # around the layers, and a layer
 
 
 @pytest.mark.parametrize("family", ("LlamaForCausalLM", "Qwen2ForCausalLM"))  # without and with biases
@@ -188,14 +188,28 @@ def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path, family
     assert (compiled - exact).abs().max() < 2 * (eager - exact).abs().max()
 
 
-def test_greedy_sampled_and_cut_are_three_compiled_steps_and_no_more(checkpoint, monkeypatch):
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda step, **_: real(step, fullgraph=True, backend="eager"))
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Traced as for compiling, and then run by torch."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, examples: graph)
+
+
+def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(checkpoint, traced_only):
     engine = load(checkpoint, batch=2, compile=True)
     for temperature, top_k, seed in ((0, None, 0), (1.0, None, 0), (0.7, None, 3), (0.5, 5, 0), (0.9, 3, 0)):
         engine.seed = seed
         engine.generate(PROMPTS[:3], max_new_tokens=6, temperature=temperature, top_k=top_k)
-    assert engine.stats.compiles == 3
+    assert engine.stats.compiles == 2 + 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_step_is_one_graph_for_a_gpu(checkpoint, method, traced_only):
+    """Where CUDA graphs capture it, the whole step is compiled at once; here that is traced on the CPU."""
+    graph, eager = (load(checkpoint, method, compile=c, max_prompt=97, max_new_tokens=4) for c in (True, False))
+    graph.reserve(97, 4)
+    graph.decoder.step = torch.compile(graph.decoder.forward, fullgraph=True, backend="eager")
+    found, expected = (e.generate(PROMPTS[:1], max_new_tokens=4) for e in (graph, eager))
+    assert outcome(found) == outcome(expected) and graph.stats.compiles == 1
 
 
 def test_a_seed_fixes_what_is_sampled(checkpoint):
@@ -421,9 +435,7 @@ def test_a_conversation_ends_when_its_caches_are_full_and_says_so(checkpoint, ca
     assert "no room for another question: the caches hold 20" in capsys.readouterr().err
 
 
-def test_caches_may_be_recompiled_any_number_of_times(checkpoint, monkeypatch):
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda step, **_: real(step, fullgraph=True, backend="eager"))
+def test_caches_may_be_recompiled_any_number_of_times(checkpoint, traced_only):
     engine = load(checkpoint, compile=True, max_new_tokens=3)
     for length in range(10, 30, 2):  # torch.compile gives up at the ninth recompile of one function
         engine.close()

@@ -25,7 +25,7 @@ def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
 
 def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
     token, _ = pool.issue(ids, torch.ones(len(ids), dtype=torch.bool), torch.zeros(1))
-    return pool.wait(token, ids)
+    return pool.take(pool.wait(token, ids))
 
 
 def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_fetched_rows_are_those_that_were_written(delta, chunk, monkeypatch, off
                 ids = torch.randint(-1, ROWS, (SLOTS,), generator=torch.Generator().manual_seed(seed))
                 found = fetch(pool, ids)
                 for column in range(WIDTH[0]):
-                    taken = pool.take(found, column)
+                    taken = found[:, column]
                     assert torch.equal(taken[ids >= 0], rows[ids[ids >= 0], column])
         pool.close()
     assert not offload_threads()
@@ -150,7 +150,7 @@ def test_slots_that_are_not_asked_for_are_left_alone():
         rows, ids, asked = fill(pool), torch.arange(SLOTS), torch.arange(SLOTS) % 2 == 0
         first = fetch(pool, ids).clone()
         token, _ = pool.issue(ids + 30, asked, ids)
-        found = pool.wait(token, ids)
+        found = pool.take(pool.wait(token, ids))
         assert torch.equal(found[asked], rows[30 + ids[asked]]) and torch.equal(found[~asked], first[~asked])
         assert pool.counts == (SLOTS + SLOTS // 2,) * 2
         pool.close()
@@ -203,8 +203,8 @@ def test_fetched_rows_on_a_gpu_are_those_that_were_written(kind):
     assert torch.equal(pool.memory, rows.cpu())
 
     def step(ids):
-        waited = fetch(pool, ids)
-        return pool.take(waited, 0) + 0, pool.take(waited, 1) + 0
+        found = fetch(pool, ids)
+        return found[:, 0] + 0, found[:, 1] + 0
 
     run = torch.compile(step, fullgraph=True, options={"triton.cudagraphs": True})
     for i in range(20):

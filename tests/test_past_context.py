@@ -53,7 +53,7 @@ def test_the_sinks_move_with_the_window(heads, sinks, budget, prompt):
     shape, steps = shape_with_context(heads), 2 * CONTEXT - prompt
     cache = Cache("streaming", shape)
     cache.layers = kv.build("streaming", shape, budget, {"sinks": sinks})
-    cache.step.layers = torch.nn.ModuleList(cache.layers)
+    cache.step.layers = cache.layers
     for seed in (1, 2):  # the second sequence enters a row that was past the context
         text = Text.random(shape, prompt, steps, seed)
         found = cache.run({0: text}, steps)[0]

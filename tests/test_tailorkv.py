@@ -332,7 +332,8 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
-    beside = staged + sum(over.pop(name) for name in ("tokens that wait", "group past the end", "row state", "max |K|"))
+    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels and ticket")
+    beside = staged + sum(over.pop(name) for name in small)
     device, host = kv.planned_bytes("tailorkv", shape, t, {})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
     assert device < 0.2 * shape.full_bytes()
@@ -353,7 +354,8 @@ def test_only_fetching_threads_need_buffers():
     prompts = shape.n_kv_head * shape.max_prompt * shape.unit_bytes * (shape.n_layer - 1)
     buffers = shape.n_kv_head * (2 * 8 * shape.max_prompt * 4 + 16 * shape.unit_bytes)
     assert sizes[1] == (sizes[0][0] - 1.5 * prompts, 1.5 * prompts) and sizes[0][1] == 0
-    assert sizes[2][0] == sizes[1][0] + buffers and sizes[2][1] > sizes[1][1]
+    tickets = 8 * (shape.n_kv_head * 8 - 1) * (shape.n_layer - 1)  # the ids of fetched channels: threads are told them
+    assert sizes[2][0] == sizes[1][0] + buffers - tickets and sizes[2][1] > sizes[1][1]
 
 
 def test_options_that_do_not_fit_the_model_or_the_method_are_refused_in_one_line():
