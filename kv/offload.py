@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
+from kv import ops
 from kv.method import Method, Shape, option
 from kv.pool import Pool
 
@@ -97,6 +98,7 @@ class ThreadedPool(Pool):
         row = self.memory[:1].nbytes
         self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows per staging buffer
         self.handle = next(_handles)
+        self.number = ops.number(self.handle, device)
         staged.owner = self.handle if staged.owner is None else staged.owner
         workers.reserve(self, self.chunk * row if row < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
@@ -140,13 +142,14 @@ class ThreadedPool(Pool):
         torch.set_num_threads(torch.get_num_threads())  # else new threads would inherit the workers' setting, 1
 
     def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        token = torch.ops.kv_fast.issue(torch.where(asked, ids, -1), ids if after is None else after, self.handle)
+        asked = torch.where(asked, ids, -1)
+        token = torch.ops.kv_fast.issue(asked, ids if after is None else after, self.number.shape[0])
         return token, y + token.to(y.dtype)  # adds 0: only the data dependence matters
 
     def wait(self, token: Tensor, before: Tensor) -> Tensor:
-        return torch.ops.kv_fast.wait(token, before, self.handle)
+        return torch.ops.kv_fast.wait(token, before, self.number.shape[0])
 
-    def take(self, waited: Tensor, *column: int) -> Tensor:
+    def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         slots = torch.arange(len(self.staged.rows), device=self.device) + waited  # adds 0, as `issue` does
         return self.staged.rows[(slots, *column)]
 
@@ -243,8 +246,8 @@ def consecutive(numbers: Tensor) -> bool:
     return bool((numbers.diff() == 1).all())
 
 
-# Compiled steps refer to pools by handle.
-_handles = itertools.count()
+# Compiled steps refer to pools by handle: a number that equals no size, so that a compiler does not relate them.
+_handles = itertools.count(1 << 40)
 _pools: WeakValueDictionary[int, ThreadedPool] = WeakValueDictionary()
 
 

@@ -159,11 +159,13 @@ class Segment(Buffers):
         free = ((~stays).cumsum(1) - 1).clamp(min=0)
         return torch.where(stays, self.index, queue.gather(1, free))
 
-    def take(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [B,Hk,k,D] of the chosen tokens for a layer whose query is q; undefined where index is -1."""
-        if layer == self.layers[0]:
-            self.ticket.copy_(self.pool.wait(self.ticket, q))
-        rows = self.decoded(self.pool.take(self.ticket, self.layers.index(layer)))  # [B k,2,Hk,D]
+    def wait(self, q: Tensor) -> None:
+        """Waits, after q is known, for the chosen tokens."""
+        self.ticket.copy_(self.pool.wait(self.ticket, q))
+
+    def take(self, column: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [B,Hk,k,D] of the chosen tokens in one layer's `column` [1]; undefined where index is -1."""
+        rows = self.decoded(self.pool.take(self.ticket, column))  # [B k,2,Hk,D]
         return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -251,8 +253,11 @@ class Sparse(Parts):
 
     def __init__(self, shape: Shape, segment: Segment, layer: int):
         super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
-        self.segment, self.layer = segment, layer
-        if layer == segment.layers[0]:  # the pool is the whole segment's: counted once
+        self.segment, self.layer, self.first = segment, layer, layer == segment.layers[0]
+        column = torch.tensor([segment.layers.index(layer)], device=shape.device)
+        self.register_buffer("column", column, persistent=False)  # of the pool; a tensor: layers share compiled code
+        self.beyond["column"] = column.nbytes
+        if self.first:  # the pool is the whole segment's: counted once
             self.pools = [segment.pool]
         if not segment.pool.host_bytes:
             self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
@@ -269,7 +274,9 @@ class Sparse(Parts):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         newest = self.store_generated(k, v, pos, active)
-        for buffer, x in zip((self.k, self.v), self.segment.take(self.layer, q), strict=True):
+        if self.first:
+            self.segment.wait(q)
+        for buffer, x in zip((self.k, self.v), self.segment.take(self.column), strict=True):
             self.chosen(buffer).copy_(x)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
         ends, new = self.occupied(newest)

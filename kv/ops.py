@@ -186,7 +186,12 @@ def span(old: Tensor | None, length: int, capacity: int, device: torch.device, s
     size = capacity if device.type == "cuda" else min(-(-length // (step or SPAN)) * (step or SPAN), capacity)
     if old is not None and old.shape[0] == size:
         return old
-    new = torch.empty(size, 0, device=device)
+    return number(size, device)
+
+
+def number(value: int, device: torch.device) -> Tensor:
+    """An integer as the first size of an empty tensor: code that differs in it alone is compiled once, on a CPU."""
+    found = torch.empty(value, 0, device=device)
     if device.type != "cuda":
-        torch._dynamo.maybe_mark_dynamic(new, 0)
-    return new
+        torch._dynamo.maybe_mark_dynamic(found, 0)
+    return found

@@ -90,7 +90,7 @@ class Pool:
         """
         return torch.zeros(count, dtype=torch.int64, device=self.device)
 
-    def take(self, waited: Tensor, *column: int) -> Tensor:
+    def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
         return self.rows[(waited.clamp(min=0), *column)]
 
