@@ -1,8 +1,8 @@
 """The decode step that the device runs: one token in, one token out, for every row of the batch.
 
-The step is compiled once: on CUDA as a whole, replayed as a graph; on a CPU by region (region.py). The host sends it one command per row and reads the tokens
-at any later time; the device never waits. The step also samples, with noise that is a hash of (seed, request,
-position): a row's samples do not depend on other rows or on timing.
+The step is compiled once: on CUDA as a whole, replayed as a graph; on a CPU by region (region.py). The host sends it
+one command per row and reads the tokens at any later time; the device never waits. The step also samples, with noise
+that is a hash of (seed, request, position): a row's samples do not depend on other rows or on timing.
 """
 
 from collections.abc import Callable

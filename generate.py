@@ -287,7 +287,7 @@ def check_saved(args: argparse.Namespace) -> None:
         raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
     given = args.kv, args.budget, args.mem, args.kv_bits, args.offload or None, args.kv_opt or None
     if args.load_prompt is not None and (args.chat or any(value is not None for value in given)):
-        raise ValueError("--load-prompt brings its method, budget and format: leave out --kv, --budget, options, --chat")
+        raise ValueError("--load-prompt brings method, budget and format: leave out --kv, --budget, options, --chat")
     args.kv = args.kv or "full"
 
 
