@@ -11,8 +11,8 @@ dim. Row b of every buffer holds one sequence and has its own length. Keys arriv
 The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)` after the last layer's prefill;
 `decode` once per token, `extend` for several tokens at once; `reset(row)`. Decode steps are compiled with static shapes
 (`fullgraph=True`, a CUDA graph on GPUs): sizes are fixed when the method is built; whatever varies is a tensor or a
-mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers. A
-CPU compiles layers one by one: an attribute that `decode` sets would be lost, also between one layer and the next.
+mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
+On a CPU layers are compiled one by one: an attribute that `decode` sets is lost, also between a layer and the next.
 
 The laws, which tests/test_contract.py checks for every registered method:
 
