@@ -54,6 +54,8 @@ class Region:
 
         with config.patch(recompile_limit=VERSIONS, accumulated_recompile_limit=VERSIONS):
             found = self.function(*tensors, *rest)
+        if not self.last:  # torch.compile is switched off (TORCH_COMPILE_DISABLE=1)
+            return found
         (code, inputs, outputs), self.last = self.last, ()
         given = [(i, j) for i, x in enumerate(inputs) for j, tensor in enumerate(tensors) if x is tensor]
         returned = found if isinstance(found, tuple) else (found,)
