@@ -17,6 +17,7 @@ from kv.ops import hashed
 from model import Block, Transformer
 from progress import Listener, Phase, Stats, timed
 from region import Region, compiled
+from tune import tune
 
 CONTINUE, SLEEP = -1, -2  # commands to a row; a value of 0 or more is a token to feed it
 
@@ -168,6 +169,8 @@ class Decoder(nn.Module):
         if self.compiled and sampling.variant not in self.warm:
             about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
             with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
+                if not self.warm:
+                    self.stats.products = tune(self.model, self.batch)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds

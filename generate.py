@@ -7,6 +7,7 @@ import startup  # noqa: F401
 
 import argparse
 import json
+import os
 import sys
 import time
 from contextlib import closing, nullcontext
@@ -17,6 +18,7 @@ import torch
 
 import kv
 import prefix
+import tune
 from batch import open_to_append, parse_batch
 from checkpoint import fingerprint
 from cli import check_output, number, profile_lines, read_text, run, write_json
@@ -63,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (default: yes)")
+    p.add_argument("--product", choices=tune.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
+    p.add_argument("--verbose", action="store_true", help="print how fast each product reads each size of weight")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     return p
 
@@ -186,6 +190,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     report["completions"] = [{"id": name} | c for name, c in zip(names, report["completions"], strict=True)]
     report["failed"] = [{"id": name, "error": error} for name, error in failed.items()]
     print_report(report)
+    for line in tune.lines(engine.stats.products) if args.verbose else ():
+        print(f"{'product':14} {line}", file=sys.stderr)
     write_json(args.json, report)
     if failed:
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
@@ -300,6 +306,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.kv_help is not None:
         print(kv.describe(args.kv_help))
         return
+    if args.product is not None:
+        os.environ["KV_FAST_PRODUCT"] = args.product
     prompts = read_prompts(args)
     if not all(prompts.values()):
         raise ValueError("the prompt is empty")

@@ -1,4 +1,9 @@
-"""Linear layers in 16 bits, int8 and int4; each uses the product that is fastest on its device."""
+"""Linear layers in 16 bits, int8 and int4; each uses the product that is fastest on its device.
+
+For the few rows of a decode step there are up to three products: "kernel", torch's own (F.linear, or its CPU kernels
+for quantized weights), "mv" (torch.mv, one row), and "fused", products and sums that Inductor compiles into one loop,
+which reads the weight once, as stored, for all rows. Which is fastest differs between CPUs: tune.py measures.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,47 +11,71 @@ from torch import Tensor, nn
 
 from device import WIDENED
 
-MANY = 8  # fewest tokens for which widening a weight to fp32 pays off, on a CPU without 16-bit products
-STREAMED = 8  # most tokens for which products and sums read a quantized weight as stored, see `streams`
+FEW = 8  # most rows that count as few
+MANY = 8  # fewest rows for which widening a weight to fp32 pays off, on a CPU without 16-bit products
+Products = tuple[str, str]  # for one row and for 2 to FEW
 
-# For one token, torch.mv reads a 16-bit weight faster than a matmul; the custom op keeps Inductor from decomposing it.
+# The custom op keeps Inductor from decomposing torch.mv.
 _library = torch.library.Library("kv_fast", "DEF")
 _library.define("mv(Tensor weight, Tensor x) -> Tensor")
 _library.impl("mv", torch.mv, "CPU")
 _library.impl("mv", lambda weight, x: x.new_empty(weight.shape[0]), "Meta")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; on a CPU, torch.mv for one bf16 token, and fp32 for MANY tokens or more of a dtype in WIDENED."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = ("mv", "kernel")) -> Tensor:
+    """x [...,I] times weight [O,I] -> [...,O]; on a CPU, in fp32 for MANY rows or more of a dtype in WIDENED."""
     rows = x.numel() // x.shape[-1]
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and rows == 1:
-        y = torch.ops.kv_fast.mv(weight, x.flatten()).view(*x.shape[:-1], -1)
-        return y if bias is None else y + bias
+    if x.device.type == "cpu" and rows <= FEW:
+        product = products[0] if rows == 1 else products[1]
+        if product == "fused" and torch.compiler.is_compiling():
+            return finish(fused(x, weight), x, bias)
+        if product == "mv" and rows == 1 and x.dtype == torch.bfloat16:
+            return finish(torch.ops.kv_fast.mv(weight, x.flatten()), x, bias)
     if x.device.type == "cpu" and x.dtype in WIDENED and rows >= MANY:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
+def fused(x: Tensor, weight: Tensor) -> Tensor:
+    """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight."""
+    return torch.stack([(row * weight.float()).sum(-1) for row in rows_of(x)])
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [...,I] as [rows,I] fp32; as_strided makes Inductor store it.
+
+    Otherwise Inductor recomputes x (the output of a norm, say), or widens it, for every row of a weight.
+    """
+    rows = x.numel() // x.shape[-1], x.shape[-1]
+    return x.float().contiguous().as_strided(rows, (x.shape[-1], 1))
+
+
 class Linear(nn.Linear):
+    products: Products = ("mv", "kernel")
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.products)
 
     def first(self, x: Tensor, rows: int) -> Tensor:
         """Only the first `rows` output channels."""
-        return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows])
+        return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows], self.products)
 
 
 class Embedding(nn.Embedding):
+    products: Products = ("mv", "kernel")
+
     def reset_parameters(self) -> None:
         """Does nothing: weights are loaded, and normal_ on a meta tensor imports torch's compiler (half a second)."""
 
     def logits(self, x: Tensor) -> Tensor:
         """The table as the tied output head: x [...,C] -> [...,vocab]"""
-        return linear(x, self.weight)
+        return linear(x, self.weight, None, self.products)
 
 
 class Int8Linear(nn.Module):
     """A Linear whose weight is int8 [O,I] with scales [O]."""
+
+    products: Products = ("kernel", "kernel")
 
     def __init__(self, linear: Linear):
         super().__init__()
@@ -59,11 +88,13 @@ class Int8Linear(nn.Module):
 
     def first(self, x: Tensor, rows: int) -> Tensor:
         bias = None if self.bias is None else self.bias[:rows]
-        return int8_linear(x, self.weight[:rows], self.scales[:rows], bias)
+        return int8_linear(x, self.weight[:rows], self.scales[:rows], bias, self.products)
 
 
 class Int8Embedding(nn.Module):
     """An Embedding whose table is int8 [vocab,C] with scales [vocab]."""
+
+    products: Products = ("kernel", "kernel")
 
     def __init__(self, table: Embedding):
         super().__init__()
@@ -74,7 +105,7 @@ class Int8Embedding(nn.Module):
         return self.weight[ids].to(self.scales.dtype) * self.scales[ids][..., None]
 
     def logits(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.weight, self.scales, None)
+        return int8_linear(x, self.weight, self.scales, None, self.products)
 
 
 class Int4Linear(nn.Module):
@@ -122,32 +153,24 @@ def few(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
 
 
-def streams(x: Tensor) -> bool:
-    """Whether the step is compiled and x has few rows: products and sums then read the weight once, as stored."""
-    return x.numel() <= STREAMED * x.shape[-1] and torch.compiler.is_compiling()
+def fuses(x: Tensor) -> bool:
+    """Whether the step is compiled and x [...,I] has few rows."""
+    return x.numel() <= FEW * x.shape[-1] and torch.compiler.is_compiling()
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """x [...,I] as [rows,I] fp32; as_strided makes Inductor store x first.
-
-    Otherwise Inductor recomputes x (the output of a norm, say) for every row of a weight.
-    """
-    return x.contiguous().as_strided((x.numel() // x.shape[-1], x.shape[-1]), (x.shape[-1], 1)).float()
-
-
-def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, products: Products) -> Tensor:
     """x [...,I] times int8 weight [O,I] and its scales [O] -> [...,O]"""
+    product = products[0] if x.numel() == x.shape[-1] else products[1]
+    if fuses(x) and (x.device.type != "cpu" or product == "fused"):
+        return finish(fused(x, weight) * scales.float(), x, bias)
     if few(x):
         return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
-    if streams(x):
-        y = torch.stack([(row * weight.float()).sum(-1) for row in rows_of(x)])
-        return finish(y * scales.float(), x, bias)
     return linear(x, weight.to(x.dtype) * scales[:, None], bias)
 
 
 def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """x [...,I] times packed int4 weight [O,I/2] with its scales and zeros [groups,O,2] -> [...,O]"""
-    if not streams(x):
+    if not fuses(x):
         groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
         return linear(x, restore(groups, scales).to(x.dtype), bias)
     groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]

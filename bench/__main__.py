@@ -21,6 +21,7 @@ from typing import TextIO
 import torch
 
 import kv as methods
+import tune
 from bench import generations
 from bench.contenders import SHAPES
 from bench.measure import measure, new_case, read_bandwidth
@@ -48,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
     p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
     p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")
-    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="time prefill (default: yes)")
+    first_token = "time a prompt to its first token (default: yes)"
+    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help=first_token)
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
     p.add_argument("--peer", choices=["transformers"], help="Hugging Face's own generation step, same shape and dtype")
     p.add_argument("--paper", action="store_true", help="the settings of the methods' papers, beside their figures")
@@ -138,7 +140,8 @@ def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
     if extended := [r for r in rows if r.get("extend")]:
         print(extensions(extended), file=out)
     kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
-    for line in profile_lines(rows) + kernels:
+    products = tune.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
+    for line in profile_lines(rows) + kernels + products:
         print(line, file=out)
     if not args.generate and any(map(is_wide, rows)):
         print("! the spread is too wide to conclude: is the machine idle?", file=out)

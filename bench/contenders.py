@@ -148,7 +148,7 @@ class Ours:
         self.new = 0
 
     def start(self) -> float | None:
-        """Fills every row; returns the seconds of the first row's prefill, None if prefill is not timed."""
+        """Fills every row; returns the seconds from the first row's prompt to its first token, None if not timed."""
         case, engine, seconds, first = self.case, self.engine, None, 0
         if case.prefill:
             ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
@@ -202,6 +202,7 @@ class Ours:
             "options": self.method.options,
             "profile": engine.from_profile(),
             "compile_s": engine.stats.compile_s,
+            "products": engine.stats.products,
             "kv_device_bytes": device,
             "kv_host_bytes": host,
             "step_device_bytes": batch * read_device,
@@ -240,4 +241,4 @@ class Theirs:
 
     def about(self) -> dict:
         none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, "profile": {}, **dict.fromkeys(none)}
+        return {"kv": self.label, "options": {}, "profile": {}, "products": {}, **dict.fromkeys(none)}

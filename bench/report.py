@@ -10,7 +10,7 @@ WIDE = 0.25  # share of the median; a row is marked if its 10th and 90th percent
 
 def table(rows: list[dict]) -> str:
     head = ["method", "weights", "batch", "context", "ms/token", "p10 - p90", "floor", "x floor", "vs full", "tokens/s",
-            "read a step", "KV", "peak decode", "peak prefill", "prefill s", "compile s"]  # fmt: skip
+            "read a step", "KV", "peak decode", "peak prefill", "first token s", "compile s"]  # fmt: skip
     lines = [head]
 
     def size(*parts: int | None) -> str:

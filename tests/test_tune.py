@@ -1,0 +1,142 @@
+"""The choice of products for a compiled step on a CPU."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import write_random
+
+import linear
+import tune
+from config import ModelConfig
+from decoder import Sampling
+from engine import Engine
+from linear import Embedding, Int8Linear, Linear
+from model import Transformer
+
+PROMPT = [*range(5, 45)]
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(checkpoint):
+    return Engine.load(checkpoint, compile=False).model
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("rows", (1, 2, 8, 9))
+def test_products_agree_to_rounding(dtype, rows):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 1, 48).to(dtype), torch.randn(40, 48).to(dtype), torch.randn(40).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torch._dynamo.reset()
+    for product in ("kernel", "mv", "fused"):
+        y = torch.compile(linear.linear, fullgraph=True)(x, weight, bias, (product, product))
+        assert y.dtype == dtype and y.shape == exact.shape
+        assert (y.double() - exact).abs().max() <= 3 * torch.finfo(dtype).eps * exact.abs().max() + 1e-5
+
+
+def test_the_fused_product_of_int8_is_the_kernels():
+    torch.manual_seed(0)
+    module = Int8Linear(Linear(64, 40))
+    module.weight.random_(-127, 128)
+    module.scales.uniform_(0.01, 0.1)
+    torch._dynamo.reset()
+    for rows in (1, 5):
+        x = torch.randn(rows, 1, 64)
+        expected = module(x)
+        module.products = ("fused", "fused")
+        found = torch.compile(lambda x: module(x), fullgraph=True)(x)
+        del module.products
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def sizes(model: Transformer, rows: int) -> set[str]:
+    return {tune.describe(m, rows) for m in model.modules() if tune.is_product(m, model)}
+
+
+def test_known_times_decide_and_nothing_is_measured(model, monkeypatch):
+    monkeypatch.setattr(tune, "LEAST", 0)
+    monkeypatch.setattr(tune, "measure", None)
+    slow, fast, even = {"kernel": 2.0, "fused": 3.0}, {"kernel": 2.0, "fused": 1.0}, {"kernel": 2.0, "fused": 1.95}
+    times = dict.fromkeys(sizes(model, 1), even) | {"float32 96 x 64, 1 row": fast, "float32 64 x 64, 1 row": slow}
+    tune.write(tune.cache_file(), {tune.where(): times, "another machine": {}})
+    assert tune.tune(model, 1) == times
+    block = model.layers[1]
+    assert block.feed_forward.w1.products == ("fused", "kernel")
+    assert block.attention.wo.products == block.feed_forward.w2.products == ("kernel", "kernel")
+    assert "float32 96 x 64, 1 row: fused 1.000 ms, kernel 2.000 ms" in tune.lines(times)
+
+
+def test_a_size_is_measured_once_and_kept(model, monkeypatch):
+    measured = []
+    monkeypatch.setattr(tune, "LEAST", 0)
+    monkeypatch.setattr(tune, "measure", lambda modules, rows, region: measured.append(len(modules)) or {"kernel": 1.0})
+    file = tune.cache_file()
+    file.parent.mkdir(parents=True)
+    file.write_text('{"damaged": ')
+    tune.tune(model, 1)
+    assert sum(measured) == 5 * 2 + 1 and len(measured) == len(sizes(model, 1))
+    tune.tune(model, 1)
+    assert len(measured) == len(sizes(model, 1))
+    tune.tune(model, 3)
+    assert len(measured) == 2 * len(sizes(model, 1))
+    assert set(json.loads(file.read_text())[tune.where()]) == sizes(model, 1) | sizes(model, 3)
+    assert [*file.parent.iterdir()] == [file]
+
+
+def test_without_a_place_for_the_file_it_measures_each_time(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "LEAST", 0)
+    monkeypatch.setattr(tune, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    tune.tune(model, 1)
+    assert model.layers[0].attention.wo.products == ("fused", "kernel")
+
+
+def test_small_models_and_large_batches_keep_the_defaults(model, monkeypatch):
+    assert tune.tune(model, 1) == {}
+    monkeypatch.setattr(tune, "LEAST", 0)
+    assert tune.tune(model, linear.FEW + 1) == {}
+    assert model.output.products == ("mv", "kernel") and not tune.cache_file().exists()
+
+
+def test_a_product_can_be_fixed_and_an_unknown_one_is_refused(model, monkeypatch):
+    monkeypatch.setenv("KV_FAST_PRODUCT", "fused")
+    assert tune.tune(model, 4) == {} and model.output.products == ("mv", "fused")
+    monkeypatch.setenv("KV_FAST_PRODUCT", "fastest")
+    with pytest.raises(ValueError, match="KV_FAST_PRODUCT=fastest names no product: use auto, kernel, mv, fused"):
+        tune.tune(model, 1)
+
+
+def test_the_table_takes_part_where_it_is_the_head():
+    for tied in (False, True):
+        with torch.device("meta"):
+            model = Transformer(ModelConfig.from_dict(json.loads(CONFIG) | {"tie_word_embeddings": tied}))
+        tables = [m for m in model.modules() if tune.is_product(m, model) and isinstance(m, Embedding)]
+        assert tables == [model.tok_embeddings] * tied
+
+
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}"""
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
+    monkeypatch.setattr(tune, "LEAST", 0)
+    folder = write_random(tmp_path / "model", tie_word_embeddings=tied)
+    prompts = [PROMPT, PROMPT[:7], PROMPT[3:]]
+    expected = Engine.load(folder, compile=False, batch=3).generate(prompts, 12)
+    engine = Engine.load(folder, batch=3)
+    found = engine.generate(prompts, 12)
+    assert [c.answers[0].tokens for c in found] == [c.answers[0].tokens for c in expected]
+    assert set(engine.stats.products) == sizes(engine.model, 3)
+    for times in engine.stats.products.values():
+        assert set(times) == {"kernel", "fused"} and min(times.values()) > 0
+    monkeypatch.setattr(tune, "measure", None)
+    engine.use("full", batch=3, max_prompt=40)
+    engine.decoder.warm_up(Sampling(), 40)

@@ -1,0 +1,152 @@
+"""Chooses the product that multiplies each weight in a compiled step on a CPU, by timing the candidates in linear.py.
+
+A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
+CPUs and between sizes. Each size is timed once per machine, on the model's own weights; the times are kept in
+~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from device import machine
+from linear import FEW, Embedding, Int8Embedding, Int8Linear, Linear
+from region import Region
+
+PRODUCTS = ("auto", "kernel", "mv", "fused")
+LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
+READ = 2**28  # bytes that a candidate reads in one round, at most
+ROUNDS = 7
+BETTER = 0.95  # share of the default's time below which another product replaces it
+
+
+def tune(model: nn.Module, rows: int) -> dict[str, dict[str, float]]:
+    """Sets `products` for steps of `rows` rows of the model's weights; returns the milliseconds by size and product.
+
+    Raises ValueError if KV_FAST_PRODUCT names no product.
+    """
+    fixed = os.environ.get("KV_FAST_PRODUCT", "auto")
+    if fixed not in PRODUCTS:
+        raise ValueError(f"KV_FAST_PRODUCT={fixed} names no product: use {', '.join(PRODUCTS)}")
+    groups = defaultdict(list)
+    for module in model.modules():
+        if is_product(module, model):
+            groups[describe(module, rows)].append(module)
+    if rows > FEW or model.norm.weight.device.type != "cpu":
+        return {}
+    small = sum(m.weight.nbytes for modules in groups.values() for m in modules) < LEAST
+    if fixed == "auto" and small:
+        return {}
+    here, file = where(), cache_file()
+    known = read(file)
+    times = known.get(here, {}) if fixed == "auto" else {}
+    missing = [name for name in groups if name not in times]
+    if fixed == "auto" and missing:
+        region = Region(multiply)
+        times |= {name: measure(groups[name], rows, region) for name in missing}
+        write(file, known | {here: times})
+    for name, modules in groups.items():
+        best = fastest(times[name]) if fixed == "auto" else fixed
+        for module in modules:
+            one, few = module.products
+            module.products = (best, few) if rows == 1 else (one, best)
+    return {name: times[name] for name in groups} if fixed == "auto" else {}
+
+
+def is_product(module: nn.Module, model: nn.Module) -> bool:
+    table = isinstance(module, Embedding | Int8Embedding)
+    return isinstance(module, Linear | Int8Linear) or (table and model.output is None)
+
+
+def describe(module: nn.Module, rows: int) -> str:
+    """What decides the time, such as "bfloat16 3072 x 768, 1 row"."""
+    dtype, (out, size) = str(module.weight.dtype).removeprefix("torch."), module.weight.shape
+    return f"{dtype} {out} x {size}, {rows} row" + "s" * (rows > 1)
+
+
+def candidates(module: nn.Module, rows: int) -> list[str]:
+    """The default comes first."""
+    return ["mv"] * (rows == 1 and module.weight.dtype == torch.bfloat16) + ["kernel", "fused"]
+
+
+def multiply(x: Tensor, module: nn.Module) -> Tensor:
+    return module.logits(x) if isinstance(module, Embedding | Int8Embedding) else module(x)
+
+
+@torch.no_grad()
+def measure(modules: list[nn.Module], rows: int, region: Region) -> dict[str, float]:
+    """Milliseconds of each product, the least of several rounds over weights that are larger than the CPU's caches."""
+    first = modules[0]
+    modules = modules[: max(1, READ // first.weight.nbytes)]
+    dtype = first.scales.dtype if hasattr(first, "scales") else first.weight.dtype
+    x, before, found = torch.randn(rows, first.weight.shape[1]).to(dtype), first.products, {}
+    for turn in range(1 + ROUNDS):  # the first compiles
+        for name in candidates(first, rows):
+            for module in modules:
+                module.products = (name, name)
+            if turn == 0 and name != "fused":
+                continue
+            begin = time.perf_counter()
+            for i, module in enumerate(modules):
+                region((name, i), None, (x,), module) if name == "fused" else multiply(x, module)
+            ms = 1e3 * (time.perf_counter() - begin) / len(modules)
+            found[name] = min(ms, found.get(name, ms))
+    region.forget()
+    for module in modules:
+        module.products = before
+    return found
+
+
+def fastest(times: dict[str, float]) -> str:
+    default, best = next(iter(times)), min(times, key=times.get)
+    return best if times[best] < BETTER * times[default] else default
+
+
+# The file: {machine: {size: {product: ms}}}
+
+
+def where() -> str:
+    """The CPU, its threads and torch's version."""
+    with open("/proc/cpuinfo") as file:
+        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    return f"{machine(torch.device('cpu'))}, {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+def cache_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-fast" / "products.json"
+
+
+def read(file: Path) -> dict:
+    """What is known; nothing if the file is missing or damaged."""
+    try:
+        known = json.loads(file.read_text())
+        return {str(m): {n: {str(p): float(ms) for p, ms in t.items()} for n, t in k.items()} for m, k in known.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def write(file: Path, known: dict) -> None:
+    """Replaces the file as a whole; does nothing if it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(known, new, indent=1)
+        os.replace(new.name, file)
+    except OSError:
+        pass
+
+
+def lines(times: dict[str, dict[str, float]]) -> list[str]:
+    """One line per size: the milliseconds of each product, the chosen one first."""
+    found = []
+    for name, by_product in times.items():
+        order = sorted(by_product, key=lambda product: (product != fastest(by_product), by_product[product]))
+        found.append(f"{name}: " + ", ".join(f"{product} {by_product[product]:.3f} ms" for product in order))
+    return found
