@@ -38,7 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
 
 def fused(x: Tensor, weight: Tensor) -> Tensor:
     """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight."""
-    return torch.stack([(row * weight.float()).sum(-1) for row in rows_of(x)])
+    y = [(row * weight.float()).sum(-1) for row in rows_of(x)]
+    return torch.stack(y) if len(y) > 1 else y[0][None]  # a stack would end the loop: what follows could not join it
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Import this before slow modules: it makes Ctrl-C end a tool with one line, and checks torch's version."""
+"""Import this before slow modules: it makes Ctrl-C end a tool with one line, sets how long its threads wait actively,
+and checks torch's version."""
 
 import os
 import re
@@ -37,6 +38,10 @@ def check_torch() -> None:
         print(f"kv-fast is tested with torch {supported}, and this is {found}", file=sys.stderr)
 
 
+# Between parallel loops OpenMP's threads spin, on cores that another process may need. If its threads spin as well,
+# each waits for the other, and a step takes 20 times as long; beyond some microseconds it is better to sleep.
+if is_tool() and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if is_tool() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, interrupted)  # until cli.run restores the default
 try:

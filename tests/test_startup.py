@@ -65,3 +65,21 @@ def test_a_newer_torch_is_reported_and_used(tmp_path, version, said):
 def test_installing_is_refused_because_kv_fast_runs_from_its_clone(tmp_path):
     result = python(tmp_path, "setup.py", "egg_info")
     assert result.returncode == 1 and result.stderr.startswith("kv-fast is run from its clone and is not installed")
+
+
+@pytest.mark.parametrize("command, given, spins", (
+    (["generate.py"], {}, "1000"),
+    (["-m", "bench"], {}, "1000"),
+    (["generate.py"], {"GOMP_SPINCOUNT": "7"}, "7"),
+    (["generate.py"], {"OMP_WAIT_POLICY": "active"}, "None"),
+    (["-c", "import engine"], {}, "None"),
+))  # fmt: skip
+def test_a_tools_waiting_threads_soon_sleep_unless_the_user_decides(tmp_path, monkeypatch, command, given, spins):
+    (tmp_path / "torch").mkdir()
+    code = "import os\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\nos._exit(0)"
+    (tmp_path / "torch" / "__init__.py").write_text(code)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert python(tmp_path, *command).stdout == f"{spins}\n"
