@@ -17,6 +17,7 @@ from kv import Shape
 from model import SLICE, Transformer
 from prefix import Prefix, Setting
 from progress import Listener, Phase, Stats
+from tune import widen
 
 
 def exclusive(method: Callable) -> Callable:
@@ -50,6 +51,8 @@ class Caches:
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
+        else:
+            widen(self.dtype)
         self.on_phase, self.stats = on_phase, Stats()
         self.guard = threading.Lock()  # held by the call that is using the rows and caches
         self.warned = False  # whether `warn_past_context` has warned

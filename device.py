@@ -11,15 +11,6 @@ import torch
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of weights and caches
 
 
-def _multiplies(bits: str) -> bool:
-    """Whether torch has matrix products in `bits` (bf16 or fp16) for this CPU; its fallback is far slower than fp32."""
-    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{bits}_supported")()
-
-
-# Dtypes whose large matrix products are faster in fp32 on this CPU.
-WIDENED = [dtype for bits, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if not _multiplies(bits)]
-
-
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on the device, within the limit of `cap_memory`."""
     if device.type == "cuda":

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from device import WIDENED
-
 FEW = 8  # most rows that count as few
-MANY = 8  # fewest rows for which widening a weight to fp32 pays off, on a CPU without 16-bit products
+MANY = 8  # fewest rows for which a dtype in WIDENED is widened
+WIDENED: list[torch.dtype] = []  # dtypes whose large products are faster in fp32 on this CPU, see tune.py
 Products = tuple[str, str]  # for one row and for 2 to FEW
 
 # The custom op keeps Inductor from decomposing torch.mv.

@@ -1,8 +1,9 @@
-"""Chooses the product that multiplies each weight in a compiled step on a CPU, by timing the candidates in linear.py.
+"""Chooses the products of linear.py that are fastest on this CPU, by timing them.
 
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
-CPUs and between sizes. Each size is timed once per machine, on the model's own weights; the times are kept in
-~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice.
+CPUs and between sizes. For the rows of a compiled step each size is timed once per machine, on the model's own weights;
+for prefill, whether 16-bit weights should be widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or
+under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps.
 """
 
 import hashlib
@@ -14,10 +15,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device import machine
-from linear import FEW, Embedding, Int8Embedding, Int8Linear, Linear
+from linear import FEW, WIDENED, Embedding, Int8Embedding, Int8Linear, Linear
 from region import Region
 
 PRODUCTS = ("auto", "kernel", "mv", "fused")
@@ -58,6 +60,47 @@ def tune(model: nn.Module, rows: int) -> dict[str, dict[str, float]]:
             one, few = module.products
             module.products = (best, few) if rows == 1 else (one, best)
     return {name: times[name] for name in groups} if fixed == "auto" else {}
+
+
+def widen(dtype: torch.dtype) -> None:
+    """Decides whether prefill widens weights of this dtype on this CPU."""
+    if dtype == torch.float32 or dtype in decided:
+        return
+    here, file, name = where(), cache_file(), f"{str(dtype).removeprefix('torch.')}, many rows"
+    known = read(file)
+    times = known.get(here, {})
+    if name not in times:
+        times[name] = measure_widening(dtype)
+        write(file, known | {here: times})
+    if fastest(times[name]) == "widened":
+        WIDENED.append(dtype)
+    decided.add(dtype)
+
+
+decided: set[torch.dtype] = set()
+
+
+def measure_widening(dtype: torch.dtype) -> dict[str, float]:
+    """Milliseconds of a product as it is and widened, the least of several rounds.
+
+    The product is small and has one thread: on a busy machine some rounds are then undisturbed.
+    """
+    x, weight, found = torch.randn(128, 1024).to(dtype), torch.randn(512, 1024).to(dtype), {}
+    forms = {
+        "kernel": lambda: F.linear(x, weight),
+        "widened": lambda: F.linear(x.float(), weight.float()).to(dtype),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(3 * ROUNDS):
+            for name, form in forms.items():
+                begin = time.perf_counter()
+                form()
+                found[name] = min(1e3 * (time.perf_counter() - begin), found.get(name, torch.inf))
+    finally:
+        torch.set_num_threads(threads)
+    return found
 
 
 def is_product(module: nn.Module, model: nn.Module) -> bool:

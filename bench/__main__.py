@@ -22,7 +22,7 @@ import torch
 
 import kv as methods
 import tune
-from bench import generations
+from bench import generations, llama_cpp
 from bench.contenders import SHAPES
 from bench.measure import measure, new_case, read_bandwidth
 from bench.papers import Found, published
@@ -31,6 +31,8 @@ from checkpoint import read_json
 from cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
 from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from quantize import MODES
+
+PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     first_token = "time a prompt to its first token (default: yes)"
     p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help=first_token)
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
-    p.add_argument("--peer", choices=["transformers"], help="Hugging Face's own generation step, same shape and dtype")
+    p.add_argument("--peer", choices=PEERS, help="another engine's step, of the same shape and dtype")
     p.add_argument("--paper", action="store_true", help="the settings of the methods' papers, beside their figures")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -73,8 +75,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--{flag} must be at least 1")
     if args.paper and args.generate:
         raise ValueError("--paper has settings of its own: leave out --generate")
-    if args.peer and not importlib.util.find_spec(args.peer):
-        raise ValueError(f"--peer {args.peer} needs it: pip install {args.peer}")
+    missing = [p for module, p in PEERS.get(args.peer, {}).items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise ValueError(f"--peer {args.peer} needs it: pip install {' '.join(missing)}")
     if args.memory_cap is not None and args.memory_cap <= 0:
         raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
+from bench.llama_cpp import LlamaCpp
 from cli import Choice
 from device import free_bytes, memory_errors, resident_bytes
 
@@ -150,7 +151,9 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
     found = [partial(Ours, case, method, weights) for method in chosen]
     if args.baseline:
         found.append(partial(Ours, case, Choice("full", None, {}), weights, naive=True))
-    if args.peer:
+    if args.peer == "llama.cpp":
+        found += [partial(LlamaCpp, case, flash) for flash in (True, False)]
+    if args.peer == "transformers":
         caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
         found += [partial(Theirs, case, cache) for cache in caches]
     return found

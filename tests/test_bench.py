@@ -99,6 +99,21 @@ def test_peer_transformers_adds_its_dynamic_and_static_caches(here):
     assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[1:])
 
 
+def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(ValueError, match="--peer llama.cpp needs it: pip install gguf"):
+        result("--kv", "full", "--peer", "llama.cpp")
+
+
+@pytest.mark.parametrize("quantize", ("none", "int8", "int4"))
+def test_peer_llama_cpp_runs_the_same_shape(here, quantize):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    rows = result("--kv", "full", "--peer", "llama.cpp", "--quantize", quantize)["rows"]
+    assert [r["kv"] for r in rows] == ["full", "llama.cpp, flash", "llama.cpp"]
+    assert all(r["ms_per_token"] > 0 and r["prefill_s"] > 0 and r["floor_ms"] is None for r in rows[1:])
+
+
 def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):
     for _ in range(2):
         run("--kv", "all", "--budget", "16,32", "--plot", "out.png", "--profile", "trace.json", "--json")

@@ -140,3 +140,19 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
     monkeypatch.setattr(tune, "measure", None)
     engine.use("full", batch=3, max_prompt=40)
     engine.decoder.warm_up(Sampling(), 40)
+
+
+@pytest.mark.parametrize("faster", ("kernel", "widened"))
+def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
+    times = {"kernel": 2.0, "widened": 1.0 if faster == "widened" else 3.0}
+    monkeypatch.setattr(tune, "decided", set())
+    monkeypatch.setattr(tune, "WIDENED", found := [])
+    monkeypatch.setattr(tune, "measure_widening", lambda dtype: times)
+    tune.widen(torch.bfloat16)
+    tune.widen(torch.float32)
+    assert found == [torch.bfloat16] * (faster == "widened")
+    monkeypatch.setattr(tune, "measure_widening", None)
+    tune.widen(torch.bfloat16)
+    monkeypatch.setattr(tune, "decided", set())
+    tune.widen(torch.bfloat16)  # from the file
+    assert json.loads(tune.cache_file().read_text())[tune.where()] == {"bfloat16, many rows": times}

@@ -1,0 +1,115 @@
+"""llama.cpp as a contender: random weights of the same shape, written as a GGUF file, and its full cache in 16 bits.
+
+It needs the packages llama-cpp-python and gguf, and takes one row on a CPU. bf16, fp16 and fp32 weights keep their
+dtype; int8 becomes Q8_0 and int4 Q4_0, whose blocks of 32 weights share a scale.
+"""
+
+import ctypes
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.contenders import Case, seconds
+from config import ModelConfig
+
+NEEDED = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}  # packages by module
+TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", "int8": "Q8_0", "int4": "Q4_0"}
+
+
+def write_gguf(case: Case, path: Path) -> None:
+    """Writes a model without vocabulary; norms are fp32 ones."""
+    import gguf
+    import numpy
+
+    c, kind = ModelConfig.from_dict(case.config), gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
+    out, generator = gguf.GGUFWriter(path, "llama", use_temp_file=True), numpy.random.default_rng(0)
+    out.add_context_length(c.max_length)
+    out.add_embedding_length(c.dim)
+    out.add_block_count(c.n_layer)
+    out.add_feed_forward_length(c.ffn_dim)
+    out.add_head_count(c.n_head)
+    out.add_head_count_kv(c.n_kv_head)
+    out.add_key_length(c.head_dim)
+    out.add_value_length(c.head_dim)
+    out.add_rope_dimension_count(c.head_dim)
+    out.add_rope_freq_base(c.rope["rope_theta"])
+    out.add_layer_norm_rms_eps(c.norm_eps)
+    out.add_vocab_size(c.vocab_size)
+    out.add_tokenizer_model("no_vocab")
+
+    def weight(name: str, rows: int, columns: int) -> None:
+        values = generator.standard_normal((rows, columns), dtype=numpy.float32) * numpy.float32(0.02)
+        out.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+
+    def norm(name: str) -> None:
+        out.add_tensor(f"{name}.weight", numpy.ones(c.dim, dtype=numpy.float32))
+
+    weight("token_embd", c.vocab_size, c.dim)
+    for layer in range(c.n_layer):
+        norm(f"blk.{layer}.attn_norm")
+        weight(f"blk.{layer}.attn_q", c.n_head * c.head_dim, c.dim)
+        weight(f"blk.{layer}.attn_k", c.n_kv_head * c.head_dim, c.dim)
+        weight(f"blk.{layer}.attn_v", c.n_kv_head * c.head_dim, c.dim)
+        weight(f"blk.{layer}.attn_output", c.dim, c.n_head * c.head_dim)
+        norm(f"blk.{layer}.ffn_norm")
+        weight(f"blk.{layer}.ffn_gate", c.ffn_dim, c.dim)
+        weight(f"blk.{layer}.ffn_up", c.ffn_dim, c.dim)
+        weight(f"blk.{layer}.ffn_down", c.dim, c.ffn_dim)
+    norm("output_norm")
+    if not c.tied:
+        weight("output", c.vocab_size, c.dim)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+class LlamaCpp:
+    """llama.cpp's decoding of one row, with or without its flash attention. Raises ValueError for other cases."""
+
+    def __init__(self, case: Case, flash: bool):
+        import llama_cpp as api
+
+        if case.batch != 1 or case.device.type != "cpu":
+            raise ValueError("llama.cpp is measured with one row on a CPU")
+        self.case, self.api, self.label = case, api, "llama.cpp, flash" if flash else "llama.cpp"
+        self.quiet = api.llama_log_callback(lambda *_: None)  # referenced as long as llama.cpp may call it
+        api.llama_log_set(self.quiet, None)
+        api.llama_backend_init()
+        how = api.llama_model_default_params()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_gguf(case, path)
+            how.use_mmap = False
+            self.model = api.llama_model_load_from_file(str(path).encode(), how)
+        plan = api.llama_context_default_params()
+        plan.n_ctx = -(-(case.context + case.steps) // 256) * 256
+        plan.n_batch = plan.n_ubatch = 512
+        plan.n_threads = plan.n_threads_batch = torch.get_num_threads()
+        plan.flash_attn_type = int(flash)
+        self.context = self.model and api.llama_init_from_model(self.model, plan)
+        if not self.context:
+            raise ValueError(f"{self.label} cannot load this shape")
+        self.vocab, self.token = case.config["vocab_size"], 1
+
+    def feed(self, tokens: list[int]) -> None:
+        """Adds tokens to the row and takes the best next one."""
+        batch = self.api.llama_batch_get_one((ctypes.c_int32 * len(tokens))(*tokens), len(tokens))
+        if self.api.llama_decode(self.context, batch) != 0:
+            raise ValueError(f"{self.label} failed at {len(tokens)} tokens")
+        logits = self.api.llama_get_logits_ith(self.context, -1)
+        values = torch.frombuffer((ctypes.c_float * self.vocab).from_address(ctypes.addressof(logits.contents)),
+                                  dtype=torch.float32)  # fmt: skip
+        self.token = int(values.argmax())
+
+    def start(self) -> float:
+        tokens = torch.randint(self.vocab, (self.case.context,)).tolist()
+        return seconds(lambda: [self.feed(tokens[i : i + 512]) for i in range(0, len(tokens), 512)])
+
+    def step(self) -> None:
+        self.feed([self.token])
+
+    def about(self) -> dict:
+        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
+        return {"kv": self.label, "options": {}, "profile": {}, "products": {}, **dict.fromkeys(none)}
