@@ -95,8 +95,8 @@ class LlamaCpp:
 
     def feed(self, tokens: list[int]) -> None:
         """Adds tokens to the row and takes the best next one."""
-        batch = self.api.llama_batch_get_one((ctypes.c_int32 * len(tokens))(*tokens), len(tokens))
-        if self.api.llama_decode(self.context, batch) != 0:
+        ids = (ctypes.c_int32 * len(tokens))(*tokens)  # referenced here until the batch has been read
+        if self.api.llama_decode(self.context, self.api.llama_batch_get_one(ids, len(tokens))) != 0:
             raise ValueError(f"{self.label} failed at {len(tokens)} tokens")
         logits = self.api.llama_get_logits_ith(self.context, -1)
         values = torch.frombuffer((ctypes.c_float * self.vocab).from_address(ctypes.addressof(logits.contents)),

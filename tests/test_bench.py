@@ -109,7 +109,7 @@ def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
 def test_peer_llama_cpp_runs_the_same_shape(here, quantize):
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    rows = result("--kv", "full", "--peer", "llama.cpp", "--quantize", quantize)["rows"]
+    rows = result("--kv", "full", "--peer", "llama.cpp", "--quantize", quantize, "--groupsize", "32")["rows"]
     assert [r["kv"] for r in rows] == ["full", "llama.cpp, flash", "llama.cpp"]
     assert all(r["ms_per_token"] > 0 and r["prefill_s"] > 0 and r["floor_ms"] is None for r in rows[1:])
 
