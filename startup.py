@@ -39,9 +39,9 @@ def check_torch() -> None:
 
 
 # Between parallel loops OpenMP's threads spin, on cores that another process may need. If its threads spin as well,
-# each waits for the other, and a step takes 20 times as long; beyond some microseconds it is better to sleep.
+# each waits for the other, and a step takes 20 times as long; after a millisecond it is better to sleep.
 if is_tool() and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 if is_tool() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, interrupted)  # until cli.run restores the default
 try:

@@ -68,8 +68,8 @@ def test_installing_is_refused_because_kv_fast_runs_from_its_clone(tmp_path):
 
 
 @pytest.mark.parametrize("command, given, spins", (
-    (["generate.py"], {}, "1000"),
-    (["-m", "bench"], {}, "1000"),
+    (["generate.py"], {}, "30000"),
+    (["-m", "bench"], {}, "30000"),
     (["generate.py"], {"GOMP_SPINCOUNT": "7"}, "7"),
     (["generate.py"], {"OMP_WAIT_POLICY": "active"}, "None"),
     (["-c", "import engine"], {}, "None"),
