@@ -163,14 +163,22 @@ def where() -> str:
 
 
 def cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-fast" / "products.json"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # the user has no home: a path that cannot be written
+        folder = Path(os.devnull)
+    return folder / "kv-fast" / "products.json"
 
 
-def read(file: Path) -> dict:
+def read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
     """What is known; nothing if the file is missing or damaged."""
     try:
         known = json.loads(file.read_text())
-        return {str(m): {n: {str(p): float(ms) for p, ms in t.items()} for n, t in k.items()} for m, k in known.items()}
+        for sizes in known.values():
+            for times in sizes.values():
+                if not times or not set(times) <= {*PRODUCTS, "widened"} or not all(ms > 0 for ms in times.values()):
+                    return {}
+        return known
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

@@ -90,6 +90,25 @@ def test_a_size_is_measured_once_and_kept(model, monkeypatch):
     assert [*file.parent.iterdir()] == [file]
 
 
+@pytest.mark.parametrize("damage", (
+    "", "[]", "3", '{"m": 3}', '{"m": {"s": {}}}', '{"m": {"s": {"fused": "1"}}}', '{"m": {"s": {"fused": 0}}}',
+    '{"m": {"s": {"best": 1.0}}}', "\x00\xff",
+))  # fmt: skip
+def test_a_damaged_file_counts_as_empty(tmp_path, damage):
+    (tmp_path / "products.json").write_text(damage)
+    assert tune.read(tmp_path / "products.json") == {}
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    tune.write(tune.cache_file(), {"m": {"s": {"fused": 1.0}}})
+    assert tune.read(tune.cache_file()) == {}
+
+
 def test_without_a_place_for_the_file_it_measures_each_time(model, monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "LEAST", 0)
     monkeypatch.setattr(tune, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
