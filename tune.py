@@ -9,9 +9,9 @@ under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for 
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -185,13 +185,14 @@ def read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def write(file: Path, known: dict) -> None:
     """Replaces the file as a whole; does nothing if it cannot be written."""
-    try:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            json.dump(known, new, indent=1)
-        os.replace(new.name, file)
-    except OSError:
-        pass
+        try:
+            temporary.write_text(json.dumps(known, indent=1))
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def lines(times: dict[str, dict[str, float]]) -> list[str]:
