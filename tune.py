@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from device import machine
 from linear import FEW, WIDENED, Embedding, Int8Embedding, Int8Linear, Linear
 from region import Region
 
+Times = dict[str, float]  # milliseconds by product
 PRODUCTS = ("auto", "kernel", "mv", "fused")
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
 READ = 2**28  # bytes that a candidate reads in one round, at most
@@ -29,7 +31,7 @@ ROUNDS = 7
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
 
-def tune(model: nn.Module, rows: int) -> dict[str, dict[str, float]]:
+def tune(model: nn.Module, rows: int) -> dict[str, Times]:
     """Sets `products` for steps of `rows` rows of the model's weights; returns the milliseconds by size and product.
 
     Raises ValueError if KV_FAST_PRODUCT names no product.
@@ -37,42 +39,32 @@ def tune(model: nn.Module, rows: int) -> dict[str, dict[str, float]]:
     fixed = os.environ.get("KV_FAST_PRODUCT", "auto")
     if fixed not in PRODUCTS:
         raise ValueError(f"KV_FAST_PRODUCT={fixed} names no product: use {', '.join(PRODUCTS)}")
+    if rows > FEW or model.norm.weight.device.type != "cpu":
+        return {}
     groups = defaultdict(list)
     for module in model.modules():
         if is_product(module, model):
             groups[describe(module, rows)].append(module)
-    if rows > FEW or model.norm.weight.device.type != "cpu":
-        return {}
-    small = sum(m.weight.nbytes for modules in groups.values() for m in modules) < LEAST
-    if fixed == "auto" and small:
-        return {}
-    here, file = where(), cache_file()
-    known = read(file)
-    times = known.get(here, {}) if fixed == "auto" else {}
-    missing = [name for name in groups if name not in times]
-    if fixed == "auto" and missing:
+    times = {}
+    if fixed == "auto":
+        if sum(m.weight.nbytes for modules in groups.values() for m in modules) < LEAST:
+            return {}
         region = Region(multiply)
-        times |= {name: measure(groups[name], rows, region) for name in missing}
-        write(file, known | {here: times})
+        times = recalled(groups, lambda name: measure(groups[name], rows, region))
     for name, modules in groups.items():
-        best = fastest(times[name]) if fixed == "auto" else fixed
+        best = fastest(times[name]) if times else fixed
         for module in modules:
             one, few = module.products
             module.products = (best, few) if rows == 1 else (one, best)
-    return {name: times[name] for name in groups} if fixed == "auto" else {}
+    return times
 
 
 def widen(dtype: torch.dtype) -> None:
     """Decides whether prefill widens weights of this dtype on this CPU."""
     if dtype == torch.float32 or dtype in decided:
         return
-    here, file, name = where(), cache_file(), f"{str(dtype).removeprefix('torch.')}, many rows"
-    known = read(file)
-    times = known.get(here, {})
-    if name not in times:
-        times[name] = measure_widening(dtype)
-        write(file, known | {here: times})
-    if fastest(times[name]) == "widened":
+    name = f"{str(dtype).removeprefix('torch.')}, many rows"
+    if fastest(recalled([name], lambda _: measure_widening(dtype))[name]) == "widened":
         WIDENED.append(dtype)
     decided.add(dtype)
 
@@ -80,12 +72,12 @@ def widen(dtype: torch.dtype) -> None:
 decided: set[torch.dtype] = set()
 
 
-def measure_widening(dtype: torch.dtype) -> dict[str, float]:
+def measure_widening(dtype: torch.dtype) -> Times:
     """Milliseconds of a product as it is and widened, the least of several rounds.
 
     The product is small and has one thread: on a busy machine some rounds are then undisturbed.
     """
-    x, weight, found = torch.randn(128, 1024).to(dtype), torch.randn(512, 1024).to(dtype), {}
+    x, weight, found = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype), {}
     forms = {
         "kernel": lambda: F.linear(x, weight),
         "widened": lambda: F.linear(x.float(), weight.float()).to(dtype),
@@ -124,12 +116,12 @@ def multiply(x: Tensor, module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def measure(modules: list[nn.Module], rows: int, region: Region) -> dict[str, float]:
+def measure(modules: list[nn.Module], rows: int, region: Region) -> Times:
     """Milliseconds of each product, the least of several rounds over weights that are larger than the CPU's caches."""
     first = modules[0]
     modules = modules[: max(1, READ // first.weight.nbytes)]
     dtype = first.scales.dtype if hasattr(first, "scales") else first.weight.dtype
-    x, before, found = torch.randn(rows, first.weight.shape[1]).to(dtype), first.products, {}
+    x, before, found = torch.ones(rows, first.weight.shape[1], dtype=dtype), first.products, {}
     for turn in range(1 + ROUNDS):  # the first compiles
         for name in candidates(first, rows):
             for module in modules:
@@ -147,12 +139,23 @@ def measure(modules: list[nn.Module], rows: int, region: Region) -> dict[str, fl
     return found
 
 
-def fastest(times: dict[str, float]) -> str:
+def fastest(times: Times) -> str:
     default, best = next(iter(times)), min(times, key=times.get)
     return best if times[best] < BETTER * times[default] else default
 
 
 # The file: {machine: {size: {product: ms}}}
+
+
+def recalled(names: Iterable[str], measure: Callable[[str], Times]) -> dict[str, Times]:
+    """The times of each size, measured if this machine's are not in the file."""
+    here, file = where(), cache_file()
+    known = read(file)
+    times = known.get(here, {})
+    if missing := [name for name in names if name not in times]:
+        times |= {name: measure(name) for name in missing}
+        write(file, known | {here: times})
+    return {name: times[name] for name in names}
 
 
 def where() -> str:
@@ -170,7 +173,7 @@ def cache_file() -> Path:
     return folder / "kv-fast" / "products.json"
 
 
-def read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
+def read(file: Path) -> dict[str, dict[str, Times]]:
     """What is known; nothing if the file is missing or damaged."""
     try:
         known = json.loads(file.read_text())
@@ -195,7 +198,7 @@ def write(file: Path, known: dict) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def lines(times: dict[str, dict[str, float]]) -> list[str]:
+def lines(times: dict[str, Times]) -> list[str]:
     """One line per size: the milliseconds of each product, the chosen one first."""
     found = []
     for name, by_product in times.items():
