@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = "kv-fast prompt 1"
+FORMAT = "kv-fast prompt 2"
 LEAST = 256  # tokens that prompts must share to prefill them once
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kv import ops
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.quant import Packed, channels, widen
+from kv.quant import Packed, channels
 
 GROUP, RECENT = 64, 128  # tokens
 
@@ -69,21 +69,18 @@ class Quantized(KV):
         groups = self.groups(pos + 1)
         if self.packed.groups:
             self.pack(groups - 1, active & (groups > self.groups(pos)))
-        queries = widen(ops.grouped(q, k.shape[1]))  # [B,Hk,G,D]
-        read = self.span.shape[0]  # groups
+        queries = ops.grouped(q, k.shape[1]).float() * q.shape[-1] ** -0.5  # [B,Hk,G,D]
         age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
-        seen = age <= (pos - groups * self.group)[:, None]
-        logits = ops.dots(queries, self.k)
+        waits = age <= (pos - groups * self.group)[:, None]
+        logits = [ops.dots(queries, self.k).masked_fill(~waits[:, None, None], -torch.inf)]
+        sums = [lambda weight: ops.sums(weight, self.v.float())]
         if self.packed.groups:
-            filled = torch.arange(read * self.group, device=q.device) < (groups * self.group)[:, None]
-            logits = torch.cat([self.packed.dots(queries, read), logits], dim=3)
-            seen = torch.cat([filled, seen], dim=1)
-        logits = logits.masked_fill(~seen[:, None, None], -torch.inf) * q.shape[-1] ** -0.5
-        weight = logits.softmax(-1)
-        y = ops.sums(weight[..., -self.ring :], self.v.float())
-        if self.packed.groups:
-            y = y + self.packed.sums(weight[..., : -self.ring], read)
-        return y.view(q.shape).to(q.dtype)
+            read = self.span.shape[0]  # groups
+            empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
+            empty = ops.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
+            logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
+            sums.append(lambda weight: self.packed.sums(weight, read))
+        return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
 
     def pack(self, at: Tensor, due: Tensor) -> None:
         """Packs the tokens of group at [B] from the ring, where due [B]."""

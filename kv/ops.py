@@ -137,6 +137,12 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([(row[:, :, None] * k).sum(3) for row in q.unbind(2)], dim=2)
 
 
+def stored(x: Tensor) -> Tensor:
+    """x, stored: a compiled step would compute it again in each loop that reads it."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
 def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     """Attention weights [B,Hk,G,N] fp32 of q [B,Hq,1,D] over k [B,Hk,N,D]; slots that are `empty` (broadcast) get 0."""
     return (dots(grouped(q, k.shape[1]), k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
@@ -147,6 +153,17 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return weight @ v
     return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
+
+
+def attend_stores(logits: list[Tensor], sums: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    """Attention to tokens that lie in several stores, whose logits or values need not be joined -> [B,Hk,G,D] fp32.
+
+    Of each store: the logits [B,Hk,G,n], and a function from weights [B,Hk,G,n] to weighted sums [B,Hk,G,D] of values.
+    """
+    most = torch.stack([x.amax(-1, keepdim=True) for x in logits]).amax(0)
+    weight = [(x - most).exp() for x in logits]
+    total = sum(x.sum(-1, keepdim=True) for x in weight)
+    return sum(add(x) for add, x in zip(sums, weight, strict=True)) / total
 
 
 def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) -> Tensor:

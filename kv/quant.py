@@ -1,9 +1,10 @@
 """K and V quantized to 1 to 8 bits and packed, with 16-bit scales and zero points (TailorKV, Equation 4).
 
 Shapes as in kv/base.py. `Packed` stores whole groups of tokens, for attention to all of them. In K a scale covers one
-channel of a group's tokens, in V up to 64 channels of one token. A byte holds tokens that are far apart in the group:
-adjacent bytes are then adjacent channels, and unpacking, scaling and multiplying become one loop over channels.
-`encode` turns each vector into bytes of its own, for methods that gather a few tokens.
+channel of a group's tokens, in V up to 64 channels of one token. A compiled step multiplies the codes themselves: K's
+scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by token,
+and a byte holds tokens that are far apart in the group: adjacent bytes then belong to different sums, and a CPU adds
+to all of these at once. `encode` turns each vector into bytes of its own, for methods that gather a few tokens.
 """
 
 import math
@@ -96,19 +97,6 @@ def decode(rows: Tensor, bits: int, size: int) -> Tensor:
     return (codes * scale[..., None] + zero[..., None]).flatten(-2)
 
 
-_library = torch.library.Library("kv_fast", "FRAGMENT")
-_library.define("widen(Tensor x) -> Tensor")
-_library.impl("widen", lambda x: x.to(torch.float32, memory_format=torch.contiguous_format), "CPU")
-_library.impl("widen", lambda x: x.new_empty(x.shape, dtype=torch.float32), "Meta")
-
-
-def widen(x: Tensor) -> Tensor:
-    """16-bit floats to fp32; on a CPU before the loop that uses them, because inside it the conversion dominates."""
-    if x.device.type != "cpu" or x.dtype == torch.float32:
-        return x.float()
-    return torch.ops.kv_fast.widen(x)  # not for fp32: it would return its input, which an operator must not
-
-
 class Packed(Buffers):
     """`groups` groups of `group` tokens per row and KV head."""
 
@@ -118,8 +106,9 @@ class Packed(Buffers):
             raise ValueError(f"group must be a multiple of 8 tokens, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
         size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see ops.span
-        for name, more in (("k", (1, d)), ("v", (group, d // self.channels))):
-            self.allocate(name, *size, group * bits // 8, d, dtype=torch.uint8)
+        row = group * bits // 8  # bytes of one channel
+        for name, codes, more in (("k", (d, row), (d, 1)), ("v", (row, d), (group, d // self.channels))):
+            self.allocate(name, *size, *codes, dtype=torch.uint8)
             for part in ("scale", "zero"):
                 self.allocate(f"{name}_{part}", *size, *more, dtype=torch.float16)
 
@@ -130,8 +119,8 @@ class Packed(Buffers):
 
     def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Quantizes whole groups k and v [..., group, D]: the contents of each buffer, by name."""
-        codes, k_scale, k_zero = quantize(k, self.bits, -2)
-        found = {"k": pack(codes, self.bits, -2), "k_scale": k_scale, "k_zero": k_zero}
+        codes, k_scale, k_zero = quantize(k.mT, self.bits, -1)
+        found = {"k": pack(codes, self.bits, -1), "k_scale": k_scale, "k_zero": k_zero}
         codes, v_scale, v_zero = quantize(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
         found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
         return found
@@ -152,35 +141,49 @@ class Packed(Buffers):
             buffer = getattr(self, name)
             buffer[rows, :, at] = torch.where(due[:, None, None, None], values, buffer[rows, :, at])
 
-    def slices(self, groups: int) -> list[tuple[int, int]]:
-        """(first group, number of groups) to read at once: all groups if a compiler fuses reading and multiplying."""
-        if torch.compiler.is_compiling():
-            return [(0, groups)]
-        step = max(1, SLICE // self.group)
-        return [(first, min(step, groups - first)) for first in range(0, groups, step)]
-
     def keys(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The keys of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
         codes, scale, zero = self.part(first, groups, row, self.k, self.k_scale, self.k_zero)
-        return (unpack(codes, self.bits, -2, self.group) * widen(scale) + widen(zero)).flatten(2, 3)
+        return (unpack(codes, self.bits, -1, self.group) * scale.float() + zero.float()).mT.flatten(2, 3)
 
     def values(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The values of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
         codes, scale, zero = self.part(first, groups, row, self.v, self.v_scale, self.v_zero)
         codes = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels))
-        return (codes * widen(scale)[..., None] + widen(zero)[..., None]).flatten(-2).flatten(2, 3)
+        return (codes * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).flatten(2, 3)
 
     def part(self, first: int, groups: int, row: int | None, *buffers: Tensor) -> list[Tensor]:
         """Some groups of each buffer, of all rows or of one."""
         return [(x if row is None else x[row, None]).narrow(2, first, groups) for x in buffers]
 
+    def slices(self, groups: int) -> list[tuple[int, int]]:
+        """(first group, number of groups) to dequantize at once."""
+        step = max(1, SLICE // self.group)
+        return [(first, min(step, groups - first)) for first in range(0, groups, step)]
+
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
-        return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
+        if not torch.compiler.is_compiling():
+            return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
+        codes, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
+        codes, y = unpack(codes, self.bits, -1, self.group), []  # [B,Hk,groups,D,group]
+        for row in rows.unbind(2):
+            scaled = ops.stored(row[:, :, None] * scale)  # [B,Hk,groups,D]
+            offset = ops.stored((row[:, :, None] * zero).sum(3))
+            y.append((scaled[..., None] * codes).sum(3) + offset[..., None])
+        return torch.stack(y, dim=2).flatten(3)
 
     def sums(self, weight: Tensor, groups: int) -> Tensor:
         """Sums of the first groups' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
-        return sum(
-            ops.sums(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
-            for first, n in self.slices(groups)
-        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            return sum(
+                ops.sums(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
+                for first, n in self.slices(groups)
+            )  # fmt: skip
+        codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)
+        codes, y = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels)), []
+        for row in weight.unflatten(3, (groups, self.group))[..., None].unbind(2):  # [B,Hk,groups,group,1]
+            scaled = ops.stored(row * scale)  # [B,Hk,groups,group,D / channels]
+            total = (scaled[..., None] * codes).sum(3).sum(2)  # a group at a time: its codes stay in a CPU's cache
+            y.append((total + (row * zero).sum((2, 3))[..., None]).flatten(2))
+        return torch.stack(y, dim=2)
