@@ -35,13 +35,16 @@ class OffloadMethod(Method):
     """A method that may keep most of the prompt on the host."""
 
     offload: bool = option(False, "most of the prompt lives on the host")
-    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the GPU itself, or host threads")
+    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the device, or host threads")
     threads: int = option(4, "host threads that fetch", min=1, max=256)
 
     def threaded(self, shape: Shape, early: bool = False) -> bool:
-        """Whether threads fetch rows; with engine=auto they do on a CPU, and for rows issued `early`."""
-        direct = self.engine == "direct" or (self.engine == "auto" and shape.device.type == "cuda" and not early)
-        return self.offload and not direct
+        """Whether threads fetch rows. With engine=auto they do for rows issued `early` to a GPU.
+
+        On a CPU they would compete for the cores that compute; engine=threads is for those with cores to spare.
+        """
+        auto = early and shape.device.type == "cuda"
+        return self.offload and (self.engine == "threads" or (self.engine == "auto" and auto))
 
     def staged(self, slots: int, width: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
         """The buffer where rows arrive, at most `slots` per step; None unless threads fetch them."""

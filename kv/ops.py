@@ -174,7 +174,7 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     channels left out.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
-    logits = sums(part.float(), keys.float())
+    logits = sums(stored(part.float()), keys.float())
     heat = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
     return (logits / heat).masked_fill(empty[:, None, None], -torch.inf).softmax(-1)
 

@@ -84,7 +84,7 @@ class Tailored(FetchedTokens):
             q = self.lookahead(q, q, active)
         waited = self.channel_pool.wait(self.ticket, q)
         keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
-        query = self.mean(q).gather(2, self.channel)[:, :, None]  # [B,Hk,1,d]
+        query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.sums(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])

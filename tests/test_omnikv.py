@@ -164,7 +164,7 @@ def test_memory_is_the_papers_share_to_the_byte(engine):
 
 def test_mem_counts_the_staging_buffer_of_a_quantized_cache_in_bits():
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
-    options = {"filter_layers": [1], "mem": 0.6, "offload": True, "bits": 4}
+    options = {"filter_layers": [1], "mem": 0.6, "offload": True, "engine": "threads", "bits": 4}
     layers = kv.build("omnikv", shape, None, options)
     (segment,) = {layer.segment for layer in layers if isinstance(layer, Sparse)}
     stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # bytes of a token in the buffer, relative to its slot

@@ -327,14 +327,14 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     shape = kv.Shape(4, 8, heads, dim, 512, "default", 1e4, torch.bfloat16, meta, 2, prompt, new)
     rows, unit = shape.batch * heads, shape.unit_bytes
     table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
-    layers = kv.build("tailorkv", shape, t, {})
+    layers = kv.build("tailorkv", shape, t, {"engine": "threads"})
     over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
     small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels and ticket")
     beside = staged + sum(over.pop(name) for name in small)
-    device, host = kv.planned_bytes("tailorkv", shape, t, {})
+    device, host = kv.planned_bytes("tailorkv", shape, t, {"engine": "threads"})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
     assert device < 0.2 * shape.full_bytes()
     assert over.keys() == {"staging"}  # the rest of it belongs to the threads, on the host
