@@ -6,13 +6,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from runs import make_shape
 
 from device import free_bytes
-from kv import offload
+from kv import offload, parse_options
 
 ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
@@ -185,6 +187,18 @@ def test_too_much_host_memory_is_refused_with_the_free_amount():
     for host in (2**50, free_bytes(CPU) * 2):
         with pytest.raises(ValueError, match=r"layers 2, 3 need .* GB of host memory and .* GB are free"):
             offload.Pool("layers 2, 3", host // 4, (1,), torch.float32, CPU, host=True)
+
+
+def test_threads_fetch_by_default_only_what_a_gpu_is_told_to_fetch_early():
+    def threaded(device: torch.device, **options) -> tuple[bool, bool]:
+        method, shape = parse_options("tailorkv", options), replace(make_shape(), device=device)
+        return method.threaded(shape), method.threaded(shape, early=True)
+
+    gpu = torch.device("cuda")
+    assert threaded(CPU) == (False, False) and threaded(gpu) == (False, True)
+    for device in (CPU, gpu):
+        assert threaded(device, engine="threads") == (True, True)
+        assert threaded(device, engine="direct") == threaded(device, engine="threads", offload=False) == (False, False)
 
 
 @pytest.mark.cuda
