@@ -17,6 +17,7 @@ from kv import Shape
 from model import SLICE, Transformer
 from prefix import Prefix, Setting
 from progress import Listener, Phase, Stats
+from speculator import Speculator
 from tune import widen
 
 
@@ -56,7 +57,7 @@ class Caches:
         self.on_phase, self.stats = on_phase, Stats()
         self.guard = threading.Lock()  # held by the call that is using the rows and caches
         self.warned = False  # whether `warn_past_context` has warned
-        self.method, self.budget, self.options = "full", None, {}  # see `use`
+        self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 1
         self.shape: Shape | None = None  # None: no caches yet
         self.layers: list[methods.KV] = []
@@ -65,13 +66,15 @@ class Caches:
     @exclusive
     def use(
         self, kv: str, budget: int | float | None = None, options: dict | None = None, batch: int = 1,
-        max_prompt: int | None = None, max_new_tokens: int = 256,
+        max_prompt: int | None = None, max_new_tokens: int = 256, speculate: int = 0,
     ) -> "Caches":  # fmt: skip
         """Switches to another method or size on the same weights; arguments and errors as in `load`."""
         counts = {"batch": batch, "max_new_tokens": max_new_tokens}
         for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
             check_count(name, value)
-        self.method, self.budget, self.options = kv, budget, options or {}
+        if speculate != 0:
+            check_count("speculate", speculate)
+        self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.warned = False
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
@@ -97,7 +100,9 @@ class Caches:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
             raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens need more GB than any machine has; "
                              "lower --max-new-tokens or --batch")  # fmt: skip
-        return shape_of(self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens)
+        return shape_of(
+            self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens, self.speculate
+        )  # fmt: skip
 
     def _planned_bytes(self, shape: Shape) -> tuple[int, int]:
         return methods.planned_bytes(self.method, shape, self.budget, self.options, self.profile)
@@ -173,7 +178,7 @@ class Caches:
         self._check_memory(shape)
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers, self.batch)
-        self.decoder = Decoder(
+        self.decoder = (Speculator if self.speculate else Decoder)(
             self.model, self.layers, shape, sorted(self.eos), self.compile, self.stats, self.on_phase
         )
         self.shape = shape
@@ -204,7 +209,8 @@ class Caches:
         """What prefixes of these caches depend on."""
         options = dataclasses.asdict(methods.parse_options(self.method, self.options | self.from_profile()))
         has, dtype = self.shape, str(self.dtype).removeprefix("torch.")
-        return Setting(self.method, self.budget, options, has.max_prompt, has.max_new_tokens, dtype)
+        plan = has.max_prompt, has.max_new_tokens
+        return Setting(self.method, self.budget, options, *plan, dtype, self.speculate)
 
     def copy(self, row: int, tokens: list[int]) -> Prefix:
         """What row `row` holds, after the prompt `tokens`."""
@@ -266,14 +272,15 @@ class Caches:
 
 
 def shape_of(
-    c: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int, max_prompt: int, max_new_tokens: int
-) -> Shape:
+    c: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int, max_prompt: int, max_new_tokens: int,
+    rewind: int = 0,
+) -> Shape:  # fmt: skip
     """What KV methods receive about a model and a plan."""
     return Shape(
         n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
         rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=dtype, device=device,
         batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window, max_length=c.max_length,
-        rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
+        rewind=rewind, rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
     )  # fmt: skip
 
 

@@ -98,13 +98,21 @@ class Decoder(nn.Module):
         self.commands, self.command = None, None  # the last step's command to each row, as list and tensor
         self.warm: set[str] = set()  # compiled variants of the step
         self.fitted: list[tuple] = []  # what each layer's `fit` returned
-        self.regions: tuple[Region, ...] = ()
-        self.step = self._compile() if compile else self.forward
+        self.passes: list[Pass] = []
+        self.step = self.through(self.begin, self.end)
+
+    def through(self, enter: Callable, leave: Callable) -> "Pass":
+        """Tokens through all layers; see `Pass`."""
+        self.passes.append(Pass(self, enter, leave))
+        return self.passes[-1]
 
     def reset(self, row: int) -> None:
         """Empties row `row` and puts it to sleep."""
         self._forget()
         self.pos[row], self.live[row] = 0, False
+
+    def allow(self, row: int, tokens: int) -> None:
+        """Says how many tokens row `row` may sample from now on; steps of one token need not know."""
 
     def start(self, row: int, token: int, pos: int, request: int) -> None:
         """Wakes row `row`, which holds `pos` tokens and has just sampled `token`."""
@@ -112,18 +120,13 @@ class Decoder(nn.Module):
         for buffer, value in ((self.token, token), (self.pos, pos), (self.request, request), (self.live, True)):
             buffer[row] = value
 
-    @torch.no_grad()
-    def forward(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """command [B] -> the token each row samples [B], and the logits [B, vocab] it is drawn from.
+    # The step: `begin`, the layers, `end`
+
+    def begin(self, command: Tensor) -> tuple[Tensor, ...]:
+        """command [B] -> what the layers take: x, cos, sin, positions and which rows are live.
 
         A row that sampled an EOS goes to sleep by itself, without feeding the EOS. A token to feed wakes it.
         """
-        x, cos, sin, at, live = self.begin(command)
-        for layer, after in self.model.pairs():
-            x = layer(x, cos, sin, at, live, after)
-        return self.end(x, cut, seed, variant)
-
-    def begin(self, command: Tensor) -> tuple[Tensor, ...]:
         fed = command >= 0
         ended = (self.token[:, None] == self.eos).any(-1)
         self.live.copy_(fed | (self.live & (command == CONTINUE) & ~ended))
@@ -132,35 +135,21 @@ class Decoder(nn.Module):
         return *self.model.embed(self.token[:, None], at), at, self.live.clone()
 
     def end(self, x: Tensor, cut: Tensor, seed: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-        logits = self.model.logits(x)
+        """x [B,1,C] -> the token each row samples [B,1], and the logits [B, vocab] it is drawn from."""
+        logits = self.model.logits(x[:, -1])
         self.pos.add_(self.live)
         self.token.copy_(torch.where(self.live, sample(logits, variant, cut, seed, self.request, self.pos), self.token))
-        return self.token.clone(), logits
+        return self.token[:, None].clone(), logits
 
     # The host's side
 
-    def _compile(self) -> Callable:
-        if self.device.type == "cuda":
-            return compiled(self.forward, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
-        self.regions = Region(self.begin), Region(run_layer), Region(self.end)
-        return self._by_region
-
-    @torch.no_grad()
-    def _by_region(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward`, compiled in regions: all layers with the same code are one."""
-        begin, layer, end = self.regions
-        x, cos, sin, at, live = begin(None, None, (command,))
-        for i, modules in enumerate(self.model.pairs()):
-            x = layer(i, self.fitted[i], (x, cos, sin, at, live), *modules)
-        return end(variant, None, (x, cut, seed), variant)
-
     def _forget(self) -> None:
-        for region in self.regions:
-            region.forget()
+        for each in self.passes:
+            each.forget()
 
     def close(self) -> None:
         """Breaks reference cycles, which would keep the caches' memory; nothing can be launched afterwards."""
-        self.step, self.regions = None, ()
+        self.step, self.passes = None, []
 
     def warm_up(self, sampling: Sampling, prompt: int) -> None:
         """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
@@ -169,17 +158,21 @@ class Decoder(nn.Module):
         if self.compiled and sampling.variant not in self.warm:
             about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
             with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
-                if not self.warm:
-                    self.stats.products = tune(self.model, self.batch)
+                for rows in self.rows() if not self.warm else ():
+                    self.stats.products |= tune(self.model, rows)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds
             self.warm.add(sampling.variant)
 
+    def rows(self) -> list[int]:
+        """How many rows the products of a step have."""
+        return [self.batch]
+
     def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step. After it, no row holds more than `length` tokens, `new` of them decoded.
 
-        Returns the sampled tokens [B] and the logits [B, vocab], valid until the next step.
+        Returns the sampled tokens [B,1] and the logits [B, vocab], valid until the next step.
         """
         self.fitted = [layer.fit(length, new) for layer in self.layers]
         before = compiled_graphs()
@@ -193,13 +186,50 @@ class Decoder(nn.Module):
         return out
 
 
+class Pass:
+    """Tokens through all layers: `enter` embeds them, `leave` takes what comes out, and returns tokens and logits.
+
+    On CUDA it is compiled as a whole; on a CPU in regions, of which all layers with the same code are one.
+    """
+
+    def __init__(self, decoder: Decoder, enter: Callable, leave: Callable):
+        self.decoder, self.enter, self.leave = decoder, enter, leave
+        self.regions: tuple[Region, ...] = ()
+        self.run = self.forward
+        if decoder.compiled and decoder.device.type == "cuda":
+            self.run = compiled(self.forward, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
+        elif decoder.compiled:
+            self.regions, self.run = (Region(enter), Region(run_layer), Region(leave)), self.by_region
+
+    @torch.no_grad()
+    def __call__(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        return self.run(command, variant, cut, seed)
+
+    def forward(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        x, cos, sin, at, live = self.enter(command)
+        for layer, after in self.decoder.model.pairs():
+            x = layer(x, cos, sin, at, live, after)
+        return self.leave(x, cut, seed, variant)
+
+    def by_region(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        enter, layer, leave = self.regions
+        x, cos, sin, at, live = enter(None, None, (command,))
+        for i, modules in enumerate(self.decoder.model.pairs()):
+            x = layer(i, self.decoder.fitted[i], (x, cos, sin, at, live), *modules)
+        return leave(variant, None, (x, cut, seed), variant)
+
+    def forget(self) -> None:
+        for region in self.regions:
+            region.forget()
+
+
 def run_layer(
     x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor, layer: Block, after: Block | None
 ) -> Tensor:
     return layer(x, cos, sin, pos, active, after)
 
 
-def read_later(tokens: Tensor) -> Callable[[], list[int]]:
+def read_later(tokens: Tensor) -> Callable[[], list[list[int]]]:
     """Starts a copy of tokens to the host; the returned function waits for it and returns the tokens."""
     if tokens.device.type != "cuda":
         values = tokens.tolist()

@@ -72,6 +72,7 @@ class Engine(Caches):
         dtype: str | torch.dtype | None = None,
         compile: bool = True,
         seed: int | None = None,
+        speculate: int = 0,
         on_phase: Listener | None = None,
     ) -> "Engine":
         """Loads a converted checkpoint folder.
@@ -79,7 +80,9 @@ class Engine(Caches):
         budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
         max_prompt: allocates caches for it now, and rejects longer prompts; by default caches grow with the prompts.
         max_new_tokens: tokens a row may decode after its prompt, including those fed by follow-ups.
-        dtype: default, the checkpoint's. on_phase: called with each phase of the engine's work, see progress.py.
+        speculate: tokens that the method drafts per step, for the full cache to verify; the answers are the full
+        cache's. dtype: default, the checkpoint's. on_phase: called with each phase of the engine's work, see
+        progress.py.
         Raises ValueError or FileNotFoundError with one line that says what to do.
         """
         methods.parse_options(kv, options or {})  # reject bad options before the weights are read
@@ -116,7 +119,7 @@ class Engine(Caches):
         engine = cls(model, tokenizer, eos, profile, compile, seed, on_phase)
         engine.no_tokenizer, engine.folder = no_tokenizer or engine.no_tokenizer, folder
         engine.stats.load_s, engine.stats.load_bytes = phase.seconds, needed
-        return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens)
+        return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens, speculate)
 
     @cached_property
     def weights(self) -> str:
@@ -276,7 +279,10 @@ class Engine(Caches):
             self.decoder.start(row, 0, len(prompt), row)
         for i in range(1, new):
             fed = {row: forced[i - 1] for row, (_, forced) in enumerate(texts) if i < len(forced)}
-            logits = self.decoder.launch([fed.get(row, SLEEP) for row in range(self.batch)], longest + i, i)[1]
+            for row in fed:
+                self.decoder.allow(row, 1)
+            commands, more = [fed.get(row, SLEEP) for row in range(self.batch)], self.speculate
+            logits = self.decoder.launch(commands, longest + i + more, i + more)[1]
             for row in fed:
                 found[row][i] = logits[row]
         return found[0] if single else found

@@ -36,7 +36,7 @@ class Loop:
         engine, stats = self.engine, self.engine.stats
         self.begin, before = time.perf_counter(), stats.prefill_s
         rows: list[Row | None] = [None] * engine.batch
-        flight: deque[tuple[list[tuple[Row, Answer] | None], int, Callable[[], list[int]]]] = deque()
+        flight: deque[tuple[list[tuple[Row, Answer] | None], int, Callable[[], list[list[int]]]]] = deque()
         while self.waiting or flight or any(rows):
             if engine.interrupted:
                 engine.interrupted = False
@@ -46,19 +46,25 @@ class Loop:
             commands = [row.command() if row else (SLEEP, False) for row in rows]
             launch = any(command != SLEEP for command, _ in commands)
             if launch:
-                length, new = (max(getattr(row, name) for row in rows if row) for name in ("length", "new"))
+                for b, (command, counts) in enumerate(commands):
+                    if command >= 0:
+                        engine.decoder.allow(b, rows[b].wanted + 1 if counts else 1)
+                more = engine.speculate * (len(flight) + 1)  # tokens that rows may hold beyond their `length`
+                length, new = (max(getattr(row, name) for row in rows if row) + more for name in ("length", "new"))
                 tokens, _ = engine.decoder.launch([command for command, _ in commands], length, new)
                 owed = [(row, row.answer) if counts else None for row, (_, counts) in zip(rows, commands, strict=True)]
                 forced = sum(command != SLEEP and not counts for command, counts in commands)
                 flight.append((owed, forced, read_later(tokens)))
             while len(flight) > (engine.lag if launch else 0):
-                owed, decoded, tokens = flight.popleft()
-                for debt, token in zip(owed, tokens(), strict=True):
+                owed, fed, tokens = flight.popleft()
+                decoded = fed
+                for b, (debt, found) in enumerate(zip(owed, tokens(), strict=True)):
                     if debt and not debt[1].finish_reason:
                         ahead = sum(any(later and later[0] is debt[0] for later in step) for step, *_ in flight)
-                        self._read(debt[0], token, ahead)
-                        decoded += 1
+                        read = self._read_round(b, debt[0], found, ahead)
+                        decoded, fed = decoded + read, fed + (read > 0)
                 stats.decoded += decoded
+                stats.fed += fed
                 stats.steps += decoded > 0
         elsewhere = stats.prefill_s - before + stats.extend_s + self.waited_s
         stats.decode_s = time.perf_counter() - self.begin - elsewhere
@@ -76,8 +82,7 @@ class Loop:
                     continue
                 token = self._start(b, row)
                 if self.answer_prompts:
-                    row.open(self.limit, self._stream(), sampled=1)
-                    self._read(row, token, 0)
+                    self._open(b, row, self.limit, token)
 
     def _start(self, b: int, row: Row) -> int:
         """Prefills a prompt into batch row b; returns the token that would begin its answer."""
@@ -152,10 +157,30 @@ class Loop:
             row.feed.extend(ids)
             row.open(min(self.limit, room), self._stream())
         else:
-            token = self._extend(b, row, ids)
-            row.open(min(self.limit, room), self._stream(), sampled=1)
-            self._read(row, token, 0)
+            self._open(b, row, min(self.limit, room), self._extend(b, row, ids))
         return True
+
+    def _open(self, b: int, row: Row, limit: int, token: int) -> None:
+        """Begins an answer of at most `limit` tokens, of which the first is sampled already."""
+        row.open(limit, self._stream(), sampled=1)
+        self.engine.decoder.allow(b, row.wanted)
+        self._read(row, token, 0)
+
+    def _read_round(self, b: int, row: Row, found: list[int], ahead: int) -> int:
+        """Adds the tokens of a step to the row's answer, until it ends; returns how many. Arguments as in `_read`."""
+        if not self.engine.speculate:
+            self._read(row, found[0], ahead)
+            return 1
+        tokens = [token for token in found if token >= 0]  # none if the row had gone to sleep
+        row.length += len(tokens) - 1
+        row.wanted -= len(tokens) - 1
+        for i, token in enumerate(tokens, 1):
+            self._read(row, token, 0)
+            if row.answer.finish_reason:
+                row.length -= len(tokens) - i + ahead
+                self.engine.decoder.rewind(b, row.length)
+                return i
+        return len(tokens)
 
     def _read(self, row: Row, token: int, ahead: int) -> None:
         """Adds a token to the row's answer; `ahead` later steps that continue the row are already launched."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig, rope_frequencies
-from kv.ops import rotate
+from kv.ops import following, rotate
 from linear import Embedding, Linear
 
 SLICE = 4096  # prompt tokens per call of norms, projections and MLPs: bounds prefill's temporary memory
@@ -102,7 +102,10 @@ class Block(nn.Module):
             x[:, t] += self.feed_forward(self.ffn_norm(x[:, t]))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor, after: "Block | None"):
-        """One token per row: x [B,1,C] -> [B,1,C]. `after`: the next block, if its KV module looks ahead."""
+        """n tokens per row, usually one: x [B,n,C], the first at pos [B] -> [B,n,C].
+
+        `after`: the next block, if its KV module looks ahead.
+        """
         a, h = self.attention, self.attention_norm(x)
         if after is not None:
             h = after.attention.kv.lookahead(after.attention.query(h, cos, sin), h, active)
@@ -138,8 +141,8 @@ class Transformer(nn.Module):
         return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [B,1,C] of the last position -> [B, vocab] fp32"""
-        x = self.norm(x[:, -1])
+        """x [...,C] -> [...,vocab] fp32"""
+        x = self.norm(x)
         return (self.tok_embeddings.logits(x) if self.output is None else self.output(x)).float()
 
     @torch.no_grad()
@@ -165,7 +168,7 @@ class Transformer(nn.Module):
                 on_layer()
         for layer in self.layers:
             layer.attention.kv.finish(row)
-        return self.logits(x[:, -1:])[0]
+        return self.logits(x[:, -1])[0]
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, row: int, pos: int) -> Tensor:
@@ -175,7 +178,7 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens[None])
         for layer in self.layers:
             layer.prefill(x, cos, sin, partial(layer.attention.kv.extend, row, pos=pos))
-        return self.logits(x[:, -1:])[0]
+        return self.logits(x[:, -1])[0]
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -183,11 +186,11 @@ class Transformer(nn.Module):
         x, cos, sin = self.embed(tokens, pos)
         for layer, after in self.pairs():
             x = layer(x, cos, sin, pos, active, after)
-        return self.logits(x)
+        return self.logits(x[:, -1])
 
     def embed(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A step's tokens [B,1] at positions pos [B] -> x [B,1,C], and cos and sin [B,1,1,D/2]"""
-        return self.tok_embeddings(tokens), *self.cos_sin(pos[:, None], self.rope_speed)
+        """A step's tokens [B,n], the first at positions pos [B] -> x [B,n,C], and cos and sin [B,1,n,D/2]"""
+        return self.tok_embeddings(tokens), *self.cos_sin(following(pos, tokens.shape[1]), self.rope_speed)
 
     def pairs(self) -> Iterator[tuple[Block, Block | None]]:
         """Each layer, and the one after it if that looks ahead."""

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = "kv-fast prompt 2"
+FORMAT = "kv-fast prompt 3"
 LEAST = 256  # tokens that prompts must share to prefill them once
 
 
@@ -29,6 +29,7 @@ class Setting:
     max_prompt: int
     max_new_tokens: int
     dtype: str
+    speculate: int = 0
 
     @property
     def plan(self) -> tuple[int, int]:

@@ -26,7 +26,8 @@ class Stats:
     first_token_s: float | None = None  # from the call to the first token, including compile and prefill
     decode_s: float = 0.0
     steps: int = 0  # steps a row needed, not counting the one that CUDA runs before the host sees an answer's end
-    decoded: int = 0  # tokens that rows fed to these steps; with one row, equal to steps
+    fed: int = 0  # rows that took part in a step, summed over these steps; with one row, equal to steps
+    decoded: int = 0  # tokens that these steps gave to rows: one per row, or more with speculation
     past_context: list[int] = field(default_factory=list)  # indices of prompts whose rows decoded past the context
 
     def next_call(self) -> None:

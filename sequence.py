@@ -48,7 +48,7 @@ class Row:
         self.planned = planned  # the most tokens it will hold
         self.completion = Completion(len(prompt))
         self.request = 0  # its number, for the noise of sampling
-        self.length = len(prompt)  # tokens in the cache once every launched step has run
+        self.length = len(prompt)  # tokens in the cache once every launched step has run; a step counts as one token
         self.feed: deque[int] = deque()  # tokens to feed, one per step
         self.limit = 0  # the most tokens of the current answer
         self.wanted = 0  # samples still to request from the device for the answer

@@ -19,7 +19,6 @@ from cli import Choice
 from config import ModelConfig
 from decoder import CONTINUE, Sampling, read_later
 from engine import Engine
-from kv import ops
 from kv.full import Full
 from model import Transformer
 from quantize import pack, quantize_modules
@@ -122,7 +121,7 @@ class Naive(Full):
     """A common baseline of papers: K and V repeated for every query head, products and softmax in separate steps."""
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, ops.ring(pos, self.size, self.sinks), active)
+        self.insert(k, v, pos, active)
         groups = q.shape[1] // k.shape[1]
         keys, values = (self.read(x).repeat_interleave(groups, dim=1) for x in (self.k, self.v))
         scores = q @ keys.mT * q.shape[-1] ** -0.5

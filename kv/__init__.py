@@ -34,6 +34,7 @@ from kv import (
 )
 from kv.base import KV
 from kv.method import Method, Shape
+from kv.speculation import speculative
 
 __all__ = [
     "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "from_profile", "paper_bytes",
@@ -85,12 +86,19 @@ def _method(name: str) -> type[Method]:
 
 
 def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
-    """One KV module per layer.
+    """One KV module per layer; if rows may give tokens back (shape.rewind), the method drafts for the full cache.
 
     `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
-    method's defaults. Raises ValueError for an unknown name or option, a budget that does not fit the method, and a
-    planned length beyond a sliding window that the method does not honour.
+    method's defaults. Raises ValueError for an unknown name or option, a budget that does not fit the method, a planned
+    length beyond a sliding window that the method does not honour, and a method that cannot draft.
     """
+    if shape.rewind:
+        shape = replace(shape, max_new_tokens=shape.max_new_tokens + shape.rewind)  # tokens that may be rejected
+        return speculative(name, shape, _build(name, shape, budget, options, profile))
+    return _build(name, shape, budget, options, profile)
+
+
+def _build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None) -> list[KV]:
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
     if shape.window is not None and shape.planned > shape.window and not method.windowed:
         raise ValueError(

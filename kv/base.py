@@ -101,6 +101,8 @@ class KV(Buffers, ABC):
     endless = False  # the cache has a fixed size: a row may generate any number of tokens
     exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # a prompt's beginning, extended by its rest, leaves what the whole prompt leaves
+    holds_all = False  # slot i of k and v holds token i, as the full cache's does
+    rewinds = False  # moving `pos` back by up to shape.rewind takes tokens away; `decode` begins with `insert`
     recent = 0  # newest tokens, the current one included, that every step attends to
     slots = 0  # per KV head
     least = 0  # the fewest slots a step may read, because it selects that many
@@ -124,6 +126,10 @@ class KV(Buffers, ABC):
         A row whose `active` [B] is False stores nothing, and its output is ignored; its `pos` is the position of its
         newest token, or 0.
         """
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        """Stores n tokens per row, the first at pos [B]: k and v [B,Hk,n,D]. What else lies there is overwritten."""
+        raise NotImplementedError
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         """Stores n tokens after the first `pos` of row `row`, as n steps would: k and v [1,Hk,n,D]."""
@@ -198,12 +204,12 @@ class KV(Buffers, ABC):
         return buffer.narrow(2, 0, self.span.shape[0])
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
-        """Writes one token per row, k and v [B,Hk,1,D], to slot [B]."""
+        """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]."""
         ops.store(self.k, k, slot, active)
         ops.store(self.v, v, slot, active)
 
     def attend(self, q: Tensor, length: Tensor) -> Tensor:
-        """Attention to each row's first `length` [B] slots."""
+        """Attention to each row's first slots, see `ops.attend_prefix`."""
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
 
     # A row's state

@@ -64,13 +64,13 @@ class Loaded(Fetched):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         for layer in self.loads:
             q = layer.load(q, active)
-        newest = self.store_generated(k, v, pos, active)
+        self.insert(k, v, pos, active)
         loaded = self.pool.wait(self.ticket, q)
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
         prompt = torch.arange(self.shape.max_prompt, device=q.device) < self.prompt[:, None]
-        return ops.attend(q, keys, values, torch.cat([prompt, self.occupied(newest)[1]], dim=1))
+        return ops.attend(q, keys, values, torch.cat([prompt, self.occupied(pos)[1]], dim=1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         units = self.shape.n_kv_head * self.shape.unit_bytes

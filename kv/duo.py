@@ -26,6 +26,8 @@ from kv.streaming import Streaming
 class Duo(KV):
     """One layer. `retrieval` says for each KV head whether it keeps everything."""
 
+    rewinds = True
+
     def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
         super().__init__(shape)
         order = sorted(range(len(retrieval)), key=lambda h: not retrieval[h])
@@ -60,6 +62,10 @@ class Duo(KV):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
         return self.join([part.decode(*qkv, pos, active) for part, *qkv in inputs])
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        for part, *kv in zip(self.parts, *map(self.split, (k, v)), strict=True):
+            part.insert(*kv, pos, active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         for part, *kv in zip(self.parts, *map(self.split, (k, v)), strict=True):

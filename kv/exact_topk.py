@@ -23,7 +23,7 @@ class ExactTopK(Full):
         self.budget = self.least = min(budget, self.size)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, pos, active)
+        self.insert(k, v, pos, active)
         keys = self.read(self.k)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         weight = ops.weights(q, keys, later[:, None, None])  # [B,Hk,G,S]

@@ -44,7 +44,7 @@ class FetchMethod(offload.OffloadMethod):
 class Parts(KV):
     """Slots in three parts: the ends of the prompt, tokens chosen from its middle, generated tokens."""
 
-    recent = 1
+    recent, rewinds = 1, True
 
     def __init__(self, shape: Shape, sinks: int, ends: int, chosen: int, prompt: Tensor | None = None):
         """prompt [B]: the length of each row's prompt, if layers share that buffer."""
@@ -67,11 +67,12 @@ class Parts(KV):
         ends = torch.where(ends < self.sinks, ends, ends + max(0, length - self.ends))
         self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
 
-    def store_generated(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """Stores one token per row; returns its index [B] among the generated tokens."""
-        newest = (pos - self.prompt).clamp(min=0)  # else -1 in an inactive row that has generated nothing
-        self.store(k, v, self.first_generated + newest, active)
-        return newest
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        self.store(k, v, self.first_generated + ops.following(self.generated(pos), k.shape[2]), active)
+
+    def generated(self, pos: Tensor) -> Tensor:
+        """The index [B], among the generated tokens, of the token at pos [B]."""
+        return (pos - self.prompt).clamp(min=0)  # else -1 in an inactive row that has generated nothing
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         first = self.first_generated + pos - int(self.prompt[row])
@@ -95,10 +96,11 @@ class Parts(KV):
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         """K and V [Hk,T,D] of the row's prompt, which has `prompt` tokens."""
 
-    def occupied(self, newest: Tensor) -> tuple[Tensor, Tensor]:
-        """Which slots of the ends, and which of the generated tokens up to `newest` [B], hold one: two of [B,n]."""
-        ends = torch.arange(self.ends, device=newest.device) < self.prompt[:, None]
-        return ends, torch.arange(self.span.shape[0] - self.first_generated, device=newest.device) <= newest[:, None]
+    def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Which slots of the ends, and which of the generated tokens up to pos [B], hold a token: two of [B,n]."""
+        ends = torch.arange(self.ends, device=pos.device) < self.prompt[:, None]
+        slot = torch.arange(self.span.shape[0] - self.first_generated, device=pos.device)
+        return ends, slot <= self.generated(pos)[:, None]
 
     def chosen(self, buffer: Tensor) -> Tensor:
         """The slots of the chosen tokens."""

@@ -6,6 +6,7 @@ ring of that many tokens.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kv import attention, ops
@@ -14,15 +15,22 @@ from kv.method import Method, Shape
 
 
 class Full(KV):
-    """`size` slots per row, by default all planned tokens. Later tokens overwrite the oldest except `sinks`."""
+    """The newest `size` tokens per row, by default all planned ones, the first `sinks` among them.
+
+    The slots are a ring: later tokens overwrite the oldest. One that gives tokens back has as many more slots, because
+    those tokens have overwritten others.
+    """
+
+    rewinds = True
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
         super().__init__(shape)
         self.size = min(size or shape.planned, shape.planned)
         self.sinks = min(sinks, self.size - 1)
-        self.allocate_slots(self.size)
+        self.allocate_slots(min(self.size + shape.rewind, shape.planned))
+        self.beyond["tokens given back"] = (self.slots - self.size) * shape.slot_bytes
         self.recent = self.size - self.sinks
-        self.keeps_prompts = self.size == shape.planned
+        self.keeps_prompts = self.holds_all = self.size == shape.planned
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.append(row, k, v, 0)
@@ -30,12 +38,12 @@ class Full(KV):
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device)
         kept = kept[kept >= pos]
-        slot = ops.ring(kept, self.size, self.sinks)
+        slot = ops.ring(kept, self.slots, self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
 
     def held(self, row: int, length: int) -> Held:
         position = ops.in_ring(length, self.size, self.sinks, self.k.device)
-        slot = slice(length) if length <= self.size else ops.ring(position, self.size, self.sinks)
+        slot = slice(length) if length <= self.size else ops.ring(position, self.slots, self.sinks)
         return Held(self.k[row, :, slot], self.v[row, :, slot], position.expand(self.shape.n_kv_head, -1))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
@@ -45,9 +53,29 @@ class Full(KV):
         self.append(row, k, v, pos)
         return y
 
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        self.store(k, v, ops.ring(ops.following(pos, k.shape[2]), self.slots, self.sinks), active)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, ops.ring(pos, self.size, self.sinks), active)
+        self.insert(k, v, pos, active)
+        if self.slots > self.size:
+            return ops.attend(q, self.read(self.k), self.read(self.v), self.in_window(pos))
         return self.attend(q, (pos + 1).clamp(max=self.size))  # slots fill in order
+
+    def in_window(self, pos: Tensor) -> Tensor:
+        """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
+        slot, pos = torch.arange(self.span.shape[0], device=pos.device), pos[:, None]
+        age = (pos - slot) % (self.slots - self.sinks)  # of the newest token, up to pos, in a slot of the ring
+        ring = (age < self.recent) & (pos - age >= self.sinks)
+        return torch.where(slot < self.sinks, slot <= pos, ring)
+
+    def verify(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """Stores n tokens per row, the first at pos [B], and attends exactly; the row must keep every token.
+
+        q [B,Hq,n,D], k and v [B,Hk,n,D] -> [B,Hq,n,D]
+        """
+        self.insert(k, v, pos, active)
+        return self.attend(q, pos + 1)
 
 
 @dataclass(frozen=True)

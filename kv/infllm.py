@@ -95,12 +95,12 @@ class InfLLM(Fetched):
         )
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        newest = self.store_generated(k, v, pos, active)
+        self.insert(k, v, pos, active)
         self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
         q = self.fetch(active, q)
         position = self.index[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
         inside = (self.index[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
-        ends, new = self.occupied(newest)
+        ends, new = self.occupied(pos)
         return self.attend_parts(q, ends, inside.flatten(2), new)
 
     def choose(self, q: Tensor, pos: Tensor) -> Tensor:

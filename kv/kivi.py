@@ -25,11 +25,14 @@ GROUP, RECENT = 64, 128  # tokens
 class Quantized(KV):
     """Of n tokens the first P(n) = (n - unpacked) // group * group are packed; the others wait in a ring."""
 
+    rewinds = True
+
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
         self.group, self.unpacked = group, min(recent, shape.planned)
         self.recent = shape.planned  # every step attends to all tokens
-        self.ring = -(-self.unpacked // group) * group + group
+        waits = self.unpacked + shape.rewind  # a group that was packed may be packed again
+        self.ring = -(-waits // group) * group + group
         self.packed = Packed(shape, max(0, shape.planned - self.unpacked) // group, group, bits)
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim, beyond="tokens that wait")
@@ -65,10 +68,8 @@ class Quantized(KV):
         return Held(k, v, torch.arange(length, device=k.device).expand(len(k), -1))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, pos % self.ring, active)
+        self.insert(k, v, pos, active)
         groups = self.groups(pos + 1)
-        if self.packed.groups:
-            self.pack(groups - 1, active & (groups > self.groups(pos)))
         queries = ops.grouped(q, k.shape[1]).float() * q.shape[-1] ** -0.5  # [B,Hk,G,D]
         age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
         waits = age <= (pos - groups * self.group)[:, None]
@@ -81,6 +82,13 @@ class Quantized(KV):
             logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
             sums.append(lambda weight: self.packed.sums(weight, read))
         return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        n = k.shape[2]  # at most a group's
+        self.store(k, v, ops.following(pos, n) % self.ring, active)
+        if self.packed.groups:
+            groups = self.groups(pos + n)
+            self.pack(groups - 1, active & (groups > self.groups(pos)))
 
     def pack(self, at: Tensor, due: Tensor) -> None:
         """Packs the tokens of group at [B] from the ring, where due [B]."""

@@ -26,6 +26,7 @@ class Shape:
     max_new_tokens: int
     window: int | None = None  # the model's sliding window in tokens, where it has one
     max_length: int = 2**31  # the model's context in tokens
+    rewind: int = 0  # how many of its newest tokens a row may give back
     rope_speeds: tuple[float, ...] = ()  # radians per position of each of D / 2 channel pairs; empty: from rope_theta
 
     @property

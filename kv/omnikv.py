@@ -176,6 +176,7 @@ class Filter(Full):
         super().__init__(shape)
         self.segment, self.selector = segment, selector
         self.keeps_prompts = False  # only tokens of the prompt are chosen
+        self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
         self.beyond += segment.beyond
         self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
@@ -273,13 +274,13 @@ class Sparse(Parts):
         return self.segment.read(row, self.layer, prompt)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        newest = self.store_generated(k, v, pos, active)
+        self.insert(k, v, pos, active)
         if self.first:
             self.segment.wait(q)
         for buffer, x in zip((self.k, self.v), self.segment.take(self.column), strict=True):
             self.chosen(buffer).copy_(x)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
-        ends, new = self.occupied(newest)
+        ends, new = self.occupied(pos)
         return self.attend_parts(q, ends, chosen, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -27,10 +27,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-    """`attend` to each row's first `length` [B] slots."""
+    """Attention to each row's first slots, length [B] for the first of its n queries, one more for each later one.
+
+    q [B,Hq,n,D], k and v [B,Hk,S,D] -> [B,Hq,n,D]; K and V are read once for all queries of a group.
+    """
     if torch.compiler.is_compiling() and q.device.type == "cuda":
         return flex_prefix(q, k, v, length)
-    return attend(q, k, v, torch.arange(k.shape[2], device=q.device) < length[:, None])
+    n, slot = q.shape[2], torch.arange(k.shape[2], device=q.device)
+    if n == 1:
+        return attend(q, k, v, slot < length[:, None])
+    mask = slot < following(length, n)[..., None]  # [B,n,S]
+    rows = q.unflatten(1, (k.shape[1], -1))  # [B,Hk,G,n,D]
+    mask = mask[:, None].repeat(1, 1, rows.shape[2], 1)  # [B,1,G n,S]
+    y = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask)
+    return y.unflatten(2, (-1, n)).flatten(1, 2)
 
 
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
@@ -38,24 +48,24 @@ def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor |
 
     With `first` [B], multiples of BLOCK, the slots of each row begin there.
     """
-    rows = grouped(q, k.shape[1])
+    n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)
     whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: one for all heads, one block of queries
-    cut = (length % BLOCK > 0).to(torch.int32)[:, None, None]
+    cut = (-(-(length + n - 1) // BLOCK)).to(torch.int32)[:, None, None] - whole
     order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's own blocks come first
     if first is not None:
         order = order + (first // BLOCK)[:, None, None, None]
     mask = BlockMask.from_kv_blocks(
         cut,
-        ((order + whole[..., None]) % blocks).int(),  # the partly filled block follows the whole ones
+        ((order + whole[..., None]) % blocks).int(),  # the partly filled blocks follow the whole ones
         whole,
         (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, i, slot: slot < (length[b] if first is None else first[b] + length[b]),
+        mask_mod=lambda b, h, i, slot: slot < (length[b] if first is None else first[b] + length[b]) + i % n,
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads query blocks
     )
-    return flex_attention(rows, k, v, block_mask=mask).view(q.shape)
+    return flex_attention(rows, k, v, block_mask=mask).unflatten(2, (-1, n)).flatten(1, 2)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
@@ -76,6 +86,28 @@ def attend_pages(
     """`attend_rows` to the tokens of pages `best` [B,Hk,N]; slots after each row's `last` [B] hold no token."""
     index = (best[..., None] * page + torch.arange(page, device=q.device)).flatten(2)
     return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None], read)
+
+
+def following(pos: Tensor, n: int) -> Tensor:
+    """The n positions from pos [B] on: [B,n]."""
+    return pos[:, None] + torch.arange(n, device=pos.device)
+
+
+def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | None = None) -> tuple[Tensor, Tensor]:
+    """The pages that the n newest slots of each row, from `first` [B] on, lie on: k [B,Hk,S,D].
+
+    Returns their indices [B,P] and, stacked, the minimum and maximum of each channel over their keys [2,B,Hk,P,D]. A
+    row with fewer than P such pages repeats its first one. `read` decodes the keys.
+    """
+    index = following(first // page, (n + page - 2) // page + 1)
+    last = (first + n - 1)[:, None]
+    index = torch.where(index <= last // page, index, index[:, :1])
+    slot = (index[..., None] * page + torch.arange(page, device=k.device)).flatten(1)  # [B,P page]
+    keys = gather(k, slot.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1))
+    keys = (keys if read is None else read(keys)).unflatten(2, (-1, page))
+    empty = (slot > last).unflatten(1, (-1, page))[:, None, ..., None]
+    low, high = keys.masked_fill(empty, torch.inf).amin(3), keys.masked_fill(empty, -torch.inf).amax(3)
+    return index, torch.stack([low, high])
 
 
 def page_bounds(k: Tensor, page: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -187,9 +219,10 @@ def hashed(x: Tensor) -> Tensor:
 
 
 def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
-    """Writes one token per row: new [B,Hk,1,D] to buffer [B,Hk,S,D] at slot [B]; inactive rows do not change."""
-    rows = torch.arange(slot.shape[0], device=slot.device)
-    buffer[rows, :, slot] = torch.where(active[:, None, None], new[:, :, 0], buffer[rows, :, slot])
+    """Writes n tokens per row: new [B,Hk,n,D] to buffer [B,Hk,S,D] at slot [B,n]; inactive rows do not change."""
+    rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
+    old = buffer[rows, :, slot]  # [B,n,Hk,D]
+    buffer[rows, :, slot] = torch.where(active[:, None, None, None], new.transpose(1, 2), old)
 
 
 def span(old: Tensor | None, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:

@@ -46,8 +46,7 @@ class PQCache(FetchedTokens):
                 self.codes[row, head, part, : len(x)] = codes
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store_generated(k, v, pos, active)
-        self.encode(pos - self.recent, active)
+        self.insert(k, v, pos, active)
         n = self.code_span.shape[0]
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.partitions, -1))  # [B,Hk,parts,d]
         table = (queries[:, :, :, None] * self.centroids).sum(4)  # [B,Hk,parts,centroids]
@@ -58,6 +57,11 @@ class PQCache(FetchedTokens):
         self.copy_generated()
         ends, new = self.initial_or_recent(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        super().insert(k, v, pos, active)
+        for i in range(k.shape[2]):
+            self.encode(pos + i - self.recent, active)
 
     def encode(self, position: Tensor, active: Tensor) -> None:
         """Encodes the token at position [B], which is no longer recent, if it was generated."""

@@ -39,18 +39,15 @@ class Quest(Full):
         return super().views(row, length) | {"low": self.low[row, :, :pages], "high": self.high[row, :, :pages]}
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, pos, active)
-        self.update(k, pos, active)
+        self.insert(k, v, pos, active)
         best = ops.top(self.score(q, pos), self.pages)
         return ops.attend_pages(q, self.k, self.v, best, self.page, pos)
 
-    def update(self, k: Tensor, pos: Tensor, active: Tensor) -> None:
-        """Adds the token to its page's bounds, or starts a page with it."""
-        newest, begins = pos // self.page, (pos % self.page == 0)[:, None, None, None]
-        row = torch.arange(pos.shape[0], device=k.device)
-        for buffer, extreme in ((self.low, torch.minimum), (self.high, torch.maximum)):
-            old = buffer[row, :, newest][:, :, None]  # [B,Hk,1,D]
-            ops.store(buffer, torch.where(begins, k, extreme(old, k)), newest, active)
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        super().insert(k, v, pos, active)
+        newest, (low, high) = ops.newest_pages(self.k, self.page, pos, k.shape[2])
+        ops.store(self.low, low, newest, active)
+        ops.store(self.high, high, newest, active)
 
     def score(self, q: Tensor, pos: Tensor) -> Tensor:
         """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""

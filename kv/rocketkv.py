@@ -53,7 +53,7 @@ class Sizes:
 
 
 class RocketKV(SnapKV):
-    """Stage 1 is `SnapKV.choose`. Of stage 2, `update` is step 1, `score` step 2 and `attend_pages` step 3."""
+    """Stage 1 is `SnapKV.choose`. Of stage 2, `insert` is step 1, `score` step 2 and `attend_pages` step 3."""
 
     def __init__(
         self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
@@ -65,7 +65,7 @@ class RocketKV(SnapKV):
             self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
         self.page, self.channels = sizes.page, sizes.channels
         self.recent = 0  # a step may leave out even the newest page
-        self.keeps_prompts = self.slots == shape.planned and bits == 16
+        self.keeps_prompts = self.holds_all = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
         self.least = self.pages * self.page
@@ -102,22 +102,19 @@ class RocketKV(SnapKV):
         return x if self.bits == 16 else quant.decode(x, self.bits, self.shape.head_dim).to(self.shape.dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        self.insert(k, v, pos, active)
         slot = pos - self.dropped
-        self.store(self.coded(k), self.coded(v), slot, active)
-        self.update(k, slot, active)
         best = ops.top(self.score(q, slot), self.pages)
         return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.decoded)
 
-    def update(self, k: Tensor, slot: Tensor, active: Tensor) -> None:
-        """Adds the token to its page's bounds, or starts a page with it (section 3.4, step 1)."""
-        row, new = torch.arange(slot.shape[0], device=slot.device), k[:, :, 0]  # [B,Hk,D]
-        at, begins = slot // self.page, (slot % self.page == 0)[:, None, None]
-        old = self.bounds[row, :, :, at]
-        if self.page > 1:
-            low, high = old.chunk(2, dim=-1)
-            low, high = torch.minimum(low, new), torch.maximum(high, new)
-            new = torch.cat([torch.where(begins, new, x) for x in (low, high)], dim=-1)
-        self.bounds[row, :, :, at] = torch.where(active[:, None, None], new, old)
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
+        slot, n = pos - self.dropped, k.shape[2]
+        self.store(self.coded(k), self.coded(v), ops.following(slot, n), active)
+        at, (low, high) = ops.newest_pages(self.k, self.page, slot, n, self.decoded)  # [B,P] and [B,Hk,P,D]
+        new = (low if self.page == 1 else torch.cat([low, high], dim=3)).transpose(1, 2)
+        row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        self.bounds[row, :, :, at] = torch.where(active[:, None, None, None], new, self.bounds[row, :, :, at])
 
     def score(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""

@@ -100,7 +100,7 @@ class SimLayer(KV):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         shared, first, size = self.shared, self.shared.first[self.index], self.shared.size[self.index]
-        slot = first + ops.ring(pos, size, shared.sinks)
+        slot = (first + ops.ring(pos, size, shared.sinks))[:, None]
         ops.store(shared.k, k, slot, active)
         ops.store(shared.v, v, slot, active)
         length = torch.minimum(pos + 1, size)

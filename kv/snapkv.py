@@ -35,6 +35,8 @@ class SnapKV(Kept):
     Each KV head keeps its own tokens or, with `per_query`, each query head.
     """
 
+    rewinds = True
+
     def __init__(
         self, shape: Shape, kept: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
         per_query: bool = False,
@@ -69,10 +71,11 @@ class SnapKV(Kept):
         return kv if self.repeats == 1 else tuple(x.repeat_interleave(self.repeats, dim=1) for x in kv)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        k, v = self.repeated(k, v)
-        slot = pos - self.dropped
-        self.store(k, v, slot, active)
-        return self.attend(q, slot + 1)
+        self.insert(k, v, pos, active)
+        return self.attend(q, pos - self.dropped + 1)
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        self.store(*self.repeated(k, v), ops.following(pos - self.dropped, k.shape[2]), active)
 
 
 def threshold_of(shape: Shape) -> int | None:

@@ -25,19 +25,24 @@ class SparQ(Full):
         self.recent = self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes
-        self.allocate("mean", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="mean of V")
+        # The mean of V up to each of the newest tokens, a ring by position: tokens may be given back.
+        self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
+        self.allocate("mean", shape.n_kv_head, self.ring, shape.head_dim, dtype=torch.float32, beyond="mean of V")
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
         self.kt[row, :, :, pos : pos + k.shape[2]] = k[0].mT
-        self.mean[row] = (pos * self.mean[row] + v[0].float().sum(1)) / (pos + k.shape[2])
+        last, mean = pos + k.shape[2] - 1, self.mean[row]
+        mean[:, last % self.ring] = (pos * mean[:, (pos - 1) % self.ring] + v[0].float().sum(1)) / (last + 1)
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return super().views(row, length) | {"kt": self.kt[row, :, :, :length], "mean": self.mean[row]}
+        return super().views(row, length) | {
+            "kt": self.kt[row, :, :, :length], "mean": self.mean[row, :, (length - 1) % self.ring],
+        }  # fmt: skip
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.store(k, v, pos, active)
-        mean = self.update(k, v, pos, active)
+        self.insert(k, v, pos, active)
+        mean = self.mean[torch.arange(pos.shape[0], device=pos.device), :, pos % self.ring]
         queries = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         weight = self.approximate_weights(queries, pos)  # [B,Hk,G,S]
         position = torch.arange(weight.shape[3], device=q.device)
@@ -49,13 +54,14 @@ class SparQ(Full):
         alpha = torch.where((pos < self.chosen)[:, None, None, None], 1.0, alpha)
         return (alpha * y + (1 - alpha) * mean[:, :, None]).to(q.dtype).view(q.shape)
 
-    def update(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """Stores the token in the channel-major K and in the mean of V, which is returned: [B,Hk,D] fp32."""
-        row, live = torch.arange(pos.shape[0], device=k.device), active[:, None, None]
-        self.kt[row, :, :, pos] = torch.where(live, k[:, :, 0], self.kt[row, :, :, pos])
-        mean = self.mean + (v[:, :, 0].float() - self.mean) / (pos + 1)[:, None, None]
-        self.mean.copy_(torch.where(live, mean, self.mean))
-        return mean
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        super().insert(k, v, pos, active)
+        row, at = torch.arange(pos.shape[0], device=k.device)[:, None], ops.following(pos, k.shape[2])
+        old = self.kt[row, :, :, at]  # [B,n,Hk,D]
+        self.kt[row, :, :, at] = torch.where(active[:, None, None, None], k.transpose(1, 2), old)
+        before = self.mean[row[:, 0], :, (pos - 1) % self.ring][:, :, None] * pos[:, None, None, None]
+        mean = (before + v.float().cumsum(2)) / (at + 1)[:, None, :, None]
+        ops.store(self.mean, mean, at % self.ring, active)
 
     def approximate_weights(self, queries: Tensor, pos: Tensor) -> Tensor:
         """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""

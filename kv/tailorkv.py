@@ -79,7 +79,7 @@ class Tailored(FetchedTokens):
         return ops.grouped(q, self.shape.n_kv_head).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        newest = self.store_generated(k, v, pos, active)
+        self.insert(k, v, pos, active)
         if not self.foreseen:
             q = self.lookahead(q, q, active)
         waited = self.channel_pool.wait(self.ticket, q)
@@ -89,7 +89,7 @@ class Tailored(FetchedTokens):
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])
         q = self.fetch(scores, between, active, q)
-        ends, new = self.occupied(newest)
+        ends, new = self.occupied(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -207,7 +207,7 @@ def test_the_step_is_one_graph_for_a_gpu(checkpoint, method, traced_only):
     """Where CUDA graphs capture it, the whole step is compiled at once; here that is traced on the CPU."""
     graph, eager = (load(checkpoint, method, compile=c, max_prompt=97, max_new_tokens=4) for c in (True, False))
     graph.reserve(97, 4)
-    graph.decoder.step = torch.compile(graph.decoder.forward, fullgraph=True, backend="eager")
+    graph.decoder.step.run = torch.compile(graph.decoder.step.forward, fullgraph=True, backend="eager")
     found, expected = (e.generate(PROMPTS[:1], max_new_tokens=4) for e in (graph, eager))
     assert outcome(found) == outcome(expected) and graph.stats.compiles == 1
 

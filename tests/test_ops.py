@@ -72,7 +72,7 @@ def test_flash_decoding_by_block_mask_may_begin_at_any_block():
 
 def test_store_writes_active_rows_only():
     buffer, new = torch.zeros(3, 2, 5, 4), torch.ones(3, 2, 1, 4)
-    ops.store(buffer, new, torch.tensor([4, 0, 2]), torch.tensor([True, False, True]))
+    ops.store(buffer, new, torch.tensor([[4], [0], [2]]), torch.tensor([True, False, True]))
     expected = torch.zeros(3, 2, 5, 4)
     expected[0, :, 4] = expected[2, :, 2] = 1
     assert torch.equal(buffer, expected)

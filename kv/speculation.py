@@ -1,0 +1,123 @@
+"""Speculation: a method's cache drafts tokens, the full cache verifies them (TriForce, arXiv 2404.11912).
+
+Each layer owns a draft, which is the layer's module of any method that can take tokens back (`KV.rewinds`), and the
+full cache. A decode step of one token per row is the draft's. A step of several tokens verifies: each attends to the
+full cache and to the tokens before it, and all replace what the draft stored at their positions, so a draft's errors
+end with the round. Tokens that are rejected need no undoing: moving `pos` back takes them away.
+
+Memory: the full cache and the draft. A draft that holds every token as the full cache does (`KV.holds_all`) reads the
+full cache's K and V, and adds only what it chooses by.
+"""
+
+
+from torch import Tensor
+
+from kv.base import KV, Held
+from kv.full import Full
+from kv.method import Shape
+
+
+class Speculation(KV):
+    """One layer's draft and full cache."""
+
+    def __init__(self, shape: Shape, draft: KV):
+        super().__init__(shape)
+        self.draft, self.full = draft, Full(shape)
+        self.wants_lookahead, self.keeps_prompts = draft.wants_lookahead, draft.keeps_prompts
+        if draft.holds_all:
+            self.full.k, self.full.v = draft.k, draft.v
+        else:
+            self.beyond["the full cache"] = shape.max_prompt * shape.slot_bytes
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = self.draft.prefill(row, q, k, v)
+        if not self.draft.holds_all:
+            self.full.keep(row, q, k, v)
+        return y
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """The draft's step or, for n > 1 tokens per row, the first at pos [B], verification.
+
+        q [B,Hq,n,D], k and v [B,Hk,n,D] -> [B,Hq,n,D]
+        """
+        if q.shape[2] == 1:
+            return self.draft.decode(q, k, v, pos, active)
+        y = self.full.verify(q, k, v, pos, active)
+        self.draft.insert(k, v, pos, active)
+        return y
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        y = self.full.extend(row, q, k, v, pos)
+        self.draft.append(row, k, v, pos)
+        return y
+
+    def held(self, row: int, length: int) -> Held:
+        return self.full.held(row, length)
+
+    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
+        self.draft.skip_prompt(q, k)
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.draft.keep(row, q, k, v)
+        self.full.keep(row, q, k, v)
+
+    def finish(self, row: int) -> None:
+        self.draft.finish(row)
+
+    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
+        return x if q.shape[2] > 1 else self.draft.lookahead(q, x, active)
+
+    def set_speed(self, row: int, speed: Tensor) -> None:
+        self.draft.set_speed(row, speed)
+
+    def reset(self, row: int) -> None:
+        self.draft.reset(row)
+
+    def fit(self, length: int, new: int) -> tuple:
+        return self.draft.fit(length, new), self.full.fit(length, new)
+
+    # A row's state: the draft's, and the full cache's under other names
+
+    def registers(self, row: int) -> dict[str, Tensor]:
+        return self.draft.registers(row)
+
+    def restored(self, row: int) -> None:
+        self.draft.restored(row)
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        full = {} if self.draft.holds_all else self.full.views(row, length)
+        return self.draft.views(row, length) | {f"full_{name}": x for name, x in full.items()}
+
+    # Accounting
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """Of a drafting step; a verification reads the full cache once."""
+        return self.draft.step_bytes(length)
+
+    def host_bytes(self) -> int:
+        return self.draft.host_bytes()
+
+    def overhead(self) -> dict[str, int]:
+        return self.beyond | self.draft.overhead()
+
+    def fetched(self) -> tuple[int, int]:
+        return self.draft.fetched()
+
+    def close(self) -> None:
+        self.draft.close()
+
+
+def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
+    """Puts the full cache behind every layer of method `name`. Raises ValueError if the method cannot draft."""
+    if shape.window is not None and shape.planned > shape.window:
+        raise ValueError(
+            f"speculation needs the full cache, and this model's sliding window drops tokens: use at most "
+            f"{shape.window} tokens of prompt and answer together"
+        )
+    if name == "full" and all(type(draft) is Full for draft in drafts):
+        raise ValueError("the full cache cannot draft for itself: choose another --kv, or leave out --speculate")
+    if not all(draft.rewinds for draft in drafts):
+        raise ValueError(f"{name} cannot draft: its cache cannot take tokens back")
+    if not all(draft.exact_prompt for draft in drafts):
+        raise ValueError(f"{name} with prefill=... cannot draft: the full cache's prompt is exact")
+    return [Speculation(shape, draft) for draft in drafts]
