@@ -53,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
                    "benchmark uses plain prompts; each later question is a turn of its own")
     p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
     p.add_argument("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
+    p.add_argument("--speculate", type=int, default=0, metavar="N", help="the methods draft N tokens at a time for the "
+                   "full cache, whose answers these then are")
     p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
     p.add_argument("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
     p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
@@ -140,7 +142,7 @@ def evaluate(
     files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
     common |= {"tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()]}
     common |= {"dtype": str(engine.dtype).removeprefix("torch."), "eos": sorted(engine.eos)}
-    common |= {"blind": args.blind, "chat": args.chat, "stepwise": args.stepwise, "fork": args.fork}
+    common |= {name: getattr(args, name) for name in ("blind", "chat", "stepwise", "fork", "speculate")}
 
     def key_of(method: Choice, job: Job, index: int) -> str:
         """Everything that a result depends on."""
@@ -160,18 +162,19 @@ def evaluate(
                 if job.task == "fidelity":
                     reference.prepare(job, missing, args.batch)
                 try:
-                    bytes_ = use(engine, method, job, args.batch)
+                    bytes_ = use(engine, method, job, args.batch, args.speculate)
                 except BudgetTooSmall as error:  # the cell has no score, and the run continues
                     nothing = {"n": 0, "score": None, "first": None, "later": None}
                     rows.append(about | nothing | {"why": str(error), "minimum": error.least})
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))
-                before = engine.fetched()
+                before, decoded, fed = engine.fetched(), 0, 0
                 for at in range(0, len(missing), args.batch):
                     part = missing[at : at + args.batch]
                     if job.graded:
                         found = answer(engine, job, [job.items[i] for i in part], args)
+                        decoded, fed = decoded + engine.stats.decoded, fed + engine.stats.fed
                     else:
                         found = force(engine, job, part, reference)
                     for i, result in zip(part, found, strict=True):
@@ -180,18 +183,21 @@ def evaluate(
                 results = [progress.known[key] for key in keys]
                 wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
                 rate = {"fetch_hit_rate": 1 - fetched / wanted if wanted else None}
+                if args.speculate:
+                    rate["accepted_per_round"] = decoded / fed - 1 if fed else None
                 rows.append(about | summary(job, results) | bytes_ | rate)
                 samples += [about | {"index": i} | result for i, result in enumerate(results)]
     return rows, samples
 
 
-def use(engine: Engine, method: Choice, job: Job, batch: int) -> dict:
+def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int = 0) -> dict:
     """Gives the engine the caches for a job, unless it has them. Returns the options that the profile set, the caches'
     bytes per row, and the bytes per row that a step reads."""
-    wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new)
+    speculate = 0 if method.kv == "full" and not method.options else speculate  # whose answers the others must give
+    wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new, speculate)
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
-    if wanted != has or engine.shape is None:  # no shape: the last caches were refused
-        engine.use(method.kv, method.budget, method.options, batch, job.prompt, job.new)
+    if wanted != (*has, engine.speculate) or engine.shape is None:  # no shape: the last caches were refused
+        engine.use(*wanted)
     device, host, full = engine.kv_bytes()
     read_device, read_host = engine.step_bytes(job.prompt + 1)
     return {
@@ -217,6 +223,8 @@ def main(argv: list[str] | None = None) -> None:
         args.progress = f"{args.json}.progress.jsonl"
     for flag in ("json", "plot", "progress"):
         check_output(getattr(args, flag), f"--{flag}")
+    if args.speculate < 0:
+        raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
     for flag in ("samples", "questions", "batch"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")

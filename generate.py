@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mem", type=float, help="share of the cache for the device; short for --kv-opt mem=...")
     p.add_argument("--offload", action="store_true", help="keep the rest on the host; short for --kv-opt offload=true")
     p.add_argument("--kv-bits", metavar="N", help="store K and V in 8 or 4 bits; short for --kv-opt bits=...")
+    p.add_argument("--speculate", type=int, metavar="N", help="the method only drafts N tokens at a time, and the full "
+                   "cache verifies them: the full cache's answer, faster, in more memory")
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     p.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)")
@@ -122,6 +124,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     if args.load_prompt is not None:
         saved = prefix.load(args.load_prompt, fingerprint(checkpoint))
         args.kv, args.budget, options = saved.setting.kv, saved.setting.budget, saved.setting.options
+        args.speculate = saved.setting.speculate
     Sampling(args.temperature, args.top_k, args.top_p)  # rejects now what generate would reject
     single = len(prompts) == 1
     talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
@@ -135,7 +138,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
             batch=args.batch if args.batch is not None else min(len(prompts), 8),
             max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
             compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile pays off
-            on_phase=progress,
+            speculate=args.speculate or 0, on_phase=progress,
         )  # fmt: skip
         if engine.tokenizer is None:
             raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
@@ -203,7 +206,8 @@ def save_prompt(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> 
     found.chat = args.chat
     found.save(args.save_prompt, engine.weights)
     report = {
-        "kv": args.kv, "budget": args.budget, "options": engine.options, "prompt_tokens": len(prompt),
+        "kv": args.kv, "budget": args.budget, "options": engine.options, "speculate": engine.speculate,
+        "prompt_tokens": len(prompt),
         "prefill_s": engine.stats.prefill_s, "save_s": time.perf_counter() - begin, "saved_bytes": found.bytes,
         "saved_full_bytes": engine.shape.full_bytes() // engine.shape.planned * len(prompt),
         "room": engine.shape.max_new_tokens,
@@ -223,6 +227,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "kv": args.kv,
         "budget": args.budget,
         "options": engine.options,
+        "speculate": engine.speculate,
         "profile": engine.from_profile(),
         "checkpoint": str(checkpoint),
         "device": str(engine.device),
@@ -239,7 +244,9 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "extend_s": stats.extend_s,
         "extend_tokens": stats.extend_tokens,
         "first_token_s": stats.first_token_s,
-        "decode_ms_per_token": 1e3 * stats.decode_s / stats.steps if stats.steps else None,  # per row: a step's time
+        "decode_ms_per_token": stats.ms_per_token,  # per row
+        "decode_ms_per_step": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
+        "accepted_per_round": stats.accepted if engine.speculate else None,
         "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
         "kv_device_bytes": device_bytes,
         "kv_host_bytes": host_bytes,
@@ -273,6 +280,9 @@ def print_report(r: dict) -> None:
         ("full cache", f"{mb(r['kv_full_bytes'])} for the same plan"),
         ("peak memory", mb(r["peak_bytes"])),
     ]
+    if r["accepted_per_round"] is not None:
+        drafts = f"{r['accepted_per_round']:.2f} of {r['speculate']} drafted tokens accepted"
+        lines.insert(7, ("speculation", f"{drafts}, {r['decode_ms_per_step']:.2f} ms a round"))
     if r["fetch_hit_rate"]:
         lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
     if r["extend_tokens"]:
@@ -291,9 +301,11 @@ def check_saved(args: argparse.Namespace) -> None:
     check_output(args.save_prompt, "--save-prompt")
     if args.save_prompt is not None and (args.batch_file is not None or args.load_prompt is not None):
         raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
-    given = args.kv, args.budget, args.mem, args.kv_bits, args.offload or None, args.kv_opt or None
+    given = args.kv, args.budget, args.mem, args.kv_bits, args.offload or None, args.kv_opt or None, args.speculate
     if args.load_prompt is not None and (args.chat or any(value is not None for value in given)):
-        raise ValueError("--load-prompt brings method, budget and format: leave out --kv, --budget, options, --chat")
+        raise ValueError(
+            "--load-prompt brings method, budget and format: leave out --kv, --budget, options, --speculate, --chat"
+        )
     args.kv = args.kv or "full"
 
 
@@ -315,6 +327,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("--system is part of a chat format: add --chat")
     if not all(args.stop or []):
         raise ValueError("--stop: the text is empty")
+    if args.speculate is not None and args.speculate < 1:
+        raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
     check_output(args.json, "--json")
     check_output(args.out, "--out")
     check_saved(args)

@@ -30,6 +30,16 @@ class Stats:
     decoded: int = 0  # tokens that these steps gave to rows: one per row, or more with speculation
     past_context: list[int] = field(default_factory=list)  # indices of prompts whose rows decoded past the context
 
+    @property
+    def ms_per_token(self) -> float | None:
+        """Milliseconds in which a row gains a token; with speculation, on average over the rows."""
+        return 1e3 * self.decode_s / self.steps * self.fed / self.decoded if self.decoded else None
+
+    @property
+    def accepted(self) -> float | None:
+        """With speculation: drafted tokens that a row accepts per step, on average."""
+        return self.decoded / self.fed - 1 if self.fed else None
+
     def next_call(self) -> None:
         """Resets what the last call measured."""
         vars(self).update(vars(Stats(self.load_s, self.load_bytes, self.compile_s, self.compiles)))

@@ -26,7 +26,7 @@ from bench import generations, llama_cpp
 from bench.contenders import SHAPES
 from bench.measure import measure, new_case, read_bandwidth
 from bench.papers import Found, published
-from bench.report import draw, extensions, is_wide, table
+from bench.report import draw, extensions, is_wide, speculations, table
 from checkpoint import read_json
 from cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
 from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
@@ -46,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
     p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, taken at once")
+    p.add_argument("--speculate", default="", metavar="N,..", help="also time rounds, in which the methods draft N "
+                   "tokens and the full cache verifies them")
+    p.add_argument("--accept", type=float, default=0.8, metavar="SHARE", help="--speculate: with which probability a "
+                   "drafted token is accepted, for ms/token (default: 0.8); the time of a round does not depend on it")
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
     p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
@@ -73,6 +77,11 @@ def main(argv: list[str] | None = None) -> None:
     for flag in ("steps", "repeats", "groupsize", "generate", "extend"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
+    args.speculate = numbers(args.speculate, "--speculate", int) if args.speculate else []
+    if not 0 <= args.accept <= 1:
+        raise ValueError(f"--accept must lie between 0 and 1, not {args.accept}")
+    if args.speculate and (args.paper or args.generate):
+        raise ValueError("--speculate times single rounds: leave out --paper and --generate")
     if args.paper and args.generate:
         raise ValueError("--paper has settings of its own: leave out --generate")
     missing = [p for module, p in PEERS.get(args.peer, {}).items() if not importlib.util.find_spec(module)]
@@ -142,6 +151,8 @@ def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
     print(generations.table(rows) if args.generate else table(rows), file=out)
     if extended := [r for r in rows if r.get("extend")]:
         print(extensions(extended), file=out)
+    if speculated := [r for r in rows if r.get("speculate")]:
+        print(speculations(speculated, rows), file=out)
     kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
     products = tune.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
     for line in profile_lines(rows) + kernels + products:

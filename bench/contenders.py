@@ -132,14 +132,16 @@ class Naive(Full):
 class Ours:
     """A method of this engine, on weights shared with other contenders."""
 
-    def __init__(self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False):
+    def __init__(
+        self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False, speculate: int = 0
+    ):
         self.case, self.method, self.label = case, method, "naive" if naive else method.label
         model = case.model()
         model.load_state_dict(weights, assign=True)
         pack(model)  # reorders shared weights again each time, which does not matter: they are random
         profile = case.config.get("kv_profile", {})
         self.engine = engine = Engine(model.requires_grad_(False), None, set(), profile, case.compile, seed=0)
-        engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps)
+        engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
             model.set_kv(engine.layers, case.batch)
@@ -176,8 +178,12 @@ class Ours:
             layer.finish(row)
 
     def step(self) -> None:
+        """A step or, with speculation, a round, which takes the same time however many tokens are accepted: here none,
+        so that every row gains one."""
         self.new += 1
         engine = self.engine
+        for row in range(engine.batch if engine.speculate else 0):
+            engine.decoder.allow(row, 1)
         length = self.case.context + self.new
         read_later(engine.decoder.launch([CONTINUE] * engine.batch, length, self.new)[0])()
 
@@ -199,6 +205,7 @@ class Ours:
             "kv": "naive" if self.label == "naive" else self.method.kv,
             "budget": self.method.budget,
             "options": self.method.options,
+            "speculate": engine.speculate,
             "profile": engine.from_profile(),
             "compile_s": engine.stats.compile_s,
             "products": engine.stats.products,

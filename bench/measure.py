@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
 from bench.llama_cpp import LlamaCpp
+from bench.report import tokens_per_round
 from cli import Choice
 from device import free_bytes, memory_errors, resident_bytes
 
@@ -112,7 +113,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
                 row[f"peak_{when}_bytes"] = None if more is None else held + more
             if not case.prefill:
                 row["peak_prefill_bytes"] = None  # the rise came from filling in random keys and values
-            read = row["step_weight_bytes"] + row["step_device_bytes"]
+            read = row["step_weight_bytes"] * (1 + row["speculate"]) + row["step_device_bytes"]
             row["floor_ms"] = floor_ms(case.device, read, row["step_host_bytes"], bandwidth)
             if case.device.type == "cuda":
                 row["graphs"] = graphs(contender)
@@ -129,6 +130,10 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             contender.step()  # not timed: warms up after the other contenders' turns
             own += [1e3 * seconds(contender.step) for _ in range(args.steps)]
     for row, own in zip(rows, times, strict=True):
+        if drafted := row.get("speculate"):
+            tokens = tokens_per_round(drafted, args.accept)
+            row |= {"accept": args.accept, "round_ms": percentile(own, 0.5)}
+            own, row["floor_ms"] = [ms / tokens for ms in own], row["floor_ms"] / tokens
         row["ms_per_token"], row["p10"], row["p90"] = (percentile(own, share) for share in (0.5, 0.1, 0.9))
         row["tokens_per_s"] = case.batch * 1e3 / row["ms_per_token"]
         row["times_floor"] = row["floor_ms"] and row["ms_per_token"] / row["floor_ms"]
@@ -149,6 +154,8 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
 def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list:
     """Functions that make the contenders."""
     found = [partial(Ours, case, method, weights) for method in chosen]
+    drafts = [method for method in chosen if method.kv != "full" or method.options]
+    found += [partial(Ours, case, method, weights, speculate=n) for n in args.speculate for method in drafts]
     if args.baseline:
         found.append(partial(Ours, case, Choice("full", None, {}), weights, naive=True))
     if args.peer == "llama.cpp":

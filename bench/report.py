@@ -18,9 +18,11 @@ def table(rows: list[dict]) -> str:
         return "-" if n is None else f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
     for r in rows:
+        drafts = f", drafts {r['speculate']}" if r.get("speculate") else ""
         lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label, r["quantize"] or r["dtype"], str(r["batch"]),
-            str(r["context"]), f"{r['ms_per_token']:.2f}" + "!" * is_wide(r), f"{r['p10']:.2f} - {r['p90']:.2f}",
+            Choice(r["kv"], r["budget"], r["options"]).label + drafts,
+            r["quantize"] or r["dtype"], str(r["batch"]), str(r["context"]),
+            f"{r['ms_per_token']:.2f}" + "!" * is_wide(r), f"{r['p10']:.2f} - {r['p90']:.2f}",
             value(r["floor_ms"], ".2f"), value(r["times_floor"], ".2f"), value(r["speedup_vs_full"], ".2f"),
             f"{r['tokens_per_s']:.1f}", size(r["step_weight_bytes"], r["step_device_bytes"], r["step_host_bytes"]),
             size(r["kv_device_bytes"], r["kv_host_bytes"]), size(r["peak_decode_bytes"]), size(r["peak_prefill_bytes"]),
@@ -37,6 +39,32 @@ def extensions(rows: list[dict]) -> str:
         lines.append([
             Choice(r["kv"], r["budget"], r["options"]).label, str(r["context"]), str(n), f"{r['extend_ms']:.0f}",
             f"{n * r['ms_per_token']:.0f}", value(again, ".0f"),
+        ])  # fmt: skip
+    return columns(lines)
+
+
+def tokens_per_round(drafted: int, accept: float) -> float:
+    """How many tokens a round gives if each drafted token is accepted with probability `accept`."""
+    return sum(accept**i for i in range(drafted + 1))
+
+
+def speculations(rows: list[dict], all_rows: list[dict]) -> str:
+    """What a round costs, and from which acceptance on it pays; `rows` are those with speculation."""
+    lines = [["drafts", "a round", "context", "batch", "weights", "round, ms", "draft, ms", "verify, ms", "full, ms",
+              "ms/token", "accepted", "break-even"]]  # fmt: skip
+    for r in rows:
+        same = [x for x in all_rows if all(x[key] == r[key] for key in ("context", "batch", "quantize"))]
+        plain = [x["ms_per_token"] for x in same if not x.get("speculate") and x["kv"] == r["kv"]
+                 and x["budget"] == r["budget"] and x["options"] == r["options"]]  # fmt: skip
+        full = [x["ms_per_token"] for x in same if x["kv"] == "full" and not x["options"]]
+        n, draft = r["speculate"], plain[0]
+        percents = range(101) if full else ()
+        pays = next((p for p in percents if r["round_ms"] <= full[0] * tokens_per_round(n, p / 100)), None)
+        lines.append([
+            Choice(r["kv"], r["budget"], r["options"]).label, str(n), str(r["context"]), str(r["batch"]),
+            r["quantize"] or r["dtype"], f"{r['round_ms']:.2f}", f"{draft:.2f}", f"{r['round_ms'] - n * draft:.2f}",
+            value(full[0] if full else None, ".2f"), f"{r['ms_per_token']:.2f}", f"{100 * r['accept']:.0f}%",
+            "-" if pays is None else f"{pays}%",
         ])  # fmt: skip
     return columns(lines)
 

@@ -212,6 +212,20 @@ def _convert(value: object, hint: object, min: float | None, max: float | None) 
     return number
 
 
+def drafts(name: str) -> bool:
+    """Whether the method, with its default options, can draft for the full cache."""
+    sizes = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128, "max_prompt": 1024}
+    shape = Shape(
+        **sizes, max_new_tokens=64, batch=1, rope_type="default", rope_theta=1e4, dtype=torch.float32,
+        device=torch.device("meta"), rewind=1,
+    )  # fmt: skip
+    try:
+        build(name, shape, max(64, _method(name)().minimum(shape)) if _method(name).budgeted else None, {})
+    except ValueError:
+        return False
+    return True
+
+
 def describe(name: str) -> str:
     """A method's help: its module docstring, and each option with type, default and meaning."""
     method = _method(name)
@@ -220,6 +234,8 @@ def describe(name: str) -> str:
     if method.approximates:
         given = "".join(f" and {key}={'auto' if x is None else x}" for key, x in method.approximates_with.items())
         lines.append(f"with a budget for every token{given} the full cache replaces it, because {method.approximates}")
+    if drafts(name):
+        lines.append("--speculate N: drafts tokens for the full cache, which then takes its memory as well")
     for option in dataclasses.fields(method):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
         if typing.get_origin(option.type) is typing.Literal:

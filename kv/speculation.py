@@ -91,8 +91,9 @@ class Speculation(KV):
     # Accounting
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        """Of a drafting step; a verification reads the full cache once."""
-        return self.draft.step_bytes(length)
+        """Of a round: the drafts, and one verification, which reads the full cache once."""
+        device, host = (self.shape.rewind * n for n in self.draft.step_bytes(length))
+        return device + self.full.step_bytes(length)[0], host
 
     def host_bytes(self) -> int:
         return self.draft.host_bytes()
