@@ -288,6 +288,8 @@ class KV(Buffers, ABC):
 class Kept(KV):
     """Slots for `kept` tokens of a prompt, in order of position, followed by every generated token."""
 
+    rewinds = True
+
     def __init__(self, shape: Shape, kept: int):
         super().__init__(shape)
         self.kept = min(kept, shape.max_prompt)
@@ -303,6 +305,9 @@ class Kept(KV):
         self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, kept]) for x in (k, v))
         self.dropped[row] = k.shape[2] - n
         self.position[row, :, :n] = kept
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        self.store(self.coded(k), self.coded(v), ops.following(pos - self.dropped, k.shape[2]), active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         first = pos - int(self.dropped[row])

@@ -109,11 +109,10 @@ class RocketKV(SnapKV):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
-        slot, n = pos - self.dropped, k.shape[2]
-        self.store(self.coded(k), self.coded(v), ops.following(slot, n), active)
-        at, (low, high) = ops.newest_pages(self.k, self.page, slot, n, self.decoded)  # [B,P] and [B,Hk,P,D]
-        new = (low if self.page == 1 else torch.cat([low, high], dim=3)).transpose(1, 2)
-        row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        super().insert(k, v, pos, active)
+        at, (low, high) = ops.newest_pages(self.k, self.page, pos - self.dropped, k.shape[2], self.decoded)
+        new = (low if self.page == 1 else torch.cat([low, high], dim=3)).transpose(1, 2)  # [B,P,Hk,2D]
+        row = torch.arange(pos.shape[0], device=pos.device)[:, None]
         self.bounds[row, :, :, at] = torch.where(active[:, None, None, None], new, self.bounds[row, :, :, at])
 
     def score(self, q: Tensor, slot: Tensor) -> Tensor:

@@ -35,8 +35,6 @@ class SnapKV(Kept):
     Each KV head keeps its own tokens or, with `per_query`, each query head.
     """
 
-    rewinds = True
-
     def __init__(
         self, shape: Shape, kept: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
         per_query: bool = False,
@@ -75,7 +73,7 @@ class SnapKV(Kept):
         return self.attend(q, pos - self.dropped + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        self.store(*self.repeated(k, v), ops.following(pos - self.dropped, k.shape[2]), active)
+        super().insert(*self.repeated(k, v), pos, active)
 
 
 def threshold_of(shape: Shape) -> int | None:

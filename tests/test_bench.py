@@ -12,7 +12,7 @@ from conftest import LLAMA
 import bench.__main__ as bench
 import device as devices
 import kv
-from bench import contenders, papers
+from bench import acceptance, contenders, papers
 from bench.papers import Setting
 from cli import Choice
 from cli import run as run_main
@@ -112,6 +112,44 @@ def test_peer_llama_cpp_runs_the_same_shape(here, quantize):
     rows = result("--kv", "full", "--peer", "llama.cpp", "--quantize", quantize, "--groupsize", "32")["rows"]
     assert [r["kv"] for r in rows] == ["full", "llama.cpp, flash", "llama.cpp"]
     assert all(r["ms_per_token"] > 0 and r["prefill_s"] > 0 and r["floor_ms"] is None for r in rows[1:])
+
+
+def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, capsys):
+    flags = "--kv", "full,streaming,h2o", "--budget", "16", "--speculate", "1,3", "--accept", "0.5"
+    rows = result(*flags)["rows"]
+    assert [(r["kv"], r["speculate"]) for r in rows] == [
+        ("full", 0), ("streaming", 0), ("h2o", 0), ("streaming", 1), ("streaming", 3),
+    ]  # fmt: skip
+    full, draft, _, one, three = rows
+    assert one["round_ms"] == pytest.approx(1.5 * one["ms_per_token"])
+    assert three["round_ms"] == pytest.approx(1.875 * three["ms_per_token"])
+    weights = full["step_weight_bytes"]
+    drafts, verified = 3 * draft["step_device_bytes"], full["step_device_bytes"]
+    assert three["step_device_bytes"] == pytest.approx(drafts + verified, rel=0.1)  # it plans more tokens
+    assert three["floor_ms"] == pytest.approx((4 * weights + three["step_device_bytes"]) / 1e6 / 1.875)
+    out, err = capsys.readouterr()
+    assert "left out: h2o cannot draft" in err and "break-even" in out and "streaming 16, drafts 3" in out
+    for flags, message in (
+        (["--accept", "1.5"], "--accept must lie"), (["--speculate", "0"], "must be positive"),
+        (["--speculate", "2", "--generate", "5"], "leave out --paper and --generate"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            run("--kv", "full", *flags)
+
+
+def test_acceptance(tiny_checkpoint, tmp_path, capsys):
+    file = str(tmp_path / "out.json")
+    flags = ["--kv", "quest:page=4,full:bits=8", "--budget", "32", "--length", "400", "--tokens", "12", "--samples", "2"]
+    acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--speculate", "2,3", "--json", file])
+    with open(file) as found:
+        rows = json.load(found)["rows"]
+    assert [(r["kv"], r["speculate"]) for r in rows] == [("quest", 2), ("quest", 3), ("full", 2), ("full", 3)]
+    for row in rows:
+        assert all(0 <= x["accepted"] <= row["speculate"] and x["same"] == 2 for x in row["kinds"].values())
+        assert 0 < row["draft_bytes"] < row["full_bytes"]
+    assert "accepted, free text" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--samples must be at least 1"):
+        acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--samples", "0"])
 
 
 def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):

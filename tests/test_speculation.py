@@ -1,6 +1,7 @@
 """Speculation: whatever drafts, the tokens are those of the full cache."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from test_contract import make_shape
 
 import kv
 from engine import Engine
+from eval import main as evaluate
+from generate import main
 from kv import METHODS, Shape
 
 DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
@@ -177,6 +180,55 @@ def test_compiled(checkpoint, eos, expected, name):
     engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True)
     for i, sampling in enumerate(SAMPLINGS[::2]):
         assert answers(engine, **sampling) == expected[2 * i]
+
+
+def test_the_command_line(tiny_checkpoint, tmp_path, capsys):
+    out, file = tmp_path / "out.json", str(tmp_path / "book.kv")
+    common = ["--checkpoint", str(tiny_checkpoint), "--no-compile", "--json", str(out), "--max-new-tokens", "30"]
+    text = ["--prompt", "There was once a mouse who lived in a mill. " * 9]
+    answers = []
+    for more in ([], ["--kv", "quest", "--budget", "32", "--speculate", "3"]):
+        main([*common, *text, *more])
+        report = json.loads(out.read_text())
+        answers.append(report["completions"][0]["answers"][0]["tokens"])
+    assert answers[0] == answers[1] and report["speculate"] == 3
+    assert 0 <= report["accepted_per_round"] <= 3 and report["decode_ms_per_step"] >= report["decode_ms_per_token"]
+    assert report["kv_device_bytes"] > report["kv_full_bytes"]
+    assert "of 3 drafted tokens accepted" in capsys.readouterr().err
+    main([*common, *text, "--kv", "snapkv++", "--budget", "32", "--speculate", "3", "--save-prompt", file])
+    assert json.loads(out.read_text())["speculate"] == 3
+    main([*common[:-2], "--load-prompt", file, "--prompt", " Who?", "--seed", "1"])
+    assert json.loads(out.read_text())["speculate"] == 3
+    for flags, message in (
+        (["--kv", "h2o", "--budget", "32", "--speculate", "2"], "h2o cannot draft"),
+        (["--kv", "full", "--speculate", "2"], "cannot draft for itself"),
+        (["--kv", "quest", "--budget", "32", "--speculate", "0"], "--speculate must be at least 1"),
+        (["--load-prompt", file, "--speculate", "2"], "leave out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main([*common, "--prompt", "x", *flags])
+
+
+def test_a_sliding_window_is_refused(checkpoint):
+    shape = replace(make_shape(window=100), rewind=2)
+    with pytest.raises(ValueError, match="sliding window"):
+        kv.build("quest", shape, 64, {"page": 4})
+
+
+def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
+    for more in ([], ["--speculate", "3"]):
+        evaluate([
+            "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity,fidelity", "--length", "400",
+            "--samples", "2", "--kv", "full,quest:page=4,snapkv++", "--budget", "32", "--batch", "2",
+            "--json", str(tmp_path / f"{len(more)}.json"),
+        ] + more)  # fmt: skip
+    plain, drafted = (json.loads((tmp_path / name).read_text())["rows"] for name in ("0.json", "2.json"))
+    full = {row["task"]: row["score"] for row in plain if row["kv"] == "full"}
+    assert any(row["score"] != full[row["task"]] for row in plain)
+    for row in drafted:
+        assert row["score"] == pytest.approx(full[row["task"]], rel=1e-4)
+        graded = row["task"] == "niah_single_1" and row["kv"] != "full"
+        assert (row["accepted_per_round"] is not None) == graded
 
 
 # A draft's own state
