@@ -183,7 +183,7 @@ def evaluate(
                 results = [progress.known[key] for key in keys]
                 wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
                 rate = {"fetch_hit_rate": 1 - fetched / wanted if wanted else None}
-                if args.speculate:
+                if engine.speculate:
                     rate["accepted_per_round"] = decoded / fed - 1 if fed else None
                 rows.append(about | summary(job, results) | bytes_ | rate)
                 samples += [about | {"index": i} | result for i, result in enumerate(results)]

@@ -139,7 +139,8 @@ def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, ca
 
 def test_acceptance(tiny_checkpoint, tmp_path, capsys):
     file = str(tmp_path / "out.json")
-    flags = ["--kv", "quest:page=4,full:bits=8", "--budget", "32", "--length", "400", "--tokens", "12", "--samples", "2"]
+    flags = ["--kv", "quest:page=4:skip_layers=0,full:bits=8", "--budget", "32"]
+    flags += ["--length", "400", "--tokens", "12", "--samples", "2"]
     acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--speculate", "2,3", "--json", file])
     with open(file) as found:
         rows = json.load(found)["rows"]
