@@ -14,7 +14,7 @@ The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)`
 mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
 On a CPU layers are compiled one by one: an attribute that `decode` sets is lost, also between a layer and the next.
 
-The laws, which tests/test_contract.py checks for every registered method:
+The laws, which tests/test_contract.py and tests/test_speculation.py (13) check for every registered method:
 
 1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off), the method that `build` returns
    equals full attention. A method that approximates even then declares it, and equals its slow reference.
@@ -30,6 +30,8 @@ The laws, which tests/test_contract.py checks for every registered method:
 11. `extend` by one token equals a decode step, for methods that attend to all they hold. With a budget for every token,
     a prompt that is extended in chunks of any sizes equals the whole prompt.
 12. A row restored from its `state` continues as the row did, in any row of any batch.
+13. If `rewinds`, tokens are taken back by moving `pos` back: after `insert` of others, a row is as if it had only ever
+    held those. A method with that property can draft for the full cache (kv/speculation.py), whose tokens come out.
 """
 
 from abc import ABC, abstractmethod
@@ -102,7 +104,7 @@ class KV(Buffers, ABC):
     exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # a prompt's beginning, extended by its rest, leaves what the whole prompt leaves
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
-    rewinds = False  # moving `pos` back by up to shape.rewind takes tokens away; `decode` begins with `insert`
+    rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
     recent = 0  # newest tokens, the current one included, that every step attends to
     slots = 0  # per KV head
     least = 0  # the fewest slots a step may read, because it selects that many
@@ -128,7 +130,7 @@ class KV(Buffers, ABC):
         """
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        """Stores n tokens per row, the first at pos [B]: k and v [B,Hk,n,D]. What else lies there is overwritten."""
+        """Stores n tokens per row, the first at pos [B], over any that the row held there: k and v [B,Hk,n,D]."""
         raise NotImplementedError
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
