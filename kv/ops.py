@@ -110,13 +110,9 @@ def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | N
     return index, torch.stack([low, high])
 
 
-def page_bounds(k: Tensor, page: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D].
-
-    Token 0 of k lies at slot `first`; the slots before it on its page do not count.
-    """
-    before = first % page
-    rest = (0, 0, before, -(before + k.shape[1]) % page)
+def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
+    rest = (0, 0, 0, -k.shape[1] % page)
     low, high = (F.pad(k, rest, value=empty).unflatten(1, (-1, page)) for empty in (torch.inf, -torch.inf))
     return low.amin(2), high.amax(2)
 

@@ -75,21 +75,18 @@ class RocketKV(SnapKV):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
         n = min(k.shape[2], self.kept)
-        keys = self.decoded(self.k[row, :, :n])  # [Hk,n,D]
-        bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
-        self.bounds[row, :, :, : bounds.shape[1]] = bounds.mT
+        self.bound(row, 0, n)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
         first = pos - int(self.dropped[row])
-        keys, page = k[0], first // self.page
-        if self.page > 1:
-            low, high = ops.page_bounds(keys, self.page, first)
-            if first % self.page:  # the newest page has tokens already
-                old = self.bounds[row, :, :, page].chunk(2, dim=-1)
-                low[:, 0], high[:, 0] = torch.minimum(low[:, 0], old[0]), torch.maximum(high[:, 0], old[1])
-            keys = torch.cat([low, high], dim=2)
-        self.bounds[row, :, :, page : page + keys.shape[1]] = keys.mT
+        self.bound(row, first // self.page, first + k.shape[2])
+
+    def bound(self, row: int, page: int, end: int) -> None:
+        """Stores the bounds of the pages from `page` on, which reach up to slot `end`."""
+        keys = self.decoded(self.k[row, :, page * self.page : end])  # [Hk,n,D]
+        bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
+        self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         pages = -(-(length - int(self.dropped[row])) // self.page)

@@ -60,6 +60,16 @@ def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
         assert torch.allclose(flex(q, k, v, length), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", ((4, 4), (6, 2), (4, 1)))
+def test_each_of_several_queries_sees_one_slot_more(heads):
+    q, k, v = qkv(3, *heads, 5, 320, dim=16)
+    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    for lengths in ((1, 124, 128), (129, 255, 316), (2, 300, 252)):
+        expected = naive(q, k, v, lambda b, n, lengths=lengths: list(range(lengths[b] + n)))
+        for attend in (ops.attend_prefix, flex):
+            assert torch.allclose(attend(q, k, v, torch.tensor(lengths)), expected, atol=1e-5)
+
+
 def test_flash_decoding_by_block_mask_may_begin_at_any_block():
     q, k, v = qkv(3, 6, 2, 1, 500, dim=16)
     flex = torch.compile(ops.flex_prefix, fullgraph=True)
