@@ -75,9 +75,10 @@ class Speculator(Decoder):
 
     def draw(self, x: Tensor, cut: Tensor, seed: Tensor, variant: str) -> Tensor:
         self.at.add_(self.live)
-        token = sample(self.model.logits(x[:, -1]), variant, cut, seed, self.request, self.at)
+        logits = self.model.logits(x[:, -1])
+        token = sample(logits, variant, cut, seed, self.request, self.at)
         self.drafted.copy_(torch.cat([self.drafted[:, 1:], token[:, None]], dim=1))
-        return token
+        return logits  # returned, it is stored: compiled code would compute it inside the search for the best token
 
     # The verification
 
