@@ -3,7 +3,8 @@
 A row drafts n tokens, one at a time, with the method's cache; the full cache then takes its last token and the drafted
 ones at once. Sampling's noise is a hash of (seed, request, position), so what the full cache samples at a position
 depends on its logits alone: drafted tokens are accepted up to the first that differs, and that sample follows them.
-Greedy or sampled, a row's tokens are those of the full cache alone.
+Greedy or sampled, a row's tokens are those of the full cache alone. Where an EOS or a stop text ends an answer inside a
+round, the host takes back the tokens after it (`rewind`).
 """
 
 import torch
@@ -91,8 +92,7 @@ class Speculator(Decoder):
         position = following(self.pos + 1, n).flatten()
         request = self.request.repeat_interleave(n)
         token = sample(logits.flatten(0, 1), variant, cut, seed, request, position).view(-1, n)
-        ends = (token[..., None] == self.eos).any(-1)
-        right = (self.drafted[:, 1:] == token[:, :-1]) & ~ends[:, :-1]
+        right = self.drafted[:, 1:] == token[:, :-1]
         count = torch.minimum(right.long().cumprod(1).sum(1) + 1, self.left) * self.live  # tokens that the row gains
         self.pos.add_(count)
         self.left.sub_(count)

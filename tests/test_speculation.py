@@ -285,6 +285,7 @@ def test_tokens_given_back_leave_no_trace(name):
     def part(source, first, n=1):
         return [x[..., first : first + n, :] for x in source]
 
+    expected = [clean.decode(step, part(tokens, step)) for step in range(32)]
     step = 0
     for accepted in (0, 2, 4, 1, 3, 4, 0, 2, 1):
         for i in range(4):  # the round's first token is right, the drafts are not
@@ -292,12 +293,9 @@ def test_tokens_given_back_leave_no_trace(name):
         round_ = [torch.cat([a, b], dim=3) for a, b in zip(
             part(tokens, step, accepted + 1), part(junk, 0, 4 - accepted), strict=True)]  # fmt: skip
         drafting.insert(step, round_)
-        for _ in range(accepted + 1):
-            clean.decode(step, part(tokens, step))
-            step += 1
-        expected = clean.decode(step, part(tokens, step))
+        step += accepted + 1
         found = drafting.decode(step, part(tokens, step))
-        assert (found - expected).abs().max() <= 1e-5, accepted
+        assert (found - expected[step]).abs().max() <= 1e-5, accepted
     for feed in (clean, drafting):
         for layer in feed.layers:
             layer.close()
