@@ -174,12 +174,11 @@ def test_a_saved_prompt_is_continued(checkpoint, eos, expected):
         assert outcome(found) == outcome(full)
 
 
-@pytest.mark.parametrize("name", ("rocketkv", "quest", "streaming", "kivi", "tailorkv"))
-def test_compiled(checkpoint, eos, expected, name):
+@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), ("streaming", 2), ("tailorkv", 0)))
+def test_compiled(checkpoint, eos, expected, name, case):
     kv, options = DRAFTS[name]
     engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True)
-    for i, sampling in enumerate(SAMPLINGS[::2]):
-        assert answers(engine, **sampling) == expected[2 * i]
+    assert answers(engine, **SAMPLINGS[case]) == expected[case]
 
 
 def test_the_command_line(tiny_checkpoint, tmp_path, capsys):
@@ -218,8 +217,8 @@ def test_a_sliding_window_is_refused(checkpoint):
 def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
     for more in ([], ["--speculate", "3"]):
         evaluate([
-            "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity,fidelity", "--length", "400",
-            "--samples", "2", "--kv", "full,quest:page=4:skip_layers=0,snapkv++", "--budget", "32", "--batch", "2",
+            "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity", "--length", "300",
+            "--samples", "1", "--kv", "full,quest:page=4:skip_layers=0,snapkv++", "--budget", "32", "--batch", "2",
             "--json", str(tmp_path / f"{len(more)}.json"),
         ] + more)  # fmt: skip
     plain, drafted = (json.loads((tmp_path / name).read_text())["rows"] for name in ("0.json", "2.json"))
