@@ -107,11 +107,12 @@ def test_methods_that_cannot_take_tokens_back_are_refused():
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("exact", (("exact_topk", {}, 400), ("kivi", {"recent": 400})))
 def test_a_draft_that_is_always_right_gains_every_token(checkpoint, exact, temperature):
-    """One reads the full cache's tokens; the other holds its own, and must be given the last one of each round."""
-    engine = load(checkpoint, set(), *exact, speculate=ROUND, batch=1)
-    (found,) = engine.generate([PROMPTS[0]], 41, temperature)
-    assert engine.stats.fed == engine.stats.steps == 10 and engine.stats.decoded == 40
-    assert len(found.answers[0].tokens) == 41
+    """One reads the full cache's tokens; the other holds its own, and must be given the last one of each round, and
+    questions."""
+    engine = load(checkpoint, set(), *exact, speculate=ROUND, batch=1, max_new_tokens=100)
+    (found,) = engine.generate([PROMPTS[0]], 41, temperature, follow_ups=[[[1, 2, 3]]])
+    assert engine.stats.fed == engine.stats.steps == 20 and engine.stats.decoded == 80
+    assert [len(answer.tokens) for answer in found.answers] == [41, 41]
 
 
 def test_a_draft_that_is_always_wrong_gains_one(checkpoint, monkeypatch):
