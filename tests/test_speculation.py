@@ -143,6 +143,15 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, l
         assert found == expected and expected[0][0][1] == "stop"
 
 
+@pytest.mark.parametrize("lag", (0, 1))
+def test_a_round_may_cross_the_end_of_the_slots_that_are_read(checkpoint, lag):
+    """A CPU reads slots in multiples of 256."""
+    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (250, 252, 254)]
+    drafting = load(checkpoint, set(), "snapkv++", {}, 24, speculate=ROUND, lag=lag)
+    found, expected = (outcome(engine.generate(prompts, 12)) for engine in (drafting, load(checkpoint, set())))
+    assert found == expected
+
+
 def test_an_interrupted_round_ends_where_the_host_says(checkpoint, eos):
     engine = load(checkpoint, set(), "snapkv++", {}, 24, speculate=ROUND, batch=1)
 
