@@ -144,11 +144,13 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, l
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-def test_a_round_may_cross_the_end_of_the_slots_that_are_read(checkpoint, lag):
+@pytest.mark.parametrize("kv", ("exact_topk", "snapkv++"))
+def test_a_round_may_cross_the_end_of_the_slots_that_are_read_and_of_the_plan(checkpoint, kv, lag):
     """A CPU reads slots in multiples of 256."""
-    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (250, 252, 254)]
-    drafting = load(checkpoint, set(), "snapkv++", {}, 24, speculate=ROUND, lag=lag)
-    found, expected = (outcome(engine.generate(prompts, 12)) for engine in (drafting, load(checkpoint, set())))
+    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (244, 248, 254)]
+    plan = {"batch": 1, "max_prompt": 254, "max_new_tokens": 12}
+    drafting = load(checkpoint, set(), kv, {}, 250, speculate=ROUND, lag=lag, **plan)
+    found, expected = (outcome(engine.generate(prompts, 12)) for engine in (drafting, load(checkpoint, set(), **plan)))
     assert found == expected
 
 
