@@ -176,8 +176,6 @@ class Decoder(nn.Module):
         """
         self.fitted = [layer.fit(length, new) for layer in self.layers]
         before = compiled_graphs()
-        if self.compiled and self.device.type == "cuda":  # the call imports torch's compiler: a second
-            torch.compiler.cudagraph_mark_step_begin()
         if commands != self.commands:  # pinned: a copy from other memory would wait for the last step
             pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")
             self.commands, self.command = commands, pinned.to(self.device, non_blocking=True)
@@ -195,14 +193,16 @@ class Pass:
     def __init__(self, decoder: Decoder, enter: Callable, leave: Callable):
         self.decoder, self.enter, self.leave = decoder, enter, leave
         self.regions: tuple[Region, ...] = ()
-        self.run = self.forward
-        if decoder.compiled and decoder.device.type == "cuda":
+        self.run, self.graphed = self.forward, decoder.compiled and decoder.device.type == "cuda"
+        if self.graphed:
             self.run = compiled(self.forward, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
         elif decoder.compiled:
             self.regions, self.run = (Region(enter), Region(run_layer), Region(leave)), self.by_region
 
     @torch.no_grad()
     def __call__(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        if self.graphed:  # the call imports torch's compiler: a second
+            torch.compiler.cudagraph_mark_step_begin()
         return self.run(command, variant, cut, seed)
 
     def forward(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,12 @@ def offload_threads() -> Callable[[], list[threading.Thread]]:
     return lambda: [t for t in threading.enumerate() if t.name.startswith("kv-offload") and t not in others]
 
 
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Traced as for compiling, and then run by torch."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, examples: graph)
+
+
 def write_random(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
     """Writes a converted checkpoint with random weights and no tokenizer; its logits are far from uniform."""
     config = LLAMA | changes

@@ -188,12 +188,6 @@ def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path, family
     assert (compiled - exact).abs().max() < 2 * (eager - exact).abs().max()
 
 
-@pytest.fixture
-def traced_only(monkeypatch):
-    """Traced as for compiling, and then run by torch."""
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, examples: graph)
-
-
 def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(checkpoint, traced_only):
     engine = load(checkpoint, batch=2, compile=True)
     for temperature, top_k, seed in ((0, None, 0), (1.0, None, 0), (0.7, None, 3), (0.5, 5, 0), (0.9, 3, 0)):

@@ -14,6 +14,7 @@ from engine import Engine
 from eval import main as evaluate
 from generate import main
 from kv import METHODS, Shape
+from region import compiled
 
 DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "full:bits": ("full", {"bits": 4}),
@@ -241,6 +242,17 @@ def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp
         assert row["score"] == pytest.approx(full[row["task"]], rel=1e-4)
         graded = row["task"] == "niah_single_1" and row["kv"] != "full"
         assert (row.get("accepted_per_round") is not None) == graded
+
+
+@pytest.mark.parametrize("name", ("rocketkv", "tailorkv"))
+def test_a_round_is_two_graphs_for_a_gpu(checkpoint, eos, expected, name, traced_only):
+    """Where CUDA graphs capture them, drafting and verifying are compiled as wholes; here that is traced on the CPU."""
+    kv, options = DRAFTS[name]
+    engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True, max_prompt=97)
+    for each in (engine.decoder.draft, engine.decoder.verify):
+        each.run = compiled(each.forward, backend="eager")
+    assert answers(engine) == expected[0]
+    assert engine.stats.compiles == 2
 
 
 # A draft's own state
