@@ -11,6 +11,7 @@ import startup  # noqa: F401
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -56,6 +57,27 @@ def prompts(engine: Engine, args: argparse.Namespace) -> dict[str, tuple[list[li
     return {"look-ups": (asked, task.max_new_tokens), "free text": (free, args.tokens)}
 
 
+def measure(
+    args: argparse.Namespace, engine: Engine, kinds: dict[str, tuple[list[list[int]], int]], cells: list
+) -> Iterator[dict]:
+    """A row of the JSON object for each draft; the first cell is the full cache alone."""
+    full = {}
+    for method, n in cells:
+        row = {"kv": method.kv, "budget": method.budget, "options": method.options, "speculate": n, "kinds": {}}
+        for kind, (texts, limit) in kinds.items():
+            longest = max(map(len, texts))
+            engine.use(method.kv, method.budget, method.options, args.batch, longest, limit, n)
+            engine.requests = itertools.count()  # the noise of sampling depends on a request's number
+            found = [c.answers[0].tokens for c in engine.generate(texts, limit, args.temperature)]
+            full.setdefault(kind, found)
+            same = sum(a == b for a, b in zip(found, full[kind], strict=True))
+            row["kinds"][kind] = {"accepted": engine.stats.accepted, "same": same, "of": len(texts)}
+            row["draft_bytes"] = sum(sum(getattr(layer, "draft", layer).step_bytes(longest)) for layer in engine.layers)
+            row["full_bytes"] = engine.shape.full_bytes() // engine.shape.planned // args.batch * longest
+        if n:
+            yield row
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_output(args.json, "--json")
@@ -69,23 +91,18 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(engine.no_tokenizer)
     kinds = prompts(engine, args)
     cells = [(Choice("full", None, {}), 0), *((method, n) for method in chosen for n in counts)]
-    full, rows = {}, []
-    for method, n in tqdm(cells, unit="draft", disable=None):
-        row = {"kv": method.kv, "budget": method.budget, "options": method.options, "speculate": n, "kinds": {}}
-        for kind, (texts, limit) in kinds.items():
-            longest = max(map(len, texts))
-            engine.use(method.kv, method.budget, method.options, args.batch, longest, limit, n)
-            engine.requests = itertools.count()  # the noise of sampling depends on a request's number
-            found = [c.answers[0].tokens for c in engine.generate(texts, limit, args.temperature)]
-            full.setdefault(kind, found)
-            same = sum(a == b for a, b in zip(found, full[kind], strict=True))
-            row["kinds"][kind] = {"accepted": engine.stats.accepted, "same": same, "of": len(texts)}
-            row["draft_bytes"] = sum(sum(getattr(layer, "draft", layer).step_bytes(longest)) for layer in engine.layers)
-            row["full_bytes"] = engine.shape.full_bytes() // engine.shape.planned // args.batch * longest
-        if n:
+    for method, n in cells:  # rejects now what cannot draft
+        engine.use(method.kv, method.budget, method.options, args.batch, None, args.tokens, n)
+    rows, stopped = [], False
+    try:
+        for row in tqdm(measure(args, engine, kinds, cells), total=len(cells) - 1, unit="draft", disable=None):
             rows.append(row)
+    except KeyboardInterrupt:  # finished drafts are still shown
+        stopped = True
     print(table(rows, list(kinds)), file=sys.stderr if args.json == "-" else sys.stdout)
     write_json(args.json, {"args": {k: str(v) for k, v in vars(args).items()}, "rows": rows})
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def table(rows: list[dict], kinds: list[str]) -> str:

@@ -137,7 +137,11 @@ def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, ca
             run("--kv", "full", *flags)
 
 
-def test_acceptance(tiny_checkpoint, tmp_path, capsys):
+def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        yield rows[0]
+        raise KeyboardInterrupt
+
     file = str(tmp_path / "out.json")
     flags = ["--kv", "quest:page=4:skip_layers=0,full:bits=8", "--budget", "32"]
     flags += ["--length", "400", "--tokens", "12", "--samples", "2"]
@@ -149,6 +153,13 @@ def test_acceptance(tiny_checkpoint, tmp_path, capsys):
         assert all(0 <= x["accepted"] <= row["speculate"] and x["same"] == 2 for x in row["kinds"].values())
         assert 0 < row["draft_bytes"] < row["full_bytes"]
     assert "accepted, free text" in capsys.readouterr().out
+    monkeypatch.setattr(acceptance, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--json", file])
+    with open(file) as found:
+        assert json.load(found)["rows"] == rows[:1]
+    with pytest.raises(ValueError, match="h2o cannot draft"):
+        acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--kv", "quest,h2o"])
     with pytest.raises(ValueError, match="--samples must be at least 1"):
         acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--samples", "0"])
 
