@@ -231,7 +231,7 @@ def test_a_sliding_window_is_refused(checkpoint):
 def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
     for more in ([], ["--speculate", "3"]):
         evaluate([
-            "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity", "--length", "300",
+            "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity", "--length", "340",
             "--samples", "1", "--kv", "full,quest:page=4:skip_layers=0,snapkv++", "--budget", "32", "--batch", "2",
             "--json", str(tmp_path / f"{len(more)}.json"),
         ] + more)  # fmt: skip
