@@ -9,7 +9,6 @@ Memory: the full cache and the draft. A draft that holds every token as the full
 full cache's K and V, and adds only what it chooses by.
 """
 
-
 from torch import Tensor
 
 from kv.base import KV, Held
@@ -29,11 +28,13 @@ class Speculation(KV):
         else:
             self.beyond["the full cache"] = shape.max_prompt * shape.slot_bytes
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = self.draft.prefill(row, q, k, v)
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.draft.attend_prompt(q, k, v)
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.draft.keep(row, q, k, v)
         if not self.draft.holds_all:
             self.full.keep(row, q, k, v)
-        return y
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """The draft's step or, for n > 1 tokens per row, the first at pos [B], verification.
@@ -56,10 +57,6 @@ class Speculation(KV):
 
     def skip_prompt(self, q: Tensor, k: Tensor) -> None:
         self.draft.skip_prompt(q, k)
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.draft.keep(row, q, k, v)
-        self.full.keep(row, q, k, v)
 
     def finish(self, row: int) -> None:
         self.draft.finish(row)
@@ -99,7 +96,7 @@ class Speculation(KV):
         return self.draft.host_bytes()
 
     def overhead(self) -> dict[str, int]:
-        return self.beyond | self.draft.overhead()
+        return super().overhead() | self.draft.overhead()
 
     def fetched(self) -> tuple[int, int]:
         return self.draft.fetched()
