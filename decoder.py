@@ -17,7 +17,7 @@ from kv.ops import hashed
 from model import Block, Transformer
 from progress import Listener, Phase, Stats, timed
 from region import Region, compiled
-from tune import tune
+from tune import tune, tune_attention
 
 CONTINUE, SLEEP = -1, -2  # commands to a row; a value of 0 or more is a token to feed it
 
@@ -158,16 +158,22 @@ class Decoder(nn.Module):
         if self.compiled and sampling.variant not in self.warm:
             about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
             with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
-                for rows in self.rows() if not self.warm else ():
-                    self.stats.products |= tune(self.model, rows)
+                for tokens in self.tokens() if not self.warm else ():
+                    self.tune(tokens)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds
             self.warm.add(sampling.variant)
 
-    def rows(self) -> list[int]:
-        """How many rows the products of a step have."""
-        return [self.batch]
+    def tokens(self) -> list[int]:
+        """How many tokens per row the passes of a step have."""
+        return [1]
+
+    def tune(self, tokens: int) -> None:
+        """Chooses the products of a pass, on a CPU."""
+        if self.device.type == "cpu":
+            self.stats.products |= tune(self.model, self.batch * tokens)
+            self.stats.products |= tune_attention(self.shape, tokens)
 
     def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step. After it, no row holds more than `length` tokens, `new` of them decoded.

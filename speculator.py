@@ -45,8 +45,8 @@ class Speculator(Decoder):
         """Takes away all but the first `pos` tokens of row `row`, and puts it to sleep."""
         self.pos[row], self.left[row] = pos, 0
 
-    def rows(self) -> list[int]:
-        return [self.batch * self.drafted.shape[1], self.batch]
+    def tokens(self) -> list[int]:
+        return [self.drafted.shape[1], 1]
 
     def close(self) -> None:
         super().close()

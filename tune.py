@@ -2,8 +2,9 @@
 
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
 CPUs and between sizes. For the rows of a compiled step each size is timed once per machine, on the model's own weights;
-for prefill, whether 16-bit weights should be widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or
-under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps.
+so are two forms of a step's attention, torch's kernel and fused products and sums; and for prefill, whether 16-bit
+weights should be widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME).
+KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device import machine
+from kv import Shape, ops
 from linear import FEW, WIDENED, Embedding, Int8Embedding, Int8Linear, Linear
 from region import Region
 
@@ -27,8 +29,17 @@ Times = dict[str, float]  # milliseconds by product
 PRODUCTS = ("auto", "kernel", "mv", "fused")
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
 READ = 2**28  # bytes that a candidate reads in one round, at most
+TOKENS = 2**13  # that attention is measured with
 ROUNDS = 7
 BETTER = 0.95  # share of the default's time below which another product replaces it
+
+
+def fixed_product() -> str:
+    """KV_FAST_PRODUCT, or auto. Raises ValueError if it names no product."""
+    fixed = os.environ.get("KV_FAST_PRODUCT", "auto")
+    if fixed not in PRODUCTS:
+        raise ValueError(f"KV_FAST_PRODUCT={fixed} names no product: use {', '.join(PRODUCTS)}")
+    return fixed
 
 
 def tune(model: nn.Module, rows: int) -> dict[str, Times]:
@@ -36,9 +47,7 @@ def tune(model: nn.Module, rows: int) -> dict[str, Times]:
 
     Raises ValueError if KV_FAST_PRODUCT names no product.
     """
-    fixed = os.environ.get("KV_FAST_PRODUCT", "auto")
-    if fixed not in PRODUCTS:
-        raise ValueError(f"KV_FAST_PRODUCT={fixed} names no product: use {', '.join(PRODUCTS)}")
+    fixed = fixed_product()
     if rows > FEW or model.norm.weight.device.type != "cpu":
         return {}
     groups = defaultdict(list)
@@ -57,6 +66,46 @@ def tune(model: nn.Module, rows: int) -> dict[str, Times]:
             one, few = module.products
             module.products = (best, few) if rows == 1 else (one, best)
     return times
+
+
+def tune_attention(shape: Shape, tokens: int) -> dict[str, Times]:
+    """Decides how compiled steps of `tokens` tokens per row attend; returns the milliseconds of each form.
+
+    Caches that are small keep the default. Raises ValueError as `tune`.
+    """
+    fixed, queries = fixed_product(), shape.n_head // shape.n_kv_head * tokens
+    name = f"{str(shape.dtype).removeprefix('torch.')} attention, {queries} x {shape.head_dim}"
+    times = {}
+    if fixed == "auto":
+        if shape.full_bytes() < LEAST:
+            return {}
+        times = recalled([name], lambda _: measure_attention(shape, queries))
+    best = fastest(times[name]) if times else fixed
+    choose_attention((shape.dtype, queries, shape.head_dim), best)
+    return times
+
+
+def choose_attention(key: tuple[torch.dtype, int, int], form: str) -> None:
+    (ops.FUSED.add if form == "fused" else ops.FUSED.discard)(key)
+
+
+def measure_attention(shape: Shape, queries: int) -> Times:
+    """Milliseconds of each form, the least of several rounds over caches that are larger than the CPU's."""
+    heads, dim, dtype, found = shape.n_kv_head, shape.head_dim, shape.dtype, {}
+    count = max(1, READ // 2 // (TOKENS * heads * shape.unit_bytes))
+    caches = [torch.ones(2, 1, heads, TOKENS, dim, dtype=dtype) for _ in range(count)]
+    q, mask = torch.ones(1, heads, queries, dim, dtype=dtype), torch.ones(1, 1, queries, TOKENS, dtype=torch.bool)
+    region = Region(ops.attend_groups)
+    for turn in range(1 + ROUNDS):  # the first compiles
+        for name in ("kernel", "fused"):
+            choose_attention((dtype, queries, dim), name)
+            begin = time.perf_counter()
+            for i, (k, v) in enumerate(caches):
+                region((name, i), None, (q, k, v, mask))
+            ms = 1e3 * (time.perf_counter() - begin) / count
+            if turn:
+                found[name] = min(ms, found.get(name, ms))
+    return found
 
 
 def widen(dtype: torch.dtype) -> None:

@@ -10,6 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 SPAN = 256  # slots: a step reads a multiple of this, or all
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 BLOCK = 128  # slots per block of flex_attention's block mask
+CHUNK = 128  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
+# (dtype, queries of a group, D) for which fused products and sums attend faster on this CPU than SDPA, see tune.py
+FUSED: set[tuple[torch.dtype, int, int]] = set()
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
@@ -23,7 +26,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     The G queries of a group form one small matrix, so K and V are read once and never repeated.
     """
     mask = (mask[:, None] if mask.dim() == 2 else mask)[:, :, None]
-    return F.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, attn_mask=mask).view(q.shape)
+    return attend_groups(grouped(q, k.shape[1]), k, v, mask).view(q.shape)
+
+
+def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """R queries of each group: q [B,Hk,R,D], k and v [B,Hk,S,D], mask broadcastable to [B,Hk,R,S] -> [B,Hk,R,D].
+
+    A step that is compiled for a CPU attends by SDPA or by products and sums that Inductor fuses: see FUSED.
+    """
+    if q.device.type != "cpu" or (q.dtype, *q.shape[2:]) not in FUSED or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    weight = (dots(q, k) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    if k.shape[2] % CHUNK:
+        return sums(weight, v).to(q.dtype)
+    weight, v = weight.unflatten(3, (-1, CHUNK)), v.unflatten(2, (-1, CHUNK))
+    return torch.stack([(row[..., None] * v).sum(3).sum(2) for row in weight.unbind(2)], dim=2).to(q.dtype)
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
@@ -39,7 +56,7 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     mask = slot < following(length, n)[..., None]  # [B,n,S]
     rows = q.unflatten(1, (k.shape[1], -1))  # [B,Hk,G,n,D]
     mask = mask[:, None].repeat(1, 1, rows.shape[2], 1)  # [B,1,G n,S]
-    y = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask)
+    y = attend_groups(rows.flatten(2, 3), k, v, mask)
     return y.unflatten(2, (-1, n)).flatten(1, 2)
 
 

@@ -1,17 +1,20 @@
 """The choice of products for a compiled step on a CPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
+from test_contract import make_shape
 
 import linear
 import tune
 from config import ModelConfig
 from decoder import Sampling
 from engine import Engine
+from kv import Shape, ops
 from linear import Embedding, Int8Linear, Linear
 from model import Transformer
 
@@ -153,7 +156,7 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
     engine = Engine.load(folder, batch=3)
     found = engine.generate(prompts, 12)
     assert [c.answers[0].tokens for c in found] == [c.answers[0].tokens for c in expected]
-    assert set(engine.stats.products) == sizes(engine.model, 3)
+    assert set(engine.stats.products) == sizes(engine.model, 3) | {"float32 attention, 2 x 16"}
     for times in engine.stats.products.values():
         assert set(times) == {"kernel", "fused"} and min(times.values()) > 0
     monkeypatch.setattr(tune, "measure", None)
@@ -175,3 +178,55 @@ def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
     monkeypatch.setattr(tune, "decided", set())
     tune.widen(torch.bfloat16)  # from the file
     assert json.loads(tune.cache_file().read_text())[tune.where()] == {"bfloat16, many rows": times}
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("size", (ops.CHUNK * 3, ops.CHUNK + 72, 40))
+@pytest.mark.parametrize("queries", (1, 6))
+def test_fused_attention_agrees_to_rounding(monkeypatch, dtype, size, queries):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 16).to(dtype) for n in (queries, size, size))
+    mask = torch.rand(2, 1, queries, size) < 0.7
+    k, v = (x.masked_fill(~mask.any(2)[..., None], 1e4) for x in (k, v))
+    expected = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), attn_mask=mask)
+    kernel = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch._dynamo.reset()
+    monkeypatch.setattr(ops, "FUSED", {(dtype, queries, 16)})
+    y = torch.compile(ops.attend_groups, fullgraph=True)(q, k, v, mask)
+    assert y.dtype == dtype and not torch.equal(y, kernel)  # another sum
+    assert (y.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-6
+
+
+def attention_of(shape: Shape, **more) -> Shape:
+    return replace(shape, max_prompt=tune.LEAST // shape.bytes(1), **more)
+
+
+@pytest.mark.parametrize("faster", ("kernel", "fused"))
+def test_attention_takes_the_form_that_is_faster(monkeypatch, faster):
+    measured = []
+
+    def measure(shape, queries):
+        measured.append(queries)
+        return {"kernel": 1.0, "fused": 0.5 if faster == "fused" else 2.0}
+
+    monkeypatch.setattr(ops, "FUSED", set())
+    monkeypatch.setattr(tune, "measure_attention", measure)
+    large = attention_of(make_shape())
+    assert tune.tune_attention(make_shape(), 1) == {} and not measured  # a small cache
+    for tokens in (1, 4, 1):
+        assert list(tune.tune_attention(large, tokens)) == [f"float32 attention, {2 * tokens} x 16"]
+    assert measured == [2, 8]
+    assert ops.FUSED == ({(torch.float32, 2, 16), (torch.float32, 8, 16)} if faster == "fused" else set())
+    monkeypatch.setenv("KV_FAST_PRODUCT", "kernel")
+    tune.tune_attention(large, 1)
+    assert (torch.float32, 2, 16) not in ops.FUSED
+    monkeypatch.setenv("KV_FAST_PRODUCT", "fused")
+    tune.tune_attention(make_shape(), 1)
+    assert (torch.float32, 2, 16) in ops.FUSED
+
+
+def test_both_forms_of_attention_are_measured(monkeypatch):
+    monkeypatch.setattr(ops, "FUSED", set())
+    monkeypatch.setattr(tune, "READ", 1)
+    times = tune.measure_attention(make_shape(), 2)
+    assert list(times) == ["kernel", "fused"] and all(ms > 0 for ms in times.values())
