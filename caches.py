@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import kv as methods
+import tp
 from config import ModelConfig, rope_frequencies
 from decoder import Decoder, compiled_graphs
 from device import compile_errors, free_bytes
 from kv import Shape
+from kv.ranks import ALONE, Ranks
 from model import SLICE, Transformer
 from prefix import Prefix, Setting
 from progress import Listener, Phase, Stats
@@ -43,12 +45,14 @@ class Caches:
     """One model, the caches of one KV method, and the decode step that uses them."""
 
     def __init__(
-        self, model: Transformer, eos: set[int], profile: dict, compile: bool, on_phase: Listener | None = None
-    ):
+        self, model: Transformer, eos: set[int], profile: dict, compile: bool, on_phase: Listener | None = None,
+        ranks: Ranks = ALONE,
+    ):  # fmt: skip
         with compile_errors():
             compiled_graphs()  # imports torch's compiler, as caches do: the import creates its folder, which can fail
         self.model, self.config, self.profile, self.compile = model, model.config, profile, compile
         self.eos = eos  # ids that end an answer
+        self.ranks = ranks  # those that hold the model's other parts, see tp.py
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
@@ -60,6 +64,7 @@ class Caches:
         self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 1
         self.shape: Shape | None = None  # None: no caches yet
+        self.endless = True  # rows can decode an unlimited number of tokens
         self.layers: list[methods.KV] = []
         self.decoder: Decoder | None = None
 
@@ -85,24 +90,19 @@ class Caches:
         return self
 
     @property
-    def endless(self) -> bool:
-        """Whether rows can decode an unlimited number of tokens."""
-        return all(layer.endless for layer in self.layers)
-
-    @property
     def reuses_prompts(self) -> bool:
         """Whether prompts may share the beginning that they have in common, and memory is free for a copy of it."""
         if self.config.rope["rope_type"] == "dynamic" or not all(layer.keeps_prompts for layer in self.layers):
             return False
-        return self.shape.full_bytes() // self.batch < free_bytes(self.device) // 2
+        return tp.least(self.ranks, free_bytes(self.device) // 2 - self.shape.full_bytes() // self.batch) > 0
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
             raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens need more GB than any machine has; "
                              "lower --max-new-tokens or --batch")  # fmt: skip
         return shape_of(
-            self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens, self.speculate
-        )  # fmt: skip
+            self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens, self.speculate, self.ranks
+        )
 
     def _planned_bytes(self, shape: Shape) -> tuple[int, int]:
         return methods.planned_bytes(self.method, shape, self.budget, self.options, self.profile)
@@ -157,7 +157,7 @@ class Caches:
             layer.close()
         if self.decoder is not None:
             self.decoder.close()
-        self.shape, self.layers, self.decoder = None, [], None
+        self.shape, self.layers, self.decoder, self.endless = None, [], None, True
         for layer in self.model.layers:
             layer.attention.kv = None
 
@@ -166,7 +166,8 @@ class Caches:
         device, host = self._planned_bytes(shape)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
-            if bytes_ > (1 - spare) * (free := free_bytes(torch.device(place))):
+            free = tp.free_share(torch.device(place))
+            if tp.least(self.ranks, (1 - spare) * free - bytes_) < 0:
                 raise ValueError(
                     f"the {self.method} cache of {self.batch} x {shape.planned} tokens needs {bytes_ / 1e9:.2f} GB on "
                     f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
@@ -177,6 +178,7 @@ class Caches:
         self._release()  # frees the old caches first
         self._check_memory(shape)
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
+        self.endless = tp.least(self.ranks, all(layer.endless for layer in self.layers)) > 0
         self.model.set_kv(self.layers, self.batch)
         self.decoder = (Speculator if self.speculate else Decoder)(
             self.model, self.layers, shape, sorted(self.eos), self.compile, self.stats, self.on_phase
@@ -210,7 +212,7 @@ class Caches:
         options = dataclasses.asdict(methods.parse_options(self.method, self.options | self.from_profile()))
         has, dtype = self.shape, str(self.dtype).removeprefix("torch.")
         plan = has.max_prompt, has.max_new_tokens
-        return Setting(self.method, self.budget, options, *plan, dtype, self.speculate)
+        return Setting(self.method, self.budget, options, *plan, dtype, self.speculate, self.ranks.count)
 
     def copy(self, row: int, tokens: list[int]) -> Prefix:
         """What row `row` holds, after the prompt `tokens`."""
@@ -273,14 +275,14 @@ class Caches:
 
 def shape_of(
     c: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int, max_prompt: int, max_new_tokens: int,
-    rewind: int = 0,
+    rewind: int = 0, ranks: Ranks = ALONE,
 ) -> Shape:  # fmt: skip
     """What KV methods receive about a model and a plan."""
     return Shape(
         n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
         rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=dtype, device=device,
         batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window, max_length=c.max_length,
-        rewind=rewind, rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
+        rewind=rewind, ranks=ranks, rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
     )  # fmt: skip
 
 

@@ -60,6 +60,24 @@ class Stored:
                 raise ValueError(f"{self.file} is truncated: tensor {self.name} is cut off")
         return tensor
 
+    def read_spans(self, dim: int, spans: list[tuple[int, int]]) -> Tensor:
+        """Only the indices in `spans` of dimension `dim`, [start, stop) one after the other; errors as in `read`."""
+        if self.offset is None:
+            return torch.cat([self.read().narrow(dim, start, stop - start) for start, stop in spans], dim)
+        size = sum(stop - start for start, stop in spans)
+        tensor = torch.empty((*self.shape[:dim], size, *self.shape[dim + 1 :]), dtype=self.dtype)
+        memory, done = memoryview(_memory(tensor)).cast("B"), 0
+        unit = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize  # bytes of one index
+        with open(self.file, "rb") as file:
+            for block in range(math.prod(self.shape[:dim])):
+                for start, stop in spans:
+                    file.seek(self.offset + (block * self.shape[dim] + start) * unit)
+                    part = memory[done : done + (stop - start) * unit]
+                    if file.readinto(part) != len(part):
+                        raise ValueError(f"{self.file} is truncated: tensor {self.name} is cut off")
+                    done += len(part)
+        return tensor
+
 
 def open_weights(folder: str | Path) -> dict[str, Stored]:
     """All tensors of a folder by name, reading headers only: of safetensors if there are any, else pytorch_model*.bin.
@@ -275,19 +293,21 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
 
 
 def load_checkpoint(
-    folder: str | Path, model: nn.Module, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> nn.Module:
+    folder: str | Path, model: nn.Module, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
+    whole: nn.Module | None = None, read: Callable[[Stored, Tensor], Tensor] = lambda stored, _: stored.read(),
+) -> nn.Module:  # fmt: skip
     """Loads the weights onto `device`, one tensor at a time, into `model`, built on the meta device without KV caches.
 
-    Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the model's tensors. Raises
-    what `read_config`, `open_weights` and `check_weights` raise.
+    Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the model's tensors, or those
+    of `whole`, of which `read` reads the part that belongs in a tensor of `model`. Raises what `read_config`,
+    `open_weights` and `check_weights` raise.
     """
     read_config(folder)
     stored, expected = open_weights(folder), model.state_dict()
-    check_weights(stored, {name: tuple(t.shape) for name, t in expected.items()}, folder)
+    check_weights(stored, {name: tuple(t.shape) for name, t in (whole or model).state_dict().items()}, folder)
     state = {}
-    for name in expected:
-        tensor = stored[name].read()
+    for name, own in expected.items():
+        tensor = read(stored[name], own)
         state[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
     model.load_state_dict(state, assign=True)
     return model

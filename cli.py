@@ -3,6 +3,7 @@
 import startup
 
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -12,11 +13,17 @@ from pathlib import Path
 from typing import NoReturn
 
 import kv as methods
+import tp
 from device import memory_errors
 
 
-def run(main: Callable[[], object]) -> NoReturn:
-    """Runs main; exits with 0, 2 after `error: one line` for a user error (ValueError, OSError), or 130 for Ctrl-C."""
+def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
+    """Runs main; exits with 0, 2 after `error: one line` for a user error (ValueError, OSError), or 130 for Ctrl-C.
+
+    ranks: torchrun may start it, in several processes; then only rank 0 prints, and one of them reports an error.
+    """
+    if tp.launched():
+        return run_ranks(main, ranks)
     if signal.getsignal(signal.SIGINT) is startup.interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -28,6 +35,28 @@ def run(main: Callable[[], object]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    sys.exit(0)
+
+
+def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
+    """`run` in one of several processes. If one fails, torchrun ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which ends a process even while it waits for another
+    stderr = sys.stderr
+    try:
+        with memory_errors():
+            if not ranks:
+                raise ValueError("this tool runs in one process: start it with python, not torchrun")
+            if tp.join().rank:
+                sys.stdout = sys.stderr = open(os.devnull, "w")
+            main()
+    except Exception as error:
+        if tp.first_to_fail():
+            if not isinstance(error, ValueError | OSError):
+                raise
+            print("error:", " ".join(str(error).split()), file=stderr)
+        stderr.flush()
+        os._exit(2)  # at once: leaving torch.distributed in order would wait for the other ranks
+    tp.leave()
     sys.exit(0)
 
 

@@ -31,8 +31,9 @@ class Conversation:
                 readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
         except ImportError:
             pass
-        print(HELP, file=sys.stderr)
-        self.handler = signal.signal(signal.SIGINT, self._stop)
+        alone = self.engine.ranks.count == 1
+        print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+        self.handler = signal.signal(signal.SIGINT, self._stop) if alone else signal.SIG_DFL
         return self
 
     def __exit__(self, *_) -> None:

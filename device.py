@@ -98,16 +98,24 @@ def _unwritable_cache(reason: str) -> str:
 
 
 def pick_device(name: str | torch.device | None) -> torch.device:
-    """The device of that name; None selects a GPU if there is one. Raises ValueError if it does not exist."""
+    """The device of that name; None selects a GPU if there is one. Raises ValueError if it does not exist.
+
+    Under torchrun, "cuda" is another GPU in each process of a machine.
+    """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name or default)
     except RuntimeError:
         device = torch.device("meta")
     here = {"cpu": 1, "cuda": torch.cuda.device_count()}
-    if (device.index or 0) >= here.get(device.type, 0):
+    index = device.index
+    if device.type == "cuda" and index is None:
+        index = int(os.environ.get("LOCAL_RANK", 0))
+    if (index or 0) >= here.get(device.type, 0):
+        if index != device.index and torch.cuda.is_available():
+            raise ValueError(f"{here['cuda']} GPUs are here: start at most as many processes")
         raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * torch.cuda.is_available())
-    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
+    return device if device.type == "cpu" else torch.device(device.type, index)
 
 
 def pick_dtype(name: str | torch.dtype) -> torch.dtype:

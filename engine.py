@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,16 +20,18 @@ import torch
 from torch import Tensor
 
 import kv as methods
+import tp
 from caches import Caches, check_count, exclusive
 from checkpoint import fingerprint, load_checkpoint, present, read_config, read_eos_ids, read_json
 from config import ModelConfig
 from decoder import SLEEP, Sampling
-from device import free_bytes, memory_errors, pick_device, pick_dtype
+from device import memory_errors, pick_device, pick_dtype
+from kv.ranks import ALONE, Ranks
 from loop import Loop
 from model import Transformer
 from prefix import Prefix, Shared
 from progress import Listener, Phase, timed
-from quantize import pack, quantize_modules, read_quantization
+from quantize import pack, read_quantization
 from sequence import Completion, Row
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -46,10 +48,10 @@ class Engine(Caches):
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], profile: dict, compile: bool,
-        seed: int | None, on_phase: Listener | None = None,
+        seed: int | None, on_phase: Listener | None = None, ranks: Ranks = ALONE,
     ):  # fmt: skip
         """Takes a loaded model and arguments of `load`; call `use` to set up the caches."""
-        super().__init__(model, eos, profile, compile, on_phase)
+        super().__init__(model, eos, profile, compile, on_phase, ranks)
         self.tokenizer = tokenizer
         self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
@@ -74,6 +76,7 @@ class Engine(Caches):
         seed: int | None = None,
         speculate: int = 0,
         on_phase: Listener | None = None,
+        parallel: bool = True,
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
@@ -82,17 +85,29 @@ class Engine(Caches):
         max_new_tokens: tokens a row may decode after its prompt, including those fed by follow-ups.
         speculate: tokens that the method drafts per step, for the full cache to verify; the answers are the full
         cache's. dtype: default, the checkpoint's. on_phase: called with each phase of the engine's work, see
-        progress.py.
+        progress.py. parallel: under torchrun the processes share one model (tp.py) and make the same calls; if False,
+        each has a whole one.
         Raises ValueError or FileNotFoundError with one line that says what to do.
         """
         methods.parse_options(kv, options or {})  # reject bad options before the weights are read
-        device, folder = pick_device(device), Path(checkpoint)
-        config = read_config(folder)
-        with torch.device("meta"):
-            model = Transformer(ModelConfig.from_dict(config))
-        if quantization := read_quantization(config):
-            quantize_modules(model, **quantization)
-        eos = read_eos_ids(folder, config, model.config.vocab_size)
+        ranks = tp.join() if parallel else ALONE
+        with tp.together(ranks):
+            engine = cls._read(Path(checkpoint), device, dtype, compile, seed, on_phase, ranks)
+        engine.seed = tp.same(ranks, engine.seed)
+        return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens, speculate)
+
+    @classmethod
+    def _read(
+        cls, folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None, compile: bool,
+        seed: int | None, on_phase: Listener | None, ranks: Ranks,
+    ) -> "Engine":  # fmt: skip
+        """An engine without caches; arguments and errors as in `load`."""
+        device, config = pick_device(device), read_config(folder)
+        sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)
+        model, whole = tp.skeleton(sizes, quantization, ranks), None
+        if ranks.count > 1:
+            whole = tp.skeleton(sizes, quantization, ALONE)
+        eos = read_eos_ids(folder, config, sizes.vocab_size)
         tokenizer, no_tokenizer = None, None
         try:
             tokenizer = load_tokenizer(folder)
@@ -101,25 +116,26 @@ class Engine(Caches):
         if tokenizer is not None:
             eos |= tokenizer.eos_ids
             used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may be larger
-            if used >= model.config.vocab_size:
+            if used >= sizes.vocab_size:
                 raise ValueError(
                     f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and the model "
-                    f"{model.config.vocab_size}: it belongs to another checkpoint"
+                    f"{sizes.vocab_size}: it belongs to another checkpoint"
                 )
         dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
         tensors = model.state_dict().values()
         needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
-        free = free_bytes(device)
+        free = tp.free_share(device)
         if needed > free:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
         with timed(on_phase, Phase("load", f"{needed / 1e9:.2f} GB")) as phase:
-            pack(load_checkpoint(folder, model, device, dtype).requires_grad_(False))
+            read = partial(tp.read_part, c=model.config, ranks=ranks)
+            pack(load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False))
         found = folder / "kv_profile.json"
         profile = methods.read_profile(read_json(found)) if present(found) else {}
-        engine = cls(model, tokenizer, eos, profile, compile, seed, on_phase)
+        engine = cls(tp.connect(model, ranks), tokenizer, eos, profile, compile, seed, on_phase, ranks)
         engine.no_tokenizer, engine.folder = no_tokenizer or engine.no_tokenizer, folder
         engine.stats.load_s, engine.stats.load_bytes = phase.seconds, needed
-        return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens, speculate)
+        return engine
 
     @cached_property
     def weights(self) -> str:
@@ -246,7 +262,12 @@ class Engine(Caches):
 
     def interrupt(self) -> None:
         """Ends the answers that `generate` is decoding: each keeps its tokens so far and gets the finish reason
-        `interrupted`. Follow-ups and waiting prompts continue. Safe in a signal handler and from other threads."""
+        `interrupted`. Follow-ups and waiting prompts continue. Safe in a signal handler and from other threads.
+
+        Raises RuntimeError if several ranks share the model: they would not all stop at the same token.
+        """
+        if self.ranks.count > 1:
+            raise RuntimeError("answers that several ranks decode cannot be interrupted")
         self.interrupted = True
 
     @exclusive

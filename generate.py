@@ -18,6 +18,7 @@ import torch
 
 import kv
 import prefix
+import tp
 import tune
 from batch import open_to_append, parse_batch
 from checkpoint import fingerprint
@@ -120,14 +121,15 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
 
     A rejected prompt among several fails alone: after the others are answered, ValueError names it.
     """
-    options, saved = given_options(args), None
+    options, saved, ranks = given_options(args), None, tp.join()
     if args.load_prompt is not None:
         saved = prefix.load(args.load_prompt, fingerprint(checkpoint))
         args.kv, args.budget, options = saved.setting.kv, saved.setting.budget, saved.setting.options
         args.speculate = saved.setting.speculate
     Sampling(args.temperature, args.top_k, args.top_p)  # rejects now what generate would reject
     single = len(prompts) == 1
-    talk = args.chat and sys.stdin.isatty() and single and args.batch_file is None and args.prompt_file != "-"
+    terminal = tp.same(ranks, sys.stdin.isatty())
+    talk = args.chat and terminal and single and args.batch_file is None and args.prompt_file != "-"
     talk = talk and args.save_prompt is None
     demo = args.checkpoint is None
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
@@ -157,8 +159,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
         if saved is not None and args.max_new_tokens is None and not demo:
             limit = max(1, min(limit, saved.setting.max_new_tokens - max(map(len, ids.values()))))
         with (
-            open_to_append(args.out) if args.out else nullcontext() as file,
-            Conversation(engine, out) if talk else nullcontext() as conversation,
+            open_to_append(args.out) if args.out and not ranks.rank else nullcontext() as file,
+            Conversation(engine, out) if talk and not ranks.rank else nullcontext() as conversation,
         ):
 
             def write(entry: dict) -> None:
@@ -167,7 +169,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
                     file.flush()
 
             def show(index: int, token: int, text: str) -> None:
-                if talk:
+                if conversation is not None:
                     conversation.begun()
                 if single:
                     print(text, end="", file=out, flush=True)
@@ -182,7 +184,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
                 progress.finished()
             completions = engine.generate(
                 list(ids.values()), limit, args.temperature, args.top_k, args.top_p, args.stop,
-                follow_ups=[conversation.questions()] if talk else None, prefix=saved, on_token=show, on_done=done,
+                follow_ups=[tp.relay(ranks, conversation and conversation.questions())] if talk else None,
+                prefix=saved, on_token=show, on_done=done,
             )  # fmt: skip
     if single and not talk:
         print(file=out)
@@ -195,7 +198,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     print_report(report)
     for line in tune.lines(engine.stats.products) if args.verbose else ():
         print(f"{'product':14} {line}", file=sys.stderr)
-    write_json(args.json, report)
+    if not ranks.rank:
+        write_json(args.json, report)
     if failed:
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
 
@@ -232,6 +236,7 @@ def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, complet
         "checkpoint": str(checkpoint),
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "ranks": engine.ranks.count,
         "seed": engine.seed,
         "batch": engine.batch,
         "load_s": stats.load_s,
@@ -283,6 +288,8 @@ def print_report(r: dict) -> None:
     if r["accepted_per_round"] is not None:
         drafts = f"{r['accepted_per_round']:.2f} of {r['speculate']} drafted tokens accepted"
         lines.insert(7, ("speculation", f"{drafts}, {r['decode_ms_per_step']:.2f} ms a round"))
+    if r["ranks"] > 1:
+        lines.insert(0, ("ranks", f"{r['ranks']}; bytes are those of one"))
     if r["fetch_hit_rate"]:
         lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
     if r["extend_tokens"]:
@@ -320,7 +327,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.product is not None:
         os.environ["KV_FAST_PRODUCT"] = args.product
-    prompts = read_prompts(args)
+    ranks = tp.join()
+    if ranks.count > 1 and (args.save_prompt is not None or args.load_prompt is not None):
+        raise ValueError("--save-prompt and --load-prompt need one process: start it with python, not torchrun")
+    prompts = tp.first(ranks, lambda: read_prompts(args))
     if not all(prompts.values()):
         raise ValueError("the prompt is empty")
     if args.system is not None and not args.chat:
@@ -338,4 +348,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, ranks=True)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = "kv-fast prompt 3"
+FORMAT = "kv-fast prompt 4"
 LEAST = 256  # tokens that prompts must share to prefill them once
 
 
@@ -30,6 +30,7 @@ class Setting:
     max_new_tokens: int
     dtype: str
     speculate: int = 0
+    ranks: int = 1  # processes that share the model
 
     @property
     def plan(self) -> tuple[int, int]:
@@ -56,6 +57,8 @@ class Prefix:
 
     def save(self, path: str | Path, weights: str) -> None:
         """Writes a file, whole or not at all; `weights` is the checkpoint's `fingerprint`."""
+        if self.setting.ranks > 1:
+            raise ValueError("a prompt whose heads are on several ranks cannot be saved: save it in one process")
         path = Path(path)
         tensors = {name: x.cpu().contiguous() for name, x in self.tensors().items()}
         about = asdict(self.setting) | {"layers": len(self.layers), "weights": weights, "chat": self.chat}

@@ -161,7 +161,8 @@ def candidates(module: nn.Module, rows: int) -> list[str]:
 
 
 def multiply(x: Tensor, module: nn.Module) -> Tensor:
-    return module.logits(x) if isinstance(module, Embedding | Int8Embedding) else module(x)
+    """Without the module's hooks, which may wait for other processes (tp.py)."""
+    return module.logits(x) if isinstance(module, Embedding | Int8Embedding) else module.forward(x)
 
 
 @torch.no_grad()

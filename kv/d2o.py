@@ -146,7 +146,7 @@ class D2O(H2O):
         if self.index == 0:
             self.shared.parked.clear()
         (sums, variance), self.observed = self.observed, None  # Equations 6 and 4, from ops
-        self.shared.park(sums, variance, k[0], v[0])
+        self.shared.park(sums, self.shape.ranks.gather(variance), k[0], v[0])
 
     def finish(self, row: int) -> None:
         if self.index == 0:

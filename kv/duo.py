@@ -122,7 +122,7 @@ class DuoMethod(Method):
 
     def plan(self, shape: Shape, budget: int) -> tuple[int, int, int]:
         """(retrieval heads of the whole model, sinks, recent)"""
-        every, window = shape.n_layer * shape.n_kv_head, self.sinks + self.recent
+        every, window = shape.n_layer * shape.model_kv_heads, self.sinks + self.recent
         if budget <= window:
             sinks = int(0.2 * budget) if budget <= 256 else min(self.sinks, budget // 2)
             return 0, sinks, budget - sinks
@@ -130,24 +130,28 @@ class DuoMethod(Method):
         return int(share * every + 0.5), self.sinks, self.recent
 
     def choose(self, shape: Shape, count: int) -> list[list[bool]]:
-        """Whether each KV head is among the `count` with the highest scores, [layer][KV head]."""
-        every = shape.n_layer * shape.n_kv_head
+        """Whether each KV head is among the model's `count` with the highest scores, [layer][KV head]."""
+        heads = shape.model_kv_heads
+        every = shape.n_layer * heads
         if count in (0, every):
             return [[count > 0] * shape.n_kv_head for _ in range(shape.n_layer)]
         scores = read_scores(self.heads) if self.heads else self.head_scores
         if scores is None:
             raise ValueError("duo does not know this model's retrieval heads: run calibrate.py, or give heads=FILE")
-        if len(scores) != shape.n_layer or any(len(row) != shape.n_kv_head for row in scores):
-            raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {shape.n_kv_head} KV heads")
+        if len(scores) != shape.n_layer or any(len(row) != heads for row in scores):
+            raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {heads} KV heads")
         flat = [score for row in scores for score in row]
         best = set(sorted(range(every), key=lambda i: -flat[i])[:count])
-        return [[layer * shape.n_kv_head + h in best for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
+        first = shape.ranks.rank * shape.n_kv_head  # of this rank's heads
+        ours = range(first, first + shape.n_kv_head)
+        return [[layer * heads + h in best for h in ours] for layer in range(shape.n_layer)]
 
     def minimum(self, shape: Shape) -> int:
         return 2
 
     def memory(self, shape: Shape, budget: int) -> int:
         count, sinks, recent = self.plan(shape, budget)
+        count = sum(map(sum, self.choose(shape, count)))  # on this rank
         rest = shape.n_layer * shape.n_kv_head - count
         units = count * shape.planned + rest * min(sinks + recent, shape.planned)
         return shape.batch * units * shape.unit_bytes

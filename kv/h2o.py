@@ -279,7 +279,8 @@ class CaM(H2O):
 
     def chance(self, position: Tensor) -> Tensor:
         """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""
-        head = torch.arange(position.shape[-2], device=position.device)[:, None]
+        heads = position.shape[-2]
+        head = self.shape.ranks.rank * heads + torch.arange(heads, device=position.device)[:, None]
         return ops.hashed(ops.hashed(position + ops.hashed(head + 4096 * self.layer))) / 2.0**32
 
 

@@ -111,7 +111,7 @@ class InfLLM(Fetched):
         query = ops.grouped(q, self.shape.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
         scores = ops.dots(query, self.representatives)[:, :, 0]  # [B,Hk,blocks]
         if self.joint:
-            scores = scores.sum(1, keepdim=True)
+            scores = self.shape.ranks.sum(scores.sum(1, keepdim=True))
         middle = (self.prompt - self.ends).clamp(min=0)[:, None, None]  # tokens
         empty = torch.arange(self.blocks, device=q.device) * self.block >= middle
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)

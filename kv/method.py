@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from kv.ranks import ALONE, Ranks
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -27,12 +29,18 @@ class Shape:
     window: int | None = None  # the model's sliding window in tokens, where it has one
     max_length: int = 2**31  # the model's context in tokens
     rewind: int = 0  # how many of its newest tokens a row may give back
+    ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
     rope_speeds: tuple[float, ...] = ()  # radians per position of each of D / 2 channel pairs; empty: from rope_theta
 
     @property
     def planned(self) -> int:
         """S: the largest number of tokens a row will hold."""
         return self.max_prompt + self.max_new_tokens
+
+    @property
+    def model_kv_heads(self) -> int:
+        """The model's KV heads, those of all ranks."""
+        return self.n_kv_head * self.ranks.count
 
     @property
     def unit_bytes(self) -> int:

@@ -71,8 +71,8 @@ def k_of(share: Fraction, prompt: int) -> int:
 def default_filters(shape: Shape) -> list[int]:
     """The paper's for Yi-9B and Llama-3-70B; else Llama-3-8B's relative depths, fewer if no layer were sparse."""
     known = {(48, 4096, 4): [6, 11, 30], (80, 8192, 8): [4, 19, 41]}
-    if (shape.n_layer, shape.dim, shape.n_kv_head) in known:
-        return known[shape.n_layer, shape.dim, shape.n_kv_head]
+    if (model := (shape.n_layer, shape.dim, shape.model_kv_heads)) in known:
+        return known[model]
     filters = sorted({int(depth / 32 * shape.n_layer + 0.5) for depth in (2, 8, 18)})
     while len(filters) > 1 and not any(segments_of(filters, shape.n_layer).values()):
         filters.pop()

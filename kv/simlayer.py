@@ -31,7 +31,7 @@ def threshold_of(shape: Shape) -> float:
         (28, 3584, 4, 1e6): 0.85,
     }  # fmt: skip
     scaled = shape.rope_type == "linear"  # LongChat has Llama-2's shape
-    return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.n_kv_head, shape.rope_theta), 0.9)
+    return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.model_kv_heads, shape.rope_theta), 0.9)
 
 
 class Shared(Buffers):
@@ -95,7 +95,8 @@ class SimLayer(KV):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
         last = attention.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]
-        mass = 1 - last[..., between].sum(2).mean()  # on the first and the newest tokens
+        mean = self.shape.ranks.sum(last[..., between].sum(2).mean()) / self.shape.ranks.count
+        mass = 1 - mean  # on the first and the newest tokens
         self.shared.take(row, self.index, mass.item(), k[0], v[0])
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:

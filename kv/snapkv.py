@@ -84,7 +84,7 @@ def threshold_of(shape: Shape) -> int | None:
 
 
 def is_longchat(shape: Shape) -> bool:
-    return shape.rope_type == "linear" and (shape.n_layer, shape.n_kv_head) == (32, 32)
+    return shape.rope_type == "linear" and (shape.n_layer, shape.model_kv_heads) == (32, 32)
 
 
 # The methods

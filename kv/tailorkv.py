@@ -130,7 +130,7 @@ class TailorKVMethod(FetchMethod):
     def quantized_layers(self, shape: Shape) -> list[int]:
         """The option's layers; by default 0, for Llama-2-7B, Yi-6B and Yi-9B also 1 (section 5.1)."""
         if self.quant_layers is None:
-            known = shape.dim == 4096 and (shape.n_layer, shape.n_kv_head) in ((32, 32), (32, 4), (48, 4))
+            known = shape.dim == 4096 and (shape.n_layer, shape.model_kv_heads) in ((32, 32), (32, 4), (48, 4))
             return [0, 1] if known else [0]
         if any(layer >= shape.n_layer for layer in self.quant_layers):
             raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {self.quant_layers}")
