@@ -16,11 +16,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import tp
 from checkpoint import COMPANIONS, fingerprint
 from cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
 from device import DTYPES
 from engine import Engine
 from kv import BudgetTooSmall
+from kv.ranks import ALONE, Ranks
 from tasks import Setting, shipped_haystack, texts
 from tasks.answers import Job, Reference, answer, digest, force, later_turn
 from tasks.registry import GROUPS, TASKS
@@ -60,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
     p.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     p.add_argument("--batch", type=int, default=1, help="rows decoded together (default: 1)")
+    p.add_argument("--ranks", choices=("model", "data"), default="model", help="under torchrun: the processes share one "
+                   "model (default), or each has a whole one and answers its share of the samples")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
@@ -134,15 +138,17 @@ def code(root: Path = ROOT) -> str:
 
 
 def evaluate(
-    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress
+    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> tuple[list[dict], list[dict]]:  # fmt: skip
-    """Runs the jobs; returns (rows, samples) of the JSON object."""
+    """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples."""
     rows, samples, reference = [], [], Reference(engine)
     common = {"weights": fingerprint(args.checkpoint), "code": code(), "profile": digest(engine.profile)}
     files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
     common |= {"tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()]}
     common |= {"dtype": str(engine.dtype).removeprefix("torch."), "eos": sorted(engine.eos)}
     common |= {name: getattr(args, name) for name in ("blind", "chat", "stepwise", "fork", "speculate")}
+    common |= {"ranks": engine.ranks.count} if engine.ranks.count > 1 else {}
 
     def key_of(method: Choice, job: Job, index: int) -> str:
         """Everything that a result depends on."""
@@ -159,8 +165,9 @@ def evaluate(
                 about |= {"task": job.task, "length": job.length, "chat": job.chat}
                 keys = [key_of(method, job, i) for i in range(len(job.items))]
                 missing = [i for i, key in enumerate(keys) if key not in progress.known]
+                mine = missing[ranks.rank :: ranks.count]
                 if job.task == "fidelity":
-                    reference.prepare(job, missing, args.batch)
+                    reference.prepare(job, mine, args.batch)
                 try:
                     bytes_ = use(engine, method, job, args.batch, args.speculate)
                 except BudgetTooSmall as error:  # the cell has no score, and the run continues
@@ -169,9 +176,9 @@ def evaluate(
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))
-                before, decoded, fed = engine.fetched(), 0, 0
-                for at in range(0, len(missing), args.batch):
-                    part = missing[at : at + args.batch]
+                before, decoded, fed, new = engine.fetched(), 0, 0, {}
+                for at in range(0, len(mine), args.batch):
+                    part = mine[at : at + args.batch]
                     if job.graded:
                         found = answer(engine, job, [job.items[i] for i in part], args)
                         decoded, fed = decoded + engine.stats.decoded, fed + engine.stats.fed
@@ -179,9 +186,14 @@ def evaluate(
                         found = force(engine, job, part, reference)
                     for i, result in zip(part, found, strict=True):
                         progress.add(keys[i], result)
+                        new[keys[i]] = result
                     bar.update(len(part))
-                results = [progress.known[key] for key in keys]
                 wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
+                found, counts = zip(*tp.everyone(ranks, (new, (wanted, fetched, decoded, fed))), strict=True)
+                for theirs in found:
+                    progress.known |= theirs
+                wanted, fetched, decoded, fed = map(sum, zip(*counts, strict=True))
+                results = [progress.known[key] for key in keys]
                 rate = {"fetch_hit_rate": 1 - fetched / wanted if wanted else None}
                 if engine.speculate:
                     rate["accepted_per_round"] = decoded / fed - 1 if fed else None
@@ -237,17 +249,26 @@ def main(argv: list[str] | None = None) -> None:
     for name, text in given.items():
         if not text.strip():
             raise ValueError(f"--{name} {getattr(args, name)}: the text is empty")
-    engine = SharedPrompts.load(args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0).share()
+    ranks = tp.join()
+    engine = SharedPrompts.load(
+        args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0, parallel=args.ranks == "model"
+    ).share()
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
         raise ValueError(f"{engine.no_tokenizer}; the tasks need a tokenizer")
     jobs = prepare(args, given, engine, tasks, lengths)
-    progress = Progress(None if args.progress is None else Path(args.progress))
-    rows, samples = evaluate(args, engine, jobs, chosen, progress)
+    path = None if args.progress is None else Path(args.progress)
+    progress = Progress(None if ranks.rank else path)
+    progress.known = tp.same(ranks, progress.known)
+    if args.ranks == "data":
+        progress.path = path
+    rows, samples = evaluate(args, engine, jobs, chosen, progress, ranks if args.ranks == "data" else ALONE)
+    if ranks.rank:
+        return
     out = sys.stderr if args.json == "-" else sys.stdout
     print("\n".join([table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    result = {"args": arguments, "rows": rows, "samples": samples}
+    result = {"args": arguments, "ranks": ranks.count, "rows": rows, "samples": samples}
     write_json(args.json, result)
     if args.plot:
         from tasks.plot import draw  # imports matplotlib, which takes a second
@@ -256,4 +277,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, ranks=True)

@@ -102,6 +102,15 @@ def free_share(device: torch.device) -> int:
     return free_bytes(device) // (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1)
 
 
+def everyone(ranks: Ranks, value) -> list:
+    """The value of each rank, on every rank."""
+    if ranks.count == 1:
+        return [value]
+    found = [None] * ranks.count
+    dist.all_gather_object(found, value)
+    return found
+
+
 def least(ranks: Ranks, value: float) -> float:
     """The least of the ranks' values."""
     found = torch.tensor(value, dtype=torch.float64)
@@ -118,15 +127,12 @@ def together(ranks: Ranks) -> Iterator[None]:
         yield
     except (ValueError, OSError) as found:
         error = found
-    if ranks.count > 1:
-        errors = [None] * ranks.count
-        dist.all_gather_object(errors, error and str(error))
-        failed = [rank for rank, text in enumerate(errors) if text is not None]
-        if failed:
-            text = errors[failed[0]]
-            raise ValueError(text if errors == [text] * ranks.count else f"rank {failed[0]}: {text}")
-    elif error is not None:
+    if ranks.count == 1 and error is not None:
         raise error
+    errors = everyone(ranks, error and str(error))
+    if failed := [rank for rank, text in enumerate(errors) if text is not None]:
+        text = errors[failed[0]]
+        raise ValueError(text if errors == [text] * ranks.count else f"rank {failed[0]}: {text}")
 
 
 def first(ranks: Ranks, what: Callable):
@@ -157,12 +163,15 @@ def share(c: ModelConfig, ranks: Ranks) -> ModelConfig:
     )
 
 
-def skeleton(c: ModelConfig, quantization: dict | None, ranks: Ranks) -> Transformer:
+def skeleton(
+    c: ModelConfig, quantization: dict | None, ranks: Ranks, dtype: torch.dtype = torch.float32
+) -> Transformer:
     """One rank's part of the model, on the meta device. Raises ValueError if the model does not divide."""
     with torch.device("meta"):
         model = Transformer(share(c, ranks))
         if ranks.count > 1 and model.output is not None:
             model.output = Linear(c.dim, -(-c.vocab_size // ranks.count), bias=False)
+        model.to(dtype)
     if quantization:
         if quantization["mode"] == "int4":
             check_groups(model, quantization["groupsize"], ranks)

@@ -13,6 +13,7 @@ import datetime
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TextIO
 import torch
 
 import kv as methods
+import tp
 import tune
 from bench import generations, llama_cpp
 from bench.contenders import SHAPES
@@ -89,10 +91,16 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--peer {args.peer} needs it: pip install {' '.join(missing)}")
     if args.memory_cap is not None and args.memory_cap <= 0:
         raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
+    ranks = tp.join()
+    if ranks.count > 1 and (args.peer or args.paper or args.generate):
+        raise ValueError("--peer, --paper and --generate need one process: start it with python, not torchrun")
+    if ranks.rank:
+        args.json, args.plot, args.results = None, None, os.devnull
+        args.profile = args.profile and os.devnull
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)
     if args.memory_cap is not None:
         cap_memory(int(args.memory_cap * 1e9), device)
-    args.shape = args.shape or default_shape(device)
+    args.shape = tp.same(ranks, args.shape or default_shape(device))
     config = shape_config(args.shape)
     contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
     if args.batch == "max" and args.generate is None:
@@ -155,7 +163,12 @@ def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
         print(speculations(speculated, rows), file=out)
     kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
     products = tune.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
-    for line in profile_lines(rows) + kernels + products:
+    ranks = []
+    if rows[0].get("ranks", 1) > 1:
+        sizes = sorted({(r["batch"], r["step_exchanged_bytes"]) for r in rows})
+        each = ", ".join(f"{size / 1e6:.2f} MB with batch {batch}" for batch, size in sizes)
+        ranks.append(f"{rows[0]['ranks']} ranks, bytes are those of one; they exchange {each} a step")
+    for line in profile_lines(rows) + ranks + kernels + products:
         print(line, file=out)
     if not args.generate and any(map(is_wide, rows)):
         print("! the spread is too wide to conclude: is the machine idle?", file=out)
@@ -192,4 +205,4 @@ def commit() -> str | None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, ranks=True)

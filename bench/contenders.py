@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 import kv as methods
+import tp
 from caches import shape_of
 from cli import Choice
 from config import ModelConfig
 from decoder import CONTINUE, Sampling, read_later
 from engine import Engine
 from kv.full import Full
+from kv.ranks import ALONE, Ranks
 from model import Transformer
-from quantize import pack, quantize_modules
+from quantize import pack
 
 
 def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
@@ -57,18 +59,22 @@ class Case:
     steps: int  # tokens planned after the context
     compile: bool
     prefill: bool
+    ranks: Ranks = ALONE
 
     def shape(self) -> methods.Shape:
         config = ModelConfig.from_dict(self.config)
         return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
-        """The model on the meta device."""
-        with torch.device("meta"):
-            model = Transformer(ModelConfig.from_dict(self.config)).to(self.dtype)
-            if self.quantize:
-                quantize_modules(model, self.quantize, self.groupsize, embeddings=False)
-        return model
+        """This rank's part of the model, on the meta device."""
+        how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": False}
+        return tp.skeleton(ModelConfig.from_dict(self.config), how if self.quantize else None, self.ranks, self.dtype)
+
+    def exchanged(self) -> int:
+        """Bytes that the ranks sum, and of logits that they gather, in one step."""
+        c = ModelConfig.from_dict(self.config)
+        numbers = 2 * c.n_layer * c.dim + c.vocab_size
+        return self.batch * numbers * self.dtype.itemsize if self.ranks.count > 1 else 0
 
 
 def random_weights(case: Case) -> dict[str, Tensor]:
@@ -86,9 +92,9 @@ def random_weights(case: Case) -> dict[str, Tensor]:
 
 
 def step_weights(case: Case, weights: dict[str, Tensor]) -> int:
-    """Bytes of the weights that a step reads: all except an embedding table that is not also the head."""
-    table = 0 if case.config.get("tie_word_embeddings") else weights["tok_embeddings.weight"].nbytes
-    return sum(t.nbytes for t in weights.values()) - table
+    """Bytes of the weights that a step reads: all except what of the embedding table is not also this rank's head."""
+    table, tied = weights["tok_embeddings.weight"].nbytes, case.config.get("tie_word_embeddings")
+    return sum(t.nbytes for t in weights.values()) - table + (table // case.ranks.count if tied else 0)
 
 
 def seconds(what: Callable[[], object]) -> float:
@@ -139,8 +145,9 @@ class Ours:
         model = case.model()
         model.load_state_dict(weights, assign=True)
         pack(model)  # reorders shared weights again each time, which does not matter: they are random
+        model = tp.connect(model.requires_grad_(False), case.ranks)
         profile = case.config.get("kv_profile", {})
-        self.engine = engine = Engine(model.requires_grad_(False), None, set(), profile, case.compile, seed=0)
+        self.engine = engine = Engine(model, None, set(), profile, case.compile, seed=0, ranks=case.ranks)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import tp
 from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
 from bench.llama_cpp import LlamaCpp
 from bench.report import tokens_per_round
@@ -21,7 +22,8 @@ LEAST = 2**25  # bytes of free memory that measuring needs
 
 def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
     steps = args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
-    return Case(config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill)
+    common = config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill
+    return Case(*common, tp.join())
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -105,7 +107,8 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             "shape": args.shape, "context": case.context, "batch": case.batch,
             "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize, "prefill_s": prefill_s,
             **contender.about(), "weight_bytes": weight_bytes, "graphs": None,
-            "step_weight_bytes": step_weights(case, weights),
+            "step_weight_bytes": step_weights(case, weights), "ranks": case.ranks.count,
+            "step_exchanged_bytes": case.exchanged(),
         }  # fmt: skip
         if isinstance(contender, Ours):
             held = weight_bytes + row["kv_device_bytes"]

@@ -33,8 +33,8 @@ class Progress:
     def add(self, key: str, found: dict) -> None:
         self.known[key] = found
         if self.path is not None:
-            with open(self.path, "a") as file:
-                file.write(json.dumps({"key": key, "found": found}) + "\n")
+            with open(self.path, "ab", buffering=0) as file:  # a line at once: other ranks add theirs
+                file.write(json.dumps({"key": key, "found": found}).encode() + b"\n")
 
 
 def mean(values: list[float]) -> float | None:

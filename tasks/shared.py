@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from device import free_bytes
+import tp
 from engine import Engine
 from kv import KV
 from progress import Phase
@@ -27,11 +27,11 @@ class SharedPrompts(Engine):
     """
 
     seen: dict[tuple, tuple]  # for a prompt: logits, RoPE speeds, every layer's q, k, v, and statistics of attention
-    room: int  # bytes of host memory left for `seen`
+    room: float  # bytes of host memory left for `seen`
 
     def share(self) -> "SharedPrompts":
         """Starts sharing prompts, in at most half of the host's free memory."""
-        self.seen, self.room = {}, free_bytes(torch.device("cpu")) // 2
+        self.seen, self.room = {}, tp.least(self.ranks, tp.free_share(torch.device("cpu")) // 2)
         return self
 
     def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:
