@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
     p.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     p.add_argument("--batch", type=int, default=1, help="rows decoded together (default: 1)")
-    p.add_argument("--ranks", choices=("model", "data"), default="model", help="under torchrun: the processes share one "
-                   "model (default), or each has a whole one and answers its share of the samples")
+    p.add_argument("--ranks", choices=("model", "data"), default="model", help="under torchrun: the processes share "
+                   "one model (default), or each has a whole one and answers its share of the samples")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")

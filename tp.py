@@ -64,8 +64,8 @@ def check_in() -> tuple[dist.Store, int, int]:
             store.wait([f"arguments of {other}"], ARRIVE)
             arguments.append(json.loads(store.get(f"arguments of {other}")))
     except RuntimeError:  # torch's DistStoreError and DistNetworkError
-        raise ValueError(f"{waited} of {count} ranks did not start within {ARRIVE.seconds} s: start all of them with "
-                         "torchrun, with the same address and port") from None
+        raise ValueError(f"{waited} of {count} did not start within {ARRIVE.seconds} s: start all with torchrun, with "
+                         "the same address and port") from None
     for other, given in enumerate(arguments):
         if given != arguments[0]:
             raise ValueError(f"rank {other} has other arguments than rank 0: {' '.join(given)}")

@@ -1,10 +1,14 @@
 """Tensor parallelism: the ranks together compute what one process computes."""
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 
 import kv
 import tp
-from checkpoint import Stored, load_checkpoint, open_weights, read_config
+from checkpoint import load_checkpoint, read_config
 from config import ModelConfig
 from engine import Engine
 from kv import METHODS
@@ -82,13 +86,13 @@ def cases(folders) -> dict[str, dict]:
     return found
 
 
-def torchrun(world: int, *command: str, **how) -> subprocess.Popen:
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", "--master-port=0", *command]
-    start[3:3] = ["--standalone"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | how.pop("env", {})
-    return subprocess.Popen(
-        start, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
-    )
+def launcher(world: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+
+
+def torchrun(world: int, *command: str) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*launcher(world), *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +183,204 @@ def test_ranks_compute_what_one_process_does(ranked, alone, cases):
         if error > 1e-5 or everyone[0]["tokens"] != expected["tokens"]:
             wrong.append((name, float(error)))
     assert not wrong
+
+
+def test_bytes_are_divided_by_the_ranks(ranked, alone):
+    """Each rank holds at most the paper's bytes for its heads and what it declares; the ranks' formulas add up."""
+    for name, everyone in ranked.items():
+        for rank in everyone if name != "speculation" else ():
+            assert rank["bytes"] <= rank["paper"] + rank["overhead"], name
+        assert sum(rank["paper"] for rank in everyone) == alone[name]["paper"], name
+
+
+def whole_and_parts(folder: Path, world: int) -> tuple[nn.Module, list[nn.Module]]:
+    """A loaded model, and the part of each of `world` ranks, loaded without starting them."""
+    config = read_config(folder)
+    sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)
+    whole, parts = tp.skeleton(sizes, quantization, ALONE), []
+    for rank in range(world):
+        ranks = Ranks(rank, world)
+        part = tp.skeleton(sizes, quantization, ranks)
+        read = partial(tp.read_part, c=part.config, ranks=ranks)
+        parts.append(load_checkpoint(folder, part, "cpu", torch.float32, whole, read))
+    return load_checkpoint(folder, whole, "cpu", torch.float32), parts
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ("llama", "tied, biased", "qwen3", "int8", "int4"))
+def test_the_parts_of_a_checkpoint_make_up_the_whole(folders, kind, world):
+    whole, parts = whole_and_parts(folders[kind], world)
+    states = [part.state_dict() for part in parts]
+    for name, expected in whole.state_dict().items():
+        found = [state[name] for state in states]
+        split = [dim for dim, size in enumerate(expected.shape) if found[0].shape[dim] != size]
+        if name.endswith(("wo.bias", "w2.bias")):  # added once
+            assert torch.equal(sum(found), expected) and not found[1].any()
+        elif not split:
+            assert all(torch.equal(x, expected) for x in found), name
+        elif "wqkv" in name:
+            heads = [x.split([n * 16 // world for n in (8, 4, 4)], split[0]) for x in found]
+            joined = torch.cat([torch.cat(parts, split[0]) for parts in zip(*heads, strict=True)], split[0])
+            assert torch.equal(joined, expected), name
+        else:
+            joined, size = torch.cat(found, split[0]), expected.shape[split[0]]
+            assert torch.equal(joined.narrow(split[0], 0, size), expected), name
+            assert not joined.narrow(split[0], size, joined.shape[split[0]] - size).any(), name
+
+
+LOAD = """
+import sys
+from functools import partial
+from pathlib import Path
+import torch
+import tp
+from checkpoint import load_checkpoint, read_config
+from config import ModelConfig
+from device import resident_bytes
+from kv.ranks import ALONE, Ranks
+
+sizes, ranks = ModelConfig.from_dict(read_config(sys.argv[1])), Ranks(1, 4)
+model, whole = (tp.skeleton(sizes, None, r) for r in (ranks, ALONE))
+part = sum(t.numel() * 2 for t in model.state_dict().values())
+largest = max(t.numel() * 2 for t in model.state_dict().values())
+read = lambda: int(Path("/proc/self/io").read_text().split()[1])
+Path("/proc/self/clear_refs").write_text("5")
+resident, before = resident_bytes("VmRSS"), read()
+load_checkpoint(sys.argv[1], model, "cpu", torch.bfloat16, whole, partial(tp.read_part, c=model.config, ranks=ranks))
+print(part, largest, read() - before, resident_bytes("VmHWM") - resident)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
+def test_a_rank_reads_and_holds_only_its_part(tmp_path):
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4}
+    folder = write_random(tmp_path / "m", dtype=torch.bfloat16, **sizes, intermediate_size=4096, vocab_size=8000)
+    done = subprocess.run([sys.executable, "-c", LOAD, folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    part, largest, read, peak = map(int, done.stdout.split())
+    assert part <= read < part + 2**20  # and the header
+    assert peak < part + largest + 8 * 2**20
+
+
+def test_groups_that_a_rank_would_cut_are_refused(folders):
+    sizes = ModelConfig.from_dict(read_config(folders["llama"]))
+    how = {"mode": "int4", "groupsize": 32, "embeddings": False}
+    with pytest.raises(ValueError, match="32 and 24 channels: quantize with --groupsize 8$"):
+        tp.skeleton(sizes, how, Ranks(0, 4))
+    tp.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
+
+
+@pytest.mark.parametrize(("world", "changes", "expected"), [
+    (3, {}, "4 KV heads do not divide among 3 ranks: start 1 or 2"),
+    (4, {"intermediate_size": 98}, "98 MLP channels do not divide among 4 ranks: start 1 or 2"),
+])  # fmt: skip
+def test_what_does_not_divide_is_refused(folders, world, changes, expected):
+    config = ModelConfig.from_dict(read_config(folders["llama"]) | changes)
+    with pytest.raises(ValueError, match=expected):
+        tp.skeleton(config, None, Ranks(0, world))
+
+
+# The processes
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error:")]
+
+
+def test_the_command_line_answers_as_one_process(tiny_checkpoint, tmp_path):
+    """Rank 0 reads stdin, prints and writes; sampled answers are the same."""
+    command = ["generate.py", "--checkpoint", tiny_checkpoint, "--prompt-file", "-", "--no-compile"]
+    command += ["--temperature", "1", "--seed", "5", "--max-new-tokens", "12", "--kv", "streaming", "--budget", "16"]
+    found = []
+    for name, start in (("alone", [sys.executable]), ("ranks", launcher(2))):
+        files = "--json", tmp_path / f"{name}.json", "--out", tmp_path / f"{name}.jsonl"
+        done = subprocess.run(
+            [*map(str, (*start, *command, *files))], cwd=ROOT, input="a text to continue", capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads((tmp_path / f"{name}.json").read_text())
+        found.append((done.stdout, (tmp_path / f"{name}.jsonl").read_text(), report["completions"]))
+        assert report["ranks"] == (2 if name == "ranks" else 1)
+    assert found[0] == found[1]
+
+
+def test_a_mistake_is_reported_once(tiny_checkpoint):
+    run = torchrun(2, "generate.py", "--checkpoint", str(tiny_checkpoint), "--prompt", "x", "--kv", "none")
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode and len(lines(errors)) == 1 and "unknown KV method 'none'" in lines(errors)[0]
+
+
+def test_a_tool_of_one_process_is_refused(tiny_checkpoint, tmp_path):
+    run = torchrun(2, "quantize.py", "--checkpoint", str(tiny_checkpoint), "--mode", "int8", "--out", str(tmp_path / "q"))
+    _, errors = run.communicate(timeout=120)
+    expected = "error: this tool runs in one process: start it with python, not torchrun"
+    assert run.returncode and lines(errors) == [expected]
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport cli\nfrom engine import Engine\n"
+        f"folder = {str(tiny_checkpoint)!r} if os.environ['RANK'] == '0' else '/none'\n"
+        "cli.run(lambda: Engine.load(folder), ranks=True)\n"
+    )
+    run = torchrun(2, str(script))
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode and lines(errors) == ["error: rank 1: there is no checkpoint folder /none"]
+
+
+def by_hand(rank: int, port: int, *arguments: str, seconds: int = 60) -> subprocess.Popen:
+    """generate.py as rank `rank` of 2, started without torchrun."""
+    code = f"import tp, cli, datetime; tp.ARRIVE = datetime.timedelta(seconds={seconds})\n"
+    code += "import generate; cli.run(generate.main, ranks=True)"
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, env=os.environ | where, stderr=subprocess.PIPE, text=True
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_a_missing_rank_is_named():
+    run = by_hand(0, free_port(), "--prompt", "x", seconds=2)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert lines(errors) == [
+        "error: rank 1 of 2 did not start within 2 s: start all with torchrun, with the same address and port"
+    ]
+
+
+def test_other_arguments_on_a_rank_are_refused():
+    port = free_port()
+    runs = [by_hand(rank, port, "--prompt", "x", "--seed", str(rank)) for rank in range(2)]
+    errors = [line for run in runs for line in lines(run.communicate(timeout=60)[1])]
+    assert [run.returncode for run in runs] == [2, 2]
+    assert errors == ["error: rank 1 has other arguments than rank 0: --prompt x --seed 1"]
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            if int(fields["PPid"]) == pid and not fields["State"].startswith("Z"):
+                found.append(int(fields["Pid"]))
+    return found
+
+
+@pytest.mark.parametrize("end", ("one rank killed", "Ctrl-C"))
+def test_no_rank_outlives_another(tiny_checkpoint, end):
+    command = ["generate.py", "--checkpoint", str(tiny_checkpoint), "--prompt", "x", "--no-compile"]
+    run = torchrun(2, *command, "--max-new-tokens", "30000", "--kv", "streaming", "--budget", "16")
+    for line in run.stderr:  # until it decodes
+        if "first token" in line:
+            break
+    workers = children(run.pid)
+    assert len(workers) == 2
+    os.kill(*((workers[1], signal.SIGKILL) if end == "one rank killed" else (run.pid, signal.SIGINT)))
+    run.communicate(timeout=30)
+    assert run.returncode != 0
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
