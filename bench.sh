@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bash bench.sh [ARGUMENTS]: runs python -m bench; the defaults suit this machine.
 # bash bench.sh paper: the settings of the methods' papers, beside their figures.
+# bash bench.sh gpu: what to learn on a GPU first, in about 25 minutes; see bench/gpu.py.
 # bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
 # stopped resumes its answers.
 set -euo pipefail
@@ -18,5 +19,6 @@ if [ "${1-}" = compare ]; then
     --json "$out/speed.json"
   exec .venv/bin/python -m bench.compare "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
 fi
+[ "${1-}" != gpu ] || exec .venv/bin/python -m bench.gpu "${@:2}"
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def rise(device: torch.device, what) -> tuple:
     return result, resident_bytes("VmHWM") - before
 
 
-def graphs(contender: Ours) -> int:
+def replays(step: Callable[[], object]) -> int:
     """The number of CUDA graphs that a step replays."""
     replay, count = torch.cuda.CUDAGraph.replay, 0
 
@@ -66,7 +67,7 @@ def graphs(contender: Ours) -> int:
 
     torch.cuda.CUDAGraph.replay = counted
     try:
-        contender.step()
+        step()
     finally:
         torch.cuda.CUDAGraph.replay = replay
     return count
@@ -119,7 +120,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             read = row["step_weight_bytes"] * (1 + row["speculate"]) + row["step_device_bytes"]
             row["floor_ms"] = floor_ms(case.device, read, row["step_host_bytes"], bandwidth)
             if case.device.type == "cuda":
-                row["graphs"] = graphs(contender)
+                row["graphs"] = replays(contender.step)
             if row["kv"] in ("full", "naive"):
                 row["kernel"] = attention_kernel(contender)
         else:

@@ -14,7 +14,11 @@ The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)`
 mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
 On a CPU layers are compiled one by one: an attribute that `decode` sets is lost, also between a layer and the next.
 
-The laws, which tests/test_contract.py and tests/test_speculation.py (13) check for every registered method:
+Where several processes share a model, each has its own KV heads and builds its own layers for them. Only what compares
+heads concerns a method: `shape.ranks` sums or gathers over the processes.
+
+The laws, which tests/test_contract.py, tests/test_speculation.py (13) and tests/test_tp.py (14) check for every
+registered method:
 
 1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off), the method that `build` returns
    equals full attention. A method that approximates even then declares it, and equals its slow reference.
@@ -32,6 +36,7 @@ The laws, which tests/test_contract.py and tests/test_speculation.py (13) check 
 12. A row restored from its `state` continues as the row did, in any row of any batch.
 13. If `rewinds`, tokens are taken back by moving `pos` back: after `insert` of others, a row is as if it had only ever
     held those. A method with that property can draft for the full cache (kv/speculation.py), whose tokens come out.
+14. Ranks that share a model give the output of one process (but for omnikv, which chooses per rank, as its paper does).
 """
 
 from abc import ABC, abstractmethod

@@ -293,9 +293,8 @@ def test_the_command_line_answers_as_one_process(tiny_checkpoint, tmp_path):
     found = []
     for name, start in (("alone", [sys.executable]), ("ranks", launcher(2))):
         files = "--json", tmp_path / f"{name}.json", "--out", tmp_path / f"{name}.jsonl"
-        done = subprocess.run(
-            [*map(str, (*start, *command, *files))], cwd=ROOT, input="a text to continue", capture_output=True, text=True
-        )
+        pipes = {"input": "a text to continue", "capture_output": True, "text": True}
+        done = subprocess.run([*map(str, (*start, *command, *files))], cwd=ROOT, **pipes)
         assert done.returncode == 0, done.stderr
         report = json.loads((tmp_path / f"{name}.json").read_text())
         found.append((done.stdout, (tmp_path / f"{name}.jsonl").read_text(), report["completions"]))
@@ -310,7 +309,8 @@ def test_a_mistake_is_reported_once(tiny_checkpoint):
 
 
 def test_a_tool_of_one_process_is_refused(tiny_checkpoint, tmp_path):
-    run = torchrun(2, "quantize.py", "--checkpoint", str(tiny_checkpoint), "--mode", "int8", "--out", str(tmp_path / "q"))
+    out = str(tmp_path / "q")
+    run = torchrun(2, "quantize.py", "--checkpoint", str(tiny_checkpoint), "--mode", "int8", "--out", out)
     _, errors = run.communicate(timeout=120)
     expected = "error: this tool runs in one process: start it with python, not torchrun"
     assert run.returncode and lines(errors) == [expected]
