@@ -6,7 +6,11 @@
 # stopped resumes its answers.
 set -euo pipefail
 cd "$(dirname "$0")"
+if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
+  exec python3 -m bench.gpu "${@:2}"  # a torch that has been built for this GPU
+fi
 make --quiet .venv/requirements
+[ "${1-}" != gpu ] || exec .venv/bin/python -m bench.gpu "${@:2}"
 if [ "${1-}" = compare ]; then
   out=${2:-comparison}
   mkdir -p "$out"
@@ -19,6 +23,5 @@ if [ "${1-}" = compare ]; then
     --json "$out/speed.json"
   exec .venv/bin/python -m bench.compare "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
 fi
-[ "${1-}" != gpu ] || exec .venv/bin/python -m bench.gpu "${@:2}"
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

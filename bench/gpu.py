@@ -102,7 +102,8 @@ def steps(device: str) -> list[Step]:
 
 def perform(step: Step, out: Path) -> dict:
     """Runs a step; returns a line of report.jsonl."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor")}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor")}
     begin, processes = time.monotonic(), []
     for i, command in enumerate(step.commands):
         log = open(out / (f"{step.name}.log" if len(step.commands) == 1 else f"{step.name}.{i + 1}.log"), "wb")

@@ -2,8 +2,8 @@
 
 Each method answers the checkpoint's demo question, eager and compiled. Prints one line of JSON per method: the answers,
 ms per step, seconds to compile, CUDA graphs per step, skipped CUDA graphs, recompiles, and how far logits differ: in
-fp32 from the CPU's, and compiled from eager. With --delays, threads that fetch rows pause at random, which may change no
-token.
+fp32 from the CPU's, and compiled from eager. With --delays, threads that fetch rows pause at random, and no token may
+change.
 """
 
 import startup  # noqa: F401
