@@ -1,0 +1,140 @@
+"""The decode step for a GPU, traced without one: one graph, nothing on the CPU, no synchronization, static buffers."""
+
+import pytest
+import torch
+from conftest import LLAMA
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+import kv
+from caches import shape_of
+from config import ModelConfig
+from decoder import Decoder, Sampling
+from model import Transformer
+from progress import Stats
+from region import compiled
+from speculator import Speculator
+
+CONFIG = ModelConfig.from_dict(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
+SCORES = [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0], [1.0, 2.0]]
+VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in kv.METHODS} | {
+    "full:bits": ("full", {"bits": 8}),
+    "rocketkv:bits": ("rocketkv", {"bits": 4}),
+    "snapkv:gqa": ("snapkv", {"gqa": True}),
+    "duo": ("duo", {"sinks": 2, "recent": 6, "head_scores": SCORES}),
+    "omnikv:direct": ("omnikv", {"offload": True, "engine": "direct"}),
+    "omnikv:threads": ("omnikv", {"offload": True, "engine": "threads", "delta": True}),
+    "omnikv:bits": ("omnikv", {"offload": True, "bits": 8}),
+    "tailorkv:direct": ("tailorkv", {"engine": "direct"}),
+    "tailorkv:threads": ("tailorkv", {"engine": "threads"}),
+    "infllm:threads": ("infllm", {"block": 32, "offload": True, "engine": "threads"}),
+    "infllm": ("infllm", {"block": 32}),
+}
+FETCHES = {"kv_fast::issue", "kv_fast::wait"}  # the host's work in a step, between the CUDA graphs
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
+
+
+class FakeStream:
+    """A CUDA stream that is never used."""
+
+    def __init__(self, *_):
+        pass
+
+
+def fake_host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    return torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype, device=device)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Tensors are fake, and some of them on a GPU that is not here."""
+    torch._C._ensureCUDADeviceGuardSet()
+    monkeypatch.setattr("kv.pool.host_memory", fake_host_memory)
+    monkeypatch.setattr("torch.cuda.Stream", FakeStream)
+    for name in ("full", "zeros", "empty"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, made=made, pin_memory=False, **how: made(*a, **how))
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield torch.device("cuda", 0)
+    torch._dynamo.reset()
+
+
+def build(name: str, device: torch.device, batch: int, speculate: int = 0) -> Decoder:
+    method, options = VARIANTS[name]
+    shape = shape_of(CONFIG, torch.bfloat16, device, batch, 1024, 64, speculate)
+    budget = None
+    if kv.METHODS[method].budgeted:
+        budget = max(256, kv.parse_options(method, options).minimum(shape))
+    with device:
+        model = Transformer(CONFIG).to(torch.bfloat16).requires_grad_(False)
+        layers = kv.build(method, shape, budget, options)
+        model.set_kv(layers, batch)
+        kind = Speculator if speculate else Decoder
+        decoder = kind(model, layers, shape, [2], True, Stats(), None)
+    for layer in layers:
+        layer.fit(1024, 1)
+    return decoder
+
+
+def trace(run, variant: str, device: torch.device, batch: int) -> tuple[torch.fx.GraphModule, object]:
+    """The graph that a compiler for CUDA receives, and what is known of its inputs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    found = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list):
+        found.append((graph, torch._guards.TracingContext.get().fw_metadata))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
+    sampling = Sampling(0.0 if variant == "greedy" else 1.0, 20 if variant == "cut" else None)
+    with torch.no_grad():
+        command = torch.zeros(batch, dtype=torch.int64, device=device)
+        compiled(run, backend=backend)(command, sampling.variant, *sampling.tensors(device))
+    assert len(found) == 1  # fullgraph=True would have raised before
+    return found[0]
+
+
+def problems(graph: torch.fx.GraphModule, known) -> set[str]:
+    """What would keep the step from being CUDA graphs, or make the device wait for the host."""
+    found = set()
+    for node in graph.graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if isinstance(value, FakeTensor) and value.device.type != "cuda" and node.users:
+                found.add(f"on the CPU: {node.format_node()}")
+            if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
+                found.add(f"a size that varies: {node.format_node()}")
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target.name().partition(".")[0]
+        if name in WAITS:
+            found.add(f"waits: {node.format_node()}")
+        if not name.startswith(("aten::", "prims::")) and name not in FETCHES:
+            found.add(f"an operator of the host: {name}")
+        indices = node.args[1] if name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
+        if any(index is not None and index.meta["val"].dtype == torch.bool for index in indices):
+            found.add(f"waits for how many are true: {node.format_node()}")
+    moving = set(known.mutated_inp_runtime_indices) - set(known.static_input_indices)
+    inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    found |= {f"mutated, and not static: {inputs[i]}" for i in moving}
+    return found
+
+
+@pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (5, "cut")])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
+    decoder = build(name, gpu, batch)
+    graph, known = trace(decoder.step.forward, sampling, gpu, batch)
+    assert not problems(graph, known)
+    fetches = [n for n in graph.graph.nodes if n.op == "call_function" and "kv_fast" in str(n.target)]
+    assert bool(fetches) == name.endswith(":threads") or name in ("tailorkv", "brute_offload", "pqcache")
+    close(decoder)
+
+
+def close(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.close()
+    decoder.close()
