@@ -1,10 +1,14 @@
 """The decode step for a GPU, traced without one: one graph, nothing on the CPU, no synchronization, static buffers."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import LLAMA
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
 from caches import shape_of
@@ -138,3 +142,54 @@ def close(decoder: Decoder) -> None:
     for layer in decoder.layers:
         layer.close()
     decoder.close()
+
+
+# Prompts
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators that make the host wait for a GPU, and the elements of the largest tensor that one makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.largest = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition(".")[0]
+        indices = args[1] if name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
+        if name in WAITS or any(isinstance(x, Tensor) and x.dtype == torch.bool for x in indices):
+            self.count[name] += 1
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
+    """What a prompt costs, on the CPU, where the same operators run."""
+    method, options = VARIANTS[name]
+    if "head_scores" in options:
+        options = options | {"head_scores": [SCORES[i % 4] for i in range(layers)]}
+    config = replace(CONFIG, n_layer=layers)
+    shape = shape_of(config, torch.float32, torch.device("cpu"), 1, tokens, 64)
+    budget = 256 if kv.METHODS[method].budgeted else None
+    model = Transformer(config).requires_grad_(False)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    modules = kv.build(method, shape, budget, options)
+    model.set_kv(modules, 1)
+    with Waits() as found:
+        model.prefill(torch.arange(tokens) % 100, 0)
+    for module in modules:
+        module.close()
+    return found
+
+
+# How often the host waits for the device in a layer's prefill; all other methods never do
+LAYER_WAITS: dict[str, float] = {}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_host_waits_for_a_prompt_only_where_it_is_known_to(name):
+    few, many = (prompt_waits(name, layers, 700).count.total() for layers in (4, 8))
+    assert (many - few) / 4 == LAYER_WAITS.get(name, 0)
