@@ -192,7 +192,7 @@ class ThreadedPool(Pool):
     def fetch(self, first: int, end: int, known: torch.cuda.Event | None) -> tuple[int, int, torch.cuda.Event | None]:
         """Fetches one thread's part of the slots: (rows requested, rows fetched, event after the copies)."""
         if known is not None:
-            known.synchronize()
+            known.synchronize()  # now the ids are here, and the device has read the slots' earlier contents
         wanted = self.ids[first:end] >= 0
         asked = int(wanted.sum())
         if self.delta:
@@ -203,8 +203,6 @@ class ThreadedPool(Pool):
         buffers = self.workers.free.get()
         try:
             with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-                if known is not None:
-                    self.stream.wait_event(known)  # the slots' earlier contents have been read
                 for i in range(0, len(slots), self.chunk):
                     self.bring(ids[i : i + self.chunk], slots[i : i + self.chunk], buffers[i // self.chunk % 2])
         finally:
