@@ -1,13 +1,17 @@
 """The decode step for a GPU, traced without one: one graph, nothing on the CPU, no synchronization, static buffers."""
 
+import ctypes
+import subprocess
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import LLAMA
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
@@ -49,15 +53,30 @@ def fake_host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, devic
     return torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype, device=device)
 
 
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>);
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory) -> None:
+    """Lets torch's build for CPUs index fake CUDA tensors: it has no code that makes a GPU the current one."""
+    if torch.version.cuda is None:
+        folder, torch_folder = tmp_path_factory.mktemp("guard"), Path(torch.__file__).parent
+        (folder / "guard.cpp").write_text(GUARD)
+        build = ["g++", "-std=c++20", "-shared", "-fPIC", folder / "guard.cpp", "-o", folder / "guard.so"]
+        subprocess.run([*build, "-I", torch_folder / "include", "-L", torch_folder / "lib", "-lc10"], check=True)
+        ctypes.CDLL(str(folder / "guard.so"))
+
+
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, guard):
     """Tensors are fake, and some of them on a GPU that is not here."""
-    torch._C._ensureCUDADeviceGuardSet()
     monkeypatch.setattr("kv.pool.host_memory", fake_host_memory)
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
-    for name in ("full", "zeros", "empty"):
-        made = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, made=made, pin_memory=False, **how: made(*a, **how))
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield torch.device("cuda", 0)
@@ -66,12 +85,14 @@ def gpu(monkeypatch):
 
 def build(name: str, device: torch.device, batch: int, speculate: int = 0) -> Decoder:
     method, options = VARIANTS[name]
-    shape = shape_of(CONFIG, torch.bfloat16, device, batch, 1024, 64, speculate)
-    budget = None
-    if kv.METHODS[method].budgeted:
-        budget = max(256, kv.parse_options(method, options).minimum(shape))
+    with unset_fake_temporarily():
+        shape = shape_of(CONFIG, torch.bfloat16, device, batch, 1024, 64, speculate)
+        own = kv.parse_options(method, options)
+        budget = max(256, own.minimum(shape)) if own.takes_budget else None
     with device:
-        model = Transformer(CONFIG).to(torch.bfloat16).requires_grad_(False)
+        torch.set_default_dtype(torch.bfloat16)
+        model = Transformer(CONFIG).requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
         layers = kv.build(method, shape, budget, options)
         model.set_kv(layers, batch)
         kind = Speculator if speculate else Decoder
