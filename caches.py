@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import kv as methods
-import tp
+import processes
 from config import ModelConfig, rope_frequencies
 from decoder import Decoder, compiled_graphs
-from device import compile_errors, free_bytes
+from device import compile_errors
 from kv import Shape
 from kv.ranks import ALONE, Ranks
 from model import SLICE, Transformer
@@ -94,7 +94,8 @@ class Caches:
         """Whether prompts may share the beginning that they have in common, and memory is free for a copy of it."""
         if self.config.rope["rope_type"] == "dynamic" or not all(layer.keeps_prompts for layer in self.layers):
             return False
-        return tp.least(self.ranks, free_bytes(self.device) // 2 - self.shape.full_bytes() // self.batch) > 0
+        free = processes.free_share(self.device)
+        return processes.least(self.ranks, free // 2 - self.shape.full_bytes() // self.batch) > 0
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
@@ -166,8 +167,8 @@ class Caches:
         device, host = self._planned_bytes(shape)
         apart = self.device.type != "cpu"
         for place, bytes_ in ((self.device, device), ("cpu", host)) if apart else ((self.device, device + host),):
-            free = tp.free_share(torch.device(place))
-            if tp.least(self.ranks, (1 - spare) * free - bytes_) < 0:
+            free = processes.free_share(torch.device(place))
+            if processes.least(self.ranks, (1 - spare) * free - bytes_) < 0:
                 raise ValueError(
                     f"the {self.method} cache of {self.batch} x {shape.planned} tokens needs {bytes_ / 1e9:.2f} GB on "
                     f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
@@ -178,7 +179,7 @@ class Caches:
         self._release()  # frees the old caches first
         self._check_memory(shape)
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
-        self.endless = tp.least(self.ranks, all(layer.endless for layer in self.layers)) > 0
+        self.endless = processes.least(self.ranks, all(layer.endless for layer in self.layers)) > 0
         self.model.set_kv(self.layers, self.batch)
         self.decoder = (Speculator if self.speculate else Decoder)(
             self.model, self.layers, shape, sorted(self.eos), self.compile, self.stats, self.on_phase

@@ -68,7 +68,7 @@ class Stored:
         tensor = torch.empty((*self.shape[:dim], size, *self.shape[dim + 1 :]), dtype=self.dtype)
         memory, done = memoryview(_memory(tensor)).cast("B"), 0
         unit = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize  # bytes of one index
-        with open(self.file, "rb") as file:
+        with open(self.file, "rb", buffering=0) as file:  # a buffer would read beyond short spans
             for block in range(math.prod(self.shape[:dim])):
                 for start, stop in spans:
                     file.seek(self.offset + (block * self.shape[dim] + start) * unit)

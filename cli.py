@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import kv as methods
-import tp
+import processes
 from device import memory_errors
 
 
@@ -22,7 +22,7 @@ def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
 
     ranks: torchrun may start it, in several processes; then only rank 0 prints, and one of them reports an error.
     """
-    if tp.launched():
+    if processes.launched():
         return run_ranks(main, ranks)
     if signal.getsignal(signal.SIGINT) is startup.interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,19 +44,19 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
     stderr = sys.stderr
     try:
         with memory_errors():
+            if processes.join().rank:
+                sys.stdout = sys.stderr = open(os.devnull, "w")
             if not ranks:
                 raise ValueError("this tool runs in one process: start it with python, not torchrun")
-            if tp.join().rank:
-                sys.stdout = sys.stderr = open(os.devnull, "w")
             main()
     except Exception as error:
-        if tp.first_to_fail():
+        if processes.first_to_fail():
             if not isinstance(error, ValueError | OSError):
                 raise
             print("error:", " ".join(str(error).split()), file=stderr)
         stderr.flush()
         os._exit(2)  # at once: leaving torch.distributed in order would wait for the other ranks
-    tp.leave()
+    processes.leave()
     sys.exit(0)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import kv as methods
+import processes
 import tp
 from caches import Caches, check_count, exclusive
 from checkpoint import fingerprint, load_checkpoint, present, read_config, read_eos_ids, read_json
@@ -90,10 +91,10 @@ class Engine(Caches):
         Raises ValueError or FileNotFoundError with one line that says what to do.
         """
         methods.parse_options(kv, options or {})  # reject bad options before the weights are read
-        ranks = tp.join() if parallel else ALONE
-        with tp.together(ranks):
+        ranks = processes.join() if parallel else ALONE
+        with processes.together(ranks):
             engine = cls._read(Path(checkpoint), device, dtype, compile, seed, on_phase, ranks)
-        engine.seed = tp.same(ranks, engine.seed)
+        engine.seed = processes.same(ranks, engine.seed)
         return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens, speculate)
 
     @classmethod
@@ -124,7 +125,7 @@ class Engine(Caches):
         dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
         tensors = model.state_dict().values()
         needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
-        free = tp.free_share(device)
+        free = processes.free_share(device)
         if needed > free:
             raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
         with timed(on_phase, Phase("load", f"{needed / 1e9:.2f} GB")) as phase:

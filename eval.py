@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import tp
+import processes
 from checkpoint import COMPANIONS, fingerprint
 from cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
 from device import DTYPES
@@ -189,7 +189,7 @@ def evaluate(
                         new[keys[i]] = result
                     bar.update(len(part))
                 wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
-                found, counts = zip(*tp.everyone(ranks, (new, (wanted, fetched, decoded, fed))), strict=True)
+                found, counts = zip(*processes.everyone(ranks, (new, (wanted, fetched, decoded, fed))), strict=True)
                 for theirs in found:
                     progress.known |= theirs
                 wanted, fetched, decoded, fed = map(sum, zip(*counts, strict=True))
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, text in given.items():
         if not text.strip():
             raise ValueError(f"--{name} {getattr(args, name)}: the text is empty")
-    ranks = tp.join()
+    ranks = processes.join()
     engine = SharedPrompts.load(
         args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0, parallel=args.ranks == "model"
     ).share()
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     jobs = prepare(args, given, engine, tasks, lengths)
     path = None if args.progress is None else Path(args.progress)
     progress = Progress(None if ranks.rank else path)
-    progress.known = tp.same(ranks, progress.known)
+    progress.known = processes.same(ranks, progress.known)
     if args.ranks == "data":
         progress.path = path
     rows, samples = evaluate(args, engine, jobs, chosen, progress, ranks if args.ranks == "data" else ALONE)

@@ -18,7 +18,7 @@ import torch
 
 import kv
 import prefix
-import tp
+import processes
 import tune
 from batch import open_to_append, parse_batch
 from checkpoint import fingerprint
@@ -121,14 +121,14 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
 
     A rejected prompt among several fails alone: after the others are answered, ValueError names it.
     """
-    options, saved, ranks = given_options(args), None, tp.join()
+    options, saved, ranks = given_options(args), None, processes.join()
     if args.load_prompt is not None:
         saved = prefix.load(args.load_prompt, fingerprint(checkpoint))
         args.kv, args.budget, options = saved.setting.kv, saved.setting.budget, saved.setting.options
         args.speculate = saved.setting.speculate
     Sampling(args.temperature, args.top_k, args.top_p)  # rejects now what generate would reject
     single = len(prompts) == 1
-    terminal = tp.same(ranks, sys.stdin.isatty())
+    terminal = processes.same(ranks, sys.stdin.isatty())
     talk = args.chat and terminal and single and args.batch_file is None and args.prompt_file != "-"
     talk = talk and args.save_prompt is None
     demo = args.checkpoint is None
@@ -184,7 +184,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
                 progress.finished()
             completions = engine.generate(
                 list(ids.values()), limit, args.temperature, args.top_k, args.top_p, args.stop,
-                follow_ups=[tp.relay(ranks, conversation and conversation.questions())] if talk else None,
+                follow_ups=[processes.relay(ranks, conversation and conversation.questions())] if talk else None,
                 prefix=saved, on_token=show, on_done=done,
             )  # fmt: skip
     if single and not talk:
@@ -327,10 +327,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.product is not None:
         os.environ["KV_FAST_PRODUCT"] = args.product
-    ranks = tp.join()
+    ranks = processes.join()
     if ranks.count > 1 and (args.save_prompt is not None or args.load_prompt is not None):
         raise ValueError("--save-prompt and --load-prompt need one process: start it with python, not torchrun")
-    prompts = tp.first(ranks, lambda: read_prompts(args))
+    prompts = processes.first(ranks, lambda: read_prompts(args))
     if not all(prompts.values()):
         raise ValueError("the prompt is empty")
     if args.system is not None and not args.chat:

@@ -22,7 +22,7 @@ from typing import TextIO
 import torch
 
 import kv as methods
-import tp
+import processes
 import tune
 from bench import generations, llama_cpp
 from bench.contenders import SHAPES
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--peer {args.peer} needs it: pip install {' '.join(missing)}")
     if args.memory_cap is not None and args.memory_cap <= 0:
         raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
-    ranks = tp.join()
+    ranks = processes.join()
     if ranks.count > 1 and (args.peer or args.paper or args.generate):
         raise ValueError("--peer, --paper and --generate need one process: start it with python, not torchrun")
     if ranks.rank:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)
     if args.memory_cap is not None:
         cap_memory(int(args.memory_cap * 1e9), device)
-    args.shape = tp.same(ranks, args.shape or default_shape(device))
+    args.shape = processes.same(ranks, args.shape or default_shape(device))
     config = shape_config(args.shape)
     contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
     if args.batch == "max" and args.generate is None:

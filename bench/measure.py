@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import tp
+import processes
 from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
 from bench.llama_cpp import LlamaCpp
 from bench.report import tokens_per_round
@@ -24,7 +24,7 @@ LEAST = 2**25  # bytes of free memory that measuring needs
 def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
     steps = args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
     common = config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill
-    return Case(*common, tp.join())
+    return Case(*common, processes.join())
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-import tp
+import processes
 from engine import Engine
 from kv import KV
 from progress import Phase
@@ -31,7 +31,7 @@ class SharedPrompts(Engine):
 
     def share(self) -> "SharedPrompts":
         """Starts sharing prompts, in at most half of the host's free memory."""
-        self.seen, self.room = {}, tp.least(self.ranks, tp.free_share(torch.device("cpu")) // 2)
+        self.seen, self.room = {}, processes.least(self.ranks, processes.free_share(torch.device("cpu")) // 2)
         return self
 
     def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:

@@ -233,6 +233,7 @@ import sys
 from functools import partial
 from pathlib import Path
 import torch
+import processes
 import tp
 from checkpoint import load_checkpoint, read_config
 from config import ModelConfig
@@ -330,7 +331,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_pa
 
 def by_hand(rank: int, port: int, *arguments: str, seconds: int = 60) -> subprocess.Popen:
     """generate.py as rank `rank` of 2, started without torchrun."""
-    code = f"import tp, cli, datetime; tp.ARRIVE = datetime.timedelta(seconds={seconds})\n"
+    code = f"import cli, processes, datetime; processes.ARRIVE = datetime.timedelta(seconds={seconds})\n"
     code += "import generate; cli.run(generate.main, ranks=True)"
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     return subprocess.Popen(

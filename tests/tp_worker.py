@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import kv
-import tp
+import processes
 from engine import Engine
 
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 93))]
@@ -51,7 +51,7 @@ def run(case: dict, engines: dict[str, Engine]) -> dict:
 
 def main() -> None:
     cases, results = sys.argv[1:]
-    ranks, engines, found = tp.join(), {}, {}
+    ranks, engines, found = processes.join(), {}, {}
     for name, case in torch.load(cases, weights_only=False).items():
         ours = run(case, engines)
         everyone = [None] * ranks.count
@@ -61,7 +61,7 @@ def main() -> None:
         found[name] = everyone
     if ranks.rank == 0:
         torch.save(found, results)
-    tp.leave()
+    processes.leave()
 
 
 if __name__ == "__main__":

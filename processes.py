@@ -1,0 +1,142 @@
+"""The processes that torchrun starts: they connect, agree on values and errors, and end together.
+
+What concerns the model is in tp.py. A tool that several processes run reads, prints and writes in rank 0 only.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from device import free_bytes
+from kv.ranks import ALONE, Ranks
+
+ARRIVE = timedelta(seconds=60)  # in which all ranks must have started
+ANSWER = timedelta(minutes=30)  # in which they must join a collective: one may load for longer than another
+
+
+
+def launched() -> bool:
+    """Whether this process is one of several, started by torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def join() -> Ranks:
+    """Connects the ranks, the first time. Raises ValueError if one does not start, or has other arguments than rank 0.
+    """
+    if not launched():
+        return ALONE
+    if not dist.is_initialized():
+        store, rank, count = check_in()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=ANSWER)
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+
+
+stores: list[dist.Store] = []  # which the ranks share; empty until they are connected
+
+
+def check_in() -> tuple[dist.Store, int, int]:
+    """The store that the ranks share, this rank, and how many there are."""
+    try:
+        rank, count, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        address = os.environ["MASTER_ADDR"]
+    except KeyError as missing:
+        raise ValueError(f"WORLD_SIZE is set and {missing.args[0]} is not: start all ranks with torchrun") from None
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun hosts it itself
+    waited, arguments = "rank 0", []
+    try:
+        store = dist.TCPStore(address, port, None, hosts, ARRIVE, wait_for_workers=False)
+        stores[:] = [store := dist.PrefixStore("kv-fast", store)]
+        store.set(f"arguments of {rank}", json.dumps(sys.argv[1:]))
+        for other in range(count):
+            waited = f"rank {other}"
+            store.wait([f"arguments of {other}"], ARRIVE)
+            arguments.append(json.loads(store.get(f"arguments of {other}")))
+    except RuntimeError:  # torch's DistStoreError and DistNetworkError
+        raise ValueError(f"{waited} of {count} did not start within {ARRIVE.seconds} s: start all with torchrun, with "
+                         "the same address and port") from None
+    for other, given in enumerate(arguments):
+        if given != arguments[0]:
+            raise ValueError(f"rank {other} has other arguments than rank 0: {' '.join(given)}")
+    return store, rank, count
+
+
+def leave() -> None:
+    """Disconnects this process from the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has called this: the one that reports an error for all."""
+    try:
+        return not stores or stores[0].add("failed", 1) == 1
+    except RuntimeError:  # the store went with rank 0
+        return False
+
+
+def same(ranks: Ranks, value=None):
+    """Rank 0's value, on every rank."""
+    if ranks.count == 1:
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def free_share(device: torch.device) -> int:
+    """Bytes that this process may still allocate on the device: the ranks of a machine share its memory."""
+    return free_bytes(device) // (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1)
+
+
+def everyone(ranks: Ranks, value) -> list:
+    """The value of each rank, on every rank."""
+    if ranks.count == 1:
+        return [value]
+    found = [None] * ranks.count
+    dist.all_gather_object(found, value)
+    return found
+
+
+def least(ranks: Ranks, value: float) -> float:
+    """The least of the ranks' values."""
+    found = torch.tensor(value, dtype=torch.float64)
+    if ranks.count > 1:
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+    return found.item()
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """If the block raises ValueError or OSError on any rank, every rank raises ValueError after it."""
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as found:
+        error = found
+    if ranks.count == 1 and error is not None:
+        raise error
+    errors = everyone(ranks, error and str(error))
+    if failed := [rank for rank, text in enumerate(errors) if text is not None]:
+        text = errors[failed[0]]
+        raise ValueError(text if errors == [text] * ranks.count else f"rank {failed[0]}: {text}")
+
+
+def first(ranks: Ranks, what: Callable):
+    """What what() returns on rank 0, on every rank; its ValueError or OSError too."""
+    with together(ranks):
+        value = what() if ranks.rank == 0 else None
+    return same(ranks, value)
+
+
+def relay(ranks: Ranks, items: Iterable | None) -> Iterator:
+    """The items of rank 0's iterable, on every rank; None is not an item."""
+    items = iter(items or ())
+    while (item := first(ranks, lambda: next(items, None))) is not None:
+        yield item
