@@ -31,7 +31,7 @@ class Region:
     def __init__(self, function: Callable):
         self.calls: dict[Hashable, Call] = {}  # by caller
         self.last: tuple = ()  # the code that ran last, its inputs and outputs
-        self.function = compiled(function, backend=self._backend, dynamic=False)
+        self.function = compiled(function, backend=self._backend)
 
     def __call__(self, caller: Hashable, key: Hashable, tensors: tuple[Tensor, ...], *rest):
         """Calls the function. For one caller, everything but the values in `tensors` is the same while `key` is equal,
@@ -77,10 +77,13 @@ class Region:
 
 
 def compiled(function: Callable, **how) -> Callable:
-    """torch.compile of a copy of the function: recompiles are counted, and limited, per code object."""
+    """torch.compile of a copy of the function: recompiles are counted, and limited, per code object.
+
+    Sizes that differ from an earlier compilation, of a smaller cache, say, do not become variables.
+    """
 
     def call(*inputs):
         return function(*inputs)
 
     own = FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    return torch.compile(own, fullgraph=True, **how)
+    return torch.compile(own, fullgraph=True, dynamic=False, **how)

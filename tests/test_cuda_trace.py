@@ -142,7 +142,8 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
         indices = node.args[1] if name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
         if any(index is not None and index.meta["val"].dtype == torch.bool for index in indices):
             found.add(f"waits for how many are true: {node.format_node()}")
-    moving = set(known.mutated_inp_runtime_indices) - set(known.static_input_indices)
+    mutated = {i for i, info in enumerate(known.input_info) if info.mutates_data}
+    moving = mutated - set(known.static_input_indices)
     inputs = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     found |= {f"mutated, and not static: {inputs[i]}" for i in moving}
     return found
@@ -157,6 +158,58 @@ def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     fetches = [n for n in graph.graph.nodes if n.op == "call_function" and "kv_fast" in str(n.target)]
     assert bool(fetches) == name.endswith(":threads") or name in ("tailorkv", "brute_offload", "pqcache")
     close(decoder)
+
+
+@pytest.mark.parametrize("variant", ("greedy", "plain", "cut"))
+def test_rounds_are_two_graphs_on_the_device(gpu, variant):
+    for name in ("rocketkv", "omnikv:threads"):
+        decoder = build(name, gpu, 3, speculate=2)
+        for part in decoder.passes:
+            graph, known = trace(part.forward, variant, gpu, 3)
+            assert not problems(graph, known)
+        assert len(decoder.passes) == 2
+        close(decoder)
+
+
+def test_a_plain_step_is_one_graph_on_the_device(gpu):
+    decoder = build("full", gpu, 2)
+    assert not problems(*trace(decoder.step.forward, "plain", gpu, 2))
+    close(decoder)
+
+
+class Wrong(nn.Module):
+    """Steps with a flaw that the test must see."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(8, device=device))
+        self.plain = torch.zeros(8, device=device).clone()
+
+    def cpu(self, command: Tensor, *_) -> Tensor:
+        return command + torch.arange(3).sum().to(command.device)
+
+    def moving(self, command: Tensor, *_) -> Tensor:
+        command.add_(1)  # an input that the caller may place elsewhere next time
+        return command + 1
+
+    def item(self, command: Tensor, *_) -> Tensor:
+        return command + command.sum().item()
+
+    def bools(self, command: Tensor, *_) -> Tensor:
+        return command[command > 0].sum()
+
+    def host(self, command: Tensor, *_) -> Tensor:
+        return torch.ops.kv_fast.mv(self.state[:, None].to(torch.bfloat16), command[:1].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("flaw", ("cpu", "moving", "item", "bools", "host"))
+def test_a_flaw_is_seen(gpu, flaw):
+    wrong = Wrong(gpu)
+    try:
+        found = problems(*trace(getattr(wrong, flaw), "greedy", gpu, 8))
+    except RuntimeError:  # of the compiler, or of a fake tensor whose values are asked for
+        found = {"no single graph"}
+    assert found
 
 
 def close(decoder: Decoder) -> None:
