@@ -36,8 +36,7 @@ class Full(KV):
         self.append(row, k, v, 0)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device)
-        kept = kept[kept >= pos]
+        kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device, pos)
         slot = ops.ring(kept, self.slots, self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
 

@@ -154,10 +154,12 @@ def ring(position: Tensor, size: Tensor | int, sinks: int) -> Tensor:
     return torch.where(position < size, position, sinks + (position - sinks) % (size - sinks))
 
 
-def in_ring(length: int, size: int, sinks: int, device: torch.device) -> Tensor:
-    """The positions of the tokens that `ring` holds after `length` tokens."""
-    kept = torch.arange(length, device=device)
-    return kept if length <= size else torch.cat((kept[:sinks], kept[length - size + sinks :]))
+def in_ring(length: int, size: int, sinks: int, device: torch.device, first: int = 0) -> Tensor:
+    """The positions, from `first` on, of the tokens that `ring` holds after `length` tokens."""
+    if length <= size:
+        return torch.arange(first, length, device=device)
+    newest = torch.arange(max(first, length - size + sinks), length, device=device)
+    return torch.cat((torch.arange(min(first, sinks), sinks, device=device), newest))
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:

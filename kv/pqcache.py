@@ -13,7 +13,6 @@ the budget.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv import offload, ops
@@ -125,7 +124,7 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
         return torch.cat([(centroids.square().sum(1) - 2 * part @ centroids.mT).argmin(1) for part in x.split(step)])
 
     for _ in range(rounds):
-        member = F.one_hot(nearest(), count).float()
+        member = (nearest()[:, None] == torch.arange(count, device=x.device)).float()
         size = member.sum(0)[:, None]
         centroids = torch.where(size > 0, member.mT @ x / size.clamp(min=1), centroids)
     return centroids, nearest().to(torch.uint8)

@@ -113,8 +113,7 @@ class SimLayer(KV):
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         shared = self.shared
-        kept = ops.in_ring(pos + k.shape[2], shared.sizes[row][self.index], shared.sinks, k.device)
-        kept = kept[kept >= pos]
+        kept = ops.in_ring(pos + k.shape[2], shared.sizes[row][self.index], shared.sinks, k.device, pos)
         slot = self.slots_of(row, kept)
         shared.k[row, :, slot], shared.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
 

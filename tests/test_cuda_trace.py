@@ -149,8 +149,13 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (5, "cut")])
-@pytest.mark.parametrize("name", VARIANTS)
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_a_step_is_one_graph_on_the_device:
+        every = [(name, *case) for name in VARIANTS for case in ((1, "greedy"), (5, "cut"))]
+        sampled = every if metafunc.config.getoption("--all") else every[::2][::4] + every[1::2]
+        metafunc.parametrize(("name", "batch", "sampling"), sampled)
+
+
 def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     decoder = build(name, gpu, batch)
     graph, known = trace(decoder.step.forward, sampling, gpu, batch)
@@ -231,6 +236,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().partition(".")[0]
         indices = args[1] if name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
+        if indices and args[0].dtype == torch.int64:  # a list of rows that a pool keeps on the host
+            indices = ()
         if name in WAITS or any(isinstance(x, Tensor) and x.dtype == torch.bool for x in indices):
             self.count[name] += 1
         out = func(*args, **(kwargs or {}))
@@ -259,11 +266,16 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
     return found
 
 
-# How often the host waits for the device in a layer's prefill; all other methods never do
-LAYER_WAITS: dict[str, float] = {}
+# How often the host waits for the device in a layer's prefill; with all other methods it never does.
+LAYER_WAITS = {
+    "d2o": 8,  # after the last layer: where its region lies (2), and which tokens merge, for 2 KV heads (3 each)
+    "simlayer": 1,  # whether the layer is lazy, which decides where its tokens go
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_host_waits_for_a_prompt_only_where_it_is_known_to(name):
-    few, many = (prompt_waits(name, layers, 700).count.total() for layers in (4, 8))
-    assert (many - few) / 4 == LAYER_WAITS.get(name, 0)
+    few, many = (prompt_waits(name, layers, 700) for layers in (4, 8))
+    assert (many.count.total() - few.count.total()) / 4 == LAYER_WAITS.get(name, 0)
+    assert few.count.total() == 4 * LAYER_WAITS.get(name, 0)
+    assert many.largest < 700**2 or name == "roco"  # which squares the attention, ops.SCORES weights at a time

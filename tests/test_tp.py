@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -384,3 +385,40 @@ def test_no_rank_outlives_another(tiny_checkpoint, end):
     run.communicate(timeout=30)
     assert run.returncode != 0
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
+    """The model shared, the samples shared, and a run with another number of ranks that continues a stopped one."""
+    command = ["eval.py", "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity"]
+    command += "--length 600 --samples 3 --kv full,streaming --budget 64 --no-compile --json".split()
+    found = {}
+    for name, start, more in (
+        ("alone", [sys.executable], []), ("model", launcher(2), []), ("data", launcher(2), ["--ranks", "data"]),
+    ):  # fmt: skip
+        file = tmp_path / f"{name}.json"
+        subprocess.run([*start, *command, str(file), *more], cwd=ROOT, check=True, capture_output=True)
+        report = json.loads(file.read_text())
+        found[name] = [(s["index"], s["prediction"], float(f"{s['score']:.4g}")) for s in report["samples"]]
+        assert report["ranks"] == (1 if name == "alone" else 2)
+        assert len((tmp_path / f"{name}.json.progress.jsonl").read_text().splitlines()) == 12
+    assert found["alone"] == found["model"] == found["data"]
+    progress = tmp_path / "data.json.progress.jsonl"
+    progress.write_text("".join(progress.read_text().splitlines(keepends=True)[:5]))
+    subprocess.run([sys.executable, *command, str(tmp_path / "data.json")], cwd=ROOT, check=True, capture_output=True)
+    assert len(progress.read_text().splitlines()) == 12
+
+
+def test_the_benchmark_measures_one_rank(tmp_path):
+    shape = ["--shape", "needle/config.json", "--context", "128", "--steps", "2", "--repeats", "1", "--no-compile"]
+    command = ["-m", "bench", *shape, "--kv", "full,duo", "--budget", "64", "--results", os.devnull, "--json"]
+    rows = {}
+    for name, start in (("alone", [sys.executable]), ("ranks", launcher(2))):
+        file = tmp_path / f"{name}.json"
+        done = subprocess.run([*start, *command, str(file)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        rows[name] = json.loads(file.read_text())["rows"]
+    assert re.search(r"2 ranks, bytes are those of one; they exchange 0\.\d\d MB with batch 1 a step", done.stdout)
+    for one, half in zip(rows["alone"], rows["ranks"], strict=True):
+        assert (one["ranks"], half["ranks"], one["step_exchanged_bytes"]) == (1, 2, 0)
+        assert half["step_device_bytes"] == one["step_device_bytes"] // 2
+        assert 0.4 < half["step_weight_bytes"] / one["step_weight_bytes"] < 0.6
