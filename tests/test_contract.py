@@ -510,16 +510,22 @@ def move(source: Cache, row: int, target: Cache, to: int) -> None:
 def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch):
     monkeypatch.setattr(kv.ops, "SPAN", 2 * shape.planned)  # a row's rounding depends on how many slots are read
     texts, batch = make_texts(shape), shape.batch
-    source, target = Cache(name, shape), poison(Cache(name, shape))
+    source, elsewhere, back = Cache(name, shape), poison(Cache(name, shape)), poison(Cache(name, shape))
     source.run(texts, 7)
     for row, text in texts.items():
         source.extend(row, text, 7, 3)
-    target.run(make_texts(shape, seed=700), 20)  # leaves other tokens behind
+    for target in (elsewhere, back):
+        target.run(make_texts(shape, seed=700), 20)  # leaves other tokens behind
     for row in texts:
-        move(source, row, target, batch - 1 - row)
-    a = source.decode(texts, 8, first=10)
-    b = target.decode({batch - 1 - row: text for row, text in texts.items()}, 8, first=10)
-    assert all(torch.equal(a[row], b[batch - 1 - row]) for row in texts)
+        move(source, row, elsewhere, batch - 1 - row)
+    for row in texts:
+        move(elsewhere, batch - 1 - row, back, row)
+    expected, same = (cache.decode(texts, 8, first=10) for cache in (source, back))
+    found = elsewhere.decode({batch - 1 - row: text for row, text in texts.items()}, 8, first=10)
+    for row in texts:
+        assert torch.equal(expected[row], same[row])
+        other = (expected[row] - found[batch - 1 - row]).abs().max()
+        assert other <= 1e-5  # some CPUs' products round differently in another row of a batch
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in FOLLOW_THE_PLAN])
