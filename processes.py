@@ -20,7 +20,6 @@ ARRIVE = timedelta(seconds=60)  # in which all ranks must have started
 ANSWER = timedelta(minutes=30)  # in which they must join a collective: one may load for longer than another
 
 
-
 def launched() -> bool:
     """Whether this process is one of several, started by torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1

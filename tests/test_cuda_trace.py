@@ -15,9 +15,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
+import tp
 from caches import shape_of
 from config import ModelConfig
 from decoder import Decoder, Sampling
+from kv.ranks import ALONE, Ranks
 from model import Transformer
 from progress import Stats
 from region import compiled
@@ -83,15 +85,16 @@ def gpu(monkeypatch, guard):
     torch._dynamo.reset()
 
 
-def build(name: str, device: torch.device, batch: int, speculate: int = 0) -> Decoder:
+def build(name: str, device: torch.device, batch: int, speculate: int = 0, ranks: Ranks = ALONE) -> Decoder:
     method, options = VARIANTS[name]
     with unset_fake_temporarily():
-        shape = shape_of(CONFIG, torch.bfloat16, device, batch, 1024, 64, speculate)
+        config = tp.share(CONFIG, ranks)
+        shape = shape_of(config, torch.bfloat16, device, batch, 1024, 64, speculate, ranks)
         own = kv.parse_options(method, options)
         budget = max(256, own.minimum(shape)) if own.takes_budget else None
     with device:
         torch.set_default_dtype(torch.bfloat16)
-        model = Transformer(CONFIG).requires_grad_(False)
+        model = tp.connect(Transformer(config).requires_grad_(False), ranks)
         torch.set_default_dtype(torch.float32)
         layers = kv.build(method, shape, budget, options)
         model.set_kv(layers, batch)
@@ -137,7 +140,7 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
         name = node.target.name().partition(".")[0]
         if name in WAITS:
             found.add(f"waits: {node.format_node()}")
-        if not name.startswith(("aten::", "prims::")) and name not in FETCHES:
+        if not name.startswith(("aten::", "prims::", "_c10d_functional::")) and name not in FETCHES:
             found.add(f"an operator of the host: {name}")
         indices = node.args[1] if name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
         if any(index is not None and index.meta["val"].dtype == torch.bool for index in indices):
@@ -179,6 +182,19 @@ def test_rounds_are_two_graphs_on_the_device(gpu, variant):
 def test_a_plain_step_is_one_graph_on_the_device(gpu):
     decoder = build("full", gpu, 2)
     assert not problems(*trace(decoder.step.forward, "plain", gpu, 2))
+    close(decoder)
+
+
+@pytest.mark.parametrize("name", ("full", "infllm", "omnikv"))
+def test_a_step_of_several_ranks_is_one_graph_on_the_device(gpu, name):
+    """The ranks' sums are in it: two per layer, one of the logits, and those of a method that compares heads."""
+    decoder = build(name, gpu, 2, ranks=Ranks(1, 2, "0"))
+    graph, known = trace(decoder.step.forward, "greedy", gpu, 2)
+    assert not problems(graph, known)
+    names = Counter(str(node.target) for node in graph.graph.nodes)
+    layers = CONFIG.n_layer
+    assert names["_c10d_functional.all_reduce.default"] == 2 * layers + (layers if name == "infllm" else 0)
+    assert names["_c10d_functional.all_gather_into_tensor.default"] == 1
     close(decoder)
 
 
