@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,8 @@ def steps(device: str) -> list[Step]:
 def perform(step: Step, out: Path) -> dict:
     """Runs a step; returns a line of report.jsonl."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor")}
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
+    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache}  # which the steps share
     begin, processes = time.monotonic(), []
     for i, command in enumerate(step.commands):
         log = open(out / (f"{step.name}.log" if len(step.commands) == 1 else f"{step.name}.{i + 1}.log"), "wb")
