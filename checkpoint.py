@@ -63,7 +63,8 @@ class Stored:
     def read_spans(self, dim: int, spans: list[tuple[int, int]]) -> Tensor:
         """Only the indices in `spans` of dimension `dim`, [start, stop) one after the other; errors as in `read`."""
         if self.offset is None:
-            return torch.cat([self.read().narrow(dim, start, stop - start) for start, stop in spans], dim)
+            whole = self.read()
+            return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in spans], dim)
         size = sum(stop - start for start, stop in spans)
         tensor = torch.empty((*self.shape[:dim], size, *self.shape[dim + 1 :]), dtype=self.dtype)
         memory, done = memoryview(_memory(tensor)).cast("B"), 0

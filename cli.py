@@ -30,7 +30,7 @@ def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
         with memory_errors():
             main()
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        complain(error)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -50,14 +50,19 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
                 raise ValueError("this tool runs in one process: start it with python, not torchrun")
             main()
     except Exception as error:
+        sys.stderr = stderr  # also for a traceback
         if processes.first_to_fail():
             if not isinstance(error, ValueError | OSError):
                 raise
-            print("error:", " ".join(str(error).split()), file=stderr)
+            complain(error)
         stderr.flush()
         os._exit(2)  # at once: leaving torch.distributed in order would wait for the other ranks
     processes.leave()
     sys.exit(0)
+
+
+def complain(error: Exception) -> None:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
 
 
 def check_output(name: str | None, flag: str) -> None:

@@ -159,7 +159,8 @@ class Decoder(nn.Module):
             about = f"{sampling.variant} decode step for {self.batch} x {self.shape.planned} tokens"
             with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
                 for tokens in self.tokens() if not self.warm else ():
-                    self.tune(tokens)
+                    self.stats.products |= tune(self.model, self.batch * tokens)
+                    self.stats.products |= tune_attention(self.shape, tokens)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds
@@ -168,12 +169,6 @@ class Decoder(nn.Module):
     def tokens(self) -> list[int]:
         """How many tokens per row the passes of a step have."""
         return [1]
-
-    def tune(self, tokens: int) -> None:
-        """Chooses the products of a pass, on a CPU."""
-        if self.device.type == "cpu":
-            self.stats.products |= tune(self.model, self.batch * tokens)
-            self.stats.products |= tune_attention(self.shape, tokens)
 
     def launch(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step. After it, no row holds more than `length` tokens, `new` of them decoded.

@@ -80,7 +80,7 @@ def first_to_fail() -> bool:
         return False
 
 
-def same(ranks: Ranks, value=None):
+def same(ranks: Ranks, value):
     """Rank 0's value, on every rank."""
     if ranks.count == 1:
         return value
@@ -105,10 +105,7 @@ def everyone(ranks: Ranks, value) -> list:
 
 def least(ranks: Ranks, value: float) -> float:
     """The least of the ranks' values."""
-    found = torch.tensor(value, dtype=torch.float64)
-    if ranks.count > 1:
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-    return found.item()
+    return min(everyone(ranks, value))
 
 
 @contextmanager

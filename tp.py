@@ -76,8 +76,13 @@ def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tens
         spans.append((min(start, whole), min(start + size, whole)))
         begin += ranks.count * size
     tensor = stored.read_spans(dim, spans)
-    missing = own.shape[dim] - tensor.shape[dim]  # a vocabulary that does not divide
-    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
+    return padded(tensor, dim, own.shape[dim])
+
+
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros up to `size` along dimension `dim`: the last rank's part of a vocabulary that does not divide."""
+    missing = size - x.shape[dim]
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
 
 
 def connect(model: Transformer, ranks: Ranks) -> Transformer:
@@ -98,8 +103,7 @@ def tied_head(table: nn.Module, rows: int, rank: int) -> nn.Module:
     """A rank's rows of the embedding table as a linear layer, padded with zeros; without padding it copies nothing."""
 
     def part(x: Tensor) -> Tensor:
-        x = x[rank * rows : (rank + 1) * rows]
-        return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - len(x)]) if len(x) < rows else x
+        return padded(x[rank * rows : (rank + 1) * rows], 0, rows)
 
     with torch.device("meta"):
         head = Linear(table.weight.shape[1], rows, bias=False)

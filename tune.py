@@ -76,6 +76,8 @@ def tune_attention(shape: Shape, tokens: int) -> dict[str, Times]:
     fixed, queries = fixed_product(), shape.n_head // shape.n_kv_head * tokens
     name = f"{str(shape.dtype).removeprefix('torch.')} attention, {queries} x {shape.head_dim}"
     times = {}
+    if shape.device.type != "cpu":
+        return {}
     if fixed == "auto":
         if shape.full_bytes() < LEAST:
             return {}

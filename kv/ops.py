@@ -36,7 +36,7 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     if q.device.type != "cpu" or (q.dtype, *q.shape[2:]) not in FUSED or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    weight = (dots(q, k) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    weight = group_weights(q, k, ~mask)
     if k.shape[2] % CHUNK:
         return sums(weight, v).to(q.dtype)
     weight, v = weight.unflatten(3, (-1, CHUNK)), v.unflatten(2, (-1, CHUNK))
@@ -192,7 +192,12 @@ def stored(x: Tensor) -> Tensor:
 
 def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     """Attention weights [B,Hk,G,N] fp32 of q [B,Hq,1,D] over k [B,Hk,N,D]; slots that are `empty` (broadcast) get 0."""
-    return (dots(grouped(q, k.shape[1]), k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
+    return group_weights(grouped(q, k.shape[1]), k, empty)
+
+
+def group_weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
+    """`weights` of queries that are grouped already, q [B,Hk,G,D]."""
+    return (dots(q, k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
 
 
 def sums(weight: Tensor, v: Tensor) -> Tensor:
