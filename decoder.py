@@ -160,7 +160,7 @@ class Decoder(nn.Module):
             with compile_errors(), timed(self.on_phase, Phase("compile", about)) as phase:
                 for tokens in self.tokens() if not self.warm else ():
                     self.stats.products |= tune(self.model, self.batch * tokens)
-                    self.stats.products |= tune_attention(self.shape, tokens)
+                    self.stats.products |= tune_attention(self.model, self.shape, tokens)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self.launch([SLEEP] * self.batch, prompt + 1, 1)[0].tolist()
             self.stats.compile_s += phase.seconds

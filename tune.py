@@ -29,7 +29,7 @@ Times = dict[str, float]  # milliseconds by product
 PRODUCTS = ("auto", "kernel", "mv", "fused")
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
 READ = 2**28  # bytes that a candidate reads in one round, at most
-TOKENS = 2**13  # that attention is measured with
+TOKENS = 2**8, 2**13  # that attention is measured with, at least and at most
 ROUNDS = 7
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
@@ -56,7 +56,7 @@ def tune(model: nn.Module, rows: int) -> dict[str, Times]:
             groups[describe(module, rows)].append(module)
     times = {}
     if fixed == "auto":
-        if sum(m.weight.nbytes for modules in groups.values() for m in modules) < LEAST:
+        if is_small(model):
             return {}
         region = Region(multiply)
         times = recalled(groups, lambda name: measure(groups[name], rows, region))
@@ -68,22 +68,24 @@ def tune(model: nn.Module, rows: int) -> dict[str, Times]:
     return times
 
 
-def tune_attention(shape: Shape, tokens: int) -> dict[str, Times]:
-    """Decides how compiled steps of `tokens` tokens per row attend; returns the milliseconds of each form.
+def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Times]:
+    """Decides how compiled steps with `queries` new tokens per row attend; returns the milliseconds of each form.
 
-    Caches that are small keep the default. Raises ValueError as `tune`.
+    Both are timed over as many tokens as a row may hold, rounded down to a power of two. Raises ValueError as `tune`.
     """
-    fixed, queries = fixed_product(), shape.n_head // shape.n_kv_head * tokens
-    name = f"{str(shape.dtype).removeprefix('torch.')} attention, {queries} x {shape.head_dim}"
+    fixed, rows = fixed_product(), shape.n_head // shape.n_kv_head * queries
+    least, most = TOKENS
+    tokens = min(max(least, 1 << shape.planned.bit_length() - 1), most)
+    name = f"{str(shape.dtype).removeprefix('torch.')} attention, {rows} x {shape.head_dim}, {tokens} tokens"
     times = {}
     if shape.device.type != "cpu":
         return {}
     if fixed == "auto":
-        if shape.full_bytes() < LEAST:
+        if is_small(model) and shape.full_bytes() < LEAST:
             return {}
-        times = recalled([name], lambda _: measure_attention(shape, queries))
+        times = recalled([name], lambda _: measure_attention(shape, rows, tokens))
     best = fastest(times[name]) if times else fixed
-    choose_attention((shape.dtype, queries, shape.head_dim), best)
+    choose_attention((shape.dtype, rows, shape.head_dim), best)
     return times
 
 
@@ -91,16 +93,16 @@ def choose_attention(key: tuple[torch.dtype, int, int], form: str) -> None:
     (ops.FUSED.add if form == "fused" else ops.FUSED.discard)(key)
 
 
-def measure_attention(shape: Shape, queries: int) -> Times:
-    """Milliseconds of each form, the least of several rounds over caches that are larger than the CPU's."""
+def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
+    """Milliseconds of each form, the least of several rounds over as many caches as a model has layers, within READ."""
     heads, dim, dtype, found = shape.n_kv_head, shape.head_dim, shape.dtype, {}
-    count = max(1, READ // 2 // (TOKENS * heads * shape.unit_bytes))
-    caches = [torch.ones(2, 1, heads, TOKENS, dim, dtype=dtype) for _ in range(count)]
-    q, mask = torch.ones(1, heads, queries, dim, dtype=dtype), torch.ones(1, 1, queries, TOKENS, dtype=torch.bool)
+    count = max(1, min(shape.n_layer, READ // 2 // (tokens * heads * shape.unit_bytes)))
+    caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype) for _ in range(count)]
+    q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
     region = Region(ops.attend_groups)
     for turn in range(1 + ROUNDS):  # the first compiles
         for name in ("kernel", "fused"):
-            choose_attention((dtype, queries, dim), name)
+            choose_attention((dtype, rows, dim), name)
             begin = time.perf_counter()
             for i, (k, v) in enumerate(caches):
                 region((name, i), None, (q, k, v, mask))
@@ -144,6 +146,10 @@ def measure_widening(dtype: torch.dtype) -> Times:
     finally:
         torch.set_num_threads(threads)
     return found
+
+
+def is_small(model: nn.Module) -> bool:
+    return sum(m.weight.nbytes for m in model.modules() if hasattr(m, "weight")) < LEAST
 
 
 def is_product(module: nn.Module, model: nn.Module) -> bool:

@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
                    "drafted token is accepted, for ms/token (default: 0.8); the time of a round does not depend on it")
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
     p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
+    p.add_argument("--embeddings", action="store_true", help="int8, int4: also the embedding table and the head, int8")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
     p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
     p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")

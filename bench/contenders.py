@@ -52,6 +52,7 @@ class Case:
     config: dict
     quantize: str | None
     groupsize: int
+    embeddings: bool  # whether the table and the head are quantized too
     dtype: torch.dtype
     device: torch.device
     context: int
@@ -67,7 +68,7 @@ class Case:
 
     def model(self) -> Transformer:
         """This rank's part of the model, on the meta device."""
-        how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": False}
+        how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": self.embeddings}
         return tp.skeleton(ModelConfig.from_dict(self.config), how if self.quantize else None, self.ranks, self.dtype)
 
     def exchanged(self) -> int:
@@ -93,7 +94,8 @@ def random_weights(case: Case) -> dict[str, Tensor]:
 
 def step_weights(case: Case, weights: dict[str, Tensor]) -> int:
     """Bytes of the weights that a step reads: all except what of the embedding table is not also this rank's head."""
-    table, tied = weights["tok_embeddings.weight"].nbytes, case.config.get("tie_word_embeddings")
+    tied = case.config.get("tie_word_embeddings")
+    table = sum(t.nbytes for name, t in weights.items() if name.startswith("tok_embeddings."))
     return sum(t.nbytes for t in weights.values()) - table + (table // case.ranks.count if tied else 0)
 
 

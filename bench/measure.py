@@ -23,8 +23,9 @@ LEAST = 2**25  # bytes of free memory that measuring needs
 
 def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
     steps = args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
-    common = config, mode, args.groupsize, dtype, device, context, batch, steps, args.compile, args.prefill
-    return Case(*common, processes.join())
+    quantized = mode, args.groupsize, args.embeddings
+    common = dtype, device, context, batch, steps, args.compile, args.prefill, processes.join()
+    return Case(config, *quantized, *common)
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -106,7 +107,8 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             continue
         row = {
             "shape": args.shape, "context": case.context, "batch": case.batch,
-            "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize, "prefill_s": prefill_s,
+            "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize,
+            "embeddings": bool(case.quantize) and case.embeddings, "prefill_s": prefill_s,
             **contender.about(), "weight_bytes": weight_bytes, "graphs": None,
             "step_weight_bytes": step_weights(case, weights), "ranks": case.ranks.count,
             "step_exchanged_bytes": case.exchanged(),

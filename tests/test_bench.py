@@ -59,10 +59,11 @@ def test_every_method_context_batch_and_quantization_is_a_row_with_all_keys(here
 
 
 @pytest.mark.parametrize("tied", (False, True))
-@pytest.mark.parametrize("quantize", (None, "int8", "int4"))
-def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(here, tied, quantize):
+@pytest.mark.parametrize(("quantize", "embeddings"), ((None, 0), ("int8", 0), ("int4", 0), ("int4", 1)))
+def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(here, tied, quantize, embeddings):
     (here / "tiny.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
     more = ["--quantize", quantize, "--groupsize", 32] if quantize else []
+    more += ["--embeddings"] * embeddings
     rows = result("--kv", "full,streaming", "--budget", "16", "--batch", "2", *more)["rows"]
     dim, ffn, vocab, layers, kv_heads, head = 64, 96, 128, 2, 2, 16
     products = layers * (dim * (4 + 2 + 2) * head + dim * dim + 3 * dim * ffn)
@@ -70,11 +71,12 @@ def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(here, tied, quantiz
     groups = layers * ((8 * head + dim + 2 * ffn) * dim // 32 + dim * ffn // 32)
     norms = 4 * (2 * layers + 1) * dim
     linear = {None: 4 * products, "int8": products + 4 * outputs, "int4": products // 2 + 8 * groups}[quantize]
+    table = vocab * (dim + 4 if embeddings else 4 * dim)
     for row in rows:
         tokens = 97 if row["kv"] == "full" else 16
         cache = 2 * (2 * layers * kv_heads * tokens * head * 4)
         assert row["step_device_bytes"] == cache
-        assert row["floor_ms"] == pytest.approx((linear + norms + 4 * vocab * dim + cache) / 1e9 * 1e3)
+        assert row["floor_ms"] == pytest.approx((linear + norms + table + cache) / 1e9 * 1e3)
 
 
 def test_the_naive_baseline_computes_what_full_computes(here):

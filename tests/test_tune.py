@@ -14,9 +14,10 @@ import tune
 from config import ModelConfig
 from decoder import Sampling
 from engine import Engine
-from kv import Shape, ops
+from kv import ops
 from linear import Embedding, Int8Linear, Linear
 from model import Transformer
+from quantize import quantize_modules
 
 PROMPT = [*range(5, 45)]
 
@@ -156,7 +157,7 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
     engine = Engine.load(folder, batch=3)
     found = engine.generate(prompts, 12)
     assert [c.answers[0].tokens for c in found] == [c.answers[0].tokens for c in expected]
-    assert set(engine.stats.products) == sizes(engine.model, 3) | {"float32 attention, 2 x 16"}
+    assert set(engine.stats.products) == sizes(engine.model, 3) | {"float32 attention, 2 x 16, 256 tokens"}
     for times in engine.stats.products.values():
         assert set(times) == {"kernel", "fused"} and min(times.values()) > 0
     monkeypatch.setattr(tune, "measure", None)
@@ -197,36 +198,46 @@ def test_fused_attention_agrees_to_rounding(monkeypatch, dtype, size, queries):
     assert (y.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-6
 
 
-def attention_of(shape: Shape, **more) -> Shape:
-    return replace(shape, max_prompt=tune.LEAST // shape.bytes(1), **more)
-
-
 @pytest.mark.parametrize("faster", ("kernel", "fused"))
-def test_attention_takes_the_form_that_is_faster(monkeypatch, faster):
+def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
     measured = []
 
-    def measure(shape, queries):
-        measured.append(queries)
+    def measure(shape, rows, tokens):
+        measured.append((rows, tokens))
         return {"kernel": 1.0, "fused": 0.5 if faster == "fused" else 2.0}
 
     monkeypatch.setattr(ops, "FUSED", set())
     monkeypatch.setattr(tune, "measure_attention", measure)
-    large = attention_of(make_shape())
-    assert tune.tune_attention(make_shape(), 1) == {} and not measured  # a small cache
-    for tokens in (1, 4, 1):
-        assert list(tune.tune_attention(large, tokens)) == [f"float32 attention, {2 * tokens} x 16"]
-    assert measured == [2, 8]
+    small = make_shape()
+    large = replace(small, max_prompt=tune.LEAST // small.bytes(1))
+    assert tune.tune_attention(model, small, 1) == {} and not measured  # a small model with a small cache
+    for queries in (1, 4, 1):
+        found = tune.tune_attention(model, large, queries)
+        assert list(found) == [f"float32 attention, {2 * queries} x 16, 8192 tokens"]
+    assert measured == [(2, 8192), (8, 8192)]
     assert ops.FUSED == ({(torch.float32, 2, 16), (torch.float32, 8, 16)} if faster == "fused" else set())
+    monkeypatch.setattr(tune, "LEAST", 0)  # a large model with a small cache
+    for planned, tokens in ((40, 256), (1023, 512), (1024, 1024)):
+        tune.tune_attention(model, replace(small, max_prompt=planned - small.max_new_tokens), 1)
+        assert measured[-1] == (2, tokens)
     monkeypatch.setenv("KV_FAST_PRODUCT", "kernel")
-    tune.tune_attention(large, 1)
+    tune.tune_attention(model, large, 1)
     assert (torch.float32, 2, 16) not in ops.FUSED
     monkeypatch.setenv("KV_FAST_PRODUCT", "fused")
-    tune.tune_attention(make_shape(), 1)
+    tune.tune_attention(model, small, 1)
     assert (torch.float32, 2, 16) in ops.FUSED
 
 
 def test_both_forms_of_attention_are_measured(monkeypatch):
     monkeypatch.setattr(ops, "FUSED", set())
     monkeypatch.setattr(tune, "READ", 1)
-    times = tune.measure_attention(make_shape(), 2)
+    times = tune.measure_attention(make_shape(), 2, 256)
     assert list(times) == ["kernel", "fused"] and all(ms > 0 for ms in times.values())
+
+
+def test_the_head_of_an_int4_model_is_tuned(model, monkeypatch):
+    """Its other weights have no choice, and count as weights of the model."""
+    quantize_modules(model, "int4", 32, embeddings=False)
+    monkeypatch.setattr(tune, "LEAST", 2 * model.output.weight.nbytes)
+    monkeypatch.setattr(tune, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
+    assert len(tune.tune(model, 1)) == 1 and model.output.products == ("fused", "kernel")
