@@ -11,6 +11,7 @@ SPAN = 256  # slots: a step reads a multiple of this, or all
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 BLOCK = 128  # slots per block of flex_attention's block mask
 CHUNK = 128  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
+UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 # (dtype, queries of a group, D) for which fused products and sums attend faster on this CPU than SDPA, see tune.py
 FUSED: set[tuple[torch.dtype, int, int]] = set()
 
@@ -204,6 +205,9 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32; each vector is read once per group."""
     if not torch.compiler.is_compiling():
         return weight @ v
+    if isinstance(v.shape[2], int) and v.shape[2] <= UNROLLED:
+        parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
+        return sum(parts[1:], parts[0])
     return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
 
 
