@@ -85,12 +85,14 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
             return {}
         times = recalled([name], lambda _: measure_attention(shape, rows, tokens))
     best = fastest(times[name]) if times else fixed
-    choose_attention((shape.dtype, rows, shape.head_dim), best)
+    choose_attention(shape.dtype, shape.head_dim, rows, best)
     return times
 
 
-def choose_attention(key: tuple[torch.dtype, int, int], form: str) -> None:
-    (ops.FUSED.add if form == "fused" else ops.FUSED.discard)(key)
+def choose_attention(dtype: torch.dtype, dim: int, rows: int, form: str) -> None:
+    """Fewer rows than those that fuse best fuse too, and more than those that do not, do not."""
+    most = ops.FUSED.get((dtype, dim), 0)
+    ops.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
 
 
 def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
@@ -102,7 +104,7 @@ def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
     region = Region(ops.attend_groups)
     for turn in range(1 + ROUNDS):  # the first compiles
         for name in ("kernel", "fused"):
-            choose_attention((dtype, rows, dim), name)
+            choose_attention(dtype, dim, rows, name)
             begin = time.perf_counter()
             for i, (k, v) in enumerate(caches):
                 region((name, i), None, (q, k, v, mask))

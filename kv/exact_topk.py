@@ -20,14 +20,15 @@ class ExactTopK(Full):
     def __init__(self, shape: Shape, budget: int, shared: bool):
         super().__init__(shape)
         self.recent, self.shared = 0, shared
-        self.budget = self.least = min(budget, self.size)
+        self.budget = min(budget, self.size)
+        self.least = ops.least(self.size, self.budget, shape.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         keys = self.read(self.k)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         weight = ops.weights(q, keys, later[:, None, None])  # [B,Hk,G,S]
-        index = ops.top(weight.sum(2) if self.shared else weight.flatten(1, 2), self.budget)
+        index = ops.top(weight.sum(2) if self.shared else weight.flatten(1, 2), self.budget, most=self.size)
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -169,10 +169,13 @@ class FetchedTokens(Fetched):
         rows = self.pool.read(row * self.shape.max_prompt * heads, prompt * heads)  # [T Hk,2,D]
         return rows.unflatten(0, (prompt, heads)).permute(2, 1, 0, 3).unbind(0)
 
-    def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor) -> Tensor:
-        """Fetches the candidates [B,N] with the best scores [B,Hk,N] to the chosen slots; returns q, see Pool.issue."""
+    def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor, most: int = 0) -> Tensor:
+        """Fetches the candidates [B,N] with the best scores [B,Hk,N] to the chosen slots; returns q, see Pool.issue.
+
+        For `most` see ops.top.
+        """
         scores = scores.masked_fill(~candidates[:, None], -torch.inf)
-        best = ops.top(scores, self.count, ordered=True)  # another order would round sums differently
+        best = ops.top(scores, self.count, True, most)  # another order would round sums differently
         best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
         b, h = best.shape[:2]

@@ -11,9 +11,10 @@ SPAN = 256  # slots: a step reads a multiple of this, or all
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 BLOCK = 128  # slots per block of flex_attention's block mask
 CHUNK = 128  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
+TILE = 8  # scores per tile, see `top`
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
-# (dtype, queries of a group, D) for which fused products and sums attend faster on this CPU than SDPA, see tune.py
-FUSED: set[tuple[torch.dtype, int, int]] = set()
+# By dtype and D: up to how many queries fused products and sums attend faster on this CPU than SDPA, see tune.py.
+FUSED: dict[tuple[torch.dtype, int], int] = {}
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
@@ -35,7 +36,8 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
     A step that is compiled for a CPU attends by SDPA or by products and sums that Inductor fuses: see FUSED.
     """
-    if q.device.type != "cpu" or (q.dtype, *q.shape[2:]) not in FUSED or not torch.compiler.is_compiling():
+    fuses = q.device.type == "cpu" and q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
+    if not fuses or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     weight = group_weights(q, k, ~mask)
     if k.shape[2] % CHUNK:
@@ -169,12 +171,24 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     return x[b[:, None, None], h[:, None], index]
 
 
-def top(scores: Tensor, k: int, ordered: bool = False) -> Tensor:
-    """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index."""
+def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
+    """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index.
+
+    If N lies between `least` of the two and `most`, a CPU sorts the maxima of tiles first: the best are in k of these.
+    """
     bits = scores.view(torch.int32).long()
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
     keys = (order << 32) - torch.arange(scores.shape[-1], device=scores.device)
+    if least(most, k, scores.device) > k:
+        keys = F.pad(keys, (0, -keys.shape[-1] % TILE), value=-(2**63)).unflatten(-1, (TILE, -1))
+        tile = keys.amax(-2, keepdim=True).topk(k, sorted=False).indices
+        keys = keys.gather(-1, tile.expand(*keys.shape[:-1], k)).flatten(-2)
     return -keys.topk(k, sorted=ordered).values & 0xFFFFFFFF
+
+
+def least(most: int, k: int, device: torch.device) -> int:
+    """The fewest scores that `top` may choose k from, where there may be `most`; more than k if it forms tiles."""
+    return TILE * k if device.type == "cpu" and most >= TILE**2 * k else k
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:

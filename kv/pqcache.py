@@ -52,7 +52,7 @@ class PQCache(FetchedTokens):
         scores = table.gather(3, self.codes.narrow(3, 0, n).long()).sum(2)
         position = torch.arange(n, device=q.device)
         middle = (position >= self.sinks) & (position <= (pos - self.recent)[:, None])
-        q = self.fetch(scores, middle, active, q)
+        q = self.fetch(scores, middle, active, q, self.shape.planned)
         self.copy_generated()
         ends, new = self.initial_or_recent(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
@@ -106,7 +106,9 @@ class PQCache(FetchedTokens):
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
     def fit(self, length: int, new: int) -> tuple:
-        self.code_span = ops.span(self.code_span, max(length, self.count), self.shape.planned, self.shape.device)
+        planned, device = self.shape.planned, self.shape.device
+        least = ops.least(planned, self.count, device)
+        self.code_span = ops.span(self.code_span, max(length, least), planned, device)
         return *super().fit(length, new), self.code_span.shape[0]
 
     def step_bytes(self, length: int) -> tuple[int, int]:

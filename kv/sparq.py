@@ -21,7 +21,8 @@ class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
         self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
-        self.chosen = self.least = max(1, budget // 2)
+        self.chosen = max(1, budget // 2)
+        self.least = ops.least(self.size, self.chosen, shape.device)
         self.recent = self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes
@@ -47,7 +48,7 @@ class SparQ(Full):
         weight = self.approximate_weights(queries, pos)  # [B,Hk,G,S]
         position = torch.arange(weight.shape[3], device=q.device)
         newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
-        index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.chosen)
+        index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.chosen, most=self.size)
         mask = index <= pos[:, None, None]
         y = ops.attend_rows(q, self.k, self.v, index, mask).view(queries.shape).float()
         alpha = weight.gather(3, index[:, :, None].expand(-1, -1, queries.shape[2], -1)).sum(3, keepdim=True)

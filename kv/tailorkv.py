@@ -88,7 +88,7 @@ class Tailored(FetchedTokens):
         scores = ops.sums(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])
-        q = self.fetch(scores, between, active, q)
+        q = self.fetch(scores, between, active, q, self.shape.max_prompt)
         ends, new = self.occupied(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
 

@@ -26,7 +26,8 @@ def short_spans(monkeypatch):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
-def test_pqcache_equals_its_reference(options, budget, heads):
+def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
+    monkeypatch.setattr("kv.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
     shape = replace(make_shape(heads, new=60), n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
     run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)
