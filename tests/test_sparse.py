@@ -378,7 +378,7 @@ def test_duo_without_retrieval_heads_streams_within_its_budget():
 
 @pytest.mark.parametrize("compiled", (False, True))
 def test_the_best_are_the_same_in_tiles(compiled):
-    """Few values, so that ties lie in and across tiles and at the last place; a number of scores that 8 does not divide."""
+    """Few values, so that ties lie in and across tiles and at the last place; also sizes that 8 does not divide."""
     k, most = 5, ops.TILE**2 * 5
     device = torch.device("cpu")
     assert ops.least(most, k, device) == 8 * k and ops.least(most - 1, k, device) == ops.least(0, k, device) == k
