@@ -4,7 +4,7 @@ A CPU reads a weight up to three times as fast with one product as with another,
 CPUs and between sizes. For the rows of a compiled step each size is timed once per machine, on the model's own weights;
 so are two forms of a step's attention, torch's kernel and fused products and sums; and for prefill, whether 16-bit
 weights should be widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME).
-KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps.
+KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps; on a GPU, that of attention alone (ops.CUDA_FORM).
 """
 
 import hashlib
@@ -79,6 +79,7 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
     name = f"{str(shape.dtype).removeprefix('torch.')} attention, {rows} x {shape.head_dim}, {tokens} tokens"
     times = {}
     if shape.device.type != "cpu":
+        ops.CUDA_FORM = fixed if fixed in ("kernel", "fused") else "flex"
         return {}
     if fixed == "auto":
         if is_small(model) and shape.full_bytes() < LEAST:

@@ -44,6 +44,7 @@ class Step:
     about: str
     commands: list[list[str]]
     minutes: float = 8
+    product: str = "auto"  # KV_FAST_PRODUCT
 
 
 def bench(device: str, about: str, *arguments: str, small: str = "") -> list[str]:
@@ -71,6 +72,12 @@ def steps(device: str) -> list[Step]:
     def speed(name: str, about: str, *arguments: str, small: str = tiny + " --kv full,rocketkv") -> Step:
         return Step(name, about, [bench(device, name, *arguments, small=small)])
 
+    def attention(form: str, by: str) -> Step:
+        about = f"attention by {by} at 128K, where flex_attention is a guess (step long)"
+        small = tiny + " --kv full,streaming"
+        command = bench(device, form, "--kv", "full,streaming", *budget, *far, small=small)
+        return Step(form, about, [command], product=form)
+
     return [
         Step("tests", "the tests that need a GPU", [["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider",
              "tests/test_offload.py", "tests/test_ops.py", "tests/test_engine.py", "tests/test_omnikv.py"]], 5),
@@ -79,6 +86,8 @@ def steps(device: str) -> list[Step]:
         Step("offload", "threads that fetch with pauses: the same tokens", [smoke(g, "--delays") for g in threads]),
         speed("short", "8B at 16K, with prefill", "--kv", main, *budget, *near, "--baseline", "naive"),
         speed("long", "8B at 128K", "--kv", main, *budget, *far),
+        attention("kernel", "SDPA"),
+        attention("fused", "products and sums that Inductor fuses"),
         speed("prefill", "a prompt of 128K", "--kv", "full,rocketkv,omnikv", *budget, "--context", "131072", "--steps",
               "3", small="--context 512 --budget 64 --kv full"),
         speed("batch", "8 rows at 16K", "--kv", main, *budget, *near, "--no-prefill", "--batch", "8"),
@@ -106,6 +115,7 @@ def perform(step: Step, out: Path) -> dict:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
     env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache}  # which the steps share
+    env["KV_FAST_PRODUCT"] = step.product
     begin, processes = time.monotonic(), []
     for i, command in enumerate(step.commands):
         log = open(out / (f"{step.name}.log" if len(step.commands) == 1 else f"{step.name}.{i + 1}.log"), "wb")

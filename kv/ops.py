@@ -15,6 +15,7 @@ TILE = 8  # scores per tile, see `top`
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 # By dtype and D: up to how many queries fused products and sums attend faster on this CPU than SDPA, see tune.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
+CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
@@ -34,9 +35,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """R queries of each group: q [B,Hk,R,D], k and v [B,Hk,S,D], mask broadcastable to [B,Hk,R,S] -> [B,Hk,R,D].
 
-    A step that is compiled for a CPU attends by SDPA or by products and sums that Inductor fuses: see FUSED.
+    A compiled step attends by SDPA or by products and sums that Inductor fuses: see FUSED and CUDA_FORM.
     """
-    fuses = q.device.type == "cpu" and q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
+    few = q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
+    fuses = few if q.device.type == "cpu" else CUDA_FORM == "fused"
     if not fuses or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     weight = group_weights(q, k, ~mask)
@@ -51,7 +53,7 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 
     q [B,Hq,n,D], k and v [B,Hk,S,D] -> [B,Hq,n,D]; K and V are read once for all queries of a group.
     """
-    if torch.compiler.is_compiling() and q.device.type == "cuda":
+    if torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex":
         return flex_prefix(q, k, v, length)
     n, slot = q.shape[2], torch.arange(k.shape[2], device=q.device)
     if n == 1:
