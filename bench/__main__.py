@@ -112,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
     modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
     if unknown := set(modes) - {None, *MODES}:
         raise ValueError(f"--quantize {unknown.pop()}: known are none, {', '.join(MODES)}")
+    if args.embeddings and modes == [None]:
+        raise ValueError("--embeddings needs --quantize int8 or int4")
     bandwidth = read_bandwidth(device)
     about = {"machine": machine(device), "commit": commit(), "date": f"{datetime.date.today()}"}
     about |= {"command": " ".join(["python -m bench", *(sys.argv[1:] if argv is None else argv)])}

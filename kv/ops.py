@@ -176,7 +176,8 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
     """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index.
 
-    If N lies between `least` of the two and `most`, a CPU sorts the maxima of tiles first: the best are in k of these.
+    A CPU sorts the maxima of tiles first where that is less work: the best lie in the k best tiles. N may then vary
+    from `least(most, k)` to `most`, which the caller ensures.
     """
     bits = scores.view(torch.int32).long()
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
@@ -189,7 +190,7 @@ def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
 
 
 def least(most: int, k: int, device: torch.device) -> int:
-    """The fewest scores that `top` may choose k from, where there may be `most`; more than k if it forms tiles."""
+    """The fewest scores that `top` may choose k from, if there may be `most`: more than k if it forms tiles."""
     return TILE * k if device.type == "cpu" and most >= TILE**2 * k else k
 
 

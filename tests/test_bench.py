@@ -219,6 +219,8 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
         budget = None if name == "full" else 32
         one_more = sum(kv.planned_bytes(name, case.shape(), budget, {}))
         assert one_more < 2 * 10**6 * 1.1 and one_more + (batch + 1) * 12 * 128 + 8 * 32 * 64 * 4 > 2 * 10**6
+    with pytest.raises(ValueError, match="--embeddings needs --quantize int8 or int4"):
+        result("--kv", "full", "--embeddings")
     with pytest.raises(ValueError, match="needs --generate"):
         run("--batch", "max")
 
