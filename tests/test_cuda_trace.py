@@ -12,6 +12,7 @@ from conftest import LLAMA
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
@@ -19,6 +20,7 @@ import tp
 from caches import shape_of
 from config import ModelConfig
 from decoder import Decoder, Sampling
+from kv import ops
 from kv.ranks import ALONE, Ranks
 from model import Transformer
 from progress import Stats
@@ -243,11 +245,12 @@ def close(decoder: Decoder) -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Counts operators that make the host wait for a GPU, and the elements of the largest tensor that one makes."""
+    """Counts operators that make the host wait for a GPU, and the memory that all operators take."""
 
     def __init__(self):
         super().__init__()
-        self.count, self.largest = Counter(), 0
+        self.count, self.largest = Counter(), 0  # the elements of the largest tensor
+        self.live, self.peak = {}, 0  # bytes by storage, and at most
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().partition(".")[0]
@@ -259,6 +262,11 @@ class Waits(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and not func.is_view:
             self.largest = max(self.largest, out.numel())
+        for made in filter(lambda x: isinstance(x, Tensor), out if isinstance(out, tuple | list) else (out,)):
+            if not (func.is_view or func._schema.is_mutable):
+                self.live[StorageWeakRef(made.untyped_storage())] = made.untyped_storage().nbytes()
+        self.live = {storage: size for storage, size in self.live.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self.live.values()))
         return out
 
 
@@ -295,3 +303,15 @@ def test_the_host_waits_for_a_prompt_only_where_it_is_known_to(name):
     assert (many.count.total() - few.count.total()) / 4 == LAYER_WAITS.get(name, 0)
     assert few.count.total() == 4 * LAYER_WAITS.get(name, 0)
     assert many.largest < 700**2 or name == "roco"  # which squares the attention, ops.SCORES weights at a time
+
+
+# Bytes per token that a layer keeps until the last layer is done. All others keep nothing.
+PARKED = {"d2o": 4 * 2 * CONFIG.n_kv_head * CONFIG.head_dim}  # K and V: all layers' statistics decide what stays
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_memory_for_a_prompt_grows_with_its_length_alone(name, monkeypatch):
+    """Beside weights and caches; not with its square, nor with the number of layers."""
+    monkeypatch.setattr(ops, "SCORES", 2**14)  # weights that may exist at once, few for prompts that are short
+    short, long = (prompt_waits(name, *size).peak for size in ((4, 700), (8, 1400)))
+    assert long / 1400 < 1.05 * (short / 700 + 4 * PARKED.get(name, 0))
