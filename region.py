@@ -4,6 +4,7 @@ Before each call, torch.compile checks that whatever the code read while it was 
 takes 0.1 ms. A `Region` runs these guards on a caller's first call, and then calls the compiled code directly.
 """
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import FunctionType
@@ -66,7 +67,9 @@ class Region:
     def _backend(self, graph, examples: list) -> Callable:
         from torch._inductor.compile_fx import compile_fx
 
-        code = compile_fx(graph, examples)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor then computes in fp32, as wanted
+            code = compile_fx(graph, examples)
 
         def call(*inputs):
             outputs = code(*inputs)

@@ -1,5 +1,6 @@
 """Packed codes: the values they stand for, to the bit, and attention that reads them in packed form."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from references_tailor import quantize as slow_quantize
 from runs import make_shape
 
 from kv import quant
+from region import Region
 
 BITS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("bits", BITS)
@@ -145,3 +147,11 @@ def test_a_group_is_stored_where_it_is_due_and_nowhere_else(bits):
 def test_a_group_fills_whole_bytes():
     with pytest.raises(ValueError, match="multiple of 8 tokens, not 12"):
         quant.Packed(make_shape(), 1, 12, 4)
+
+
+def test_a_step_that_mixes_bf16_and_fp16_compiles_without_a_warning():
+    x, scale = torch.randn(3, 64).bfloat16(), torch.rand(3, 1).half()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "bf16 and fp16")
+        y = Region(lambda x, scale: (x * scale.to(torch.bfloat16) + scale).half())("", None, (x, scale))
+    assert y.dtype == torch.float16
