@@ -175,7 +175,7 @@ class FetchedTokens(Fetched):
         For `most` see ops.top.
         """
         scores = scores.masked_fill(~candidates[:, None], -torch.inf)
-        best = ops.top(scores, self.count, True, most)  # another order would round sums differently
+        best = ops.top(scores, self.count, ordered=True, most=most)  # another order would round sums differently
         best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
         b, h = best.shape[:2]

@@ -222,7 +222,7 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32; each vector is read once per group."""
     if not torch.compiler.is_compiling():
         return weight @ v
-    if isinstance(v.shape[2], int) and v.shape[2] <= UNROLLED:
+    if v.shape[2] <= UNROLLED:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
     return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)

@@ -119,12 +119,17 @@ def trace(run, variant: str, device: torch.device, batch: int) -> tuple[torch.fx
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
+    launch(run, backend, variant, device, batch)
+    assert len(found) == 1  # fullgraph=True would have raised before
+    return found[0]
+
+
+def launch(run, backend, variant: str, device: torch.device, batch: int) -> None:
+    """Compiles a step as the decoder does, with another backend, and calls it."""
     sampling = Sampling(0.0 if variant == "greedy" else 1.0, 20 if variant == "cut" else None)
     with torch.no_grad():
         command = torch.zeros(batch, dtype=torch.int64, device=device)
         compiled(run, backend=backend)(command, sampling.variant, *sampling.tensors(device))
-    assert len(found) == 1  # fullgraph=True would have raised before
-    return found[0]
 
 
 def problems(graph: torch.fx.GraphModule, known) -> set[str]:
