@@ -5,12 +5,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SPAN = 256  # slots: a step reads a multiple of this, or all
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 BLOCK = 128  # slots per block of flex_attention's block mask
-CHUNK = 128  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
+CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
 TILE = 8  # scores per tile, see `top`
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 # By dtype and D: up to how many queries fused products and sums attend faster on this CPU than SDPA, see tune.py.
@@ -41,11 +42,7 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     fuses = few if q.device.type == "cpu" else CUDA_FORM == "fused"
     if not fuses or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    weight = group_weights(q, k, ~mask)
-    if k.shape[2] % CHUNK:
-        return sums(weight, v).to(q.dtype)
-    weight, v = weight.unflatten(3, (-1, CHUNK)), v.unflatten(2, (-1, CHUNK))
-    return torch.stack([(row[..., None] * v).sum(3).sum(2) for row in weight.unbind(2)], dim=2).to(q.dtype)
+    return attend_stores([group_logits(q, k, ~mask)], [lambda weight: sums(weight, v)]).to(q.dtype)
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
@@ -199,23 +196,25 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     q, k = q.float(), k.float()
     if not torch.compiler.is_compiling():
         return q @ k.mT
-    return torch.stack([(row[:, :, None] * k).sum(3) for row in q.unbind(2)], dim=2)
+    return torch.stack([(row[:, :, None] * k).sum(3) for row in stored(q).unbind(2)], dim=2)
 
 
 def stored(x: Tensor) -> Tensor:
-    """x, stored: a compiled step would compute it again in each loop that reads it."""
+    """x, stored: a step compiled for a CPU would compute it again in each loop that reads it."""
+    if x.device.type != "cpu":
+        return x
     x = x.contiguous()
     return x.as_strided(x.shape, x.stride())
 
 
 def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     """Attention weights [B,Hk,G,N] fp32 of q [B,Hq,1,D] over k [B,Hk,N,D]; slots that are `empty` (broadcast) get 0."""
-    return group_weights(grouped(q, k.shape[1]), k, empty)
+    return softmax(group_logits(grouped(q, k.shape[1]), k, empty))
 
 
-def group_weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
-    """`weights` of queries that are grouped already, q [B,Hk,G,D]."""
-    return (dots(q, k) * q.shape[-1] ** -0.5).masked_fill(empty, -torch.inf).softmax(-1)
+def group_logits(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
+    """Logits [B,Hk,G,N] fp32 of queries that are grouped already, q [B,Hk,G,D]; `empty` slots get -inf."""
+    return dots(q.float() * q.shape[-1] ** -0.5, k) + stored(torch.where(empty, -torch.inf, 0.0))
 
 
 def sums(weight: Tensor, v: Tensor) -> Tensor:
@@ -225,7 +224,31 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
     if v.shape[2] <= UNROLLED:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
-    return torch.stack([(row[..., None] * v).sum(2) for row in weight.unbind(2)], dim=2)
+    if statically_known_true(v.shape[2] % CHUNK == 0):
+        return _chunk_sums(weight, v)
+    whole = (v.shape[2] - 1) // CHUNK * CHUNK  # and 1 to CHUNK more, so that one compile serves any N
+    rest = torch.stack([(row[..., None] * v[:, :, whole:]).sum(2) for row in weight[..., whole:].unbind(2)], dim=2)
+    return rest + _chunk_sums(weight[..., :whole], v[:, :, :whole]) if whole else rest
+
+
+def _chunk_sums(weight: Tensor, v: Tensor) -> Tensor:
+    weight, v = weight.unflatten(3, (-1, CHUNK)), v.unflatten(2, (-1, CHUNK))
+    return torch.stack([(row[..., None] * v).sum(3).sum(2) for row in weight.unbind(2)], dim=2)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last dim; one compile serves any size of it."""
+    weight = (logits - logits.amax(-1, keepdim=True)).exp()
+    return weight / total(weight)
+
+
+def total(x: Tensor) -> Tensor:
+    """Sums over the last dim, [..., N] -> [..., 1]; of chunks first on a CPU, where long sums are compiled again."""
+    if x.device.type != "cpu":
+        return x.sum(-1, keepdim=True)
+    whole = (x.shape[-1] - 1) // CHUNK * CHUNK
+    rest = x[..., whole:].sum(-1, keepdim=True)
+    return rest + x[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1).sum(-1, keepdim=True) if whole else rest
 
 
 def attend_stores(logits: list[Tensor], sums: list[Callable[[Tensor], Tensor]]) -> Tensor:
@@ -235,8 +258,7 @@ def attend_stores(logits: list[Tensor], sums: list[Callable[[Tensor], Tensor]]) 
     """
     most = torch.stack([x.amax(-1, keepdim=True) for x in logits]).amax(0)
     weight = [(x - most).exp() for x in logits]
-    total = sum(x.sum(-1, keepdim=True) for x in weight)
-    return sum(add(x) for add, x in zip(sums, weight, strict=True)) / total
+    return sum(add(x) for add, x in zip(sums, weight, strict=True)) / sum(map(total, weight))
 
 
 def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) -> Tensor:
@@ -249,7 +271,7 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
     logits = sums(stored(part.float()), keys.float())
     heat = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
-    return (logits / heat).masked_fill(empty[:, None, None], -torch.inf).softmax(-1)
+    return softmax((logits / heat).masked_fill(empty[:, None, None], -torch.inf))
 
 
 def hashed(x: Tensor) -> Tensor:

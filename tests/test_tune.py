@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import write_random
 from test_contract import make_shape
+from torch import Tensor
 
 import linear
 import tune
@@ -196,6 +197,25 @@ def test_fused_attention_agrees_to_rounding(monkeypatch, dtype, size, queries):
     y = torch.compile(ops.attend_groups, fullgraph=True)(q, k, v, mask)
     assert y.dtype == dtype and not torch.equal(y, kernel)  # another sum
     assert (y.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("read", (ops.attend_prefix, lambda q, k, v, length: ops.weights(q, k, late(k, length)) @ v))
+def test_attention_to_a_growing_cache_is_compiled_once(monkeypatch, read):
+    """Inductor compiles sums of more than 4,096 numbers otherwise than shorter ones, if they are sums in one go."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(ops, "FUSED", {(torch.float32, 16): 3})
+    q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((6, 1), (2, 4600), (2, 4600)))
+    step = torch.compile(
+        lambda span, length: read(q, *(x.narrow(2, 0, span.shape[0]) for x in (k, v)), length), fullgraph=True
+    )
+    for length in (200, 500, 4500, 4598):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = step(ops.span(None, length, 4599, q.device), torch.tensor([length]))
+        assert torch.allclose(found, read(q, k, v, torch.tensor([length])), atol=1e-6)
+
+
+def late(k: Tensor, length: Tensor) -> Tensor:
+    return (torch.arange(k.shape[2]) >= length[:, None])[:, None, None]
 
 
 @pytest.mark.parametrize("faster", ("kernel", "fused"))
