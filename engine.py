@@ -105,9 +105,8 @@ class Engine(Caches):
         """An engine without caches; arguments and errors as in `load`."""
         device, config = pick_device(device), read_config(folder)
         sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)
-        model, whole = tp.skeleton(sizes, quantization, ranks), None
-        if ranks.count > 1:
-            whole = tp.skeleton(sizes, quantization, ALONE)
+        model = tp.skeleton(sizes, quantization, ranks)
+        whole = tp.skeleton(sizes, quantization, ALONE) if ranks.count > 1 else None
         eos = read_eos_ids(folder, config, sizes.vocab_size)
         tokenizer, no_tokenizer = None, None
         try:
@@ -118,10 +117,8 @@ class Engine(Caches):
             eos |= tokenizer.eos_ids
             used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may be larger
             if used >= sizes.vocab_size:
-                raise ValueError(
-                    f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and the model "
-                    f"{sizes.vocab_size}: it belongs to another checkpoint"
-                )
+                tokens = f"{tokenizer.vocab_size} tokens and the model {sizes.vocab_size}"
+                raise ValueError(f"the tokenizer in {folder} has {tokens}: it belongs to another checkpoint")
         dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
         tensors = model.state_dict().values()
         needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
@@ -179,8 +176,9 @@ class Engine(Caches):
         Raises ValueError for arguments that do not fit the model or the plan.
         """
         self.called, self.interrupted = time.perf_counter(), False
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        ids = [self.encode(prompt, bos=prefix is None) for prompt in ([prompts] if single else prompts)]
+        if isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        ids = [self.encode(prompt, bos=prefix is None) for prompt in prompts]
         if not ids:
             return []
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -220,8 +218,8 @@ class Engine(Caches):
             planned = len(prompt) + new - 1  # the last sampled token is not fed
             waiting.append(Row(i, prompt, f, planned, prefix, shared[i]))
         completions = [row.completion for row in waiting]
-        unheard = lambda *_: None  # noqa: E731
-        Loop(self, waiting, answer_prompts, limit, stop or [], stepwise, on_token or unheard, on_done or unheard).run()
+        listeners = (listener or (lambda *_: None) for listener in (on_token, on_done))
+        Loop(self, waiting, answer_prompts, limit, stop or [], stepwise, *listeners).run()
         return completions
 
     @exclusive
@@ -285,10 +283,8 @@ class Engine(Caches):
             prompt_ids, continuation_ids = [prompt_ids], [continuation_ids]
         if len(prompt_ids) > self.batch:
             raise ValueError(f"{len(prompt_ids)} prompts are more than the {self.batch} rows of this engine")
-        texts = [
-            (self.encode(prompt), self.encode(forced, bos=False))
-            for prompt, forced in zip(prompt_ids, continuation_ids, strict=True)
-        ]
+        pairs = zip(prompt_ids, continuation_ids, strict=True)
+        texts = [(self.encode(prompt), self.encode(forced, bos=False)) for prompt, forced in pairs]
         longest, new = (max(map(len, ids)) for ids in zip(*texts, strict=True))
         self.reserve(longest, new)
         self.decoder.warm_up(Sampling(), longest)

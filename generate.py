@@ -14,20 +14,19 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 import kv
 import prefix
 import processes
 import tune
 from batch import open_to_append, parse_batch
 from checkpoint import fingerprint
-from cli import check_output, number, profile_lines, read_text, run, write_json
+from cli import check_output, number, read_text, run, write_json
 from conversation import Conversation
 from decoder import Sampling
-from device import DTYPES, resident_bytes
+from device import DTYPES
 from engine import Engine
 from progress import Progress
+from report import measured, print_report
 from sequence import Completion
 
 __all__ = ["Engine"]
@@ -192,7 +191,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     elif not single:
         for name, completion in zip(names, completions, strict=True):
             print(f"{prompts[name][:60]} -> {completion.answers[0].text}", file=out)
-    report = measured(engine, args, checkpoint, completions)
+    report = measured(engine, args.kv, args.budget, checkpoint, completions)
     report["completions"] = [{"id": name} | c for name, c in zip(names, report["completions"], strict=True)]
     report["failed"] = [{"id": name, "error": error} for name, error in failed.items()]
     print_report(report)
@@ -220,87 +219,6 @@ def save_prompt(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> 
     print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size}, {report['save_s']:.2f} s", file=sys.stderr)
     print(f"-- the full cache takes {full}; room for {report['room']} more tokens", file=sys.stderr)
     write_json(args.json, report)
-
-
-def measured(engine: Engine, args: argparse.Namespace, checkpoint: Path, completions: list) -> dict:
-    """The JSON report: what was generated, how long it took, and how many bytes the cache takes."""
-    stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
-    wanted, fetched = engine.fetched()
-    cuda = engine.device.type == "cuda"
-    return {
-        "kv": args.kv,
-        "budget": args.budget,
-        "options": engine.options,
-        "speculate": engine.speculate,
-        "profile": engine.from_profile(),
-        "checkpoint": str(checkpoint),
-        "device": str(engine.device),
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "ranks": engine.ranks.count,
-        "seed": engine.seed,
-        "batch": engine.batch,
-        "load_s": stats.load_s,
-        "load_bytes": stats.load_bytes,
-        "compile_s": stats.compile_s,
-        "compiles": stats.compiles,
-        "prefill_s": stats.prefill_s,
-        "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s if stats.prefill_tokens else None,
-        "tokens_reused": stats.tokens_reused,
-        "extend_s": stats.extend_s,
-        "extend_tokens": stats.extend_tokens,
-        "first_token_s": stats.first_token_s,
-        "decode_ms_per_token": stats.ms_per_token,  # per row
-        "decode_ms_per_step": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
-        "accepted_per_round": stats.accepted if engine.speculate else None,
-        "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
-        "kv_device_bytes": device_bytes,
-        "kv_host_bytes": host_bytes,
-        "kv_full_bytes": full_bytes,
-        "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
-        "past_context": stats.past_context,
-        "completions": [completion.to_dict() for completion in completions],
-    }
-
-
-def print_report(r: dict) -> None:
-    def mb(n: int) -> str:
-        return f"{n / 1e6:.1f} MB"
-
-    answers = r["completions"]
-    rows = " in all rows" if r["batch"] > 1 else ""
-    lines = [
-        ("prompt tokens", ", ".join(str(c["prompt_tokens"]) for c in answers[:8]) + ", ..." * (len(answers) > 8)),
-        ("new tokens", str(sum(c["new_tokens"] for c in answers))),
-        ("load", f"{r['load_bytes'] / 1e9:.2f} GB, {r['load_s']:.2f} s"),
-        ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
-        ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s")
-        if r["prefill_tokens_per_s"]
-        else ("restored", f"{r['prefill_s']:.2f} s, {r['tokens_reused']} tokens"),
-        ("first token", f"{r['first_token_s']:.2f} s"),
-        ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s{rows}")
-        if r["tokens_per_s"]
-        else ("decode", "no steps: the prefill gave the whole answer"),
-        ("KV cache", f"{mb(r['kv_device_bytes'])} on the device, {mb(r['kv_host_bytes'])} on the host"),
-        ("full cache", f"{mb(r['kv_full_bytes'])} for the same plan"),
-        ("peak memory", mb(r["peak_bytes"])),
-    ]
-    if r["accepted_per_round"] is not None:
-        drafts = f"{r['accepted_per_round']:.2f} of {r['speculate']} drafted tokens accepted"
-        lines.insert(7, ("speculation", f"{drafts}, {r['decode_ms_per_step']:.2f} ms a round"))
-    if r["ranks"] > 1:
-        lines.insert(0, ("ranks", f"{r['ranks']}; bytes are those of one"))
-    if r["fetch_hit_rate"]:
-        lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
-    if r["extend_tokens"]:
-        lines.append(("added at once", f"{r['extend_tokens']} tokens, {r['extend_s']:.2f} s"))
-    if r["past_context"]:
-        passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
-        lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))
-    print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
-    lines += [("profile", line) for line in profile_lines([r])]
-    for name, value in lines:
-        print(f"{name:14} {value}", file=sys.stderr)
 
 
 def check_saved(args: argparse.Namespace) -> None:

@@ -36,9 +36,6 @@ from kv.streaming import SINKS
 LEAST = 4  # the fewest tokens of a layer besides the sinks
 
 
-# How the layers share the budget
-
-
 def scaled_mean(variances: list[float]) -> float:
     """F_l: the variances of a layer's query heads, scaled to 0 ... 1 and then averaged; 0 if all are equal."""
     low, high = min(variances), max(variances)
@@ -51,20 +48,15 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     If the prompt exceeds the budget, no layer has more slots than the prompt has tokens. `variances` are raw, per layer
     and query head; only `softmax` scales them.
     """
-    count = len(variances)
     if prompt <= budget or allocation == "uniform":
-        return [budget] * count
-    means = [sum(heads) / len(heads) for heads in variances]
+        return [budget] * len(variances)
+    least, most, means = sinks + LEAST, prompt, [sum(heads) / len(heads) for heads in variances]
+    if allocation == "exponential":  # of the budget (the paper prints: of the prompt), not scaled to the sum
+        return [int(min(max(round(budget * math.exp(-f), 6), least), most)) for f in means]
+    shares = [1 / max(f, 1e-12) for f in means]
     if allocation == "softmax":
         shares = [math.exp(-scaled_mean(heads)) for heads in variances]
-    elif allocation == "reciprocal":
-        shares = [1 / max(f, 1e-12) for f in means]
-    else:
-        shares = [math.exp(-f) for f in means]
-    least, most = sinks + LEAST, prompt
-    if allocation == "exponential":  # of the budget (the paper prints: of the prompt), not scaled to the sum
-        return [int(min(max(round(budget * share, 6), least), most)) for share in shares]
-    return [int(round(size, 6)) for size in within(shares, budget * count, least, most)]
+    return [int(round(size, 6)) for size in within(shares, budget * len(variances), least, most)]
 
 
 def within(shares: list[float], total: float, least: float, most: float) -> list[float]:
@@ -103,11 +95,6 @@ class Shared(Buffers):
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # S_l by row and layer, on the host
 
-    def park(self, sums: list[Tensor], variance: Tensor, k: Tensor, v: Tensor) -> None:
-        if self.options.park == "host":
-            k, v = k.cpu(), v.cpu()
-        self.parked.append((sums, variance, k, v))
-
     def divide(self, row: int) -> None:
         """Divides the row's slots among the layers, by the variances of the parked prompt."""
         variances = torch.stack([variance for _, variance, *_ in self.parked]).tolist()
@@ -145,8 +132,9 @@ class D2O(H2O):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
             self.shared.parked.clear()
-        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4, from ops
-        self.shared.park(sums, self.shape.ranks.gather(variance), k[0], v[0])
+        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4, from attention.column_sums
+        waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
+        self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
     def finish(self, row: int) -> None:
         if self.index == 0:
@@ -191,11 +179,7 @@ class D2O(H2O):
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
         if self.options.merge == "none":
             return
-
-        def at(x: Tensor, slot: Tensor) -> Tensor:
-            return x.gather(2, slot[..., None, None].expand(-1, -1, 1, x.shape[3]))[:, :, 0].float()
-
-        key, value = at(keys, slot), at(values, slot)  # [B,Hk,D]
+        key, value = (ops.gather(x, slot[..., None])[:, :, 0].float() for x in (keys, values))  # [B,Hk,D]
         others = (position >= 0) & (torch.arange(position.shape[2], device=slot.device) != slot[..., None])
         products = ops.dots(key[:, :, None], keys)[:, :, 0]
         norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
@@ -203,7 +187,8 @@ class D2O(H2O):
         w_c = self.kept_weight(self.weight(similarity))[..., None]  # Equation 12
         merges = evicts & (similarity >= self.threshold)  # the last tau gives the same choice as the next, if beta < 1
         for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
-            self.put(buffer, to, merges, (w_c * at(all_, to) + (1 - w_c) * gone).to(all_.dtype))  # Equation 11
+            ours = ops.gather(all_, to[..., None])[:, :, 0].float()
+            self.put(buffer, to, merges, (w_c * ours + (1 - w_c) * gone).to(all_.dtype))  # Equation 11
         tau = self.moving_average(similarity, self.threshold)
         self.threshold.copy_(torch.where(evicts, tau, self.threshold))  # Equation 10
 
@@ -295,8 +280,7 @@ class D2OMethod(Method):
     @property
     def parts(self) -> tuple[int, int]:
         """N and M."""
-        important, newest = re.split("[:+]", self.ratio)
-        return int(important), int(newest)
+        return tuple(map(int, re.split("[:+]", self.ratio)))
 
     def layers(self, shape: Shape) -> tuple[list[int], int, int]:
         """(layers that share slots, number of `full_layers`, number of `uncounted` layers).

@@ -32,7 +32,7 @@ from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Shape, option
-from kv.omnikv_prefill import Chunks
+from kv.omnikv_prefill import Chunks, highest_attention
 
 
 @dataclass(frozen=True)
@@ -203,15 +203,9 @@ class Filter(Full):
 
     def look_back(self, row: int, q: Tensor, keys: Tensor) -> None:
         """Stores the last queries' scores (Equation 3) for the window of the next steps: keys [Hk,T,D]."""
-        length = keys.shape[1]
-        n = min(self.window - 1, q.shape[2])
+        n, length = min(self.window - 1, q.shape[2]), keys.shape[1]
         position = torch.arange(length - n, length, device=q.device)
-        later = torch.arange(length, device=q.device) > position[:, None]
-        scores = torch.zeros(n, length, device=q.device)
-        for rows, key in zip(q[0, :, q.shape[2] - n :].unflatten(0, (len(keys), -1)), keys, strict=True):
-            logits = rows.float() @ key.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
-            scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
-        self.past[row, position % self.window, :length] = scores
+        self.past[row, position % self.window, :length] = highest_attention(q[0], keys, n)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         y = super().decode(q, k, v, pos, active)
@@ -239,8 +233,7 @@ class Filter(Full):
         return {name: getattr(self.segment, name)[row] for name in self.segment.states}
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        segment = self.segment
-        pool = segment.pool.part(row * self.shape.max_prompt, int(segment.prompt[row]))
+        pool = self.segment.pool.part(row * self.shape.max_prompt, int(self.segment.prompt[row]))
         past = {"past": self.past[row, :, :length]} if self.window > 1 else {}
         return super().views(row, length) | {"pool": pool} | past
 

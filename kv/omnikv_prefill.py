@@ -34,12 +34,7 @@ class Chunks:
             return torch.arange(first, device=k.device)
         end = min(first + self.size, k.shape[2])
         n = min(WINDOW, end - first)
-        later = torch.arange(end, device=k.device) > torch.arange(end - n, end, device=k.device)[:, None]
-        scores = torch.zeros(n, first, device=k.device)
-        for rows, keys in zip(q[0, :, end - n : end].unflatten(0, (k.shape[1], -1)), k[0, :, :end], strict=True):
-            logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,end]
-            weight = logits.masked_fill(later, -torch.inf).softmax(-1)
-            scores = torch.maximum(scores, weight[..., :first].amax(0))
+        scores = highest_attention(q[0, :, :end], k[0, :, :end], n)[:, :first]
         return ops.top(scores.sum(0), self.count).sort().values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,3 +45,17 @@ class Chunks:
             keys, values = (torch.cat([x[:, :, chosen], x[:, :, chunk]], dim=2) for x in (k, v))
             y[:, :, chunk] = attention.suffix_attention(q[:, :, chunk], keys, values)
         return y
+
+
+def highest_attention(q: Tensor, k: Tensor, n: int) -> Tensor:
+    """The attention of the last n queries (Equation 3), the maximum over the heads (Equation 4): [n,T] fp32.
+
+    q [Hq,N,D] are the last N of T queries, k [Hk,T,D]. One KV head at a time.
+    """
+    length = k.shape[1]
+    later = torch.arange(length, device=q.device) > torch.arange(length - n, length, device=q.device)[:, None]
+    scores = torch.zeros(n, length, device=q.device)
+    for rows, keys in zip(q[:, q.shape[1] - n :].unflatten(0, (k.shape[0], -1)), k, strict=True):
+        logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
+        scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
+    return scores

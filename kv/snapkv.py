@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv import attention, ops
-from kv.base import KV, Kept
+from kv.base import KV
+from kv.kept import Kept
 from kv.method import Method, Shape, option
 
 # Options that methods share

@@ -1,0 +1,91 @@
+"""What generate.py reports: what was generated, how long it took, and how many bytes the cache takes."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from cli import profile_lines
+from device import resident_bytes
+from engine import Engine
+
+
+def measured(engine: Engine, kv: str, budget: int | float | None, checkpoint: Path, completions: list) -> dict:
+    """The report that --json writes (one method, one call of `generate`)."""
+    stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
+    wanted, fetched = engine.fetched()
+    cuda = engine.device.type == "cuda"
+    return {
+        "kv": kv,
+        "budget": budget,
+        "options": engine.options,
+        "speculate": engine.speculate,
+        "profile": engine.from_profile(),
+        "checkpoint": str(checkpoint),
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "ranks": engine.ranks.count,
+        "seed": engine.seed,
+        "batch": engine.batch,
+        "load_s": stats.load_s,
+        "load_bytes": stats.load_bytes,
+        "compile_s": stats.compile_s,
+        "compiles": stats.compiles,
+        "prefill_s": stats.prefill_s,
+        "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s if stats.prefill_tokens else None,
+        "tokens_reused": stats.tokens_reused,
+        "extend_s": stats.extend_s,
+        "extend_tokens": stats.extend_tokens,
+        "first_token_s": stats.first_token_s,
+        "decode_ms_per_token": stats.ms_per_token,  # per row
+        "decode_ms_per_step": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
+        "accepted_per_round": stats.accepted if engine.speculate else None,
+        "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
+        "kv_device_bytes": device_bytes,
+        "kv_host_bytes": host_bytes,
+        "kv_full_bytes": full_bytes,
+        "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
+        "past_context": stats.past_context,
+        "completions": [completion.to_dict() for completion in completions],
+    }
+
+
+def print_report(r: dict) -> None:
+    def mb(n: int) -> str:
+        return f"{n / 1e6:.1f} MB"
+
+    answers = r["completions"]
+    rows = " in all rows" if r["batch"] > 1 else ""
+    lines = [
+        ("prompt tokens", ", ".join(str(c["prompt_tokens"]) for c in answers[:8]) + ", ..." * (len(answers) > 8)),
+        ("new tokens", str(sum(c["new_tokens"] for c in answers))),
+        ("load", f"{r['load_bytes'] / 1e9:.2f} GB, {r['load_s']:.2f} s"),
+        ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
+        ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s")
+        if r["prefill_tokens_per_s"]
+        else ("restored", f"{r['prefill_s']:.2f} s, {r['tokens_reused']} tokens"),
+        ("first token", f"{r['first_token_s']:.2f} s"),
+        ("decode", f"{r['decode_ms_per_token']:.2f} ms/token, {r['tokens_per_s']:.1f} tokens/s{rows}")
+        if r["tokens_per_s"]
+        else ("decode", "no steps: the prefill gave the whole answer"),
+        ("KV cache", f"{mb(r['kv_device_bytes'])} on the device, {mb(r['kv_host_bytes'])} on the host"),
+        ("full cache", f"{mb(r['kv_full_bytes'])} for the same plan"),
+        ("peak memory", mb(r["peak_bytes"])),
+    ]
+    if r["accepted_per_round"] is not None:
+        drafts = f"{r['accepted_per_round']:.2f} of {r['speculate']} drafted tokens accepted"
+        lines.insert(7, ("speculation", f"{drafts}, {r['decode_ms_per_step']:.2f} ms a round"))
+    if r["ranks"] > 1:
+        lines.insert(0, ("ranks", f"{r['ranks']}; bytes are those of one"))
+    if r["fetch_hit_rate"]:
+        lines.insert(-1, ("fetches", f"{100 * r['fetch_hit_rate']:.1f}% of the rows were on the device already"))
+    if r["extend_tokens"]:
+        lines.append(("added at once", f"{r['extend_tokens']} tokens, {r['extend_s']:.2f} s"))
+    if r["past_context"]:
+        passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
+        lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))
+    print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
+    lines += [("profile", line) for line in profile_lines([r])]
+    for name, value in lines:
+        print(f"{name:14} {value}", file=sys.stderr)
