@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import run
@@ -44,7 +44,7 @@ class Step:
     about: str
     commands: list[list[str]]
     minutes: float = 8
-    product: str = "auto"  # KV_FAST_PRODUCT
+    env: dict[str, str] = field(default_factory=dict)
 
 
 def bench(device: str, about: str, *arguments: str, small: str = "") -> list[str]:
@@ -76,7 +76,7 @@ def steps(device: str) -> list[Step]:
         about = f"attention by {by} at 128K, where flex_attention is a guess (step long)"
         small = tiny + " --kv full,streaming"
         command = bench(device, form, "--kv", "full,streaming", *budget, *far, small=small)
-        return Step(form, about, [command], product=form)
+        return Step(form, about, [command], env={"KV_FAST_PRODUCT": form})
 
     return [
         Step("tests", "the tests that need a GPU", [["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider",
@@ -88,6 +88,9 @@ def steps(device: str) -> list[Step]:
         speed("long", "8B at 128K", "--kv", main, *budget, *far),
         attention("kernel", "SDPA"),
         attention("fused", "products and sums that Inductor fuses"),
+        Step("tiles", "a top-k that sorts the maxima of tiles first, where one sort is a guess (step long)",
+             [bench(device, "tiles", "--kv", "full,tailorkv", *budget, *far, small=tiny + " --kv full,tailorkv")],
+             env={"KV_FAST_TILES": "1"}),
         speed("prefill", "a prompt of 128K", "--kv", "full,rocketkv,omnikv", *budget, "--context", "131072", "--steps",
               "3", small="--context 512 --budget 64 --kv full"),
         speed("batch", "8 rows at 16K", "--kv", main, *budget, *near, "--no-prefill", "--batch", "8"),
@@ -115,7 +118,7 @@ def perform(step: Step, out: Path) -> dict:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
     env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache}  # which the steps share
-    env["KV_FAST_PRODUCT"] = step.product
+    env |= {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": ""} | step.env
     begin, processes = time.monotonic(), []
     for i, command in enumerate(step.commands):
         log = open(out / (f"{step.name}.log" if len(step.commands) == 1 else f"{step.name}.{i + 1}.log"), "wb")

@@ -1,5 +1,6 @@
 """Tensor primitives of a decode step that two or more methods share. Shapes as in kv/base.py."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ SCORES = 1 << 24  # attention weights that may exist at once while a prompt is p
 BLOCK = 128  # slots per block of flex_attention's block mask
 CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
 TILE = 8  # scores per tile, see `top`
+TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 # By dtype and D: up to how many queries fused products and sums attend faster on this CPU than SDPA, see tune.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
@@ -173,8 +175,8 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
     """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index.
 
-    A CPU sorts the maxima of tiles first where that is less work: the best lie in the k best tiles. N may then vary
-    from `least(most, k)` to `most`, which the caller ensures.
+    Devices in TILED sort the maxima of tiles first where that is less work: the best lie in the k best tiles. N may
+    then vary from `least(most, k)` to `most`, which the caller ensures.
     """
     bits = scores.view(torch.int32).long()
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
@@ -188,7 +190,7 @@ def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
 
 def least(most: int, k: int, device: torch.device) -> int:
     """The fewest scores that `top` may choose k from, if there may be `most`: more than k if it forms tiles."""
-    return TILE * k if device.type == "cpu" and most >= TILE**2 * k else k
+    return TILE * k if device.type in TILED and most >= TILE**2 * k else k
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:

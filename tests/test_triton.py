@@ -117,6 +117,13 @@ def machine_code(kernel, architecture: int):
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=how)
 
 
+def compile_all(found: Generated) -> None:
+    for kernel in found.kernels.values():
+        for architecture, shared in ARCHITECTURES.items():
+            code = machine_code(kernel, architecture)
+            assert code.asm["cubin"][:4] == b"\x7fELF" and code.metadata.shared <= shared
+
+
 def pytest_generate_tests(metafunc):
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", VARIANTS if metafunc.config.getoption("--all") else SAMPLE)
@@ -128,10 +135,7 @@ def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tm
     found = generate(decoder.step.forward, "cut" if name == "full" else "greedy", h100, 2, monkeypatch)
     fetches = name.endswith(":threads") or name in ("tailorkv", "brute_offload")  # between the graphs
     assert len(found.kernels) > 10 and (found.graphs > 1) == fetches
-    for kernel in found.kernels.values():
-        for architecture, shared in ARCHITECTURES.items():
-            code = machine_code(kernel, architecture)
-            assert code.asm["cubin"][:4] == b"\x7fELF" and code.metadata.shared <= shared
+    compile_all(found)
     print(name, len(found.kernels), "kernels,", found.graphs, "graphs")
     close(decoder)
 
@@ -143,6 +147,20 @@ def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
     found = generate(decoder.step.forward, "greedy", h100, 2, monkeypatch)
     assert any("flex_attention" in source for source in found.kernels) == (form == "flex") and found.graphs == 1
     close(decoder)
+
+
+def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("kv.ops.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8
+    found = []
+    for devices in (("cpu",), ("cpu", "cuda")):
+        monkeypatch.setattr("kv.ops.TILED", devices)
+        decoder = build("exact_topk", h100, 2)
+        found.append(generate(decoder.step.forward, "greedy", h100, 2, monkeypatch))
+        close(decoder)
+    plain, tiled = found
+    assert plain.graphs == tiled.graphs == 1 and plain.kernels.keys() != tiled.kernels.keys()
+    compile_all(tiled)
 
 
 def test_a_kernel_for_the_cpu_is_seen(h100, monkeypatch):
