@@ -106,6 +106,11 @@ class Parts(KV):
         """The slots of the chosen tokens."""
         return buffer[:, :, self.ends : self.first_generated]
 
+    def store_chosen(self, buffer: Tensor, new: Tensor, active: Tensor) -> None:
+        """Writes new [B,Hk,n,D] to the chosen slots. A compiled copy_ would pass over the whole buffer."""
+        slot = torch.arange(self.ends, self.first_generated, device=new.device)
+        ops.store(buffer, new, slot.expand(new.shape[0], -1), active)
+
     def attend_parts(self, q: Tensor, ends: Tensor, chosen: Tensor, new: Tensor) -> Tensor:
         """Attention to the slots in three masks: ends [B,n], chosen tokens [B,Hk,n], generated tokens [B,n]."""
         b, h, _ = chosen.shape
@@ -185,8 +190,7 @@ class FetchedTokens(Fetched):
         token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), q)
         rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
         for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
-            slots = self.chosen(buffer)
-            slots.copy_(torch.where(active[:, None, None, None], new, slots))
+            self.store_chosen(buffer, new, active)
         return q
 
     def fetched_bytes(self, length: int) -> tuple[int, int]:

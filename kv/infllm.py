@@ -125,7 +125,7 @@ class InfLLM(Fetched):
         token, q = self.pool.issue(wanted, active.repeat_interleave(h * count), q)
         fetched = self.pool.take(self.pool.wait(token, q)).view(b, h, count, 2, self.block, -1)
         for buffer, x in zip((self.k, self.v), fetched.unbind(3), strict=True):
-            self.chosen(buffer).copy_(x.flatten(2, 3))
+            self.store_chosen(buffer, x.flatten(2, 3), active)
         return q
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -271,7 +271,7 @@ class Sparse(Parts):
         if self.first:
             self.segment.wait(q)
         for buffer, x in zip((self.k, self.v), self.segment.take(self.column), strict=True):
-            self.chosen(buffer).copy_(x)
+            self.store_chosen(buffer, x, active)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
         ends, new = self.occupied(pos)
         return self.attend_parts(q, ends, chosen, new)

@@ -53,7 +53,7 @@ class PQCache(FetchedTokens):
         position = torch.arange(n, device=q.device)
         middle = (position >= self.sinks) & (position <= (pos - self.recent)[:, None])
         q = self.fetch(scores, middle, active, q, self.shape.planned)
-        self.copy_generated()
+        self.copy_generated(active)
         ends, new = self.initial_or_recent(pos)
         return self.attend_parts(q, ends, self.index >= 0, new)
 
@@ -89,13 +89,12 @@ class PQCache(FetchedTokens):
         codes = self.codes[row, :, :, : max(int(self.prompt[row]), length - self.recent)]
         return super().views(row, length) | {"codes": codes, "centroids": self.centroids[row]}
 
-    def copy_generated(self) -> None:
+    def copy_generated(self, active: Tensor) -> None:
         """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""
         new = self.index >= self.prompt[:, None, None]
         at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
-            chosen = self.chosen(buffer)
-            chosen.copy_(torch.where(new[..., None], ops.gather(buffer, at), chosen))
+            self.store_chosen(buffer, torch.where(new[..., None], ops.gather(buffer, at), self.chosen(buffer)), active)
 
     def initial_or_recent(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
