@@ -608,7 +608,7 @@ def test_memory_stays_below_one_shard(form, tmp_path):
     (tmp_path / "hf" / index).write_text(json.dumps({"weight_map": files}))
     largest = max((tmp_path / "hf" / file).stat().st_size for file in files.values())
     command = [sys.executable, "-c", MEMORY, tmp_path / "hf", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     assert largest > 60e6 and int(done.stdout) < largest, (done.stdout, largest)
 
 

@@ -230,6 +230,6 @@ def test_memory_stays_below_one_shard(mode, checkpoint, tmp_path):
     shards = sorted((tmp_path / "plain").glob("*.safetensors"))
     assert len(shards) > 1
     command = [sys.executable, "-c", MEMORY, tmp_path / "plain", tmp_path / "out", mode, checkpoint]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     largest = max(file.stat().st_size for file in shards)
     assert int(done.stdout) < largest, (done.stdout, largest)

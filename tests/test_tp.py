@@ -256,7 +256,7 @@ print(part, largest, read() - before, resident_bytes("VmHWM") - resident)
 def test_a_rank_reads_and_holds_only_its_part(tmp_path):
     sizes = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4}
     folder = write_random(tmp_path / "m", dtype=torch.bfloat16, **sizes, intermediate_size=4096, vocab_size=8000)
-    done = subprocess.run([sys.executable, "-c", LOAD, folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", LOAD, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     part, largest, read, peak = map(int, done.stdout.split())
     assert part <= read < part + 2**20  # and the header
     assert peak < part + largest + 8 * 2**20
@@ -396,7 +396,7 @@ def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
         ("alone", [sys.executable], []), ("model", launcher(2), []), ("data", launcher(2), ["--ranks", "data"]),
     ):  # fmt: skip
         file = tmp_path / f"{name}.json"
-        subprocess.run([*start, *command, str(file), *more], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run([*start, *command, str(file), *more], cwd=ROOT, check=True)
         report = json.loads(file.read_text())
         found[name] = [(s["index"], s["prediction"], float(f"{s['score']:.4g}")) for s in report["samples"]]
         assert report["ranks"] == (1 if name == "alone" else 2)
@@ -404,7 +404,7 @@ def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
     assert found["alone"] == found["model"] == found["data"]
     progress = tmp_path / "data.json.progress.jsonl"
     progress.write_text("".join(progress.read_text().splitlines(keepends=True)[:5]))
-    subprocess.run([sys.executable, *command, str(tmp_path / "data.json")], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, *command, str(tmp_path / "data.json")], cwd=ROOT, check=True)
     assert len(progress.read_text().splitlines()) == 12
 
 
