@@ -2,9 +2,10 @@
 
 Shapes as in kv/base.py. `Packed` stores whole groups of tokens, for attention to all of them. In K a scale covers one
 channel of a group's tokens, in V up to 64 channels of one token. A compiled step multiplies the codes themselves: K's
-scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by token,
-and a byte holds tokens that are far apart in the group: adjacent bytes then belong to different sums, and a CPU adds
-to all of these at once. `encode` turns each vector into bytes of its own, for methods that gather a few tokens.
+scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by token. A
+CPU adds to the sums of 16 tokens at once. It finds their codes in adjacent bytes, each of which holds tokens that are
+far apart in the group; or in one word of adjacent tokens, if there are 16 in 32 bits. `encode` turns each vector into
+bytes of its own, for methods that gather a few tokens.
 """
 
 import math
@@ -59,9 +60,20 @@ def unpack(packed: Tensor, bits: int, dim: int, size: int) -> Tensor:
     return parts.flatten(dim - 1, dim).narrow(dim, 0, size)
 
 
-def shifts(bits: int, dim: int, device: torch.device) -> Tensor:
-    """How many bits each code of a byte is shifted, along `dim` - 1."""
-    return torch.arange(0, 8, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Packs codes [..., n] into 32-bit words [..., n bits / 32] of adjacent codes; 32 must divide n bits."""
+    codes = codes.unflatten(-1, (-1, 32 // bits)).int()
+    return (codes << shifts(bits, 0, codes.device, 32)).sum(-1, dtype=torch.int32)
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """The codes [..., n], int32."""
+    return ((words[..., None] >> shifts(bits, 0, words.device, 32)) & (2**bits - 1)).flatten(-2)
+
+
+def shifts(bits: int, dim: int, device: torch.device, size: int = 8) -> Tensor:
+    """How many bits each code in `size` bits is shifted, along `dim` - 1."""
+    return torch.arange(0, size, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
 
 
 def vector_bytes(size: int, bits: int) -> int:
@@ -107,8 +119,10 @@ class Packed(Buffers):
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
         size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see ops.span
         row = group * bits // 8  # bytes of one channel
-        for name, codes, more in (("k", (d, row), (d, 1)), ("v", (row, d), (group, d // self.channels))):
-            self.allocate(name, *size, *codes, dtype=torch.uint8)
+        self.words = bits <= 2 and row % 4 == 0  # of K: else bytes
+        keys = ("k", (d, row // 4), torch.int32, (d, 1)) if self.words else ("k", (d, row), torch.uint8, (d, 1))
+        for name, codes, dtype, more in (keys, ("v", (row, d), torch.uint8, (group, d // self.channels))):
+            self.allocate(name, *size, *codes, dtype=dtype)
             for part in ("scale", "zero"):
                 self.allocate(f"{name}_{part}", *size, *more, dtype=torch.float16)
 
@@ -120,7 +134,8 @@ class Packed(Buffers):
     def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Quantizes whole groups k and v [..., group, D]: the contents of each buffer, by name."""
         codes, k_scale, k_zero = quantize(k.mT, self.bits, -1)
-        found = {"k": pack(codes, self.bits, -1), "k_scale": k_scale, "k_zero": k_zero}
+        packed = pack_words(codes, self.bits) if self.words else pack(codes, self.bits, -1)
+        found = {"k": packed, "k_scale": k_scale, "k_zero": k_zero}
         codes, v_scale, v_zero = quantize(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
         found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
         return found
@@ -143,8 +158,12 @@ class Packed(Buffers):
 
     def keys(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The keys of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
-        codes, scale, zero = self.part(first, groups, row, self.k, self.k_scale, self.k_zero)
-        return (unpack(codes, self.bits, -1, self.group) * scale.float() + zero.float()).mT.flatten(2, 3)
+        packed, scale, zero = self.part(first, groups, row, self.k, self.k_scale, self.k_zero)
+        return (self.key_codes(packed) * scale.float() + zero.float()).mT.flatten(2, 3)
+
+    def key_codes(self, packed: Tensor) -> Tensor:
+        """The codes [..., D, group], int32, of a part of k."""
+        return unpack_words(packed, self.bits) if self.words else unpack(packed, self.bits, -1, self.group)
 
     def values(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The values of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
@@ -165,8 +184,8 @@ class Packed(Buffers):
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
         if not torch.compiler.is_compiling():
             return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
-        codes, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
-        codes, y = unpack(codes, self.bits, -1, self.group), []  # [B,Hk,groups,D,group]
+        packed, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
+        codes, y = self.key_codes(packed), []  # [B,Hk,groups,D,group]
         for row in rows.unbind(2):
             scaled = ops.stored(row[:, :, None] * scale)  # [B,Hk,groups,D]
             offset = ops.stored((row[:, :, None] * zero).sum(3))

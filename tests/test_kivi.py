@@ -29,7 +29,7 @@ def same_codes(layer, slow: SlowQuantized, index: int) -> None:
     count = slow.packed(index) // packed.group
     for head in range(layer.shape.n_kv_head):
         codes, scale, zero = slow.packed_keys(index, head)
-        found = quant.unpack(packed.k[0, head, :count], packed.bits, -1, packed.group)
+        found = packed.key_codes(packed.k[0, head, :count])
         assert torch.equal(found.mT.flatten(0, 1).long(), codes)
         assert torch.equal(packed.k_scale[0, head, :count, :, 0], scale)
         assert torch.equal(packed.k_zero[0, head, :count, :, 0], zero)

@@ -50,6 +50,16 @@ def test_a_byte_holds_codes_that_are_far_apart():
     assert quant.pack(codes, 4, -1).tolist() == [1 + (0 << 4), 2 + (2 << 4), 3]
 
 
+@pytest.mark.parametrize("bits", (1, 2))
+def test_a_word_holds_adjacent_codes(bits):
+    codes = torch.randint(2**bits, (3, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    words = quant.pack_words(codes, bits)
+    assert words.dtype == torch.int32 and words.shape == (3, 2 * bits)
+    assert torch.equal(quant.unpack_words(words, bits), codes.int())
+    first = sum(code << bits * i for i, code in enumerate(codes[0, : 32 // bits].tolist()))
+    assert int(words[0, 0]) % 2**32 == first
+
+
 def both_ways(x: torch.Tensor, bits: int) -> list[torch.Tensor]:
     """Codes, scales and zero points of groups [...,n], quantized along the last and along the second-last dimension."""
     across = [part.mT for part in quant.quantize(x.mT.contiguous(), bits, -2)]
