@@ -19,7 +19,7 @@ everything, filter layers K twice, sparse layers k and the generated tokens.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
@@ -32,6 +32,7 @@ from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Shape, option
+from kv.omnikv_pool import SegmentPool
 from kv.omnikv_prefill import Chunks, highest_attention
 
 
@@ -86,26 +87,16 @@ def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
 
 
 class Segment(Buffers):
-    """A filter layer's choice, and the pool of prompt tokens that its sparse layers read."""
+    """A filter layer's choice of prompt tokens, which its sparse layers read."""
 
-    def __init__(self, shape: Shape, layers: list[int], plan: Plan, options: "OmniKVMethod", workers):
+    def __init__(self, shape: Shape, plan: Plan, options: "OmniKVMethod", pooled: SegmentPool | None):
+        """pooled: the sparse layers' prompt, unless they hold it themselves."""
         super().__init__(shape)
-        self.layers, self.k, self.share = layers, plan.k, plan.share
-        self.delta, self.bits = options.delta, options.bits
+        self.k, self.share, self.pooled = plan.k, plan.share, pooled
         self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
         self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
         self.allocate_state("prompt")  # the length of each row's prompt
         self.allocate_state("count")  # how many tokens to choose from it
-        what = "layers " + ", ".join(map(str, layers))
-        width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
-        if self.bits < 16:
-            width, shape = (*width[:3], quant.vector_bytes(width[3], self.bits)), replace(shape, dtype=torch.uint8)
-        rows, slots = shape.batch * shape.max_prompt, shape.batch * plan.k
-        staged = options.staged(slots, width, shape)
-        self.pool = options.pool(what, rows, width, staged, shape, workers, options.delta)
-        self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.register_buffer("ticket", self.pool.ticket(slots), persistent=False)  # from layer to layer
-        self.beyond["ticket"] = self.ticket.nbytes
 
     def begin(self, row: int, prompt: int) -> None:
         """Prepares a row for a prompt of `prompt` tokens."""
@@ -113,60 +104,14 @@ class Segment(Buffers):
         self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
         self.index[row] = -1
 
-    def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""
-        step = k.shape[1] if self.bits == 16 else quant.SLICE
-        for i, x in enumerate((k, v)):
-            for start, part in enumerate(x.transpose(0, 1).split(step)):
-                part = part if self.bits == 16 else quant.encode(part, self.bits)
-                self.pool.write(row * self.shape.max_prompt + start * step, part, self.layers.index(layer), i)
-
-    def read(self, row: int, layer: int, prompt: int) -> tuple[Tensor, Tensor]:
-        """K and V [Hk,T,D] of one layer's prompt."""
-        rows = self.pool.read(row * self.shape.max_prompt, prompt)[:, self.layers.index(layer)]  # [T,2,Hk,D]
-        return self.decoded(rows).permute(1, 2, 0, 3).unbind(0)
-
-    def decoded(self, rows: Tensor) -> Tensor:
-        """Rows of the pool in the model's dtype."""
-        return rows if self.bits == 16 else quant.decode(rows, self.bits, self.shape.head_dim).to(self.shape.dtype)
-
     def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
         """Chooses prompt tokens by scores [B,N] fp32, N >= k; starts their fetch before the y returned is used."""
         position = torch.arange(scores.shape[1], device=scores.device)
         best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
         best = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
-        best = self.keep_slots(best) if self.delta else best
+        best = best if self.pooled is None else self.pooled.keep_slots(best, self.index)
         self.index.copy_(torch.where(active[:, None], best, self.index))
-        first = torch.arange(len(best), device=best.device)[:, None] * self.shape.max_prompt
-        rows = torch.where(self.index < 0, -1, self.index + first).flatten()
-        ticket, y = self.pool.issue(rows, active.repeat_interleave(self.k), y)
-        self.ticket.copy_(ticket)
-        return y
-
-    def keep_slots(self, best: Tensor) -> Tensor:
-        """Reorders best [B,k] so that tokens chosen in the last step keep their slots."""
-        n = self.shape.max_prompt
-
-        def flags(index: Tensor) -> Tensor:
-            marks = torch.zeros(index.shape[0], n + 1, dtype=torch.bool, device=index.device)
-            return marks.scatter(1, torch.where(index < 0, n, index), True)
-
-        stays = flags(best).gather(1, self.index.clamp(0)) & (self.index >= 0)  # [B,k] slots
-        enters = ~flags(self.index).gather(1, best.clamp(0)) & (best >= 0)
-        # The n-th entering token goes to the n-th free slot; the free slots left get -1.
-        order = torch.where(enters, enters.cumsum(1) - 1, self.k)
-        queue = torch.full((best.shape[0], self.k + 1), -1, device=best.device).scatter(1, order, best)
-        free = ((~stays).cumsum(1) - 1).clamp(min=0)
-        return torch.where(stays, self.index, queue.gather(1, free))
-
-    def wait(self, q: Tensor) -> None:
-        """Waits, after q is known, for the chosen tokens."""
-        self.ticket.copy_(self.pool.wait(self.ticket, q))
-
-    def take(self, column: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [B,Hk,k,D] of the chosen tokens in one layer's `column` [1]; undefined where index is -1."""
-        rows = self.decoded(self.pool.take(self.ticket, column))  # [B k,2,Hk,D]
-        return rows.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
+        return y if self.pooled is None else self.pooled.fetch(self.index, active, y)
 
 
 class Filter(Full):
@@ -177,7 +122,7 @@ class Filter(Full):
         self.segment, self.selector = segment, selector
         self.keeps_prompts = False  # only tokens of the prompt are chosen
         self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
-        self.beyond += segment.beyond
+        self.beyond += segment.beyond if segment.pooled is None else segment.beyond + segment.pooled.beyond
         self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
         if self.window > 1:  # scores of past queries, a ring by position
@@ -233,27 +178,57 @@ class Filter(Full):
         return {name: getattr(self.segment, name)[row] for name in self.segment.states}
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        pool = self.segment.pool.part(row * self.shape.max_prompt, int(self.segment.prompt[row]))
-        past = {"past": self.past[row, :, :length]} if self.window > 1 else {}
-        return super().views(row, length) | {"pool": pool} | past
+        segment, more = self.segment, {"past": self.past[row, :, :length]} if self.window > 1 else {}
+        if segment.pooled is not None:
+            more["pool"] = segment.pooled.part(row, int(segment.prompt[row]))
+        return super().views(row, length) | more
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         past = 4 * self.window * length if self.window > 1 else 0
         return super().step_bytes(length)[0] * 3 // 2 + past, 0
 
 
-class Sparse(Parts):
-    """Attends to the tokens its filter layer chose and to the generated tokens, which it stores itself."""
+class Sparse(Full):
+    """Attends to the tokens that its filter layer chose, and to the generated tokens."""
+
+    def __init__(self, shape: Shape, segment: Segment):
+        super().__init__(shape)
+        self.segment, self.exact_prompt = segment, segment.chunks is None
+        self.recent, self.keeps_prompts = 1, False
+        self.new = ops.span(None, shape.max_new_tokens, shape.max_new_tokens, shape.device)  # generated tokens to read
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        self.insert(k, v, pos, active)
+        chosen, generated = self.segment.index, ops.following(self.segment.prompt, self.new.shape[0])
+        index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
+        mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
+        return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
+
+    def fit(self, length: int, new: int) -> tuple:
+        self.new = ops.span(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        return (self.new.shape[0],)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        new = max(0, length - self.shape.max_prompt)
+        return self.shape.n_kv_head * (min(self.segment.k, length - new) + new) * self.shape.unit_bytes, 0
+
+
+class PooledSparse(Parts):
+    """A sparse layer whose prompt is in the pool: it stores the chosen tokens, once fetched, and the generated ones."""
 
     def __init__(self, shape: Shape, segment: Segment, layer: int):
         super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
-        self.segment, self.layer, self.first = segment, layer, layer == segment.layers[0]
-        column = torch.tensor([segment.layers.index(layer)], device=shape.device)
+        self.segment, self.pooled, self.layer = segment, segment.pooled, layer
+        self.first = layer == self.pooled.layers[0]
+        column = torch.tensor([self.pooled.layers.index(layer)], device=shape.device)
         self.register_buffer("column", column, persistent=False)  # of the pool; a tensor: layers share compiled code
         self.beyond["column"] = column.nbytes
         if self.first:  # the pool is the whole segment's: counted once
-            self.pools = [segment.pool]
-        if not segment.pool.host_bytes:
+            self.pools = [self.pooled.pool]
+        if not self.pooled.pool.host_bytes:
             self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
         self.exact_prompt = segment.chunks is None
 
@@ -261,16 +236,16 @@ class Sparse(Parts):
         return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.segment.write(row, self.layer, k[0], v[0])
+        self.pooled.write(row, self.layer, k[0], v[0])
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        return self.segment.read(row, self.layer, prompt)
+        return self.pooled.read(row, self.layer, prompt)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         if self.first:
-            self.segment.wait(q)
-        for buffer, x in zip((self.k, self.v), self.segment.take(self.column), strict=True):
+            self.pooled.wait(q)
+        for buffer, x in zip((self.k, self.v), self.pooled.take(self.column), strict=True):
             self.store_chosen(buffer, x, active)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
         ends, new = self.occupied(pos)
@@ -278,10 +253,10 @@ class Sparse(Parts):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
-        unit = 2 * quant.stored_bytes(self.shape, self.segment.bits)
+        unit = 2 * quant.stored_bytes(self.shape, self.pooled.bits)
         chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
         generated = self.shape.n_kv_head * new * self.shape.unit_bytes
-        return (generated + chosen, chosen) if self.segment.pool.host_bytes else (generated + chosen, 0)
+        return (generated + chosen, chosen) if self.pooled.pool.host_bytes else (generated + chosen, 0)
 
 
 @dataclass(frozen=True)
@@ -314,7 +289,9 @@ class OmniKVMethod(offload.OffloadMethod):
         workers = offload.Workers(self.threads)
         for first, sparse in plan.segments.items():
             if sparse:
-                segment = Segment(shape, sparse, plan, self, workers)
+                pooled = SegmentPool(shape, sparse, plan.k, self, workers) if self.offload or self.bits < 16 else None
+                segment = Segment(shape, plan, self, pooled)
                 layers[first] = Filter(shape, segment, self.selector, self.window)
-                layers |= {layer: Sparse(shape, segment, layer) for layer in sparse}
+                for layer in sparse:
+                    layers[layer] = PooledSparse(shape, segment, layer) if pooled else Sparse(shape, segment)
         return [layers.get(layer) or full_layer(shape, self.bits) for layer in range(shape.n_layer)]

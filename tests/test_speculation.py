@@ -228,6 +228,13 @@ def test_a_sliding_window_is_refused(checkpoint):
         kv.build("quest", shape, 64, {"page": 4})
 
 
+@pytest.mark.parametrize("name", ("quest", "hybrid", "exact_topk", "sparq", "omnikv"))
+def test_drafts_that_hold_every_token_take_no_memory_for_the_full_cache(name):
+    shape = replace(make_shape(), n_layer=3, rewind=ROUND + 1)
+    layers = kv.build(name, shape, 32, {"page": 4} if name == "quest" else {})
+    assert kv.total_bytes(layers) == kv.total_bytes(layer.draft for layer in layers)
+
+
 def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
     for more in ([], ["--speculate", "3"]):
         evaluate([
