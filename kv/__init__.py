@@ -235,7 +235,7 @@ def describe(name: str) -> str:
         given = "".join(f" and {key}={'auto' if x is None else x}" for key, x in method.approximates_with.items())
         lines.append(f"with a budget for every token{given} the full cache replaces it, because {method.approximates}")
     if drafts(name):
-        lines.append("--speculate N: drafts tokens for the full cache; a draft that keeps every token shares its memory")
+        lines.append("--speculate N: drafts for the full cache, and shares its memory if the draft keeps every token")
     for option in dataclasses.fields(method):
         kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
         if typing.get_origin(option.type) is typing.Literal:
