@@ -20,7 +20,7 @@ from device import memory_errors
 def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
     """Runs main; exits with 0, 2 after `error: one line` for a user error (ValueError, OSError), or 130 for Ctrl-C.
 
-    ranks: torchrun may start it, in several processes; then only rank 0 prints, and one of them reports an error.
+    ranks: whether torchrun may start it in several processes. Rank 0 alone prints then, and one rank reports an error.
     """
     if processes.launched():
         return run_ranks(main, ranks)
@@ -40,7 +40,7 @@ def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
 
 def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
     """`run` in one of several processes. If one fails, torchrun ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which ends a process even while it waits for another
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a process even while it waits for another
     stderr = sys.stderr
     try:
         with memory_errors():
@@ -58,7 +58,9 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
         stderr.flush()
         os._exit(2)  # at once: leaving torch.distributed in order would wait for the other ranks
     processes.leave()
-    sys.exit(0)
+    sys.stdout.flush()
+    stderr.flush()
+    os._exit(0)  # torch.distributed's threads may abort a process that Python tears down
 
 
 def complain(error: Exception) -> None:
@@ -66,8 +68,10 @@ def complain(error: Exception) -> None:
 
 
 def check_output(name: str | None, flag: str) -> None:
-    """Raises ValueError if the file could not be written, or for --plot drawn, once the work is done; --json - is
-    stdout."""
+    """Raises ValueError, before the work starts, if the file cannot be written or --plot cannot draw its format.
+
+    `--json -` means stdout.
+    """
     if name is None or (name, flag) == ("-", "--json"):
         return
     path = Path(name).absolute()
@@ -119,7 +123,7 @@ def numbers(text: str, flag: str, kind: Callable[[str], int | float]) -> list:
     try:
         found = [kind(part) for part in text.split(",") if part]
     except ValueError:
-        raise ValueError(f"{flag} {text}: numbers with commas between are expected") from None
+        raise ValueError(f"{flag} {text}: expected numbers with commas between them") from None
     if not found or any(value <= 0 for value in found):
         raise ValueError(f"{flag} {text}: must be positive")
     return found
