@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         self.pos[row], self.live[row] = 0, False
 
     def allow(self, row: int, tokens: int) -> None:
-        """Says how many tokens row `row` may sample from now on; steps of one token need not know."""
+        """Limits how many more tokens row `row` may sample; only speculator.py needs the limit."""
 
     def start(self, row: int, token: int, pos: int, request: int) -> None:
         """Wakes row `row`, which holds `pos` tokens and has just sampled `token`."""
@@ -149,6 +149,8 @@ class Decoder(nn.Module):
 
     def close(self) -> None:
         """Breaks reference cycles, which would keep the caches' memory; nothing can be launched afterwards."""
+        for each in self.passes:
+            each.close()
         self.step, self.passes = None, []
 
     def warm_up(self, sampling: Sampling, prompt: int) -> None:
@@ -186,9 +188,9 @@ class Decoder(nn.Module):
 
 
 class Pass:
-    """Tokens through all layers: `enter` embeds them, `leave` takes what comes out, and returns tokens and logits.
+    """A pass of tokens through all layers: `enter` embeds them, `leave` turns the output into tokens and logits.
 
-    On CUDA it is compiled as a whole; on a CPU in regions, of which all layers with the same code are one.
+    On CUDA it is compiled as a whole; on a CPU in regions: layers with the same code are compiled once.
     """
 
     def __init__(self, decoder: Decoder, enter: Callable, leave: Callable):
@@ -202,7 +204,7 @@ class Pass:
 
     @torch.no_grad()
     def __call__(self, command: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        if self.graphed:  # the call imports torch's compiler: a second
+        if self.graphed:  # the call imports torch's compiler, which takes a second
             torch.compiler.cudagraph_mark_step_begin()
         return self.run(command, variant, cut, seed)
 
@@ -222,6 +224,12 @@ class Pass:
     def forget(self) -> None:
         for region in self.regions:
             region.forget()
+
+    def close(self) -> None:
+        for region in self.regions:
+            region.close()
+        self.decoder = self.enter = self.leave = self.run = None
+        self.regions = ()
 
 
 def run_layer(

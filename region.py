@@ -35,8 +35,8 @@ class Region:
         self.function = compiled(function, backend=self._backend)
 
     def __call__(self, caller: Hashable, key: Hashable, tensors: tuple[Tensor, ...], *rest):
-        """Calls the function. For one caller, everything but the values in `tensors` is the same while `key` is equal,
-        until `forget`: the modules in `rest`, and the tensors and numbers that they hold."""
+        """Calls the function. While a caller gives an equal `key`, only the values in `tensors` may change, until
+        `forget`. The modules in `rest`, and the tensors and numbers that they hold, must stay the same."""
         call = self.calls.get(caller)
         if call is None or call.key != key:
             return self._guarded(caller, key, tensors, *rest)
@@ -49,6 +49,11 @@ class Region:
     def forget(self) -> None:
         """Makes every caller's next call check the guards."""
         self.calls.clear()
+
+    def close(self) -> None:
+        """Breaks reference cycles; the region cannot be called afterwards."""
+        self.function, self.last = None, ()
+        self.forget()
 
     def _guarded(self, caller: Hashable, key: Hashable, tensors: tuple[Tensor, ...], *rest):
         from torch._dynamo import config  # not at the top: it imports the compiler
@@ -82,7 +87,7 @@ class Region:
 def compiled(function: Callable, **how) -> Callable:
     """torch.compile of a copy of the function: recompiles are counted, and limited, per code object.
 
-    Sizes that differ from an earlier compilation, of a smaller cache, say, do not become variables.
+    A size that differs from an earlier compilation (of a smaller cache, say) stays a constant.
     """
 
     def call(*inputs):

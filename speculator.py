@@ -26,7 +26,7 @@ class Speculator(Decoder):
         for name, size in (("left", ()), ("at", ()), ("drafted", (n + 1,))):
             self.register_buffer(name, self.pos.new_zeros(self.batch, *size), persistent=False)
         self.more = self.pos.new_full((self.batch,), MORE)
-        self.passes.clear()
+        self.passes.pop().close()
         self.draft, self.verify = self.through(self.next, self.draw), self.through(self.all, self.settle)
         self.step = self.round
 
@@ -58,7 +58,7 @@ class Speculator(Decoder):
             self.draft(self.more if i else command, variant, cut, seed)
         return self.verify(command, variant, cut, seed)
 
-    # A draft. `drafted` is a queue: the token that the round begins with, then those drafted, enter at its end
+    # A draft. `drafted` is a queue: the round's first token, then each drafted token, enters at its end
 
     def next(self, command: Tensor) -> tuple[Tensor, ...]:
         fed, begins = command >= 0, command != MORE
@@ -71,7 +71,7 @@ class Speculator(Decoder):
         return *self.model.embed(last[:, None], self.at), self.at.clone(), self.live.clone()
 
     def first(self) -> Tensor:
-        """The position [B] of the round's first token; of rows that sleep, one that their caches hold."""
+        """The position [B] of the round's first token; for a sleeping row, a position that its cache holds."""
         return torch.where(self.live, self.pos, (self.pos - 1).clamp(min=0))
 
     def draw(self, x: Tensor, cut: Tensor, seed: Tensor, variant: str) -> Tensor:
@@ -79,7 +79,7 @@ class Speculator(Decoder):
         logits = self.model.logits(x[:, -1])
         token = sample(logits, variant, cut, seed, self.request, self.at)
         self.drafted.copy_(torch.cat([self.drafted[:, 1:], token[:, None]], dim=1))
-        return logits  # returned, it is stored: compiled code would compute it inside the search for the best token
+        return logits  # compiled code then stores them, instead of computing them inside the search for the best token
 
     # The verification
 

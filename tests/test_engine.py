@@ -1,6 +1,8 @@
 """Batches, follow-ups, stops and lengths: every row must give the answers that it gives alone."""
 
+import gc
 import itertools
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -607,3 +609,17 @@ def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoin
         with pytest.raises(ValueError):
             failing()
     assert outcome(engine.use("full").generate([PROMPTS[0]], max_new_tokens=5)) == expected
+
+
+@pytest.mark.parametrize("options", ({}, {"compile": True}, {"kv": "streaming", "budget": 24, "speculate": 2}))
+def test_closing_frees_the_caches_at_once(checkpoint, options):
+    """Larger caches are allocated when the old ones are gone, not when the garbage collector finds them."""
+    engine = Engine.load(checkpoint, **{"compile": False, "max_new_tokens": 4} | options)
+    engine.generate([[5, 6, 7]])
+    buffers = [weakref.ref(buffer) for layer in engine.layers for buffer in layer.buffers()]
+    gc.disable()
+    try:
+        engine.close()
+        assert buffers and not any(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
