@@ -47,22 +47,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", help="tokens in the cache, comma-separated (default: chosen for the device)")
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
-    p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, taken at once")
+    p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, added at once")
     p.add_argument("--speculate", default="", metavar="N,..", help="also time rounds, in which the methods draft N "
                    "tokens and the full cache verifies them")
-    p.add_argument("--accept", type=float, default=0.8, metavar="SHARE", help="--speculate: with which probability a "
+    p.add_argument("--accept", type=float, default=0.8, metavar="SHARE", help="--speculate: the probability that a "
                    "drafted token is accepted, for ms/token (default: 0.8); the time of a round does not depend on it")
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
     p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
-    p.add_argument("--embeddings", action="store_true", help="int8, int4: also the embedding table and the head, int8")
+    p.add_argument("--embeddings", action="store_true", help="with int8 or int4: quantize the embedding table and the "
+                   "head too, to int8")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
     p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
     p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")
+    p.add_argument("--limit", type=int, metavar="SECONDS", help="start no contender after this time")
     first_token = "time a prompt to its first token (default: yes)"
     p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help=first_token)
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
-    p.add_argument("--peer", choices=PEERS, help="another engine's step, of the same shape and dtype")
-    p.add_argument("--paper", action="store_true", help="the settings of the methods' papers, beside their figures")
+    p.add_argument("--peer", choices=PEERS, help="also time another engine's step, in the same shape and dtype")
+    p.add_argument("--paper", action="store_true", help="measure the settings of the papers, beside their figures")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--memory-cap", type=float, metavar="GB", help="behave as if the device had only this much memory")
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     for flag in ("json", "plot", "profile", "results"):
         check_output(getattr(args, flag), f"--{flag}")
-    for flag in ("steps", "repeats", "groupsize", "generate", "extend"):
+    for flag in ("steps", "repeats", "groupsize", "generate", "extend", "limit"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     args.speculate = numbers(args.speculate, "--speculate", int) if args.speculate else []

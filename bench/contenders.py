@@ -72,7 +72,7 @@ class Case:
         return tp.skeleton(ModelConfig.from_dict(self.config), how if self.quantize else None, self.ranks, self.dtype)
 
     def exchanged(self) -> int:
-        """Bytes that the ranks sum, and of logits that they gather, in one step."""
+        """Bytes that the ranks exchange in one step: the outputs that they sum, and the logits that they gather."""
         c = ModelConfig.from_dict(self.config)
         numbers = 2 * c.n_layer * c.dim + c.vocab_size
         return self.batch * numbers * self.dtype.itemsize if self.ranks.count > 1 else 0
@@ -93,7 +93,7 @@ def random_weights(case: Case) -> dict[str, Tensor]:
 
 
 def step_weights(case: Case, weights: dict[str, Tensor]) -> int:
-    """Bytes of the weights that a step reads: all except what of the embedding table is not also this rank's head."""
+    """Bytes of the weights that a step reads: of the embedding table only the part that is this rank's tied head."""
     tied = case.config.get("tie_word_embeddings")
     table = sum(t.nbytes for name, t in weights.items() if name.startswith("tok_embeddings."))
     return sum(t.nbytes for t in weights.values()) - table + (table // case.ranks.count if tied else 0)
@@ -162,7 +162,7 @@ class Ours:
         case, engine, seconds, first = self.case, self.engine, None, 0
         if case.prefill:
             ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
-            engine.prefill(0, ids[:64])
+            engine.prefill(0, ids if case.device.type == "cuda" else ids[:64])  # a GPU also chooses kernels by length
             begin = time.perf_counter()
             engine.prefill(0, ids).argmax().item()
             seconds, first = time.perf_counter() - begin, 1
@@ -187,8 +187,8 @@ class Ours:
             layer.finish(row)
 
     def step(self) -> None:
-        """A step or, with speculation, a round, which takes the same time however many tokens are accepted: here none,
-        so that every row gains one."""
+        """A step or, with speculation, a round. No drafted token is accepted here, so every row gains one token, which
+        does not change the time of a round."""
         self.new += 1
         engine = self.engine
         for row in range(engine.batch if engine.speculate else 0):

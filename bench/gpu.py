@@ -1,8 +1,8 @@
-"""What to learn on a GPU first: bash bench.sh gpu [--out DIR] [--from STEP] [--device cpu]
+"""The first measurements to make on a GPU: bash bench.sh gpu [--out DIR] [--from STEP] [--device cpu]
 
-Runs steps of at most 8 minutes, the cheapest first, each in processes of its own with a time limit. What they print is
-kept in DIR/STEP.log. As soon as a step ends, DIR/report.jsonl gets what it measured, and DIR/report.md the same to
-read. A step that fails stops no other. With `--device cpu` the steps use small shapes, to test themselves.
+Runs steps of at most 8 minutes, the cheapest first, each in processes of its own with a time limit. Their output is
+kept in DIR/STEP.log. When a step ends, its measurements are appended to DIR/report.jsonl, and in readable form to
+DIR/report.md. A step that fails stops no other. With `--device cpu` the steps use small shapes, which tests the steps.
 """
 
 import startup  # noqa: F401
@@ -49,7 +49,7 @@ class Step:
 
 def bench(device: str, about: str, *arguments: str, small: str = "") -> list[str]:
     """Arguments of the benchmark; `small` replaces those that do not suit a CPU."""
-    shape = ["--shape", "llama-3.1-8b", *arguments]
+    shape = ["--shape", "llama-3.1-8b", "--limit", "270", *arguments]  # a compile may take minutes
     if device == "cpu":
         shape = ["--shape", "needle/config.json", "--steps", "2", "--repeats", "1", *small.split()]
     return ["-m", "bench", *shape, "--device", device, "--json", f"{about}.json", "--results", os.devnull]
@@ -117,7 +117,7 @@ def perform(step: Step, out: Path) -> dict:
     """Runs a step; returns a line of report.jsonl."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
-    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache}  # which the steps share
+    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache}  # shared by the steps
     env |= {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": ""} | step.env
     begin, processes = time.monotonic(), []
     for i, command in enumerate(step.commands):

@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -93,8 +94,11 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
     """One row of the JSON object per contender, all timed in turns."""
     weights = random_weights(case)
     weight_bytes = sum(t.nbytes for t in weights.values())
-    rows, contenders = [], []
+    rows, contenders, begin = [], [], time.monotonic()
     for make in tqdm(makers(args, case, chosen, weights), unit="method", disable=None, leave=False):
+        if args.limit is not None and time.monotonic() - begin > args.limit:
+            print(f"left out: contenders after --limit {args.limit}", file=sys.stderr)
+            break
         try:
             with memory_errors():
                 contender = make()
