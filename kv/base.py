@@ -12,10 +12,10 @@ The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)`
 `decode` once per token, `extend` for several tokens at once; `reset(row)`. Decode steps are compiled with static shapes
 (`fullgraph=True`, a CUDA graph on GPUs): sizes are fixed when the method is built; whatever varies is a tensor or a
 mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
-On a CPU layers are compiled one by one: an attribute that `decode` sets is lost, also between a layer and the next.
+On a CPU each layer is compiled separately: an attribute set in `decode` is lost, even before the next layer runs.
 
-Where several processes share a model, each has its own KV heads and builds its own layers for them. Only what compares
-heads concerns a method: `shape.ranks` sums or gathers over the processes.
+Where several processes share a model, each has its own KV heads and builds its own layers for them. A method notices
+this only where it compares heads: `shape.ranks` sums or gathers over the processes.
 
 The laws, which tests/test_contract.py, tests/test_speculation.py (13) and tests/test_tp.py (14) check for every
 registered method:
@@ -34,8 +34,8 @@ registered method:
 11. `extend` by one token equals a decode step, for methods that attend to all they hold. With a budget for every token,
     a prompt that is extended in chunks of any sizes equals the whole prompt.
 12. A row restored from its `state` continues as the row did, in any row of any batch.
-13. If `rewinds`, tokens are taken back by moving `pos` back: after `insert` of others, a row is as if it had only ever
-    held those. A method with that property can draft for the full cache (kv/speculation.py), whose tokens come out.
+13. If `rewinds`, moving `pos` back takes tokens back: once `insert` has overwritten them, the row equals one that never
+    held them. Such a method can draft for the full cache (kv/speculation.py), and the output is the full cache's.
 14. Ranks that share a model give the output of one process (but for omnikv, which chooses per rank, as its paper does).
 """
 
@@ -73,9 +73,12 @@ class Buffers(nn.Module):
         self.beyond: Counter[str] = Counter()  # bytes allocated beyond the paper's formula, by name
 
     def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0, beyond: str = ""):
-        """Registers a buffer [B,*size], of the cache's dtype by default; `beyond` names what the formula leaves out."""
+        """Allocates and holds a buffer [B,*size], of the cache's dtype by default."""
         size, dtype = (self.shape.batch, *size), dtype or self.shape.dtype
-        buffer = torch.full(size, fill, dtype=dtype, device=self.shape.device)
+        self.hold(name, torch.full(size, fill, dtype=dtype, device=self.shape.device), beyond)
+
+    def hold(self, name: str, buffer: Tensor | None, beyond: str = "") -> None:
+        """Registers a buffer; `beyond` names what the paper's formula leaves out."""
         self.register_buffer(name, buffer, persistent=False)
         if beyond:
             self.beyond[beyond] += buffer.nbytes
@@ -106,8 +109,9 @@ class KV(Buffers, ABC):
 
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
     endless = False  # the cache has a fixed size: a row may generate any number of tokens
+    past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
-    keeps_prompts = False  # a prompt's beginning, extended by its rest, leaves what the whole prompt leaves
+    keeps_prompts = False  # prefilling a prefix and extending it leaves the state of prefilling the whole prompt
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
     rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
     recent = 0  # newest tokens, the current one included, that every step attends to
@@ -118,7 +122,7 @@ class KV(Buffers, ABC):
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
-        self.register_buffer("rope_speed", None, persistent=False)
+        self.hold("rope_speed", None)
 
     # What a method implements
 
@@ -186,7 +190,7 @@ class KV(Buffers, ABC):
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; ops.span explains the extra slot."""
-        self.slots, self.span = slots, ops.span(None, slots, slots, self.shape.device)
+        self.slots, self.span = slots, ops.number(slots, self.shape.device)
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
@@ -204,7 +208,9 @@ class KV(Buffers, ABC):
         if not self.slots:
             return ()
         self.span = ops.span(self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device)
-        return (self.span.shape[0],)
+        on_cuda = self.shape.device.type == "cuda"  # where another compile takes long
+        self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
+        return self.span.shape[0], self.past_context
 
     def read(self, buffer: Tensor) -> Tensor:
         """The slots of a buffer [B,Hk,S,...] that the current step reads."""
@@ -253,8 +259,7 @@ class KV(Buffers, ABC):
         """Allocates rope_speed [B,D/2] fp32, in radians per position, for `ops.turn`."""
         pairs, shape = self.shape.head_dim // 2, self.shape
         speeds = shape.rope_speeds or [shape.rope_theta ** (-i / pairs) for i in range(pairs)]
-        self.rope_speed = torch.tensor(speeds, device=shape.device).repeat(shape.batch, 1)
-        self.beyond["RoPE speeds"] = self.rope_speed.nbytes
+        self.hold("rope_speed", torch.tensor(speeds, device=shape.device).repeat(shape.batch, 1), "RoPE speeds")
 
     def set_speed(self, row: int, speed: Tensor) -> None:
         """Runs before a prompt: RoPE turns the keys of row `row` by speed [D/2] (dynamic NTK: a speed per length)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kv import ops
 from kv.base import KV
-from kv.fetched import Fetched
+from kv.fetched import Parts
 from kv.full import Full
 from kv.method import Method, Shape, option
 from kv.offload import Staged, ThreadedPool, Workers
@@ -31,14 +31,14 @@ class Ahead(Full):
         return super().decode(q, k, v, pos, active)
 
 
-class Loaded(Fetched):
-    """A layer on the host, except its generated tokens: the whole prompt counts as the middle, and is fetched."""
+class Loaded(Parts):
+    """A layer whose prompt is on the host and is loaded whole; generated tokens stay on the device."""
 
     def __init__(self, shape: Shape, pool: ThreadedPool):
-        super().__init__(shape, sinks=0, ends=0, count=0, per_row=0, pool=pool)
-        self.recent, self.loads = shape.planned, ()
-        self.register_buffer("ticket", pool.ticket(shape.batch * shape.max_prompt), persistent=False)
-        self.beyond["ticket"] = self.ticket.nbytes
+        super().__init__(shape, sinks=0, ends=0, chosen=0)
+        self.recent, self.loads, self.pool, self.pools = shape.planned, (), pool, [pool]
+        self.hold("pool_buffer", pool.buffer)
+        self.hold("ticket", pool.ticket(shape.batch * shape.max_prompt), "ticket")
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
@@ -53,11 +53,11 @@ class Loaded(Fetched):
         return self.pool.read(row * self.shape.max_prompt, prompt).permute(1, 2, 0, 3).unbind(0)
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
-        """Starts to load the whole prompt, before the returned q, an earlier layer's query, is used."""
+        """Issues the load of the whole prompt; an earlier layer continues with the q returned, see Pool.issue."""
         position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
         rows = position + self.shape.max_prompt * torch.arange(self.shape.batch, device=position.device)[:, None]
         rows = torch.where(position < self.prompt[:, None], rows, -1).flatten()
-        ticket, q = self.pool.issue(rows, active.repeat_interleave(len(position)), q, after=q)
+        ticket, q = self.pool.issue(rows, active, q, after=q)
         self.ticket.copy_(ticket)
         return q
 

@@ -3,18 +3,18 @@
 The layers share L t slots per KV head and row. A softmax over the negative variances of the attention that tokens
 receive sets each layer's share (Equations 4 and 5). Every layer must see the prompt first, so K and V wait on the host
 until then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to [0,
-1] and averaged: a layer gets more slots the further most of its heads are below the one that varies most. Each layer
+1] and averaged: a layer gets more slots if most of its heads vary far less than its most variable head. Each layer
 reserves 4 slots for sinks; `ratio` (3:1) divides the others between the tokens with the highest attention sums and the
 newest tokens (Equations 6 to 8).
 
 An evicted token merges into the kept token with the most similar key by cosine (Equation 9), if the similarity reaches
 a threshold: at the prompt, the mean over all evicted tokens; at a step, a moving average (Equation 10). The merge
-weights are e^similarity, and e for the kept token itself, divided by their sum (Equations 11 and 12); `keep` is a lower
-bound on the latter.
+weights are e^similarity, and e for the kept token itself, divided by their sum (Equations 11 and 12). The option `keep`
+bounds the kept token's weight from below.
 
 Memory: the budget, a spare slot per layer, and every planned token in `uncounted` layers. Generation is unbounded
-unless some layers keep all tokens. Traffic: a layer reads as many slots as its largest row has, on CUDA as many as a
-row could have, and reads the keys a second time for the similarities.
+unless some layers keep all tokens. Traffic: on a CPU, a layer reads as many slots as its largest row holds; on CUDA, as
+many as a row could hold. Merging reads the keys again.
 """
 
 import math
@@ -67,8 +67,8 @@ def within(shares: list[float], total: float, least: float, most: float) -> list
         scale = (total - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
         wanted = {i: scale * shares[i] for i in free}
         clipped = {i: min(max(size, least), most) for i, size in wanted.items()}
-        excess = sum(clipped.values()) - sum(wanted.values())  # if above 0, sizes that were raised are final
-        at_bound = {i: size for i, size in clipped.items() if (size > wanted[i] if excess > 0 else size < wanted[i])}
+        change = sum(clipped.values()) - sum(wanted.values())  # above 0: raised sizes are final, else lowered ones
+        at_bound = {i: size for i, size in clipped.items() if (size > wanted[i] if change > 0 else size < wanted[i])}
         if not at_bound:
             return [(fixed | clipped)[i] for i in range(len(shares))]
         fixed |= at_bound
@@ -109,16 +109,16 @@ class D2O(H2O):
     H2O does the rest: `select` (Equations 7 and 8) and `decode` (Equation 6), which calls `merge`.
     """
 
-    recent = 1  # at least; `newest` is M
+    recent = 1  # a lower bound: the layer keeps the newest M, see `newest`
 
     def __init__(self, shape: Shape, shared: Shared, index: int, options: "D2OMethod"):
         KV.__init__(self, shape)
         self.shared, self.index, self.options = shared, index, options
         self.sinks, self.size, self.parts = options.sinks, shared.budget, options.parts
         for name in ("k", "v", "position", *self.sums):
-            self.register_buffer(name, getattr(shared, name), persistent=False)
+            self.hold(name, getattr(shared, name))
         most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        self.slots, self.span = most + 1, ops.span(None, most + 1, most + 1, shape.device)
+        self.slots, self.span = most + 1, ops.number(most + 1, shape.device)
         self.allocate_state("first", fill=index * (shared.budget + 1))
         self.allocate_state("allotted", fill=shared.budget)
         self.allocate_state("spare", shape.n_kv_head)
@@ -132,7 +132,7 @@ class D2O(H2O):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.index == 0:
             self.shared.parked.clear()
-        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4, from attention.column_sums
+        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4
         waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
         self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
@@ -162,19 +162,19 @@ class D2O(H2O):
             return keys, values
         k, v, _ = tokens
         stays = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device).scatter(1, kept, True)
-        merged_keys, merged_values = keys.clone(), values.clone()
         for head, evicted in enumerate(~stays):
             similarity, to = self.nearest(k[head, evicted], keys[head])  # Equation 9
-            tau = self.moving_average(similarity.mean(), self.threshold[row, head])  # Equation 10
-            self.threshold[row, head] = tau
-            weight = self.weight(similarity) * (similarity >= tau)
+            mean, tau = similarity.mean(), self.threshold[row, head].clone()
+            self.threshold[row, head] = self.moving_average(mean, tau)  # Equation 10
+            merges = similarity >= torch.where(tau.isinf(), mean, tau)
+            weight = self.weight(similarity) * merges
             total = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
             w_c = self.kept_weight(total)  # Equation 12
             w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
-            for out, ours, gone in ((merged_keys, keys, k[head, evicted]), (merged_values, values, v[head, evicted])):
-                kept_part, evicted_part = w_c[:, None] * ours[head].float(), w_e[:, None] * gone.float()
-                out[head] = kept_part.index_add_(0, to, evicted_part).to(out.dtype)  # Equation 11
-        return merged_keys, merged_values
+            for stay, gone in ((keys, k[head, evicted]), (values, v[head, evicted])):
+                kept_part, evicted_part = w_c[:, None] * stay[head].float(), w_e[:, None] * gone.float()
+                stay[head] = kept_part.index_add_(0, to, evicted_part).to(stay.dtype)  # Equation 11
+        return keys, values
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
         if self.options.merge == "none":
@@ -185,7 +185,7 @@ class D2O(H2O):
         norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
         similarity, to = (products / norms).masked_fill(~others, -2.0).max(2)  # Equation 9
         w_c = self.kept_weight(self.weight(similarity))[..., None]  # Equation 12
-        merges = evicts & (similarity >= self.threshold)  # the last tau gives the same choice as the next, if beta < 1
+        merges = evicts & (similarity >= self.threshold)  # tau_{t-1}: the same choice as tau_t, without rounding
         for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
             ours = ops.gather(all_, to[..., None])[:, :, 0].float()
             self.put(buffer, to, merges, (w_c * ours + (1 - w_c) * gone).to(all_.dtype))  # Equation 11
@@ -215,14 +215,14 @@ class D2O(H2O):
     # The region
 
     def sizes(self) -> Tensor:
-        return self.allotted[:, None]
+        return self.allotted[:, None, None]
 
     def restored(self, row: int) -> None:
         self.shared.sizes[row][self.index] = int(self.allotted[row])
 
-    def region_of(self, row: int) -> tuple[slice, int]:
-        first, size = int(self.first[row]), int(self.allotted[row])
-        return slice(first, first + size + 1), size
+    def region_of(self, row: int) -> slice:
+        first = int(self.first[row])
+        return slice(first, first + int(self.allotted[row]) + 1)
 
     def region(self) -> Tensor:
         """Where the first n slots of the region lie in the shared buffers, [B,Hk,n]."""
@@ -251,7 +251,7 @@ class D2O(H2O):
     def reset(self, row: int) -> None:
         KV.reset(self, row)
         self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
-        self.position[row, :, self.region_of(row)[0]] = -1
+        self.position[row, :, self.region_of(row)] = -1
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes

@@ -42,8 +42,8 @@ class Duo(KV):
         self.endless = not count
         self.recent = min(part.recent for part in self.parts)
         heads = torch.tensor(order, device=shape.device)
-        self.register_buffer("order", heads, persistent=False)
-        self.register_buffer("back", heads.argsort(), persistent=False)
+        self.hold("order", heads, "order of heads")
+        self.hold("back", heads.argsort(), "order of heads")
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Splits x [B,H,T,D], H = Hk or Hq, into the heads of each part."""
@@ -56,8 +56,7 @@ class Duo(KV):
         return torch.cat(groups, dim=1).index_select(1, self.back).flatten(1, 2)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for part, *qkv in zip(self.parts, *map(self.split, (q, k, v)), strict=True):
-            part.keep(row, *qkv)
+        self.append(row, k, v, 0)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
@@ -108,8 +107,7 @@ class Duo(KV):
         return sum(part.step_bytes(length)[0] for part in self.parts), 0
 
     def overhead(self) -> dict[str, int]:
-        parts = sum((Counter(part.overhead()) for part in self.parts), Counter())
-        return dict(parts) | {"order of heads": self.order.nbytes + self.back.nbytes}
+        return dict(sum((Counter(part.overhead()) for part in self.parts), self.beyond))
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class DuoMethod(Method):
         """(retrieval heads of the whole model, sinks, recent)"""
         every, window = shape.n_layer * shape.model_kv_heads, self.sinks + self.recent
         if budget <= window:
-            sinks = int(0.2 * budget) if budget <= 256 else min(self.sinks, budget // 2)
+            sinks = min(self.sinks, int(0.2 * budget + 0.5) if budget <= 256 else budget // 2)
             return 0, sinks, budget - sinks
         share = (budget - window) / (shape.planned - window)
         return int(share * every + 0.5), self.sinks, self.recent

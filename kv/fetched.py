@@ -51,11 +51,12 @@ class Parts(KV):
         super().__init__(shape)
         self.pools: list[Pool] = []  # pools that this layer settles, counts and closes
         self.sinks, self.ends, self.first_generated = sinks, ends, ends + chosen
+        self.local = ends - sinks  # last tokens of the prompt among the ends
         self.allocate_slots(self.first_generated + shape.max_new_tokens)
         if prompt is None:
             self.allocate_state("prompt")
         else:
-            self.register_buffer("prompt", prompt, persistent=False)
+            self.hold("prompt", prompt)
 
     def reads(self, length: int, new: int) -> int:
         return self.first_generated + max(new, 1)
@@ -72,7 +73,7 @@ class Parts(KV):
 
     def generated(self, pos: Tensor) -> Tensor:
         """The index [B], among the generated tokens, of the token at pos [B]."""
-        return (pos - self.prompt).clamp(min=0)  # else -1 in an inactive row that has generated nothing
+        return (pos - self.prompt).clamp(min=0)  # an inactive row without generated tokens would give -1
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         first = self.first_generated + pos - int(self.prompt[row])
@@ -102,18 +103,14 @@ class Parts(KV):
         slot = torch.arange(self.span.shape[0] - self.first_generated, device=pos.device)
         return ends, slot <= self.generated(pos)[:, None]
 
-    def chosen(self, buffer: Tensor) -> Tensor:
-        """The slots of the chosen tokens."""
-        return buffer[:, :, self.ends : self.first_generated]
-
     def store_chosen(self, buffer: Tensor, new: Tensor, active: Tensor) -> None:
         """Writes new [B,Hk,n,D] to the chosen slots. A compiled copy_ would pass over the whole buffer."""
         slot = torch.arange(self.ends, self.first_generated, device=new.device)
         ops.store(buffer, new, slot.expand(new.shape[0], -1), active)
 
-    def attend_parts(self, q: Tensor, ends: Tensor, chosen: Tensor, new: Tensor) -> Tensor:
-        """Attention to the slots in three masks: ends [B,n], chosen tokens [B,Hk,n], generated tokens [B,n]."""
-        b, h, _ = chosen.shape
+    def attend_parts(self, q: Tensor, pos: Tensor, chosen: Tensor) -> Tensor:
+        """Attention to the `occupied` slots, and to those of the chosen tokens in the mask `chosen` [B,Hk,n]."""
+        (b, h, _), (ends, new) = chosen.shape, self.occupied(pos)
         mask = torch.cat([ends[:, None].expand(b, h, -1), chosen, new[:, None].expand(b, h, -1)], dim=2)
         return ops.attend(q, self.read(self.k), self.read(self.v), mask)
 
@@ -146,11 +143,29 @@ class Fetched(Parts):
         self.count = count
         self.allocate_state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
-        self.register_buffer("pool_buffer", pool.buffer, persistent=False)
+        self.hold("pool_buffer", pool.buffer)
+
+    def bring(self, wanted: Tensor, active: Tensor, q: Tensor) -> Tensor:
+        """Fetches pool rows wanted [B,Hk,count], below 0 none, to the chosen slots; returns q, see Pool.issue."""
+        ticket, q = self.pool.issue(wanted.flatten(), active, q)
+        rows = self.pool.take(self.pool.wait(ticket, q)).unflatten(0, wanted.shape)  # [B,Hk,count,2,...,D]
+        for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
+            self.store_chosen(buffer, new.flatten(2, -2), active)
+        return q
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        """Of attention, with every chosen token from the pool; choosing comes on top."""
+        prompt, unit = min(length, self.shape.max_prompt), self.shape.n_kv_head * self.shape.unit_bytes
+        chosen = min(self.first_generated - self.ends, self.choices(length))
+        return (min(prompt, self.ends) + chosen + length - prompt) * unit, chosen * unit * (self.pool.host_bytes > 0)
+
+    def choices(self, length: int) -> int:
+        """How many tokens of a row of `length` tokens can be chosen."""
+        return max(0, min(length, self.shape.max_prompt) - self.ends)
 
 
 class FetchedTokens(Fetched):
-    """A pool row is one token of one KV head: every head chooses its own."""
+    """A pool row is one token of one KV head, [B,max_prompt,Hk] of them: every head chooses its own."""
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged, workers):
         ends, count = options.sizes(shape, budget)
@@ -180,22 +195,10 @@ class FetchedTokens(Fetched):
         For `most` see ops.top.
         """
         scores = scores.masked_fill(~candidates[:, None], -torch.inf)
-        best = ops.top(scores, self.count, ordered=True, most=most)  # another order would round sums differently
+        best = ops.top(scores, self.count, ordered=True, most=most)  # slot order fixes the order of sums: their bits
         best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
         b, h = best.shape[:2]
         row, head = torch.arange(b, device=q.device)[:, None, None], torch.arange(h, device=q.device)[:, None]
-        there = (self.index >= 0) & (self.index < self.prompt[:, None, None])
-        wanted = torch.where(there, (row * self.shape.max_prompt + self.index) * h + head, -1).flatten()
-        token, q = self.pool.issue(wanted, active.repeat_interleave(h * self.count), q)
-        rows = self.pool.take(self.pool.wait(token, q)).view(b, h, self.count, 2, -1)
-        for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
-            self.store_chosen(buffer, new, active)
-        return q
-
-    def fetched_bytes(self, length: int) -> tuple[int, int]:
-        """(device, host) bytes that attention reads in one step for a row of `length` tokens."""
-        new = max(0, length - self.shape.max_prompt)
-        ends = min(length - new, self.ends)
-        chosen, unit = min(self.count, length - new - ends), self.shape.n_kv_head * self.shape.unit_bytes
-        return (ends + chosen + new) * unit, chosen * unit * (self.pool.host_bytes > 0)
+        there = (self.index >= 0) & (self.index < self.prompt[:, None, None])  # pqcache also chooses generated tokens
+        return self.bring(torch.where(there, (row * self.shape.max_prompt + self.index) * h + head, -1), active, q)

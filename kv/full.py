@@ -17,8 +17,8 @@ from kv.method import Method, Shape
 class Full(KV):
     """The newest `size` tokens per row, by default all planned ones, the first `sinks` among them.
 
-    The slots are a ring: later tokens overwrite the oldest. One that gives tokens back has as many more slots, because
-    those tokens have overwritten others.
+    The slots are a ring: later tokens overwrite the oldest. If rows may give tokens back, the ring has `shape.rewind`
+    more slots, so that those tokens overwrite nothing that is still needed.
     """
 
     rewinds = True
@@ -64,7 +64,7 @@ class Full(KV):
     def in_window(self, pos: Tensor) -> Tensor:
         """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
         slot, pos = torch.arange(self.span.shape[0], device=pos.device), pos[:, None]
-        age = (pos - slot) % (self.slots - self.sinks)  # of the newest token, up to pos, in a slot of the ring
+        age = (pos - slot) % (self.slots - self.sinks)  # of the newest token up to pos that a slot can hold
         ring = (age < self.recent) & (pos - age >= self.sinks)
         return torch.where(slot < self.sinks, slot <= pos, ring)
 

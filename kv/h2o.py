@@ -11,8 +11,8 @@ A token's importance is the attention it has received from all queries, summed o
   probability that grows with the token's importance. Eviction at the prompt spreads nothing: thousands of values would
   go into a few hundred.
 
-Memory and traffic: the budget, and a slot for the newest token. Generation is unbounded: past the model's context,
-queries see the kept tokens side by side, at their positions in the cache.
+Memory and traffic: the budget, and a slot for the newest token. Generation is unbounded: past the model's context, RoPE
+positions count kept tokens instead of the text's (StreamingLLM, arXiv 2309.17453, section 3.2).
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,6 @@ class H2O(KV):
     """
 
     endless = True
-    past_context = False  # whether a row may exceed the model's context
     sums = ("received",)  # names of buffers: each token's received attention, then its squares, summed over queries
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
@@ -61,8 +60,8 @@ class H2O(KV):
 
     def compress(self, row: int, sums: list[Tensor], tokens: Held, prompt: bool) -> None:
         """Stores what stays of N tokens, a prompt's or those of an extended row; each of `sums` is [Hk,N]."""
-        region, size = self.region_of(row)
-        kept = self.select(sums, tokens.position, size)
+        region = self.region_of(row)
+        kept = self.select(sums, tokens.position, region.stop - region.start - 1)
         k, v, position = tokens
         if kept.shape[1] < position.shape[1]:
             k, v = self.kept_vectors(row, tokens, kept, sums, prompt)
@@ -95,7 +94,7 @@ class H2O(KV):
     def kept_vectors(
         self, row: int, tokens: Held, kept: Tensor, sums: list[Tensor], prompt: bool
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values [Hk,n,D] to store of tokens kept [Hk,n]; cam and d2o merge the others into them."""
+        """Keys and values [Hk,n,D] of the tokens kept [Hk,n]; cam and d2o merge evicted tokens into them."""
         each = kept[..., None].expand(-1, -1, tokens.k.shape[2])
         return tokens.k.gather(1, each), tokens.v.gather(1, each)
 
@@ -107,13 +106,13 @@ class H2O(KV):
         return Held(self.k[row].gather(1, each), self.v[row].gather(1, each), self.position[row].gather(1, slot))
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        region = self.region_of(row)[0]
+        region = self.region_of(row)
         used = slice(region.start, min(region.start + length, region.stop))
         return {name: getattr(self, name)[row, :, used] for name in ("k", "v", "position", *self.sums)}
 
     def slots_by_position(self, row: int) -> Tensor:
         """The slots [Hk,n] of the row's tokens, oldest first; every head holds as many."""
-        region = self.region_of(row)[0]
+        region = self.region_of(row)
         position = self.position[row, :, region]
         return position.argsort(1)[:, position.shape[1] - int((position[0] >= 0).sum()) :] + region.start
 
@@ -154,7 +153,7 @@ class H2O(KV):
         held = (position >= 0).sum(2)  # [B,Hk]
         pos = pos[:, None, None]
         importance = self.importance(sums, position, pos).masked_fill(~self.evictable(position, pos), torch.inf)
-        slot, evicts = importance.argmin(2), live & (held > self.sizes())
+        slot, evicts = importance.argmin(2), live & (held[..., None] > self.sizes())[..., 0]
         self.merge(slot, evicts, keys, values, position, sums[0])
         self.put(self.position, slot, evicts, -1)
         self.spare.copy_(torch.where(evicts, slot, torch.where(live, held, self.spare)))
@@ -162,17 +161,18 @@ class H2O(KV):
 
     def evictable(self, position: Tensor, pos: Tensor) -> Tensor:
         """Which tokens [B,Hk,n] are neither sinks nor among the newest; the newest token is at `pos` [B,1,1]."""
-        newest = self.newest(self.sizes())
-        return (position >= self.sinks) & (position <= pos - (newest if isinstance(newest, int) else newest[..., None]))
+        return (position >= self.sinks) & (position <= pos - self.newest(self.sizes()))
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
-        """cam and d2o: what the tokens at slot [B,Hk] leave behind, where evicts [B,Hk]; the rest covers every slot."""
+        """cam and d2o: merges the tokens at slot [B,Hk] into kept ones, where evicts [B,Hk].
+
+        The other arguments cover all slots that the step reads.
+        """
 
     def in_cache(self, keys: Tensor, position: Tensor, last: Tensor, speed: Tensor) -> Tensor:
         """RoPE turns the keys [B,Hk,n,D] to adjacent positions, of which the newest is `last` [B].
 
-        Past the model's context, no distance then exceeds the cache and the new tokens (StreamingLLM, arXiv 2309.17453,
-        section 3.2). Stored keys do not change.
+        Past the model's context, no distance then exceeds the cache and the new tokens. Stored keys do not change.
         """
         rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
         return ops.turn(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), speed)
@@ -180,12 +180,12 @@ class H2O(KV):
     # The slots
 
     def sizes(self) -> Tensor | int:
-        """Tokens that each row keeps."""
+        """Tokens that each row keeps, [B,1,1] if they differ."""
         return self.size
 
-    def region_of(self, row: int) -> tuple[slice, int]:
-        """A row's slots, and the number of tokens it keeps."""
-        return slice(0, self.slots), self.size
+    def region_of(self, row: int) -> slice:
+        """A row's slots: one for each token that it keeps, and the spare one."""
+        return slice(0, self.slots)
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
         """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
@@ -200,10 +200,6 @@ class H2O(KV):
     def reset(self, row: int) -> None:
         super().reset(row)
         self.position[row] = -1
-
-    def fit(self, length: int, new: int) -> tuple:
-        self.past_context = length > self.shape.max_length
-        return *super().fit(length, new), self.past_context
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)
@@ -235,9 +231,9 @@ class RoCo(H2O):
 
 
 class CaM(H2O):
-    """Adds the evicted value / m to the next m kept ones, with probability A / their mean A.
+    """Adds the evicted value / m to the next m kept ones, with probability clip(A / mean A, 0, 1).
 
-    A are the sums; `spread` is m.
+    A is the evicted token's sum, mean A that of the m kept ones; `spread` is m.
     """
 
     def __init__(self, shape: Shape, layer: int, size: int, spread: int):
@@ -250,7 +246,7 @@ class CaM(H2O):
         later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
         following = later.topk(self.follow, largest=False)  # the next m kept tokens
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
-        mean = torch.where(real, sums.gather(2, following.indices), 0.0).sum(2) / real.sum(2)  # NaN if no token follows
+        mean = torch.where(real, sums.gather(2, following.indices), 0.0).sum(2) / real.sum(2)  # NaN if nothing evicts
         ratio = sums.gather(2, slot[..., None])[..., 0] / mean
         spreads = evicts & (self.chance(evicted)[..., 0] < ratio)
         each = (-1, -1, -1, values.shape[3])
@@ -301,7 +297,8 @@ class RoCoMethod(Method):
     sinks: int = SINKS
 
     def minimum(self, shape: Shape) -> int:
-        return 2 * self.sinks + 2
+        """The sinks, the newest tokens, and one that can be evicted."""
+        return min(2 * self.sinks + 2, self.sinks + 11)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [RoCo(shape, budget, self.sinks) for _ in range(shape.n_layer)]

@@ -6,8 +6,8 @@ the products of its queries with the representatives' keys, and attends to the s
 and all generated tokens. Products are linear, so only the sum of a block's representative keys is stored. The paper
 also prefills this way; here prefill is exact.
 
-As in the authors' release, all heads choose together and a block's position does not count: its keys are taken before
-RoPE, at position 0, and every query at position n_local. With joint=false each KV head chooses, with RoPE applied.
+As in the authors' release, all heads choose together, and scores ignore a block's position: representative keys are
+turned back to position 0, every query to position n_local. With joint=false each KV head chooses, with RoPE applied.
 
 Memory: the full cache and one vector per block and KV head; with `offload` the blocks are on the host, and the tokens
 that a step attends to on the device. Traffic: one vector per block and KV head to choose, and the budget.
@@ -36,7 +36,7 @@ class InfLLM(Fetched):
         staged = options.staged(heads * count, width, shape)
         pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
         super().__init__(shape, options.sinks, ends, count, per_row=block, pool=pool)
-        self.block, self.reps, self.local, self.blocks = block, options.reps, options.local, blocks
+        self.block, self.reps, self.blocks = block, options.reps, blocks
         self.joint = options.joint
         if self.joint:
             self.allocate_speeds()
@@ -66,7 +66,7 @@ class InfLLM(Fetched):
         first, last, sums = self.sinks, k.shape[2] - self.local, []
         rest = blocks * self.block - (last - first)
         for queries, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
-            total = queries.double().sum(0).cumsum(0)  # summed over the group and up to each position
+            total = queries.double().sum(0).cumsum(0)  # over the group and up to each position; differences cancel
             following = (total[first + self.local :] - total[first:last]) / self.local  # the mean of the next n_local
             middle = keys[first:last].float()
             score = (following.float() * middle).sum(1)
@@ -97,11 +97,11 @@ class InfLLM(Fetched):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
-        q = self.fetch(active, q)
+        first = torch.arange(self.index[..., 0].numel(), device=q.device).view(-1, k.shape[1], 1) * self.blocks
+        q = self.bring(torch.where(self.index < 0, -1, self.index + first), active, q)
         position = self.index[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
         inside = (self.index[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
-        ends, new = self.occupied(pos)
-        return self.attend_parts(q, ends, inside.flatten(2), new)
+        return self.attend_parts(q, pos, inside.flatten(2))
 
     def choose(self, q: Tensor, pos: Tensor) -> Tensor:
         """The best blocks, [B,Hk,count], padded with -1 in rows that have fewer."""
@@ -117,26 +117,10 @@ class InfLLM(Fetched):
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)
         return torch.where(best * self.block < middle, best, -1).expand_as(self.index)
 
-    def fetch(self, active: Tensor, q: Tensor) -> Tensor:
-        """Fetches the blocks in `index` to the chosen slots; returns q, see Pool.issue."""
-        b, h, count = self.index.shape
-        first = torch.arange(b * h, device=q.device).view(b, h, 1) * self.blocks
-        wanted = torch.where(self.index < 0, -1, self.index + first).flatten()
-        token, q = self.pool.issue(wanted, active.repeat_interleave(h * count), q)
-        fetched = self.pool.take(self.pool.wait(token, q)).view(b, h, count, 2, self.block, -1)
-        for buffer, x in zip((self.k, self.v), fetched.unbind(3), strict=True):
-            self.store_chosen(buffer, x.flatten(2, 3), active)
-        return q
-
     def step_bytes(self, length: int) -> tuple[int, int]:
-        new = max(0, length - self.shape.max_prompt)
-        middle = max(0, length - new - self.ends)
-        chosen = min(self.count * self.block, middle)
-        unit = self.shape.unit_bytes
-        choose = -(-middle // self.block) * self.shape.head_dim * self.representatives.itemsize
-        device = choose + (min(length - new, self.ends) + chosen + new) * unit
-        heads = self.shape.n_kv_head
-        return heads * device, heads * chosen * unit if self.pool.host_bytes else 0
+        device, host = super().step_bytes(length)
+        blocks = -(-max(0, min(length, self.shape.max_prompt) - self.ends) // self.block)
+        return device + blocks * self.representatives[0, :, 0].nbytes, host
 
 
 @dataclass(frozen=True)

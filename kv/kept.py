@@ -13,10 +13,11 @@ class Kept(KV):
 
     rewinds = True
 
-    def __init__(self, shape: Shape, kept: int):
+    def __init__(self, shape: Shape, kept: int, width: int | None = None):
+        """width: bytes of a stored vector, if `coded` changes it."""
         super().__init__(shape)
         self.kept = min(kept, shape.max_prompt)
-        self.allocate_slots(self.kept + shape.max_new_tokens)
+        self.allocate_slots(self.kept + shape.max_new_tokens, width)
         self.beyond["generated"] = shape.max_new_tokens * shape.slot_bytes
         self.allocate_state("dropped")  # how many tokens of each row's prompt are gone, [B]
         self.allocate_state("position", shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept tokens

@@ -1,8 +1,8 @@
 """kivi: every token's K and V in 1 to 8 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
 
 `Packed` (kv/quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
-`recent` tokens, and older ones until they fill a group, wait in full precision. The base class of methods that quantize
-whole layers.
+`recent` tokens, and older ones until they fill a group, wait in full precision. tailorkv, and full with bits=8 or 4,
+use these layers too.
 
 Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 of a value per value), and the
 newest `recent` + `group` tokens.
@@ -37,7 +37,7 @@ class Quantized(KV):
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim, beyond="tokens that wait")
         self.beyond["group past the end"] = shape.batch * shape.n_kv_head * self.packed.group_bytes
-        self.span = self.groups_read(None, shape.planned)
+        self.span = ops.number(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
         """P(length) / group: how many groups are packed."""
@@ -65,7 +65,7 @@ class Quantized(KV):
         slot = torch.arange(groups * self.group, length, device=self.k.device) % self.ring
         packed = (decoded(0, groups, row)[0].to(self.k.dtype) for decoded in (self.packed.keys, self.packed.values))
         k, v = (torch.cat([old, x[row, :, slot]], dim=1) for old, x in zip(packed, (self.k, self.v), strict=True))
-        return Held(k, v, torch.arange(length, device=k.device).expand(len(k), -1))
+        return Held.new(k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -97,12 +97,9 @@ class Quantized(KV):
         index = slot[:, None].expand(-1, self.k.shape[1], -1)
         self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
 
-    def groups_read(self, old: Tensor | None, length: int) -> Tensor:
-        step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
-        return ops.span(old, max(1, self.groups(length)), most, self.shape.device, step)
-
     def fit(self, length: int, new: int) -> tuple:
-        self.span = self.groups_read(self.span, length)
+        step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
+        self.span = ops.span(self.span, max(1, self.groups(length)), most, self.shape.device, step)
         return (self.span.shape[0],)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class OffloadMethod(Method):
 
     def pool(self, what: str, rows: int, width: tuple[int, ...], staged: "Staged | None", shape: Shape,
              workers: "Workers", delta: bool = False) -> "Pool":  # fmt: skip
-        """A pool of the kind the options ask for; `what` names it in errors, `delta` is ThreadedPool's."""
+        """A pool of the kind the options ask for; `what` names it in errors; `delta`: see ThreadedPool."""
         if staged is None:
             return Pool(what, rows, width, shape.dtype, shape.device, host=self.offload)
         return ThreadedPool(what, rows, width, staged, workers, delta)
@@ -144,13 +144,13 @@ class ThreadedPool(Pool):
         super().settle(left)
         torch.set_num_threads(torch.get_num_threads())  # else new threads would inherit the workers' setting, 1
 
-    def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        asked = torch.where(asked, ids, -1)
-        token = torch.ops.kv_fast.issue(asked, ids if after is None else after, self.number.shape[0])
-        return token, y + token.to(y.dtype)  # adds 0: only the data dependence matters
+    def issue(self, ids: Tensor, active: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        asked = torch.where(active[:, None], ids.view(len(active), -1), -1).flatten()
+        ticket = torch.ops.kv_fast.issue(asked, ids if after is None else after, self.number.shape[0])
+        return ticket, y + ticket.to(y.dtype)  # adds 0: only the data dependence matters
 
-    def wait(self, token: Tensor, before: Tensor) -> Tensor:
-        return torch.ops.kv_fast.wait(token, before, self.number.shape[0])
+    def wait(self, ticket: Tensor, before: Tensor) -> Tensor:
+        return torch.ops.kv_fast.wait(ticket, before, self.number.shape[0])
 
     def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         slots = torch.arange(len(self.staged.rows), device=self.device) + waited  # adds 0, as `issue` does
@@ -264,11 +264,11 @@ def _(ids: Tensor, after: Tensor, pool: int) -> Tensor:
 
 
 @torch.library.custom_op("kv_fast::wait", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _wait(token: Tensor, before: Tensor, pool: int) -> Tensor:
+def _wait(ticket: Tensor, before: Tensor, pool: int) -> Tensor:
     _pools[pool].finish()
-    return token.new_zeros(1)
+    return ticket.new_zeros(1)
 
 
 @_wait.register_fake
-def _(token: Tensor, before: Tensor, pool: int) -> Tensor:
-    return token.new_empty(1)
+def _(ticket: Tensor, before: Tensor, pool: int) -> Tensor:
+    return ticket.new_empty(1)

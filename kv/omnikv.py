@@ -10,12 +10,12 @@ queries equally, `exp` gives each query twice the weight of the one before. unif
 own prompt positions.
 
 Memory: the full cache. With `offload` the sparse layers' prompt is on the host, in rows that hold one token's K and V
-for all layers that share a choice. Threads start to fetch when the choice is made, a layer before the rows are needed,
-and write to a buffer on the device; a GPU that reads the host itself reads layer by layer. `mem` is the device's share
-of the full cache and sets k by section 5: mem = a + (1 - a) k / S, a the share of full layers, S the prompt's
-tokens. If threads fetch, every chosen token is on the device twice, in the buffer too, and k is half of that (at 16
-bits). k follows each row's prompt; generated tokens stay on the device and come on top. Traffic: full layers read
-everything, filter layers K twice, sparse layers k and the generated tokens.
+for all layers that share a choice. With engine=threads a whole segment is fetched as soon as its filter layer has
+chosen, a layer before the rows are needed, into a buffer on the device; the direct engine lets each sparse layer read
+its own part from the host. `mem` is the device's share of the full cache and sets k by section 5: mem = a + (1 - a) k /
+S, a the share of full layers, S the prompt's tokens. With threads a chosen token takes a slot and a row of the buffer,
+which halves k (at 16 bits). k follows each row's prompt; generated tokens stay on the device and come on top. Traffic:
+full and filter layers read everything, sparse layers k and the generated tokens.
 """
 
 import math
@@ -71,9 +71,11 @@ def k_of(share: Fraction, prompt: int) -> int:
 
 def default_filters(shape: Shape) -> list[int]:
     """The paper's for Yi-9B and Llama-3-70B; else Llama-3-8B's relative depths, fewer if no layer were sparse."""
-    known = {(48, 4096, 4): [6, 11, 30], (80, 8192, 8): [4, 19, 41]}
-    if (model := (shape.n_layer, shape.dim, shape.model_kv_heads)) in known:
-        return known[model]
+    model = shape.n_layer, shape.dim, shape.model_kv_heads
+    if model == (48, 4096, 4):
+        return [6, 11, 30]
+    if model == (80, 8192, 8) and shape.rope_theta == 5e5:  # Llama-2-70B has the same shape
+        return [4, 19, 41]
     filters = sorted({int(depth / 32 * shape.n_layer + 0.5) for depth in (2, 8, 18)})
     while len(filters) > 1 and not any(segments_of(filters, shape.n_layer).values()):
         filters.pop()
@@ -90,7 +92,7 @@ class Segment(Buffers):
     """A filter layer's choice of prompt tokens, which its sparse layers read."""
 
     def __init__(self, shape: Shape, plan: Plan, options: "OmniKVMethod", pooled: SegmentPool | None):
-        """pooled: the sparse layers' prompt, unless they hold it themselves."""
+        """pooled: where the sparse layers' prompt is; None if each layer holds its own."""
         super().__init__(shape)
         self.k, self.share, self.pooled = plan.k, plan.share, pooled
         self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
@@ -105,12 +107,16 @@ class Segment(Buffers):
         self.index[row] = -1
 
     def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
-        """Chooses prompt tokens by scores [B,N] fp32, N >= k; starts their fetch before the y returned is used."""
+        """Chooses the `count` prompt tokens with the highest scores [B,N] fp32, N >= k, and issues their fetch.
+
+        The caller continues with the y returned, see Pool.issue.
+        """
         position = torch.arange(scores.shape[1], device=scores.device)
         best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
-        best = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
-        best = best if self.pooled is None else self.pooled.keep_slots(best, self.index)
-        self.index.copy_(torch.where(active[:, None], best, self.index))
+        chosen = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
+        if self.pooled is not None:
+            chosen = self.pooled.keep_slots(chosen, self.index)
+        self.index.copy_(torch.where(active[:, None], chosen, self.index))
         return y if self.pooled is None else self.pooled.fetch(self.index, active, y)
 
 
@@ -153,10 +159,12 @@ class Filter(Full):
         self.past[row, position % self.window, :length] = highest_attention(q[0], keys, n)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        y = super().decode(q, k, v, pos, active)
-        keys = self.read(self.k)
+        self.insert(k, v, pos, active)
+        keys, values = self.read(self.k), self.read(self.v)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        scores = ops.weights(q, keys, later[:, None, None]).amax((1, 2))  # [B,N], Equation 4's maximum over the heads
+        weight = ops.weights(q, keys, later[:, None, None])  # Equation 3, [B,Hk,G,N]
+        y = ops.sums(weight, values).to(q.dtype).view(q.shape)
+        scores = weight.amax((1, 2))  # [B,N], Equation 4's maximum over the heads
         return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
 
     def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -185,7 +193,7 @@ class Filter(Full):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         past = 4 * self.window * length if self.window > 1 else 0
-        return super().step_bytes(length)[0] * 3 // 2 + past, 0
+        return super().step_bytes(length)[0] + past, 0
 
 
 class Sparse(Full):
@@ -195,7 +203,7 @@ class Sparse(Full):
         super().__init__(shape)
         self.segment, self.exact_prompt = segment, segment.chunks is None
         self.recent, self.keeps_prompts = 1, False
-        self.new = ops.span(None, shape.max_new_tokens, shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.new = ops.number(shape.max_new_tokens, shape.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
@@ -224,8 +232,7 @@ class PooledSparse(Parts):
         self.segment, self.pooled, self.layer = segment, segment.pooled, layer
         self.first = layer == self.pooled.layers[0]
         column = torch.tensor([self.pooled.layers.index(layer)], device=shape.device)
-        self.register_buffer("column", column, persistent=False)  # of the pool; a tensor: layers share compiled code
-        self.beyond["column"] = column.nbytes
+        self.hold("column", column, "column")  # of the pool; a tensor: layers share compiled code
         if self.first:  # the pool is the whole segment's: counted once
             self.pools = [self.pooled.pool]
         if not self.pooled.pool.host_bytes:
@@ -248,8 +255,7 @@ class PooledSparse(Parts):
         for buffer, x in zip((self.k, self.v), self.pooled.take(self.column), strict=True):
             self.store_chosen(buffer, x, active)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
-        ends, new = self.occupied(pos)
-        return self.attend_parts(q, ends, chosen, new)
+        return self.attend_parts(q, pos, chosen)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)

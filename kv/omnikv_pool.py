@@ -25,17 +25,16 @@ class SegmentPool(Buffers):
         rows, slots = shape.batch * shape.max_prompt, shape.batch * k
         staged = options.staged(slots, width, shape)
         self.pool = options.pool(what, rows, width, staged, shape, workers, options.delta)
-        self.register_buffer("pool_buffer", self.pool.buffer, persistent=False)
-        self.register_buffer("ticket", self.pool.ticket(slots), persistent=False)  # from layer to layer
-        self.beyond["ticket"] = self.ticket.nbytes
+        self.hold("pool_buffer", self.pool.buffer)
+        self.hold("ticket", self.pool.ticket(slots), "ticket")  # from layer to layer
 
     def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""
         step = k.shape[1] if self.bits == 16 else quant.SLICE
         for i, x in enumerate((k, v)):
             for start, part in enumerate(x.transpose(0, 1).split(step)):
-                part = part if self.bits == 16 else quant.encode(part, self.bits)
-                self.pool.write(row * self.shape.max_prompt + start * step, part, self.layers.index(layer), i)
+                first = row * self.shape.max_prompt + start * step
+                self.pool.write(first, quant.encode(part, self.bits), self.layers.index(layer), i)
 
     def read(self, row: int, layer: int, prompt: int) -> tuple[Tensor, Tensor]:
         """K and V [Hk,T,D] of one layer's prompt."""
@@ -43,14 +42,13 @@ class SegmentPool(Buffers):
         return self.decoded(rows).permute(1, 2, 0, 3).unbind(0)
 
     def decoded(self, rows: Tensor) -> Tensor:
-        """Rows of the pool in the model's dtype."""
-        return rows if self.bits == 16 else quant.decode(rows, self.bits, self.shape.head_dim).to(self.shape.dtype)
+        return quant.decode(rows, self.bits, self.shape.head_dim, self.shape.dtype)
 
     def fetch(self, index: Tensor, active: Tensor, y: Tensor) -> Tensor:
-        """Starts to fetch the prompt positions index [B,k], below 0 none, before the y returned is used."""
+        """Issues a fetch of the prompt positions index [B,k], below 0 none; returns y, see Pool.issue."""
         first = torch.arange(len(active), device=active.device)[:, None] * self.shape.max_prompt
         rows = torch.where(index < 0, -1, index + first).flatten()
-        ticket, y = self.pool.issue(rows, active.repeat_interleave(self.k), y)
+        ticket, y = self.pool.issue(rows, active, y)
         self.ticket.copy_(ticket)
         return y
 

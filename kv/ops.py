@@ -16,7 +16,7 @@ CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the ne
 TILE = 8  # scores per tile, see `top`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
-# By dtype and D: up to how many queries fused products and sums attend faster on this CPU than SDPA, see tune.py.
+# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by tune.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
 CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
 
@@ -32,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     The G queries of a group form one small matrix, so K and V are read once and never repeated.
     """
     mask = (mask[:, None] if mask.dim() == 2 else mask)[:, :, None]
-    return attend_groups(grouped(q, k.shape[1]), k, v, mask).view(q.shape)
+    return attend_groups(grouped(q, k.shape[1]), k, v, mask).reshape(q.shape)  # some kernels return other strides
 
 
 def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 
     q [B,Hq,n,D], k and v [B,Hk,S,D] -> [B,Hq,n,D]; K and V are read once for all queries of a group.
     """
-    if torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex":
+    n, groups, slot = q.shape[2], q.shape[1] // k.shape[1], torch.arange(k.shape[2], device=q.device)
+    if torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex" and groups * n < BLOCK:
         return flex_prefix(q, k, v, length)
-    n, slot = q.shape[2], torch.arange(k.shape[2], device=q.device)
     if n == 1:
         return attend(q, k, v, slot < length[:, None])
     mask = slot < following(length, n)[..., None]  # [B,n,S]
@@ -67,26 +67,26 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
     """`attend_prefix` as flash-decoding: a block mask built from `length` skips the blocks past a row's end.
 
-    With `first` [B], multiples of BLOCK, the slots of each row begin there.
+    With `first` [B], multiples of BLOCK, the slots of each row begin there. All blocks count as partly filled: among
+    those the kernel divides its work by their number, among whole blocks by the capacity.
     """
     n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)
-    whole = (length // BLOCK).to(torch.int32)[:, None, None]  # [B,1,1]: one for all heads, one block of queries
-    cut = (-(-(length + n - 1) // BLOCK)).to(torch.int32)[:, None, None] - whole
+    used = (-(-(length + n - 1) // BLOCK)).to(torch.int32)[:, None, None]  # [B,1,1]: for all heads and queries
     order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's own blocks come first
     if first is not None:
         order = order + (first // BLOCK)[:, None, None, None]
     mask = BlockMask.from_kv_blocks(
-        cut,
-        ((order + whole[..., None]) % blocks).int(),  # the partly filled blocks follow the whole ones
-        whole,
+        used,
         (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda b, h, i, slot: slot < (length[b] if first is None else first[b] + length[b]) + i % n,
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads query blocks
     )
-    return flex_attention(rows, k, v, block_mask=mask).unflatten(2, (-1, n)).flatten(1, 2)
+    pipelined = {"num_stages": 3, "num_warps": 2} if q.dtype.itemsize == 2 and q.shape[3] <= 128 else None
+    y = flex_attention(rows, k, v, block_mask=mask, kernel_options=pipelined)  # else loads wait for products
+    return y.unflatten(2, (-1, n)).flatten(1, 2)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
@@ -115,7 +115,7 @@ def following(pos: Tensor, n: int) -> Tensor:
 
 
 def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | None = None) -> tuple[Tensor, Tensor]:
-    """The pages that the n newest slots of each row, from `first` [B] on, lie on: k [B,Hk,S,D].
+    """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
     Returns their indices [B,P] and, stacked, the minimum and maximum of each channel over their keys [2,B,Hk,P,D]. A
     row with fewer than P such pages repeats its first one. `read` decodes the keys.
@@ -175,8 +175,8 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
     """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index.
 
-    Devices in TILED sort the maxima of tiles first where that is less work: the best lie in the k best tiles. N may
-    then vary from `least(most, k)` to `most`, which the caller ensures.
+    Devices in TILED sort the maxima of tiles first where that is less work: the best lie in the k best tiles. The
+    caller then ensures least(most, k) <= N <= most.
     """
     bits = scores.view(torch.int32).long()
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
@@ -222,7 +222,7 @@ def group_logits(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
 def sums(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32; each vector is read once per group."""
     if not torch.compiler.is_compiling():
-        return weight @ v
+        return (weight.to(v.dtype) @ v).float()
     if v.shape[2] <= UNROLLED:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
@@ -254,7 +254,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def attend_stores(logits: list[Tensor], sums: list[Callable[[Tensor], Tensor]]) -> Tensor:
-    """Attention to tokens that lie in several stores, whose logits or values need not be joined -> [B,Hk,G,D] fp32.
+    """Attention to tokens in several stores, without joining their logits or values -> [B,Hk,G,D] fp32.
 
     Of each store: the logits [B,Hk,G,n], and a function from weights [B,Hk,G,n] to weighted sums [B,Hk,G,D] of values.
     """
@@ -272,8 +272,8 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
     logits = sums(stored(part.float()), keys.float())
-    heat = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
-    return softmax((logits / heat).masked_fill(empty[:, None, None], -torch.inf))
+    temperature = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
+    return softmax((logits / temperature).masked_fill(empty[:, None, None], -torch.inf))
 
 
 def hashed(x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     buffer[rows, :, slot] = torch.where(active[:, None, None, None], new.transpose(1, 2), old)
 
 
-def span(old: Tensor | None, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:
+def span(old: Tensor, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:
     """How many leading slots the next step reads, as the first size of an empty tensor; `old` if unchanged.
 
     A compiled step sees that size as a variable, so one compile serves all lengths; a Python int would be compiled
@@ -299,9 +299,7 @@ def span(old: Tensor | None, length: int, capacity: int, device: torch.device, s
     graph serves them all.
     """
     size = capacity if device.type == "cuda" else min(-(-length // (step or SPAN)) * (step or SPAN), capacity)
-    if old is not None and old.shape[0] == size:
-        return old
-    return number(size, device)
+    return old if old.shape[0] == size else number(size, device)
 
 
 def number(value: int, device: torch.device) -> Tensor:

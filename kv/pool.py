@@ -3,6 +3,7 @@
 import resource
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from weakref import finalize
 
@@ -70,18 +71,18 @@ class Pool:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
 
-    def issue(self, ids: Tensor, asked: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Requests rows ids [N] int64 (below 0: none). Threads fetch where `asked` [N] and leave other slots alone.
+    def issue(self, ids: Tensor, active: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Requests rows ids [N] int64 (below 0: none), as many for each of active [B]; inactive ones are not fetched.
 
-        Returns a token for `wait`, and y. The fetch starts after `after` (default: ids) is known and before the
+        Returns a ticket for `wait`, and y. The fetch starts after `after` (default: ids) is known and before the
         returned y is used: the caller continues with that one, because only a data dependence makes a compiler keep
         the order of two ops.
         """
         return ids, y
 
-    def wait(self, token: Tensor, before: Tensor) -> Tensor:
+    def wait(self, ticket: Tensor, before: Tensor) -> Tensor:
         """Returns the input of `take`. Waits only when `before` is known: its computation overlaps with the fetch."""
-        return token
+        return ticket
 
     def ticket(self, count: int) -> Tensor:
         """A tensor of the size and dtype of what `issue` and `wait` return for `count` rows.
@@ -128,6 +129,8 @@ def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: to
     if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 2)):
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e9:.2f} GB"
+        with suppress(RuntimeError):  # else the next call of CUDA would report the error again
+            torch.zeros(1, device=device)
         raise ValueError(f"{asked}: pinning failed (CUDA error {error}, {free / 1e9:.2f} GB free, ulimit -l {limit})")
     finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
     return memory, as_device(memory, device)

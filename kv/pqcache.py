@@ -26,20 +26,21 @@ LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 class PQCache(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged, workers):
         super().__init__(shape, layer, budget, options, staged, workers)
-        self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.ends - self.sinks
+        self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.local
         if shape.head_dim % self.partitions:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
         heads, size = shape.n_kv_head, shape.head_dim // self.partitions
         self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
         self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
         self.beyond["code past the end"] = self.codes[..., 0].nbytes
-        self.code_span = ops.span(None, shape.planned, shape.planned, shape.device)
+        self.code_span = ops.number(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
+        rounds = self.rounds if k.shape[2] <= LONG else min(self.rounds, 1)
         for head, keys in enumerate(k[0]):
             for part, x in enumerate(keys.float().chunk(self.partitions, dim=1)):
-                centroids, codes = cluster(x, self.centroids.shape[3], self.rounds if len(x) <= LONG else 1)
+                centroids, codes = cluster(x, self.centroids.shape[3], rounds)
                 self.centroids[row, head, part] = torch.inf  # centroids that a short prompt lacks are nearest to no key
                 self.centroids[row, head, part, : len(centroids)] = centroids
                 self.codes[row, head, part, : len(x)] = codes
@@ -54,8 +55,7 @@ class PQCache(FetchedTokens):
         middle = (position >= self.sinks) & (position <= (pos - self.recent)[:, None])
         q = self.fetch(scores, middle, active, q, self.shape.planned)
         self.copy_generated(active)
-        ends, new = self.initial_or_recent(pos)
-        return self.attend_parts(q, ends, self.index >= 0, new)
+        return self.attend_parts(q, pos, self.index >= 0)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         super().insert(k, v, pos, active)
@@ -94,9 +94,10 @@ class PQCache(FetchedTokens):
         new = self.index >= self.prompt[:, None, None]
         at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
-            self.store_chosen(buffer, torch.where(new[..., None], ops.gather(buffer, at), self.chosen(buffer)), active)
+            chosen = buffer[:, :, self.ends : self.first_generated]
+            self.store_chosen(buffer, torch.where(new[..., None], ops.gather(buffer, at), chosen), active)
 
-    def initial_or_recent(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+    def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
         slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
         end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))  # positions
@@ -110,8 +111,11 @@ class PQCache(FetchedTokens):
         self.code_span = ops.span(self.code_span, max(length, least), planned, device)
         return *super().fit(length, new), self.code_span.shape[0]
 
+    def choices(self, length: int) -> int:
+        return max(0, length - self.ends)
+
     def step_bytes(self, length: int) -> tuple[int, int]:
-        device, host = self.fetched_bytes(length)
+        device, host = super().step_bytes(length)
         return device + self.codes[0, ..., 0].numel() * length + self.centroids[0].nbytes, host
 
 

@@ -3,9 +3,9 @@
 Shapes as in kv/base.py. `Packed` stores whole groups of tokens, for attention to all of them. In K a scale covers one
 channel of a group's tokens, in V up to 64 channels of one token. A compiled step multiplies the codes themselves: K's
 scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by token. A
-CPU adds to the sums of 16 tokens at once. It finds their codes in adjacent bytes, each of which holds tokens that are
-far apart in the group; or in one word of adjacent tokens, if there are 16 in 32 bits. `encode` turns each vector into
-bytes of its own, for methods that gather a few tokens.
+CPU updates the sums of 16 tokens at once, so their codes must be adjacent: `pack` puts tokens that are far apart in the
+group into one byte, and `pack_words`, where 32 bits hold 16 codes, adjacent tokens into one word. `encode` turns each
+vector into bytes of its own, for methods that gather a few tokens.
 """
 
 import math
@@ -72,7 +72,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def shifts(bits: int, dim: int, device: torch.device, size: int = 8) -> Tensor:
-    """How many bits each code in `size` bits is shifted, along `dim` - 1."""
+    """The bit offset of each code within `size` bits, shaped to broadcast along `dim` - 1."""
     return torch.arange(0, size, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
 
 
@@ -87,12 +87,14 @@ def stored_bytes(shape: Shape, bits: int) -> int:
 
 
 def channels(size: int) -> int:
-    """How many channels of a vector share a scale."""
+    """How many channels of a vector share a scale: CHANNELS, or fewer, so that all scales cover as many."""
     return math.gcd(size, CHANNELS)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
-    """Encodes vectors x [..., D] as bytes [..., vector_bytes]: the codes, then each scale and zero point."""
+    """Encodes vectors x [..., D] as bytes [..., vector_bytes]: the codes, then each scale and zero point; 16: x."""
+    if bits == 16:
+        return x
     codes, scale, zero = quantize(x.unflatten(-1, (-1, channels(x.shape[-1]))), bits, -1)
     packed = pack(codes.flatten(-2), bits, -1)
     constants = torch.cat([scale, zero], dim=-1).flatten(-2).view(torch.int16).int()
@@ -100,13 +102,16 @@ def encode(x: Tensor, bits: int) -> Tensor:
     return torch.cat([packed, torch.stack([low, high], dim=-1).flatten(-2).to(torch.uint8)], dim=-1)
 
 
-def decode(rows: Tensor, bits: int, size: int) -> Tensor:
-    """The approximate inverse of `encode`: [..., D] fp32."""
-    packed, constants = rows.split([rows.shape[-1] - 4 * (size // channels(size)), 4 * (size // channels(size))], -1)
+def decode(x: Tensor, bits: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The approximate inverse of `encode` for vectors of `size` channels: [..., D]; 16: x."""
+    if bits == 16:
+        return x
+    after = 4 * (size // channels(size))  # bytes of scales and zero points
+    packed, constants = x.split([x.shape[-1] - after, after], -1)
     low, high = constants.int().unflatten(-1, (-1, 2, 2)).unbind(-1)
     scale, zero = (low | high << 8).to(torch.int16).view(torch.float16).float().unbind(-1)  # [..., D / channels]
     codes = unpack(packed, bits, -1, size).unflatten(-1, (-1, channels(size)))
-    return (codes * scale[..., None] + zero[..., None]).flatten(-2)
+    return (codes * scale[..., None] + zero[..., None]).flatten(-2).to(dtype)
 
 
 class Packed(Buffers):

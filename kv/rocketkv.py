@@ -5,9 +5,9 @@ minimum and maximum of each channel over the keys of each page of p stored token
 query's r largest channels and attends to the tokens of the best pages. Half of the budget t is read to select, half to
 attend. `hybrid` is stage 2 alone, n1 = S.
 
-The default, split=adaptive, is the authors' current choice: stage 1 takes a larger share of a higher compression ratio,
-and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages compress alike,
-and long prompts use a wider kernel.
+The default, split=adaptive, is the authors' current choice: the higher the compression ratio, the larger stage 1's
+share of it, and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages
+compress alike, and long prompts use a wider kernel.
 
 Memory: n1 + n1 / p units of one K and one V vector per KV head (for pages of one token n1 + n1 / 2). Traffic: t units.
 With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to.
@@ -56,13 +56,13 @@ class RocketKV(SnapKV):
     """Stage 1 is `SnapKV.choose`. Of stage 2, `insert` is step 1, `score` step 2 and `attend_pages` step 3."""
 
     def __init__(
-        self, shape: Shape, sizes: Sizes, bits: int, window: int, kernel: int, long_kernel: int, threshold: int | None
-    ):
-        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold)
+        self, shape: Shape, sizes: Sizes, bits: int, window: int = 1, kernel: int = 1, long_kernel: int = 1,
+        threshold: int | None = None,
+    ):  # fmt: skip
+        width = quant.vector_bytes(shape.head_dim, bits) if bits < 16 else None
+        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold, width=width)
         del self.beyond["generated"]  # generated tokens take some of the n1 slots
         self.bits = bits
-        if bits < 16:
-            self.allocate_slots(self.slots, quant.vector_bytes(shape.head_dim, bits))
         self.page, self.channels = sizes.page, sizes.channels
         self.recent = 0  # a step may leave out even the newest page
         self.keeps_prompts = self.holds_all = self.slots == shape.planned and bits == 16
@@ -74,16 +74,15 @@ class RocketKV(SnapKV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
-        n = min(k.shape[2], self.kept)
-        self.bound(row, 0, n)
+        self.store_bounds(row, 0, min(k.shape[2], self.kept))
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
         first = pos - int(self.dropped[row])
-        self.bound(row, first // self.page, first + k.shape[2])
+        self.store_bounds(row, first // self.page, first + k.shape[2])
 
-    def bound(self, row: int, page: int, end: int) -> None:
-        """Stores the bounds of the pages from `page` on, which reach up to slot `end`."""
+    def store_bounds(self, row: int, page: int, end: int) -> None:
+        """Stores the bounds of the pages from `page` up to the slot before `end`."""
         keys = self.decoded(self.k[row, :, page * self.page : end])  # [Hk,n,D]
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
@@ -93,10 +92,10 @@ class RocketKV(SnapKV):
         return super().views(row, length) | {"bounds": self.bounds[row, :, :, :pages]}
 
     def coded(self, x: Tensor) -> Tensor:
-        return x if self.bits == 16 else quant.encode(x, self.bits)
+        return quant.encode(x, self.bits)
 
     def decoded(self, x: Tensor) -> Tensor:
-        return x if self.bits == 16 else quant.decode(x, self.bits, self.shape.head_dim).to(self.shape.dtype)
+        return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -132,9 +131,8 @@ class RocketKV(SnapKV):
 
 
 @dataclass(frozen=True)
-class Stage2Method(Method):
-    """Stage 2: the selection at every step."""
-
+class HybridMethod(Method):
+    help = "rocketkv's page selection alone"
     approximates, lossless = "half of the budget is read to select, and a step attends to the other half", {"bits": 16}
     split: ClassVar[str | None] = None  # no stage 1
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
@@ -148,8 +146,8 @@ class Stage2Method(Method):
         return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
 
     def stage1(self, shape: Shape) -> tuple:
-        """SnapKV's window, kernel, long_kernel and threshold; unused here: without stage 1 a row keeps every token."""
-        return 1, 1, 1, None
+        """SnapKV's window, kernel, long_kernel and threshold; without stage 1 none: a row keeps every token."""
+        return ()
 
     def memory(self, shape: Shape, budget: int) -> int:
         """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1."""
@@ -165,12 +163,7 @@ class Stage2Method(Method):
 
 
 @dataclass(frozen=True)
-class HybridMethod(Stage2Method):
-    help = "rocketkv's page selection alone"
-
-
-@dataclass(frozen=True)
-class RocketKVMethod(Stage2Method, PoolingMethod):
+class RocketKVMethod(HybridMethod, PoolingMethod):
     help = "evicts at the prompt, then selects pages at every step"
     split: Literal["adaptive", "even"] = option(
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"

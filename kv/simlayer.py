@@ -5,9 +5,9 @@ the newest `recent` tokens more than `threshold`, by default the paper's value f
 others keep everything.
 
 The saving is known only after the prompt, but memory is allocated before it. So the budget, the mean over the layers,
-fixes how many layers can keep everything: x of L, where x S + (L - x)(sinks + recent) = L t. If a prompt wants more,
-the laziest of these stream too: each row assigns its layers to shared regions while its prompt is read. A budget of 1.0
-is the paper's rule as it stands: only traffic falls.
+fixes how many layers can keep everything: x of L, where x S + (L - x)(sinks + recent) = L t. If more layers are not
+lazy, the laziest of them stream too: each row assigns its layers to shared regions while its prompt is read. A budget
+of 1.0 is the paper's rule as it stands: only traffic falls.
 
 Memory: the budget. Traffic: a layer reads the tokens it keeps, on a CPU as many as its longest row keeps.
 """
@@ -52,9 +52,8 @@ class Shared(Buffers):
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
         table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
-        self.register_buffer("first", table, persistent=False)  # slot where a layer's region begins, [L,B]
-        self.register_buffer("size", table + window, persistent=False)  # slots it uses there, as a ring, [L,B]
-        self.beyond["regions"] = self.first.nbytes + self.size.nbytes
+        self.hold("first", table, "regions")  # slot where a layer's region begins, [L,B]
+        self.hold("size", table + window, "regions")  # slots it uses there, as a ring, [L,B]
         self.regions, self.sizes = ([[0] * shape.n_layer for _ in range(shape.batch)] for _ in range(2))  # on the host
         self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled
 
@@ -88,7 +87,7 @@ class SimLayer(KV):
         super().__init__(shape)
         self.shared, self.index = shared, index
         self.recent = shared.window - shared.sinks
-        self.slots, self.span = shape.planned, ops.span(None, shape.planned, shape.planned, shape.device)
+        self.slots, self.span = shape.planned, ops.number(shape.planned, shape.device)
         if index == 0:
             self.beyond += shared.beyond
 

@@ -26,7 +26,7 @@ from kv.method import Method, Shape, option
 
 # Options that methods share
 KERNEL = option(7, "width of the max-pooling in tokens", min=1)
-THRESHOLD = "tokens from which a prompt is long; auto: by model, in rocketkv only with split=even"
+THRESHOLD = "prompt length from which long_kernel applies; auto: by model, in rocketkv only with split=even"
 DEDUCT = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
 
 
@@ -38,11 +38,11 @@ class SnapKV(Kept):
 
     def __init__(
         self, shape: Shape, kept: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
-        per_query: bool = False,
+        per_query: bool = False, width: int | None = None,
     ):  # fmt: skip
-        super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept)
+        super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept, width)
         self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
-        self.repeats = shape.n_head // shape.n_kv_head if per_query else 1  # heads that store tokens per KV head
+        self.repeats = shape.n_head // shape.n_kv_head if per_query else 1  # stored copies per KV head
         self.recent = self.window = min(window, self.kept)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -78,7 +78,7 @@ class SnapKV(Kept):
 
 
 def threshold_of(shape: Shape) -> int | None:
-    """Tokens from which a prompt is long (RocketKV, section 4.4.2): for Llama-3.x and LongChat; None for others."""
+    """Prompt length from which long_kernel applies (RocketKV, section 4.4.2): Llama-3.x and LongChat; None: never."""
     if shape.rope_theta == 5e5:
         return 48 * 1024
     return 12 * 1024 if is_longchat(shape) else None
@@ -112,7 +112,7 @@ class SnapKVMethod(WindowMethod):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         kept, group = budget - self.deduct * shape.max_new_tokens, shape.n_head // shape.n_kv_head
-        per_query = not self.gqa and group > 1
+        per_query = not self.gqa
         kept = kept // group if per_query else kept
         window = min(self.window, kept // 2)
         return [SnapKV(shape, kept, window, self.kernel, per_query=per_query) for _ in range(shape.n_layer)]

@@ -26,7 +26,7 @@ class SparQ(Full):
         self.recent = self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes
-        # The mean of V up to each of the newest tokens, a ring by position: tokens may be given back.
+        # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.
         self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
         self.allocate("mean", shape.n_kv_head, self.ring, shape.head_dim, dtype=torch.float32, beyond="mean of V")
 

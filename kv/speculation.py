@@ -1,9 +1,9 @@
 """Speculation: a method's cache drafts tokens, the full cache verifies them (TriForce, arXiv 2404.11912).
 
-Each layer owns a draft, which is the layer's module of any method that can take tokens back (`KV.rewinds`), and the
-full cache. A decode step of one token per row is the draft's. A step of several tokens verifies: each attends to the
-full cache and to the tokens before it, and all replace what the draft stored at their positions, so a draft's errors
-end with the round. Tokens that are rejected need no undoing: moving `pos` back takes them away.
+Each layer owns the full cache and a draft: the KV module of any method that can take tokens back (`KV.rewinds`). A
+decode step of one token per row is the draft's. A step of several tokens verifies: each attends to the full cache and
+to the tokens before it, and all replace what the draft stored at their positions, so a draft's errors end with the
+round. Tokens that are rejected need no undoing: moving `pos` back takes them away.
 
 Memory: the full cache and the draft. A draft that holds every token as the full cache does (`KV.holds_all`) reads the
 full cache's K and V, and adds only what it chooses by.
@@ -26,7 +26,7 @@ class Speculation(KV):
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
         else:
-            self.beyond["the full cache"] = shape.max_prompt * shape.slot_bytes
+            self.beyond["the full cache"] = self.full.device_bytes()
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.draft.attend_prompt(q, k, v)

@@ -30,7 +30,6 @@ class Streaming(Full):
         self.allocate_speeds()
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")
-        self.past_context = False  # whether a row may exceed the model's context
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         if self.past_context and self.sinks:
@@ -50,24 +49,17 @@ class Streaming(Full):
         return super().views(row, length) | {"sink_keys": self.sink_keys[row]}
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        if self.sinks and pos + k.shape[2] > self.shape.max_length:
-            return self.extend_stepwise(row, q, k, v, pos)  # each token moves the sinks
-        return super().extend(row, q, k, v, pos)
-
-    def extend_stepwise(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        """`extend` by one decode step per token."""
-        active, at, ys = torch.zeros(self.shape.batch, dtype=torch.bool, device=q.device), None, []
-        active[row], at = True, active.long()
-        for i in range(k.shape[2]):
+        if not self.sinks or pos + k.shape[2] <= self.shape.max_length:
+            return super().extend(row, q, k, v, pos)
+        active, ys = torch.zeros(self.shape.batch, dtype=torch.bool, device=q.device), []
+        at = active.long()
+        active[row] = True
+        for i in range(k.shape[2]):  # decode steps: each token moves the sinks
             at[row] = pos + i
             self.fit(pos + i + 1, pos + i + 1)
             inputs = (x[:, :, i : i + 1].expand(self.shape.batch, -1, -1, -1) for x in (q, k, v))
             ys.append(self.decode(*inputs, at, active)[row, None])
         return torch.cat(ys, dim=2)
-
-    def fit(self, length: int, new: int) -> tuple:
-        self.past_context = length > self.shape.max_length
-        return *super().fit(length, new), self.past_context
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """tailorkv: quantizes layers with dense attention to 1 bit, offloads the others and fetches tokens (arXiv 2505.19586).
 
 Quantization-friendly layers, whose attention is dense (Equations 6 to 9, calibrate.py), store every token in `bits`
-bits, 1 or 2 in the paper (Equation 4, in quant.py; kivi.py without a recent window). Sparsity-friendly layers, all
-others, keep the prompt's K and V on the host, with a second, channel-major copy of K; the device keeps the first and
-last tokens and each channel's largest |K|. While layer l - 1 computes, its input to attention, multiplied by layer l's
-query weights, predicts the query of layer l (Equation 12, in model.py), and the channels of K with the largest
-|q| max |K| are prefetched (Equation 10). In layer l the products of the true query with these channels choose the
-tokens to fetch. The queries of a group choose together, by their mean.
+bits, 1 or 2 in the paper (Equation 4, quant.py): they are kivi's layers without a recent window. Sparsity-friendly
+layers, all others, keep the prompt's K and V on the host, with a second, channel-major copy of K; the device keeps the
+first and last tokens and each channel's largest |K|. While layer l - 1 computes, its input to attention, multiplied by
+layer l's query weights, predicts the query of layer l (Equation 12, in model.py), and the channels of K with the
+largest |q| max |K| are prefetched (Equation 10). In layer l the products of the true query with these channels choose
+the tokens to fetch. The queries of a group choose together, by their mean.
 
 The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (kv/fetched.py). A step attends to
 these and to all generated tokens.
@@ -45,13 +45,12 @@ class Tailored(FetchedTokens):
         staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
         self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
         self.pools.append(self.channel_pool)
-        self.register_buffer("channel_buffer", self.channel_pool.buffer, persistent=False)
+        self.hold("channel_buffer", self.channel_pool.buffer)
         self.foreseen = layer > 0  # a layer below predicts this layer's query
-        # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's token.
+        # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's ticket.
         self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64, beyond="channels and ticket")
         slots = shape.batch * shape.n_kv_head * self.channels
-        self.register_buffer("ticket", self.channel_pool.ticket(slots), persistent=False)
-        self.beyond["channels and ticket"] += self.ticket.nbytes
+        self.hold("ticket", self.channel_pool.ticket(slots), "channels and ticket")
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -70,8 +69,8 @@ class Tailored(FetchedTokens):
         b, h, d = self.largest.shape
         self.channel.copy_(torch.where(active[:, None, None], channel, self.channel))
         wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + self.channel).flatten()
-        token, x = self.channel_pool.issue(wanted, active.repeat_interleave(h * self.channels), x)
-        self.ticket.copy_(token)
+        ticket, x = self.channel_pool.issue(wanted, active, x)
+        self.ticket.copy_(ticket)
         return x
 
     def mean(self, q: Tensor) -> Tensor:
@@ -87,14 +86,13 @@ class Tailored(FetchedTokens):
         query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.sums(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
-        between = (position >= self.sinks) & (position < (self.prompt - (self.ends - self.sinks))[:, None])
+        between = (position >= self.sinks) & (position < (self.prompt - self.local)[:, None])
         q = self.fetch(scores, between, active, q, self.shape.max_prompt)
-        ends, new = self.occupied(pos)
-        return self.attend_parts(q, ends, self.index >= 0, new)
+        return self.attend_parts(q, pos, self.index >= 0)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """The fetched channels, of max_prompt tokens, are read on the host and again where they arrive."""
-        device, host = self.fetched_bytes(length)
+        device, host = super().step_bytes(length)
         prefetched = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
         return device + prefetched, host + prefetched * (self.channel_pool.host_bytes > 0)
 

@@ -363,6 +363,23 @@ def test_law_7_bytes_equal_the_buffers_and_stay_within_the_papers_formula(name, 
 
 
 @every_method
+def test_a_kernel_of_attention_may_choose_the_strides_of_its_result(name, monkeypatch):
+    """CUDA's memory-efficient kernel returns [B,H,T,D] stored as [B,T,H,D]."""
+    shape = make_shape("gqa", 3, n_layer=layers_of(name))
+    texts, attend = make_texts(shape), torch.nn.functional.scaled_dot_product_attention
+    expected = Cache(name, shape).run(texts, 8)
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda *args, **how: attend(*args, **how).transpose(1, 2).contiguous().transpose(1, 2),
+    )  # fmt: skip
+    cache = Cache(name, shape)
+    found = cache.run(texts, 8)
+    for row, text in texts.items():
+        assert torch.equal(expected[row], found[row])
+        assert cache.extend(row, text, 8, 5).isfinite().all()
+
+
+@every_method
 def test_law_8_a_step_leaves_no_allocation_and_moves_no_buffer(name):
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     cache, texts = Cache(name, shape), make_texts(shape)

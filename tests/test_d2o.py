@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import references_d2o as slow
+import test_contract as contract
 import torch
 from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
 
@@ -163,6 +164,22 @@ def test_important_and_recent_tokens_share_the_slots_by_the_ratio():
             kv.build("d2o", shape, 20, {"ratio": ratio})
 
 
+def test_an_extension_merges_by_the_threshold_before_it(monkeypatch):
+    """With beta = 1 the threshold after an eviction is the evicted token's similarity, which would always reach it."""
+    monkeypatch.setitem(contract.VARIANTS, "d2o:beta", ("d2o", {"beta": 1.0}))
+    shape = contract.make_shape()
+    texts = contract.make_texts(shape)
+    steps, extended = (contract.Cache("d2o:beta", shape) for _ in range(2))
+    steps.run(texts, 20)
+    for row, text in texts.items():
+        extended.prefill(row, text)
+        for i in range(20):
+            extended.extend(row, text, i, 1)
+        for one, other in zip(steps.held(row), extended.held(row), strict=True):
+            assert torch.equal(one.position, other.position)
+            assert max((one.k - other.k).abs().max(), (one.v - other.v).abs().max()) <= 1e-5
+
+
 def test_six_tokens_merge_as_computed_by_hand():
     """One head with 4 slots: 1 sink, so 0 recent and 3 important tokens.
 
@@ -292,6 +309,13 @@ def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
     known = [mean * visits, (mean**2 + deviation**2) * visits]
     kept = layer.select([x[None] for x in known], torch.arange(len(known[0]))[None], 24)
     assert kept.tolist() == [[*range(4), *range(20, 27), *range(87, 100)]]
+
+
+def test_roco_needs_room_for_its_sinks_the_newest_ten_and_one_more():
+    shape = make_shape("gqa")
+    assert kv.build("roco", shape, 41, {"sinks": 30})
+    with pytest.raises(ValueError, match="at least 41 tokens"):
+        kv.build("roco", shape, 40, {"sinks": 30})
 
 
 def test_roco_takes_a_prompt_shorter_than_its_share_of_varying_tokens():

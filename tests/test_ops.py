@@ -89,13 +89,14 @@ def test_store_writes_active_rows_only():
 
 
 def test_a_span_covers_the_length_and_follows_it():
-    cpu, span = torch.device("cpu"), None
+    cpu = torch.device("cpu")
+    span = ops.number(8192, cpu)
     for length in (1, 255, 256, 257, 5000):
         before, span = span, ops.span(span, length, 8192, cpu)
         assert length <= span.shape[0] < length + ops.SPAN
         assert (span is before) == (length in (255, 256))
-    assert ops.span(None, 8190, 8192, cpu).shape[0] == 8192
-    assert ops.span(None, 70, 128, cpu).shape[0] == 128
+    assert ops.span(span, 8190, 8192, cpu).shape[0] == 8192
+    assert ops.span(span, 70, 128, cpu).shape[0] == 128
 
 
 @pytest.mark.cuda

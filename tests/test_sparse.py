@@ -340,6 +340,12 @@ def test_sparq_rounds_its_channels_half_up():
     assert [kv.build("sparq", shape, t, {})[0].channels for t in (2, 12, 13, 60)] == [1, 1, 2, 7]
 
 
+def test_duo_keeps_at_most_the_sinks_asked_for():
+    shape = make_shape("gqa")
+    sizes = [kv.METHODS["duo"](sinks=sinks).plan(shape, t)[1:] for sinks in (128, 4) for t in (64, 200, 300)]
+    assert sizes == [(13, 51), (40, 160), (128, 172), (4, 60), (4, 196), (4, 296)]
+
+
 def test_duo_needs_to_know_its_heads(tmp_path):
     shape = make_shape("gqa")
     with pytest.raises(ValueError, match="calibrate.py"):
