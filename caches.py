@@ -49,10 +49,10 @@ class Caches:
         ranks: Ranks = ALONE,
     ):  # fmt: skip
         with compile_errors():
-            compiled_graphs()  # imports torch's compiler, as caches do: the import creates its folder, which can fail
+            compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
         self.model, self.config, self.profile, self.compile = model, model.config, profile, compile
         self.eos = eos  # ids that end an answer
-        self.ranks = ranks  # those that hold the model's other parts, see tp.py
+        self.ranks = ranks  # the processes that share the model, see tp.py
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
@@ -99,7 +99,7 @@ class Caches:
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
-            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens need more GB than any machine has; "
+            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens exceed the memory of any machine; "
                              "lower --max-new-tokens or --batch")  # fmt: skip
         return shape_of(
             self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens, self.speculate, self.ranks

@@ -8,10 +8,11 @@ Writes kv_profile.json into the checkpoint, where every tool finds it, or to the
   over all layers, while at most a quarter of the layers (or 3) are full.
 - dense_preference (tailorkv): the share of a layer's attention outside the 5% of the tokens to which each head attends
   most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8).
-- quant_layers (tailorkv): the layers whose dense_preference is above --tau (Equation 9). Attention that dense tolerates
+- quant_layers (tailorkv): the layers whose dense_preference is above --tau (Equation 9). Such dense attention tolerates
   coarse keys and values.
-- query_similarity (tailorkv): the cosine similarity between a layer's queries and their prediction, by which tailorkv
-  fetches early: the layer's query weights applied to the layer below's attention input (Equation 12 and Figure 11).
+- query_similarity (tailorkv): the cosine similarity between a layer's queries and their prediction, which tailorkv uses
+  to fetch early. The prediction applies the layer's query weights to the attention input of the layer below (Equation
+  12 and Figure 11).
 - head_scores (duo): for each KV head, the attention of the text's last queries to the tokens between the first and the
   recent ones: the mean over the queries, the maximum over the group's heads. It replaces the gates that DuoAttention
   (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
@@ -42,7 +43,7 @@ from kv.method import Shape
 from kv.omnikv import segments_of
 from model import Block
 
-QUERIES = 32  # the last queries of the text, which are measured
+QUERIES = 32  # how many of the text's last queries are measured
 CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text
 SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
 AFTER = 8  # a layer's choice is judged by the attention of this many next layers

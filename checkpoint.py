@@ -81,7 +81,7 @@ class Stored:
 
 
 def open_weights(folder: str | Path) -> dict[str, Stored]:
-    """All tensors of a folder by name, reading headers only: of safetensors if there are any, else pytorch_model*.bin.
+    """All tensors of a folder by name, from the headers of its safetensors or, without these, of pytorch_model*.bin.
 
     Raises FileNotFoundError if there are no weights or a shard is missing. Raises ValueError if a file is truncated,
     corrupt or a pickle with more than tensors, or if the index and the shards disagree.
@@ -135,7 +135,7 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ValueError(f"{file} has no valid safetensors header: it is truncated or not a weight file "
-                         "(git lfs leaves such pointers); download it again") from None
+                         "(git lfs may have left a pointer in its place); download it again") from None
     stored, end, cut = {}, 8 + length, None
     for start, stop, name, kind, shape in tensors:
         if kind not in DTYPES:
@@ -164,7 +164,7 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is refused: it is a pickle that holds more than tensors, and loading such a file "
                          "can run any code; ask for safetensors") from None
     except Exception as error:  # a damaged archive fails in many ways
-        raise ValueError(f"{file} is truncated, or no torch.save file of torch >= 1.6 "
+        raise ValueError(f"{file} is truncated, or not a torch.save file of torch >= 1.6 "
                          f"({next(iter(str(error).splitlines()), type(error).__name__)}); download it again") from None
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError(f"{file} is not a state dict: it must map names to tensors")
@@ -299,8 +299,8 @@ def load_checkpoint(
 ) -> nn.Module:  # fmt: skip
     """Loads the weights onto `device`, one tensor at a time, into `model`, built on the meta device without KV caches.
 
-    Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the model's tensors, or those
-    of `whole`, of which `read` reads the part that belongs in a tensor of `model`. Raises what `read_config`,
+    Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the tensors of `whole`
+    (None: of `model`); `read` reads the part of each that belongs in a tensor of `model`. Raises what `read_config`,
     `open_weights` and `check_weights` raise.
     """
     read_config(folder)
@@ -329,7 +329,7 @@ def check_output(out: str | Path, source: str | Path | None = None, force: bool 
         names = {file.name for file in out.iterdir()}
         others = [name for name in names - {"config.json", *COMPANIONS} if not WEIGHTS.fullmatch(name)]
         if others:
-            raise ValueError(f"{out} holds {min(others)}, which is no part of a checkpoint; choose another --out")
+            raise ValueError(f"{out} holds {min(others)}, which is not part of a checkpoint; choose another --out")
         if names and not ("config.json" in names and "kv_fast" in read_json(out / "config.json")):
             raise ValueError(f"{out} is not a checkpoint of kv-fast, so --force keeps it; choose another --out")
     return out

@@ -79,7 +79,7 @@ class Conversation:
 
 
 def ask(prompt: str) -> str:
-    """`input`, but with readline whenever stdin and stderr are terminals, and never prompting in a piped stdout."""
+    """`input`, but with readline whenever stdin and stderr are terminals, and without a prompt in a piped stdout."""
     if sys.stdout.isatty():
         return input(prompt)
     sys.stdout.flush()

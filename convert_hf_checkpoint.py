@@ -73,7 +73,7 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
         raise ValueError(f"{repo} is neither a folder here nor a repository on huggingface.co "
                          "(if it is private, log in with: hf auth login)") from None
     except Exception as error:  # a lost connection raises an error of whichever HTTP library huggingface_hub uses
-        raise OSError(f"{repo} is no folder here, and downloading it failed ({type(error).__name__}: "
+        raise OSError(f"{repo} is not a folder here, and downloading it failed ({type(error).__name__}: "
                       f"{str(error).partition(chr(10))[0]}); check connection and disk, then run again") from None
 
 
@@ -142,7 +142,7 @@ def convert(
     try:
         load_tokenizer(out)
     except (ValueError, FileNotFoundError) as error:
-        print(f"without a tokenizer the checkpoint takes token ids alone: {error}", file=sys.stderr)
+        print(f"without a tokenizer the checkpoint takes only token ids: {error}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -100,7 +100,7 @@ def _unwritable_cache(reason: str) -> str:
 def pick_device(name: str | torch.device | None) -> torch.device:
     """The device of that name; None selects a GPU if there is one. Raises ValueError if it does not exist.
 
-    Under torchrun, "cuda" is another GPU in each process of a machine.
+    Under torchrun, "cuda" is a different GPU in each process on a machine.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -113,7 +113,7 @@ def pick_device(name: str | torch.device | None) -> torch.device:
         index = int(os.environ.get("LOCAL_RANK", 0))
     if (index or 0) >= here.get(device.type, 0):
         if index != device.index and torch.cuda.is_available():
-            raise ValueError(f"{here['cuda']} GPUs are here: start at most as many processes")
+            raise ValueError(f"this machine has {here['cuda']} GPUs: start at most that many processes")
         raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * torch.cuda.is_available())
     return device if device.type == "cpu" else torch.device(device.type, index)
 

@@ -168,8 +168,8 @@ class Engine(Caches):
         max_new_tokens: per answer; default, as in `load`. stop: texts that end an answer and are cut off.
         follow_ups: per prompt, an iterable of texts or ids; when an answer is complete, the next item is requested, fed
         and answered. answer_prompts: if False, prompts are only prefilled, and only follow-ups are answered.
-        stepwise: feeds follow-ups one token per decode step, with the method's own attention, instead of at once, when
-        each token attends to everything its row holds.
+        stepwise: feeds follow-ups one token per decode step, with the method's own attention. By default a follow-up is
+        added at once, and each of its tokens attends to everything its row holds.
         prefix: a text or ids, prefilled once, that every prompt continues; or what `prefix` or prefix.load returned.
         on_token(prompt index, token, text): called for each token of an answer, with the text that it completes.
         on_done(prompt index, completion): called as soon as all answers of a prompt are complete.

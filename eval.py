@@ -49,14 +49,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--blind", action="store_true", help="prefill the text alone and feed every question afterwards")
     p.add_argument("--fork", action="store_true", help="like --blind, but each question gets a row of its own, which "
                    "continues a copy of the text's cache: no question sees another")
-    p.add_argument("--stepwise", action="store_true", help="feed these one token a step, through the method's own "
-                   "attention; by default each text attends to all that its row holds")
+    p.add_argument("--stepwise", action="store_true", help="feed questions one token a step, through the method's own "
+                   "attention; by default a question after the prompt attends to everything its row holds")
     p.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template, except in tasks whose "
                    "benchmark uses plain prompts; each later question is a turn of its own")
     p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
     p.add_argument("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
     p.add_argument("--speculate", type=int, default=0, metavar="N", help="the methods draft N tokens at a time for the "
-                   "full cache, whose answers these then are")
+                   "full cache to verify; the answers are then the full cache's")
     p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
     p.add_argument("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
     p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
@@ -205,7 +205,7 @@ def evaluate(
 def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int = 0) -> dict:
     """Gives the engine the caches for a job, unless it has them. Returns the options that the profile set, the caches'
     bytes per row, and the bytes per row that a step reads."""
-    speculate = 0 if method.kv == "full" and not method.options else speculate  # whose answers the others must give
+    speculate = 0 if method.kv == "full" and not method.options else speculate  # the others must give its answers
     wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new, speculate)
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
     if wanted != (*has, engine.speculate) or engine.shape is None:  # no shape: the last caches were refused
@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     for flag in ("json", "plot", "progress"):
         check_output(getattr(args, flag), f"--{flag}")
     if args.speculate < 0:
-        raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
+        raise ValueError(f"--speculate must be at least 0, not {args.speculate}")
     for flag in ("samples", "questions", "batch"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--load-prompt", metavar="FILE", help="continue a saved prompt, with its method and budget")
     p.add_argument("--out", metavar="FILE", help="append each answer to this JSONL file as soon as it is complete")
     p.add_argument("--kv", metavar="NAME", help="KV method (default: full); see --list-kv")
-    p.add_argument("--budget", type=number, help="tokens a KV head, or a share of the prompt between 0 and 1")
+    p.add_argument("--budget", type=number, help="tokens per KV head, or a share of the prompt between 0 and 1")
     p.add_argument("--kv-opt", action="append", default=[], metavar="K=V", help="an option of the method; repeatable")
     p.add_argument("--mem", type=float, help="share of the cache for the device; short for --kv-opt mem=...")
     p.add_argument("--offload", action="store_true", help="keep the rest on the host; short for --kv-opt offload=true")
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
                    "cache verifies them: the full cache's answer, faster, in more memory")
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
-    p.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)")
+    p.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256; demo: 64)")
     p.add_argument("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     p.add_argument("--top-k", type=int)
@@ -66,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, help="of sampling (default: a new one each time)")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (default: yes)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (default: yes, "
+                   "except in the demo)")
     p.add_argument("--product", choices=tune.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
     p.add_argument("--verbose", action="store_true", help="print how fast each product reads each size of weight")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
@@ -222,7 +223,7 @@ def save_prompt(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> 
 
 
 def check_saved(args: argparse.Namespace) -> None:
-    """Raises ValueError where --save-prompt or --load-prompt do not go together with other arguments."""
+    """Raises ValueError if --save-prompt or --load-prompt conflicts with another argument."""
     check_output(args.save_prompt, "--save-prompt")
     if args.save_prompt is not None and (args.batch_file is not None or args.load_prompt is not None):
         raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")

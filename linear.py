@@ -2,14 +2,14 @@
 
 For the few rows of a decode step there are up to three products: "kernel", torch's own (F.linear, or its CPU kernels
 for quantized weights), "mv" (torch.mv, one row), and "fused", products and sums that Inductor compiles into one loop,
-which reads the weight once, as stored, for all rows. Which is fastest differs between CPUs: tune.py measures.
+which reads the weight once, as stored, for all rows. The fastest product depends on the CPU: tune.py finds it.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 8  # most rows that count as few
+FEW = 8  # most rows for which a step chooses among the products
 MANY = 8  # fewest rows for which a dtype in WIDENED is widened
 WIDENED: list[torch.dtype] = []  # dtypes whose large products are faster in fp32 on this CPU, see tune.py
 Products = tuple[str, str]  # for one row and for 2 to FEW
@@ -149,7 +149,7 @@ class Int4Linear(nn.Module):
 
 
 def few(x: Tensor) -> bool:
-    """Whether torch's CPU kernels for quantized weights beat a float matmul: x [...,I] has few rows, on a CPU."""
+    """Whether torch's CPU kernels for quantized weights beat a float matmul: on a CPU, up to 16 rows of x [...,I]."""
     return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
 
 

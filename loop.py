@@ -1,11 +1,11 @@
 """The host's loop over a batch: gives prompts to free rows, commands the device and reads its tokens.
 
-On CUDA the host reads one step late, so that the device never waits for it. Where the host waits for the device:
+On CUDA the host reads one step late, so that the device never waits for it. The host waits for the device:
 
-- for a prompt or a follow-up: to copy its ids to the device, and to read the token that continues it; for d2o and
-  simlayer also where the attention decides what a layer keeps (tests/test_cuda_trace.py counts that), and for methods
-  that offload, until few of their copies to the host are under way.
-- for a step: for the tokens of the step before. Threads that fetch wait for the ids of their rows.
+- at a prompt or a follow-up, to copy its ids to the device and to read the token that continues it. With d2o and
+  simlayer it also waits where the attention decides what a layer keeps (tests/test_cuda_trace.py counts these waits),
+  and with methods that offload until few of their copies to the host are in flight.
+- in a step, for the tokens of the previous step. Threads that fetch wait for the ids of their rows.
 """
 
 import math

@@ -74,7 +74,7 @@ class Prefix:
 
 @dataclass
 class Shared:
-    """The tokens that consecutive prompts begin with; the first of them prefills it for all."""
+    """The tokens that consecutive prompts begin with; the first prompt prefills them for all."""
 
     tokens: list[int]
     users: int  # prompts that have yet to start
@@ -142,4 +142,4 @@ def opened(path: str | Path):
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a saved prompt, or damaged ({error})") from None
+        raise ValueError(f"{path} is not a saved prompt, or is damaged ({error})") from None

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from device import free_bytes
 from kv.ranks import ALONE, Ranks
 
-ARRIVE = timedelta(seconds=60)  # in which all ranks must have started
-ANSWER = timedelta(minutes=30)  # in which they must join a collective: one may load for longer than another
+ARRIVE = timedelta(seconds=60)  # time limit for all ranks to start
+ANSWER = timedelta(minutes=30)  # time limit for all ranks to join a collective: one may load for longer than another
 
 
 def launched() -> bool:
@@ -26,7 +26,9 @@ def launched() -> bool:
 
 
 def join() -> Ranks:
-    """Connects the ranks, the first time. Raises ValueError if one does not start, or has other arguments than rank 0.
+    """Connects the ranks on its first call.
+
+    Raises ValueError if a rank does not start, or if its arguments differ from those of rank 0.
     """
     if not launched():
         return ALONE
@@ -37,7 +39,7 @@ def join() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
 
 
-stores: list[dist.Store] = []  # which the ranks share; empty until they are connected
+stores: list[dist.Store] = []  # shared by the ranks; empty until they are connected
 
 
 def check_in() -> tuple[dist.Store, int, int]:
@@ -125,7 +127,7 @@ def together(ranks: Ranks) -> Iterator[None]:
 
 
 def first(ranks: Ranks, what: Callable):
-    """What what() returns on rank 0, on every rank; its ValueError or OSError too."""
+    """Runs what() on rank 0 alone; every rank returns its result, or raises its ValueError or OSError."""
     with together(ranks):
         value = what() if ranks.rank == 0 else None
     return same(ranks, value)

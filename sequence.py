@@ -77,8 +77,8 @@ class Row:
         self.stream, self.shown, self.interrupted = stream, 0, False
 
     def interrupt(self) -> None:
-        """Ends the running answer, if there is one, with the next token read. A question that is being fed is fed to
-        its end, and the cache holds all tokens of the answer except the last, as after any other end."""
+        """Ends the running answer, if there is one, with the next token read. A question that is being fed is still fed
+        to its end. As after any other end, the cache holds all tokens of the answer except the last."""
         if not self.idle:
             asked = self.limit - self.wanted
             self.wanted = int(asked == len(self.answer.tokens))  # nothing left to read: one more sample

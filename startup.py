@@ -1,4 +1,4 @@
-"""Import this before slow modules: it makes Ctrl-C end a tool with one line, sets how long its threads wait actively,
+"""Import this before slow modules: it makes Ctrl-C end a tool with one line, sets how long its idle threads spin,
 and checks torch's version."""
 
 import os

@@ -1,7 +1,7 @@
 """Converts text to token ids and back (sentencepiece, tiktoken rank files, tokenizer.json); encodes chat turns.
 
 Ids equal those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or
-"</s>" is plain text. Apart from BOS, only `Tokenizer.chat` and `Tokenizer.chat_next` insert control tokens.
+"</s>" is plain text. Apart from BOS, only `Tokenizer.chat` and the other chat_* methods insert control tokens.
 """
 
 import base64
@@ -146,7 +146,7 @@ class Files:
                 raise TypeError("model")
             files = cls(folder / "tokenizer.json", data, config, _template(folder, config), first, added)
             if not all(isinstance(files.token(key), str | None) for key in VARIABLES):
-                raise TypeError("a token that is no text")
+                raise TypeError("a token that is not text")
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"tokenizer.json or tokenizer_config.json in {folder} is damaged ({error!r})") from None
         return files
@@ -275,7 +275,7 @@ class Tokenizer:
         return self._turns([{"role": "user", "content": user}], part="end")
 
     def _turns(self, messages: list[dict[str, str | None]], opening: str = "", part: str = "whole") -> list[int]:
-        """Ids of a rendered conversation. If it has an answer (content None): only of what follows the answer.
+        """Ids of a rendered conversation; if it has an answer (content None), only the ids of what follows the answer.
 
         `part`: "begin" ends with the last message's text, "end" begins with it.
         """

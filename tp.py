@@ -1,7 +1,7 @@
 """Tensor parallelism: the processes that torchrun starts share one model (Megatron-LM, arXiv 1909.08053).
 
-Each rank holds a part of every layer: some KV heads with their query heads, as many columns of the MLP, and some of the
-head's vocabulary; the embedding table is whole. So a KV method sees fewer heads, and nothing else. A layer sums the
+Each rank holds a part of every layer: some KV heads with their query heads, a share of the MLP's columns and of the
+head's vocabulary; the embedding table is whole. A KV method sees fewer heads and no other change. A layer sums the
 ranks' outputs twice, after attention and after the MLP, inside the compiled step. The logits are gathered, and every
 rank samples the same token from them. Rank 0 alone reads prompts, prints and writes files.
 """
@@ -71,7 +71,7 @@ def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tens
     if ".wqkv." in stored.name:
         sizes = [heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]
     whole, begin, spans = stored.shape[dim], 0, []
-    for size in sizes:  # of the query, key and value heads, of which every rank has as many
+    for size in sizes:  # of the query, key and value heads: all ranks have equally many of each
         start = begin + ranks.rank * size
         spans.append((min(start, whole), min(start + size, whole)))
         begin += ranks.count * size

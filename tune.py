@@ -1,10 +1,11 @@
 """Chooses the products of linear.py that are fastest on this CPU, by timing them.
 
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
-CPUs and between sizes. For the rows of a compiled step each size is timed once per machine, on the model's own weights;
-so are two forms of a step's attention, torch's kernel and fused products and sums; and for prefill, whether 16-bit
-weights should be widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME).
-KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps; on a GPU, that of attention alone (ops.CUDA_FORM).
+CPUs and between sizes. Three things are timed, each once per machine: every size of weight, on the model's own weights
+and for the rows of a compiled step; two forms of a step's attention, torch's kernel and fused products and sums; and
+prefill's products, with 16-bit weights as they are and widened to fp32. The times are kept in
+~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for
+steps; on a GPU it fixes only the form of attention (ops.CUDA_FORM).
 """
 
 import hashlib
@@ -28,10 +29,10 @@ from region import Region
 Times = dict[str, float]  # milliseconds by product
 PRODUCTS = ("auto", "kernel", "mv", "fused")
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
-READ = 2**28  # bytes that a candidate reads in one round, at most
-TOKENS = 2**8, 2**13  # that attention is measured with, at least and at most
+READ = 2**28  # the most bytes that a candidate reads in one round
+TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
-FORMS = 2  # raised when a form changes, so that times of the one before are measured again
+FORMS = 2  # to raise when a form changes, so that its old times are measured again
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
 
@@ -92,7 +93,7 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
 
 
 def choose_attention(dtype: torch.dtype, dim: int, rows: int, form: str) -> None:
-    """Fewer rows than those that fuse best fuse too, and more than those that do not, do not."""
+    """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
     most = ops.FUSED.get((dtype, dim), 0)
     ops.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
 

@@ -1,7 +1,7 @@
 """python -m bench --generate: tokens/s of whole generations, with --batch max for as many rows as fit in memory.
 
-Steps are timed at evenly spaced lengths from the prompt's to the final one. In between, the rows' positions are moved
-on without decoding: cache contents do not change the time. The ceiling is the tokens/s that the floors would give.
+Steps are timed at evenly spaced lengths from the prompt's to the final one. In between, the rows' positions
+advance without decoding: cache contents do not change the time. The ceiling is the tokens/s that the floors would give.
 """
 
 import statistics

@@ -18,7 +18,7 @@ TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", "in
 
 
 def write_gguf(case: Case, path: Path) -> None:
-    """Writes a model without vocabulary; norms are fp32 ones."""
+    """Writes a model without a vocabulary; all norm weights are 1, in fp32."""
     import gguf
     import numpy
 

@@ -32,7 +32,7 @@ def table(rows: list[dict]) -> str:
 
 
 def extensions(rows: list[dict]) -> str:
-    """How long a follow-up takes at once, in steps, and if everything is prefilled again."""
+    """How long a follow-up takes if added at once, if fed in steps, and if everything is prefilled again."""
     lines = [["method", "context", "tokens", "at once, ms", "in steps, ms", "prefill again, ms"]]
     for r in rows:
         n, again = r["extend"], r["prefill_s"] and 1e3 * r["prefill_s"] * (r["context"] + r["extend"]) / r["context"]
@@ -49,7 +49,7 @@ def tokens_per_round(drafted: int, accept: float) -> float:
 
 
 def speculations(rows: list[dict], all_rows: list[dict]) -> str:
-    """What a round costs, and from which acceptance on it pays; `rows` are those with speculation."""
+    """What a round costs, and the acceptance at which it begins to pay; `rows` are those with speculation."""
     lines = [["drafts", "a round", "context", "batch", "weights", "round, ms", "draft, ms", "verify, ms", "full, ms",
               "ms/token", "accepted", "break-even"]]  # fmt: skip
     for r in rows:

@@ -1,8 +1,8 @@
 """The tasks: what a prompt asks and how an answer is graded. One file per benchmark; `eval.py` runs them.
 
 A `Task` makes `Sample`s: a text and the questions asked about it, one after the other. The first question ends the
-prompt. Each later one is fed through the decode path after the previous answer, and shows what the cache has lost.
-A sample depends only on the setting and its index.
+prompt. Each later question follows the previous answer, and shows what the cache has lost. A sample depends only on the
+setting and its index.
 """
 
 import random

@@ -52,7 +52,7 @@ def record(path: Path, index: int) -> dict:
         except ValueError as error:
             raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
     if not isinstance(found, dict):
-        raise ValueError(f"record {index} of {path} is no JSON object; fetch the file again")
+        raise ValueError(f"record {index} of {path} is not a JSON object; fetch the file again")
     return found
 
 

@@ -48,7 +48,7 @@ def draw(rows: list[dict], samples: list[dict], path: str | Path) -> None:
 
 
 def over(axis, rows: list[dict], kind: str, x: Callable[[dict], float]) -> None:
-    """Draws one line per method: the mean `kind` score over tasks at each budget's mean x; level without budgets."""
+    """Draws one line per method: the mean `kind` score over tasks at each budget's mean x; level without a budget."""
     lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         lines[Choice(row["kv"], None, row["options"]).label][row["budget"]].append(row)

@@ -22,8 +22,8 @@ class Seen(KV):
 class SharedPrompts(Engine):
     """Runs a prompt through the model once for all methods.
 
-    Methods attend to a prompt exactly (but for omnikv's option prefill), so the q, k and v that `keep` receives do not
-    depend on the method. Those of as many prompts as fit stay on the host.
+    Methods attend to a prompt exactly (except with omnikv's option prefill), so the q, k and v that `keep` receives do
+    not depend on the method. Those of as many prompts as fit stay on the host.
     """
 
     seen: dict[tuple, tuple]  # for a prompt: logits, RoPE speeds, every layer's q, k, v, and statistics of attention
