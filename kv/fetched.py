@@ -112,7 +112,8 @@ class Parts(KV):
         """Attention to the `occupied` slots, and to those of the chosen tokens in the mask `chosen` [B,Hk,n]."""
         (b, h, _), (ends, new) = chosen.shape, self.occupied(pos)
         mask = torch.cat([ends[:, None].expand(b, h, -1), chosen, new[:, None].expand(b, h, -1)], dim=2)
-        return ops.attend(q, self.read(self.k), self.read(self.v), mask)
+        used = self.first_generated + self.generated(pos) + 1
+        return ops.attend_used(q, self.read(self.k), self.read(self.v), mask, used)
 
     # The middle of the prompt
 

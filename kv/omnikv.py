@@ -221,7 +221,9 @@ class Sparse(Full):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
-        return self.shape.n_kv_head * (min(self.segment.k, length - new) + new) * self.shape.unit_bytes, 0
+        chosen = min(self.segment.k, length - new)
+        read = self.shape.max_new_tokens if self.shape.device.type == "cuda" else new  # a gather reads masked slots too
+        return self.shape.n_kv_head * (chosen + read) * self.shape.unit_bytes, 0
 
 
 class PooledSparse(Parts):

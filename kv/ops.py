@@ -52,9 +52,9 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 
     q [B,Hq,n,D], k and v [B,Hk,S,D] -> [B,Hq,n,D]; K and V are read once for all queries of a group.
     """
-    n, groups, slot = q.shape[2], q.shape[1] // k.shape[1], torch.arange(k.shape[2], device=q.device)
-    if torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex" and groups * n < BLOCK:
+    if _flexes(q, k):
         return flex_prefix(q, k, v, length)
+    n, slot = q.shape[2], torch.arange(k.shape[2], device=q.device)
     if n == 1:
         return attend(q, k, v, slot < length[:, None])
     mask = slot < following(length, n)[..., None]  # [B,n,S]
@@ -65,22 +65,43 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
 
 
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
-    """`attend_prefix` as flash-decoding: a block mask built from `length` skips the blocks past a row's end.
+    """`attend_prefix` by flex_attention. With `first` [B], multiples of BLOCK, the slots of each row begin there."""
+    n = q.shape[2]
 
-    With `first` [B], multiples of BLOCK, the slots of each row begin there. All blocks count as partly filled: among
-    those the kernel divides its work by their number, among whole blocks by the capacity.
+    def seen(b: Tensor, h: Tensor, i: Tensor, slot: Tensor) -> Tensor:
+        return slot < (length[b] if first is None else first[b] + length[b]) + i % n
+
+    return flex(q, k, v, length + n - 1, seen, first)
+
+
+def attend_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> Tensor:
+    """`attend` with mask [B,Hk,S], False for slots from used [B] on: on CUDA their blocks are not read."""
+    if not _flexes(q, k):
+        return attend(q, k, v, mask)
+    return flex(q, k, v, used, lambda b, h, i, slot: mask[b, h, slot])
+
+
+def _flexes(q: Tensor, k: Tensor) -> bool:
+    few = q.shape[1] // k.shape[1] * q.shape[2] < BLOCK  # queries of a group: one block
+    return torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex" and few
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: Tensor | None = None) -> Tensor:
+    """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
+
+    seen(b, h, i, slot) is its mask; i counts a group's queries. All blocks count as partly filled: among those the
+    kernel divides its work by their number, among whole blocks by the capacity.
     """
     n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)
-    used = (-(-(length + n - 1) // BLOCK)).to(torch.int32)[:, None, None]  # [B,1,1]: for all heads and queries
     order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's own blocks come first
     if first is not None:
         order = order + (first // BLOCK)[:, None, None, None]
     mask = BlockMask.from_kv_blocks(
-        used,
+        (-(-used // BLOCK)).to(torch.int32)[:, None, None],  # [B,1,1]: for all heads and queries
         (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, i, slot: slot < (length[b] if first is None else first[b] + length[b]) + i % n,
+        mask_mod=seen,
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads query blocks
     )

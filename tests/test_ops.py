@@ -80,6 +80,18 @@ def test_flash_decoding_by_block_mask_may_begin_at_any_block():
         assert torch.allclose(flex(q, k, v, length, first), expected, atol=1e-5)
 
 
+def test_flash_decoding_reads_the_blocks_that_are_used_by_any_mask(monkeypatch):
+    q, k, v = qkv(2, 6, 2, 1, 500, dim=16)
+    used, mask = torch.tensor([130, 384]), torch.rand(2, 2, 500) < 0.5
+    mask &= torch.arange(500) < used[:, None, None]
+    expected = ops.attend(q, k, v, mask)
+    for row, n in enumerate((256, 384)):  # blocks that are not read
+        k[row, :, n:], v[row, :, n:] = torch.nan, torch.nan
+    monkeypatch.setattr(ops, "_flexes", lambda q, k: True)
+    found = torch.compile(ops.attend_used, fullgraph=True)(q, k, v, mask, used)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_store_writes_active_rows_only():
     buffer, new = torch.zeros(3, 2, 5, 4), torch.ones(3, 2, 1, 4)
     ops.store(buffer, new, torch.tensor([[4], [0], [2]]), torch.tensor([True, False, True]))
