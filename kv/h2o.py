@@ -189,7 +189,10 @@ class H2O(KV):
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
         """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
-        return self.read(buffer).add_(change)
+        held = self.read(buffer)
+        new = ops.realized(held + change)  # else torch 2.11 computes it again from slots that have changed
+        held.copy_(new)
+        return new
 
     def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
         """Writes new [B,Hk,...] at slot [B,Hk], where live [B,Hk]."""

@@ -224,8 +224,11 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
 
 def stored(x: Tensor) -> Tensor:
     """x, stored: a step compiled for a CPU would compute it again in each loop that reads it."""
-    if x.device.type != "cpu":
-        return x
+    return realized(x) if x.device.type == "cpu" else x
+
+
+def realized(x: Tensor) -> Tensor:
+    """x, contiguous and stored on any device, where compiled code must not compute it again from what it came from."""
     x = x.contiguous()
     return x.as_strided(x.shape, x.stride())
 

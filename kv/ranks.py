@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv.ops import realized
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -30,7 +32,7 @@ class Ranks:
             return x
         ops = torch.ops._c10d_functional
         parts = ops.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), self.count, self.group)
-        return ops.wait_tensor(parts).movedim(0, dim)
+        return realized(ops.wait_tensor(parts).movedim(0, dim))  # torch 2.11: argmax of what is transposed is wrong
 
 
 ALONE = Ranks()
