@@ -41,7 +41,7 @@ class InfLLM(Fetched):
         if self.joint:
             self.allocate_speeds()
         size = (shape.n_kv_head, blocks, shape.head_dim)
-        self.allocate("representatives", *size, dtype=torch.float32)  # the sum of each block's representative keys
+        self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
         for name, slots in (
             ("chosen blocks", count * block), ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
             ("ends of a short prompt", max(0, ends - shape.max_prompt)),
@@ -59,7 +59,7 @@ class InfLLM(Fetched):
                 cut = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (blocks, self.block))
                 for head in range(heads):
                     self.pool.write((row * heads + head) * self.blocks, cut[head], i)
-            self.representatives[row, :, :blocks] = self.represent(row, q, k, blocks)
+            self.representative_sums[row, :, :blocks] = self.represent(row, q, k, blocks)
 
     def represent(self, row: int, q: Tensor, k: Tensor, blocks: int) -> Tensor:
         """The sum of each block's representative keys, [Hk,blocks,D] fp32."""
@@ -83,7 +83,7 @@ class InfLLM(Fetched):
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - self.ends) // self.block)
         pool = self.pool.part(row * heads * self.blocks, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
-        return super().views(row, length) | {"pool": pool, "representatives": self.representatives[row, :, :blocks]}
+        return super().views(row, length) | {"pool": pool, "representatives": self.representative_sums[row, :, :blocks]}
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         heads, middle, sinks = self.shape.n_kv_head, max(0, prompt - self.ends), min(prompt, self.sinks)
@@ -109,7 +109,7 @@ class InfLLM(Fetched):
         if self.joint:
             q = ops.turn(q, (self.local - pos)[:, None, None], self.rope_speed)
         query = ops.grouped(q, self.shape.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
-        scores = ops.dots(query, self.representatives)[:, :, 0]  # [B,Hk,blocks]
+        scores = ops.dots(query, self.representative_sums)[:, :, 0]  # [B,Hk,blocks]
         if self.joint:
             scores = self.shape.ranks.sum(scores.sum(1, keepdim=True))
         middle = (self.prompt - self.ends).clamp(min=0)[:, None, None]  # tokens
@@ -120,7 +120,7 @@ class InfLLM(Fetched):
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = super().step_bytes(length)
         blocks = -(-max(0, min(length, self.shape.max_prompt) - self.ends) // self.block)
-        return device + blocks * self.representatives[0, :, 0].nbytes, host
+        return device + blocks * self.representative_sums[0, :, 0].nbytes, host
 
 
 @dataclass(frozen=True)

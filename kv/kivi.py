@@ -74,13 +74,13 @@ class Quantized(KV):
         age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
         waits = age <= (pos - groups * self.group)[:, None]
         logits = [ops.dots(queries, self.k).masked_fill(~waits[:, None, None], -torch.inf)]
-        sums = [lambda weight: ops.sums(weight, self.v.float())]
+        sums = [lambda weight: ops.weighted_sum(weight, self.v.float())]
         if self.packed.groups:
             read = self.span.shape[0]  # groups
             empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
             empty = ops.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
             logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
-            sums.append(lambda weight: self.packed.sums(weight, read))
+            sums.append(lambda weight: self.packed.weighted_sum(weight, read))
         return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:

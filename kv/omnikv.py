@@ -32,7 +32,7 @@ from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Shape, option
-from kv.omnikv_pool import SegmentPool
+from kv.omnikv_bank import ContextBank
 from kv.omnikv_prefill import Chunks, highest_attention
 
 
@@ -91,10 +91,10 @@ def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
 class Segment(Buffers):
     """A filter layer's choice of prompt tokens, which its sparse layers read."""
 
-    def __init__(self, shape: Shape, plan: Plan, options: "OmniKVMethod", pooled: SegmentPool | None):
-        """pooled: where the sparse layers' prompt is; None if each layer holds its own."""
+    def __init__(self, shape: Shape, plan: Plan, options: "OmniKVMethod", bank: ContextBank | None):
+        """bank: the sparse layers' prompt; None if each layer holds its own."""
         super().__init__(shape)
-        self.k, self.share, self.pooled = plan.k, plan.share, pooled
+        self.k, self.share, self.bank = plan.k, plan.share, bank
         self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
         self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
         self.allocate_state("prompt")  # the length of each row's prompt
@@ -114,10 +114,10 @@ class Segment(Buffers):
         position = torch.arange(scores.shape[1], device=scores.device)
         best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
         chosen = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
-        if self.pooled is not None:
-            chosen = self.pooled.keep_slots(chosen, self.index)
+        if self.bank is not None:
+            chosen = self.bank.keep_slots(chosen, self.index)
         self.index.copy_(torch.where(active[:, None], chosen, self.index))
-        return y if self.pooled is None else self.pooled.fetch(self.index, active, y)
+        return y if self.bank is None else self.bank.fetch(self.index, active, y)
 
 
 class Filter(Full):
@@ -128,7 +128,7 @@ class Filter(Full):
         self.segment, self.selector = segment, selector
         self.keeps_prompts = False  # only tokens of the prompt are chosen
         self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
-        self.beyond += segment.beyond if segment.pooled is None else segment.beyond + segment.pooled.beyond
+        self.beyond += segment.beyond if segment.bank is None else segment.beyond + segment.bank.beyond
         self.least = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
         if self.window > 1:  # scores of past queries, a ring by position
@@ -163,7 +163,7 @@ class Filter(Full):
         keys, values = self.read(self.k), self.read(self.v)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         weight = ops.weights(q, keys, later[:, None, None])  # Equation 3, [B,Hk,G,N]
-        y = ops.sums(weight, values).to(q.dtype).view(q.shape)
+        y = ops.weighted_sum(weight, values).to(q.dtype).view(q.shape)
         scores = weight.amax((1, 2))  # [B,N], Equation 4's maximum over the heads
         return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
 
@@ -187,8 +187,8 @@ class Filter(Full):
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         segment, more = self.segment, {"past": self.past[row, :, :length]} if self.window > 1 else {}
-        if segment.pooled is not None:
-            more["pool"] = segment.pooled.part(row, int(segment.prompt[row]))
+        if segment.bank is not None:
+            more["pool"] = segment.bank.part(row, int(segment.prompt[row]))
         return super().views(row, length) | more
 
     def step_bytes(self, length: int) -> tuple[int, int]:
@@ -226,18 +226,18 @@ class Sparse(Full):
         return self.shape.n_kv_head * (chosen + read) * self.shape.unit_bytes, 0
 
 
-class PooledSparse(Parts):
-    """A sparse layer whose prompt is in the pool: it stores the chosen tokens, once fetched, and the generated ones."""
+class BankSparse(Parts):
+    """A sparse layer whose prompt is in the bank: it stores the chosen tokens, once fetched, and the generated ones."""
 
     def __init__(self, shape: Shape, segment: Segment, layer: int):
         super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
-        self.segment, self.pooled, self.layer = segment, segment.pooled, layer
-        self.first = layer == self.pooled.layers[0]
-        column = torch.tensor([self.pooled.layers.index(layer)], device=shape.device)
+        self.segment, self.bank, self.layer = segment, segment.bank, layer
+        self.first = layer == self.bank.layers[0]
+        column = torch.tensor([self.bank.layers.index(layer)], device=shape.device)
         self.hold("column", column, "column")  # of the pool; a tensor: layers share compiled code
         if self.first:  # the pool is the whole segment's: counted once
-            self.pools = [self.pooled.pool]
-        if not self.pooled.pool.host_bytes:
+            self.pools = [self.bank.pool]
+        if not self.bank.pool.host_bytes:
             self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
         self.exact_prompt = segment.chunks is None
 
@@ -245,26 +245,26 @@ class PooledSparse(Parts):
         return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.pooled.write(row, self.layer, k[0], v[0])
+        self.bank.write(row, self.layer, k[0], v[0])
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        return self.pooled.read(row, self.layer, prompt)
+        return self.bank.read(row, self.layer, prompt)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         if self.first:
-            self.pooled.wait(q)
-        for buffer, x in zip((self.k, self.v), self.pooled.take(self.column), strict=True):
+            self.bank.wait(q)
+        for buffer, x in zip((self.k, self.v), self.bank.take(self.column), strict=True):
             self.store_chosen(buffer, x, active)
         chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
         return self.attend_parts(q, pos, chosen)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
-        unit = 2 * quant.stored_bytes(self.shape, self.pooled.bits)
+        unit = 2 * quant.stored_bytes(self.shape, self.bank.bits)
         chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
         generated = self.shape.n_kv_head * new * self.shape.unit_bytes
-        return (generated + chosen, chosen) if self.pooled.pool.host_bytes else (generated + chosen, 0)
+        return (generated + chosen, chosen) if self.bank.pool.host_bytes else (generated + chosen, 0)
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,9 @@ class OmniKVMethod(offload.OffloadMethod):
         workers = offload.Workers(self.threads)
         for first, sparse in plan.segments.items():
             if sparse:
-                pooled = SegmentPool(shape, sparse, plan.k, self, workers) if self.offload or self.bits < 16 else None
-                segment = Segment(shape, plan, self, pooled)
+                bank = ContextBank(shape, sparse, plan.k, self, workers) if self.offload or self.bits < 16 else None
+                segment = Segment(shape, plan, self, bank)
                 layers[first] = Filter(shape, segment, self.selector, self.window)
                 for layer in sparse:
-                    layers[layer] = PooledSparse(shape, segment, layer) if pooled else Sparse(shape, segment)
+                    layers[layer] = BankSparse(shape, segment, layer) if bank else Sparse(shape, segment)
         return [layers.get(layer) or full_layer(shape, self.bits) for layer in range(shape.n_layer)]

@@ -44,7 +44,7 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     fuses = few if q.device.type == "cpu" else CUDA_FORM == "fused"
     if not fuses or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return attend_stores([group_logits(q, k, ~mask)], [lambda weight: sums(weight, v)]).to(q.dtype)
+    return attend_stores([group_logits(q, k, ~mask)], [lambda weight: weighted_sum(weight, v)]).to(q.dtype)
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def group_logits(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     return dots(q.float() * q.shape[-1] ** -0.5, k) + stored(torch.where(empty, -torch.inf, 0.0))
 
 
-def sums(weight: Tensor, v: Tensor) -> Tensor:
+def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32; each vector is read once per group."""
     if not torch.compiler.is_compiling():
         return (weight.to(v.dtype) @ v).float()
@@ -251,13 +251,13 @@ def sums(weight: Tensor, v: Tensor) -> Tensor:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
     if statically_known_true(v.shape[2] % CHUNK == 0):
-        return _chunk_sums(weight, v)
+        return _chunk_sum(weight, v)
     whole = (v.shape[2] - 1) // CHUNK * CHUNK  # and 1 to CHUNK more, so that one compile serves any N
     rest = torch.stack([(row[..., None] * v[:, :, whole:]).sum(2) for row in weight[..., whole:].unbind(2)], dim=2)
-    return rest + _chunk_sums(weight[..., :whole], v[:, :, :whole]) if whole else rest
+    return rest + _chunk_sum(weight[..., :whole], v[:, :, :whole]) if whole else rest
 
 
-def _chunk_sums(weight: Tensor, v: Tensor) -> Tensor:
+def _chunk_sum(weight: Tensor, v: Tensor) -> Tensor:
     weight, v = weight.unflatten(3, (-1, CHUNK)), v.unflatten(2, (-1, CHUNK))
     return torch.stack([(row[..., None] * v).sum(3).sum(2) for row in weight.unbind(2)], dim=2)
 
@@ -295,7 +295,7 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     channels left out.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
-    logits = sums(stored(part.float()), keys.float())
+    logits = weighted_sum(stored(part.float()), keys.float())
     temperature = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
     return softmax((logits / temperature).masked_fill(empty[:, None, None], -torch.inf))
 

@@ -197,11 +197,11 @@ class Packed(Buffers):
             y.append((scaled[..., None] * codes).sum(3) + offset[..., None])
         return torch.stack(y, dim=2).flatten(3)
 
-    def sums(self, weight: Tensor, groups: int) -> Tensor:
+    def weighted_sum(self, weight: Tensor, groups: int) -> Tensor:
         """Sums of the first groups' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
         if not torch.compiler.is_compiling():
             return sum(
-                ops.sums(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
+                ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
                 for first, n in self.slices(groups)
             )  # fmt: skip
         codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)

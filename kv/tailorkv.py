@@ -46,7 +46,7 @@ class Tailored(FetchedTokens):
         self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
-        self.foreseen = layer > 0  # a layer below predicts this layer's query
+        self.predicted = layer > 0  # a layer below predicts this layer's query
         # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's ticket.
         self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64, beyond="channels and ticket")
         slots = shape.batch * shape.n_kv_head * self.channels
@@ -79,12 +79,12 @@ class Tailored(FetchedTokens):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        if not self.foreseen:
+        if not self.predicted:
             q = self.lookahead(q, q, active)
         waited = self.channel_pool.wait(self.ticket, q)
         keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
         query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
-        scores = ops.sums(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
+        scores = ops.weighted_sum(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - self.local)[:, None])
         q = self.fetch(scores, between, active, q, self.shape.max_prompt)

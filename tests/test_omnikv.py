@@ -11,7 +11,7 @@ from runs import HEADS, LAYERS, D, Run, compare, generations, make_shape, prefil
 import kv
 from engine import Engine
 from kv import Shape, offload, ops, quant
-from kv.omnikv import Filter, PooledSparse, Sparse, default_filters
+from kv.omnikv import BankSparse, Filter, Sparse, default_filters
 
 PROMPTS = (100, 97, 33, 7)
 CASES = [
@@ -110,7 +110,7 @@ def test_only_rows_that_changed_are_fetched():
             run.step(inputs)
         [now] = runs[1].selected().values()
         changed, before = changed + len(set(now) - before), set(now)
-    pools = [run.layers[0].segment.pooled.pool for run in runs]
+    pools = [run.layers[0].segment.bank.pool for run in runs]
     assert [p.counts for p in pools] == [(480, 480), (480, changed)] and changed < 460
     inputs = tokens(shape, 1, 100, generator)  # another prompt: all slots must be fetched again
     runs[1].prefill(0, inputs)
@@ -143,9 +143,9 @@ def test_memory_is_the_papers_share_to_the_byte(engine):
     for mem, k in ((0.6, 360 // copies), (0.375, 1), (0.5, 200 // copies)):  # 3 of 8 layers are full: a = 0.375
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
-        sparse = [layer for layer in layers if isinstance(layer, PooledSparse)]
+        sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
         declared = [layer.overhead() for layer in layers]
-        pool = sparse[0].segment.pooled.pool
+        pool = sparse[0].segment.bank.pool
         device, host = kv.total_bytes(layers)
         assert [sum(d.pop("staging", 0) for d in declared)] == [pool.overhead()]
         device -= sum(sum(d.values()) for d in declared)
@@ -167,7 +167,7 @@ def test_mem_counts_the_staging_buffer_of_a_quantized_cache_in_bits():
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
     options = {"filter_layers": [1], "mem": 0.6, "offload": True, "engine": "threads", "bits": 4}
     layers = kv.build("omnikv", shape, None, options)
-    (segment,) = {layer.segment for layer in layers if isinstance(layer, PooledSparse)}
+    (segment,) = {layer.segment for layer in layers if isinstance(layer, BankSparse)}
     stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # bytes of a token in the buffer, relative to its slot
     assert segment.k == int(360 / (1 + stored) + 0.5)
 

@@ -130,7 +130,7 @@ def test_attention_to_packed_tokens_equals_attention_to_their_dequantized_values
     assert torch.equal(packed.keys(1, 2), keys[:, :, group : 3 * group])
     assert torch.equal(packed.values(1, 2), values[:, :, group : 3 * group])
     rows, weight = torch.randn(2, 2, 3, head_dim), torch.rand(2, 2, 3, 4 * group)
-    dots, sums = (torch.compile(function, dynamic=False) for function in (packed.dots, packed.sums))
+    dots, sums = (torch.compile(function, dynamic=False) for function in (packed.dots, packed.weighted_sum))
     seen = slice(0, 3 * group)
     assert (dots(rows, 3) - rows @ keys[:, :, seen].mT).abs().max() <= 1e-4
     assert (sums(weight[..., seen], 3) - weight[..., seen] @ values[:, :, seen]).abs().max() <= 1e-4
@@ -139,7 +139,7 @@ def test_attention_to_packed_tokens_equals_attention_to_their_dequantized_values
         for n in (4, 3, 1):
             seen, part = slice(0, n * group), weight[..., : n * group]
             assert (packed.dots(rows, n) - rows @ keys[:, :, seen].mT).abs().max() <= 1e-4
-            assert (packed.sums(part, n) - part @ values[:, :, seen]).abs().max() <= 1e-4
+            assert (packed.weighted_sum(part, n) - part @ values[:, :, seen]).abs().max() <= 1e-4
         again, *_ = filled(bits, group, head_dim)
         assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), again.buffers(), strict=True))
 

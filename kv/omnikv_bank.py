@@ -1,4 +1,4 @@
-"""Where omnikv keeps the prompt of its sparse layers if it is on the host, or quantized. kv/omnikv.py is the method."""
+"""omnikv's context bank: the prompt of its sparse layers, on the host or quantized. kv/omnikv.py is the method."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from kv.method import Shape
 from kv.offload import OffloadMethod, Workers
 
 
-class SegmentPool(Buffers):
+class ContextBank(Buffers):
     """The prompt of a segment's sparse layers: a row holds one token's K and V in all of them."""
 
     def __init__(self, shape: Shape, layers: list[int], k: int, options: OffloadMethod, workers: Workers):
