@@ -245,7 +245,7 @@ class CaM(H2O):
         self.follow = self.least = min(spread, size)
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
-        evicted = position.gather(2, slot[..., None])  # [B,Hk,1]
+        evicted = ops.realized(position.gather(2, slot[..., None]))  # [B,Hk,1]; else Triton's code cannot be compiled
         later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
         following = later.topk(self.follow, largest=False)  # the next m kept tokens
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]

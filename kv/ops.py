@@ -78,6 +78,7 @@ def attend_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> 
     """`attend` with mask [B,Hk,S], False for slots from used [B] on: on CUDA their blocks are not read."""
     if not _flexes(q, k):
         return attend(q, k, v, mask)
+    mask = realized(mask)  # flex_attention reads it, and cannot compute it
     return flex(q, k, v, used, lambda b, h, i, slot: mask[b, h, slot])
 
 
