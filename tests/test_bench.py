@@ -1,9 +1,11 @@
 """The benchmark: what it counts, writes and refuses. Durations are not tested."""
 
+import itertools
 import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +184,14 @@ def test_a_budget_that_is_too_small_is_skipped_and_reported(here, capsys):
     rows = result("--kv", "full,streaming", "--budget", "2,16")["rows"]
     assert [(r["kv"], r["budget"]) for r in rows] == [("full", None), ("streaming", 16)]
     assert "at least 5 tokens" in capsys.readouterr().err
+
+
+def test_contenders_after_the_limit_are_left_out(here, monkeypatch, capsys):
+    clock = itertools.count(0, 100)
+    monkeypatch.setattr("bench.measure.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rows = result("--kv", "full,streaming,sparq", "--budget", "32", "--limit", "250")["rows"]
+    assert [row["kv"] for row in rows] == ["full", "streaming"]
+    assert "left out: contenders after --limit 250" in capsys.readouterr().err
 
 
 def test_a_memory_cap_is_respected(here, capsys, monkeypatch):
