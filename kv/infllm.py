@@ -119,7 +119,7 @@ class InfLLM(Fetched):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = super().step_bytes(length)
-        blocks = -(-max(0, min(length, self.shape.max_prompt) - self.ends) // self.block)
+        blocks = -(-self.choices(length) // self.block)
         return device + blocks * self.representative_sums[0, :, 0].nbytes, host
 
 

@@ -115,22 +115,22 @@ def max_pool(scores: Tensor, kernel: int) -> Tensor:
     """The highest of the `kernel` scores around each score; the ends are not padded."""
     if kernel % 2 == 0:
         raise ValueError(f"a kernel is odd, not {kernel}")
-    bank = torch.empty_like(scores)
+    pooled = torch.empty_like(scores)
     for i in range(scores.shape[0]):
-        bank[i] = scores[max(0, i - kernel // 2) : i + kernel // 2 + 1].max()
-    return bank
+        pooled[i] = scores[max(0, i - kernel // 2) : i + kernel // 2 + 1].max()
+    return pooled
 
 
 def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[int]:
-    """SnapKV's choice (Algorithm 1): the `top` best prompt tokens by bank window scores, and the window.
+    """SnapKV's choice (Algorithm 1): the `top` best prompt tokens by pooled window scores, and the window.
 
     q [G,T,D]: the query heads that share the choice; keys [T,D]. A prompt of at most top + window tokens is kept whole.
     """
     length = keys.shape[0]
     if length <= top + window:
         return list(range(length))
-    bank = max_pool(window_scores(q, keys, window), kernel)
-    return best(bank, top) + list(range(length - window, length))
+    pooled = max_pool(window_scores(q, keys, window), kernel)
+    return best(pooled, top) + list(range(length - window, length))
 
 
 def split_pages(count: int, page: int) -> list[range]:
