@@ -1,6 +1,7 @@
-"""Import this before slow modules: it makes Ctrl-C end a tool with one line, sets how long its idle threads spin,
-and checks torch's version."""
+"""Import this before slow modules: it makes Ctrl-C end a tool with one line, sets how its idle threads wait and how it
+gets memory on a CPU, and checks torch's version."""
 
+import ctypes
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 OLDEST, NEWEST = (2, 11), (2, 13)  # torch versions the tests have run on
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def interrupted(*_) -> None:
@@ -38,10 +40,24 @@ def check_torch() -> None:
         print(f"kv-fast is tested with torch {supported}, and this is {found}", file=sys.stderr)
 
 
+def keep_freed_memory() -> None:
+    """Lets glibc keep up to 256 MB that this process freed, unless the user sets MALLOC_TRIM_THRESHOLD_.
+
+    Otherwise a step over a long cache returns its buffers to the system, layer by layer, and gets cleared pages back.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that glibc accepts; larger buffers are always returned
+        mallopt(M_TRIM_THRESHOLD, 2**28)
+
+
 # Between parallel loops OpenMP's threads spin, on cores that another process may need. If its threads spin as well,
 # each waits for the other, and a step takes 20 times as long; after a millisecond it is better to sleep.
 if is_tool() and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+if is_tool():
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for pages of 2 MB, which take fewer translations
+    keep_freed_memory()
 if is_tool() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, interrupted)  # until cli.run restores the default
 try:

@@ -83,3 +83,40 @@ def test_a_tools_waiting_threads_soon_sleep_unless_the_user_decides(tmp_path, mo
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert python(tmp_path, *command).stdout == f"{spins}\n"
+
+
+# Page faults of rounds that take four buffers of 8 MB, write to them, and free them.
+ROUNDS = """
+import ctypes, os, resource
+c = ctypes.CDLL(None)
+c.malloc.restype, size = ctypes.c_void_p, 2**23
+def round():
+    buffers = [ctypes.c_void_p(c.malloc(size)) for _ in range(4)]
+    for buffer in buffers:
+        ctypes.memset(buffer, 1, size)
+    for buffer in buffers:
+        c.free(buffer)
+for _ in range(3):
+    round()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    round()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ.get("THP_MEM_ALLOC_ENABLE"), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("command, given, keeps, pages", (
+    (["generate.py"], {}, True, "1"),
+    (["generate.py"], {"MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "0"}, False, "0"),
+    (["-c", "import engine"], {}, False, "None"),
+))  # fmt: skip
+def test_a_tool_keeps_the_memory_it_freed_unless_the_user_decides(tmp_path, monkeypatch, command, given, keeps, pages):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(ROUNDS)
+    for name in ("MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    faults, huge = python(tmp_path, *command).stdout.split()
+    assert (int(faults) < 100) == keeps and huge == pages
