@@ -27,8 +27,9 @@ class ExactTopK(Full):
         self.insert(k, v, pos, active)
         keys = self.read(self.k)
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        weight = ops.weights(q, keys, later[:, None, None])  # [B,Hk,G,S]
-        index = ops.top(weight.sum(2) if self.shared else weight.flatten(1, 2), self.budget, most=self.size)
+        logits = ops.group_logits(ops.grouped(q, k.shape[1]), keys, later[:, None, None])  # [B,Hk,G,S]
+        scores = ops.softmax(logits).sum(2) if self.shared else logits.flatten(1, 2)  # weights rank as their logits do
+        index = ops.top(scores, self.budget, most=self.size)
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
 
     def step_bytes(self, length: int) -> tuple[int, int]:

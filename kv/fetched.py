@@ -149,7 +149,7 @@ class Fetched(Parts):
     def bring(self, wanted: Tensor, active: Tensor, q: Tensor) -> Tensor:
         """Fetches pool rows wanted [B,Hk,count], below 0 none, to the chosen slots; returns q, see Pool.issue."""
         ticket, q = self.pool.issue(wanted.flatten(), active, q)
-        rows = self.pool.take(self.pool.wait(ticket, q)).unflatten(0, wanted.shape)  # [B,Hk,count,2,...,D]
+        rows = ops.stored(self.pool.take(self.pool.wait(ticket, q))).unflatten(0, wanted.shape)  # [B,Hk,count,2,...,D]
         for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
             self.store_chosen(buffer, new.flatten(2, -2), active)
         return q
@@ -196,7 +196,7 @@ class FetchedTokens(Fetched):
         For `most` see ops.top.
         """
         scores = scores.masked_fill(~candidates[:, None], -torch.inf)
-        best = ops.top(scores, self.count, ordered=True, most=most)  # slot order fixes the order of sums: their bits
+        best = ops.top(scores, self.count, most=most)
         best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
         b, h = best.shape[:2]

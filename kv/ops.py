@@ -93,9 +93,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
     `read` decodes the gathered slots if they do not store plain vectors.
     """
     slots = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # the choices of each KV head, concatenated
-    keys, values = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
-    if read is not None:
-        keys, values = read(keys), read(values)
+    found = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
+    keys, values = (stored(x if read is None else read(x)) for x in found)  # else the sums gather number by number
     return attend(q, keys, values, mask)
 
 
@@ -176,19 +175,27 @@ def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
     Devices in TILED sort the maxima of tiles first where that is less work: the best lie in the k best tiles. The
     caller then ensures least(most, k) <= N <= most.
     """
-    bits = scores.view(torch.int32).long()
+    bits, index = scores.view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
-    keys = (order << 32) - torch.arange(scores.shape[-1], device=scores.device)
     if least(most, k, scores.device) > k:
-        keys = F.pad(keys, (0, -keys.shape[-1] % TILE), value=-(2**63)).unflatten(-1, (TILE, -1))
-        tile = keys.amax(-2, keepdim=True).topk(k, sorted=False).indices
-        keys = keys.gather(-1, tile.expand(*keys.shape[:-1], k)).flatten(-2)
-    return -keys.topk(k, sorted=ordered).values & 0xFFFFFFFF
+        order, count = stored(order), (scores.shape[-1] - 1) // TILE
+        tiles = _ranked(order, index)[..., : TILE * count].unflatten(-1, (TILE, count))
+        tile = tiles.amax(-2).topk(k, sorted=False).indices
+        members = (tile[..., None, :] + count * torch.arange(TILE, device=tile.device)[:, None]).flatten(-2)
+        left = index[TILE * count :].expand(*tile.shape[:-1], -1)  # 1 to TILE scores
+        index = torch.cat([members, left], dim=-1)
+        order = order.gather(-1, index)
+    return -_ranked(order, index).topk(k, sorted=ordered).values & 0xFFFFFFFF
+
+
+def _ranked(order: Tensor, index: Tensor) -> Tensor:
+    """One integer for each score: larger for a larger `order`, then for a lower index."""
+    return (order.long() << 32) - index
 
 
 def least(most: int, k: int, device: torch.device) -> int:
     """The fewest scores that `top` may choose k from, if there may be `most`: more than k if it forms tiles."""
-    return TILE * k if device.type in TILED and most >= TILE**2 * k else k
+    return TILE * k + 1 if device.type in TILED and most >= TILE**2 * k else k
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
@@ -242,7 +249,7 @@ def _chunk_sum(weight: Tensor, v: Tensor) -> Tensor:
 def softmax(logits: Tensor) -> Tensor:
     """Softmax over the last dim; one compile serves any size of it."""
     weight = (logits - logits.amax(-1, keepdim=True)).exp()
-    return weight / total(weight)
+    return weight * (1 / total(weight))  # one division, not one for each weight
 
 
 def total(x: Tensor) -> Tensor:
@@ -272,9 +279,9 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     channels left out.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
-    logits = weighted_sum(stored(part.float()), keys.float())
     temperature = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
-    return softmax((logits / temperature).masked_fill(empty[:, None, None], -torch.inf))
+    logits = weighted_sum(stored(part.float() / temperature), keys.float())
+    return softmax(logits + stored(torch.where(empty[:, None, None], -torch.inf, 0.0)))
 
 
 def hashed(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from device import free_bytes
+from kv import ops
 
 BACKLOG = 4  # writes that may be in flight
 
@@ -93,7 +94,8 @@ class Pool:
 
     def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
-        return self.rows[(waited.clamp(min=0), *column)]
+        rows = ops.stored(waited.clamp(min=0))  # what computes them would come between the reads, which then wait
+        return self.rows[(rows, *column)]
 
     def overhead(self) -> int:
         """Bytes of buffers beside the pool itself, on the device and on the host."""
