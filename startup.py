@@ -51,15 +51,15 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**28)
 
 
-# Between parallel loops OpenMP's threads spin, on cores that another process may need. If its threads spin as well,
-# each waits for the other, and a step takes 20 times as long; after a millisecond it is better to sleep.
-if is_tool() and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 if is_tool():
+    # Between parallel loops OpenMP's threads spin, on cores that another process may need. If its threads spin as well,
+    # each waits for the other, and a step takes 20 times as long; after a millisecond it is better to sleep.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for pages of 2 MB, which take fewer translations
     keep_freed_memory()
-if is_tool() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, interrupted)  # until cli.run restores the default
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupted)  # until cli.run restores the default
 try:
     check_torch()
 except ImportError as error:
