@@ -224,7 +224,12 @@ def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
 
 def group_logits(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     """Logits [B,Hk,G,N] fp32 of queries that are grouped already, q [B,Hk,G,D]; `empty` slots get -inf."""
-    return dots(q.float() * q.shape[-1] ** -0.5, k) + stored(torch.where(empty, -torch.inf, 0.0))
+    return dots(q.float() * q.shape[-1] ** -0.5, k) + barred(empty)
+
+
+def barred(empty: Tensor) -> Tensor:
+    """What excludes `empty` slots when it is added to logits: -inf or 0, compared once for all heads that share it."""
+    return stored(torch.where(empty, -torch.inf, 0.0))
 
 
 def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
@@ -281,7 +286,7 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
     temperature = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
     logits = weighted_sum(stored(part.float() / temperature), keys.float())
-    return softmax(logits + stored(torch.where(empty[:, None, None], -torch.inf, 0.0)))
+    return softmax(logits + barred(empty[:, None, None]))
 
 
 def hashed(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Pool:
 
     def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
-        rows = ops.stored(waited.clamp(min=0))  # computed beside the reads of rows, they would delay them
+        rows = ops.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read rows more slowly
         return self.rows[(rows, *column)]
 
     def overhead(self) -> int:

@@ -61,7 +61,7 @@ class SparQ(Full):
         old = self.kt[row, :, :, at]  # [B,n,Hk,D]
         self.kt[row, :, :, at] = torch.where(active[:, None, None, None], k.transpose(1, 2), old)
         before = self.mean[row[:, 0], :, (pos - 1) % self.ring][:, :, None] * pos[:, None, None, None]
-        total = before + (v.float() if v.shape[2] == 1 else v.float().cumsum(2))
+        total = before + (v.float() if v.shape[2] == 1 else v.float().cumsum(2))  # compiled, cumsum ends a loop
         mean = total / (at + 1)[:, None, :, None]
         ops.store(self.mean, mean, at % self.ring, active)
 
