@@ -11,6 +11,7 @@ test: .venv/requirements-test
 
 lint: .venv/requirements-test
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 
 clean:
 	rm -rf .venv

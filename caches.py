@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 import kv as methods
-import processes
 from config import ModelConfig, rope_frequencies
 from decoder import Decoder, compiled_graphs
-from device import compile_errors
 from kv import Shape
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
 from model import SLICE, Transformer
-from prefix import Prefix, Setting
-from progress import Listener, Phase, Stats
-from speculator import Speculator
-from tune import widen
+from runtime import processes
+from runtime.device import compile_errors
+from runtime.prefix import Prefix, Setting
+from runtime.speculator import Speculator
+from runtime.tune import widen
+from terminal.progress import Listener, Phase, Stats
 
 
 def exclusive(method: Callable) -> Callable:
@@ -45,14 +45,19 @@ class Caches:
     """One model, the caches of one KV method, and the decode step that uses them."""
 
     def __init__(
-        self, model: Transformer, eos: set[int], profile: dict, compile: bool, on_phase: Listener | None = None,
+        self,
+        model: Transformer,
+        eos: set[int],
+        profile: dict,
+        compile: bool,
+        on_phase: Listener | None = None,
         ranks: Ranks = ALONE,
-    ):  # fmt: skip
+    ):
         with compile_errors():
             compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
         self.model, self.config, self.profile, self.compile = model, model.config, profile, compile
         self.eos = eos  # ids that end an answer
-        self.ranks = ranks  # the processes that share the model, see tp.py
+        self.ranks = ranks  # the processes that share the model, see runtime/tp.py
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
@@ -70,9 +75,15 @@ class Caches:
 
     @exclusive
     def use(
-        self, kv: str, budget: int | float | None = None, options: dict | None = None, batch: int = 1,
-        max_prompt: int | None = None, max_new_tokens: int = 256, speculate: int = 0,
-    ) -> "Caches":  # fmt: skip
+        self,
+        kv: str,
+        budget: int | float | None = None,
+        options: dict | None = None,
+        batch: int = 1,
+        max_prompt: int | None = None,
+        max_new_tokens: int = 256,
+        speculate: int = 0,
+    ) -> "Caches":
         """Switches to another method or size on the same weights; arguments and errors as in `load`."""
         counts = {"batch": batch, "max_new_tokens": max_new_tokens}
         for name, value in (counts if max_prompt is None else counts | {"max_prompt": max_prompt}).items():
@@ -99,8 +110,10 @@ class Caches:
 
     def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
         if self.batch * (max_prompt + max_new_tokens) > 2**40:
-            raise ValueError(f"{self.batch} x {max_prompt + max_new_tokens} tokens exceed the memory of any machine; "
-                             "lower --max-new-tokens or --batch")  # fmt: skip
+            raise ValueError(
+                f"{self.batch} x {max_prompt + max_new_tokens} tokens exceed the memory of any machine; "
+                "lower --max-new-tokens or --batch"
+            )
         return shape_of(
             self.config, self.dtype, self.device, self.batch, max_prompt, max_new_tokens, self.speculate, self.ranks
         )
@@ -186,9 +199,7 @@ class Caches:
         )
         self.shape = shape
 
-    def prefill(
-        self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None
-    ) -> Tensor:
+    def prefill(self, row: int, prompt: list[int], planned: int | None = None, phase: Phase | None = None) -> Tensor:
         """Resets row `row` and prefills it; returns the logits [vocab] after the prompt.
 
         planned: the most tokens the row will hold. phase: counts the finished layers of a prompt beyond SLICE tokens.
@@ -275,16 +286,35 @@ class Caches:
 
 
 def shape_of(
-    c: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int, max_prompt: int, max_new_tokens: int,
-    rewind: int = 0, ranks: Ranks = ALONE,
-) -> Shape:  # fmt: skip
+    c: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int,
+    max_prompt: int,
+    max_new_tokens: int,
+    rewind: int = 0,
+    ranks: Ranks = ALONE,
+) -> Shape:
     """What KV methods receive about a model and a plan."""
     return Shape(
-        n_layer=c.n_layer, n_head=c.n_head, n_kv_head=c.n_kv_head, head_dim=c.head_dim, dim=c.dim,
-        rope_type=c.rope["rope_type"], rope_theta=c.rope["rope_theta"], dtype=dtype, device=device,
-        batch=batch, max_prompt=max_prompt, max_new_tokens=max_new_tokens, window=c.window, max_length=c.max_length,
-        rewind=rewind, ranks=ranks, rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
-    )  # fmt: skip
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        n_kv_head=c.n_kv_head,
+        head_dim=c.head_dim,
+        dim=c.dim,
+        rope_type=c.rope["rope_type"],
+        rope_theta=c.rope["rope_theta"],
+        dtype=dtype,
+        device=device,
+        batch=batch,
+        max_prompt=max_prompt,
+        max_new_tokens=max_new_tokens,
+        window=c.window,
+        max_length=c.max_length,
+        rewind=rewind,
+        ranks=ranks,
+        rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
+    )
 
 
 def _power_of_two(n: int) -> int:

@@ -18,7 +18,7 @@ Writes kv_profile.json into the checkpoint, where every tool finds it, or to the
   (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import json
@@ -32,16 +32,16 @@ import torch
 from torch import Tensor
 
 from caches import shape_of
-from checkpoint import read_json
-from cli import check_output, columns, load_pyplot, read_text, run
-from device import DTYPES
 from engine import Engine
-from kv import ops
 from kv.base import KV
 from kv.duo import DuoMethod
 from kv.method import Shape
 from kv.omnikv import segments_of
+from kv.parts import ops
 from model import Block
+from runtime.checkpoint import read_json
+from runtime.device import DTYPES
+from terminal.cli import check_output, columns, load_pyplot, read_text, run
 
 QUERIES = 32  # how many of the text's last queries are measured
 CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text
@@ -113,8 +113,9 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
         raise ValueError(f"--tau must lie between 0 and 1, not {tau}")
     least = sinks + recent + QUERIES
     if len(ids) < least:
-        raise ValueError(f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it needs at "
-                         f"least {least}")
+        raise ValueError(
+            f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it needs at least {least}"
+        )
     chosen: list[Tensor] = []
     shape = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0)
     probes = [Probe(shape, sinks, recent, chosen) for _ in engine.model.layers]

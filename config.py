@@ -108,8 +108,10 @@ def _check_layer_types(kinds: object, window: int | None) -> None:
     expected = "full_attention" if window is None else "sliding_attention"
     if kinds is not None and (not isinstance(kinds, list) or any(kind != expected for kind in kinds)):
         found = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)
-        raise ValueError(f"config.json: layer_types ({found}) is not supported; with sliding_window {window} every "
-                         f"layer must be {expected}")
+        raise ValueError(
+            f"config.json: layer_types ({found}) is not supported; with sliding_window {window} every "
+            f"layer must be {expected}"
+        )
 
 
 def _positive(key: str, value: object) -> float:

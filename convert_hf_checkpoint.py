@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder, or a repository on huggingface.co, to a kv-fast checkpoint (checkpoint.py).
+"""Converts a Hugging Face folder, or a repository on huggingface.co, to a kv-fast checkpoint (runtime/checkpoint.py).
 
     python convert_hf_checkpoint.py meta-llama/Llama-3.1-8B-Instruct --out checkpoints/llama-3.1-8b
 
@@ -6,7 +6,7 @@ Tensors get the names of model.py; q, k and v become one matrix with q's rows fi
 order stays Hugging Face's. Every check that needs only headers and config.json runs before a byte is written.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import re
@@ -18,12 +18,20 @@ import torch
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import Tensor
 
-from checkpoint import COMPANIONS, Stored, check_output, check_weights, open_weights, read_config, write_checkpoint
-from cli import run
 from config import ModelConfig
-from device import DTYPES
 from model import Transformer
-from tokenizer import load_tokenizer
+from runtime.checkpoint import (
+    COMPANIONS,
+    Stored,
+    check_output,
+    check_weights,
+    open_weights,
+    read_config,
+    write_checkpoint,
+)
+from runtime.device import DTYPES
+from terminal.cli import run
+from text.tokenizer import load_tokenizer
 
 NAMES = {  # model.py's module -> Hugging Face's, stacked in this order
     "tok_embeddings": ["model.embed_tokens"],
@@ -70,11 +78,15 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
     except RevisionNotFoundError:
         raise ValueError(f"{repo} has no revision {revision}; see {page}/tree/main for those it has") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"{repo} is neither a folder here nor a repository on huggingface.co "
-                         "(if it is private, log in with: hf auth login)") from None
+        raise ValueError(
+            f"{repo} is neither a folder here nor a repository on huggingface.co "
+            "(if it is private, log in with: hf auth login)"
+        ) from None
     except Exception as error:  # a lost connection raises an error of whichever HTTP library huggingface_hub uses
-        raise OSError(f"{repo} is not a folder here, and downloading it failed ({type(error).__name__}: "
-                      f"{str(error).partition(chr(10))[0]}); check connection and disk, then run again") from None
+        raise OSError(
+            f"{repo} is not a folder here, and downloading it failed ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}); check connection and disk, then run again"
+        ) from None
 
 
 def download(repo: str, revision: str | None) -> Path:
@@ -97,8 +109,10 @@ def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: to
     check_weights(stored, shapes, folder)
     for tensor in stored.values():
         if not tensor.dtype.is_floating_point:
-            raise ValueError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, so the model is quantized; "
-                             "convert the unquantized one")
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, so the model is quantized; "
+                "convert the unquantized one"
+            )
     return layout
 
 
@@ -121,8 +135,11 @@ def convert(
         if table is None or (head.dtype == table.dtype and torch.equal(head.read(), table.read())):
             del stored[head.name]
         else:  # as in transformers, the stored head decides, not config.json
-            print(f"{head.file}: lm_head.weight is not the embedding table, so the head is kept and "
-                  "tie_word_embeddings becomes false", file=sys.stderr)
+            print(
+                f"{head.file}: lm_head.weight is not the embedding table, so the head is kept and "
+                "tie_word_embeddings becomes false",
+                file=sys.stderr,
+            )
             config = config | {"tie_word_embeddings": False}
             model_config = ModelConfig.from_dict(config)
     found = next((t.dtype for t in stored.values() if t.name == "model.embed_tokens.weight"), torch.bfloat16)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from device import compile_errors
 from kv import KV, Shape
-from kv.ops import hashed
+from kv.parts.ops import hashed
 from model import Block, Transformer
-from progress import Listener, Phase, Stats, timed
-from region import Region, compiled
-from tune import tune, tune_attention
+from runtime.device import compile_errors
+from runtime.region import Region, compiled
+from runtime.tune import tune, tune_attention
+from terminal.progress import Listener, Phase, Stats, timed
 
 CONTINUE, SLEEP = -1, -2  # commands to a row; a value of 0 or more is a token to feed it
 
@@ -81,9 +81,15 @@ class Decoder(nn.Module):
     """A model and the state of its rows, in buffers that each step updates in place; it also launches the steps."""
 
     def __init__(
-        self, model: Transformer, layers: list[KV], shape: Shape, eos: list[int], compile: bool, stats: Stats,
+        self,
+        model: Transformer,
+        layers: list[KV],
+        shape: Shape,
+        eos: list[int],
+        compile: bool,
+        stats: Stats,
         on_phase: Listener | None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.model, self.layers, self.shape = model, layers, shape
         self.compiled, self.stats, self.on_phase = compile, stats, on_phase
@@ -112,7 +118,7 @@ class Decoder(nn.Module):
         self.pos[row], self.live[row] = 0, False
 
     def allow(self, row: int, tokens: int) -> None:
-        """Limits how many more tokens row `row` may sample; only speculator.py needs the limit."""
+        """Limits how many more tokens row `row` may sample; only runtime/speculator.py needs the limit."""
 
     def start(self, row: int, token: int, pos: int, request: int) -> None:
         """Wakes row `row`, which holds `pos` tokens and has just sampled `token`."""

@@ -5,7 +5,7 @@ decode step is compiled once and, on CUDA, replayed as a graph; the host only is
 (loop.py).
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import itertools
 import time
@@ -20,21 +20,20 @@ import torch
 from torch import Tensor
 
 import kv as methods
-import processes
-import tp
 from caches import Caches, check_count, exclusive
-from checkpoint import fingerprint, load_checkpoint, present, read_config, read_eos_ids, read_json
 from config import ModelConfig
 from decoder import SLEEP, Sampling
-from device import memory_errors, pick_device, pick_dtype
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
 from loop import Loop
 from model import Transformer
-from prefix import Prefix, Shared
-from progress import Listener, Phase, timed
 from quantize import pack, read_quantization
+from runtime import processes, tp
+from runtime.checkpoint import fingerprint, load_checkpoint, present, read_config, read_eos_ids, read_json
+from runtime.device import memory_errors, pick_device, pick_dtype
+from runtime.prefix import Prefix, Shared
 from sequence import Completion, Row
-from tokenizer import Tokenizer, load_tokenizer
+from terminal.progress import Listener, Phase, timed
+from text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int]
 
@@ -48,9 +47,16 @@ class Engine(Caches):
     no_tokenizer = "this engine has no tokenizer"  # the reason, for error messages
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, eos: set[int], profile: dict, compile: bool,
-        seed: int | None, on_phase: Listener | None = None, ranks: Ranks = ALONE,
-    ):  # fmt: skip
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        eos: set[int],
+        profile: dict,
+        compile: bool,
+        seed: int | None,
+        on_phase: Listener | None = None,
+        ranks: Ranks = ALONE,
+    ):
         """Takes a loaded model and arguments of `load`; call `use` to set up the caches."""
         super().__init__(model, eos, profile, compile, on_phase, ranks)
         self.tokenizer = tokenizer
@@ -99,9 +105,15 @@ class Engine(Caches):
 
     @classmethod
     def _read(
-        cls, folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None, compile: bool,
-        seed: int | None, on_phase: Listener | None, ranks: Ranks,
-    ) -> "Engine":  # fmt: skip
+        cls,
+        folder: Path,
+        device: str | torch.device | None,
+        dtype: str | torch.dtype | None,
+        compile: bool,
+        seed: int | None,
+        on_phase: Listener | None,
+        ranks: Ranks,
+    ) -> "Engine":
         """An engine without caches; arguments and errors as in `load`."""
         device, config = pick_device(device), read_config(folder)
         sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)

@@ -5,7 +5,7 @@ Every method answers the same samples. The table shows scores and cache bytes; -
 or --progress FILE, a run that was stopped resumes where it was.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import hashlib
@@ -16,25 +16,31 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import processes
-from checkpoint import COMPANIONS, fingerprint
-from cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
-from device import DTYPES
 from engine import Engine
 from kv import BudgetTooSmall
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
+from runtime import processes
+from runtime.checkpoint import COMPANIONS, fingerprint
+from runtime.device import DTYPES
 from tasks import Setting, shipped_haystack, texts
 from tasks.answers import Job, Reference, answer, digest, force, later_turn
 from tasks.registry import GROUPS, TASKS
 from tasks.report import Progress, summary, table
 from tasks.shared import SharedPrompts
+from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
 
 ROUND = 128  # a job's new tokens are rounded up to a multiple of this, so that jobs can share caches
 JOINTS = 4  # allowance in tokens: texts encoded separately may take more tokens than when joined
 ROOT = Path(__file__).parent
 OTHER_TOOLS = {  # code that cannot affect an answer
-    "batch.py", "calibrate.py", "conversation.py", "convert_hf_checkpoint.py", "generate.py", "progress.py", "setup.py",
-}  # fmt: skip
+    "terminal/batch.py",
+    "calibrate.py",
+    "terminal/conversation.py",
+    "convert_hf_checkpoint.py",
+    "generate.py",
+    "terminal/progress.py",
+    "setup.py",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,23 +53,45 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=50, help="samples per task and length (default: 50)")
     p.add_argument("--questions", type=int, default=1, help="the most questions asked about a text (default: 1)")
     p.add_argument("--blind", action="store_true", help="prefill the text alone and feed every question afterwards")
-    p.add_argument("--fork", action="store_true", help="like --blind, but each question gets a row of its own, which "
-                   "continues a copy of the text's cache: no question sees another")
-    p.add_argument("--stepwise", action="store_true", help="feed questions one token a step, through the method's own "
-                   "attention; by default a question after the prompt attends to everything its row holds")
-    p.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template, except in tasks whose "
-                   "benchmark uses plain prompts; each later question is a turn of its own")
+    p.add_argument(
+        "--fork",
+        action="store_true",
+        help="like --blind, but each question gets a row of its own, which "
+        "continues a copy of the text's cache: no question sees another",
+    )
+    p.add_argument(
+        "--stepwise",
+        action="store_true",
+        help="feed questions one token a step, through the method's own "
+        "attention; by default a question after the prompt attends to everything its row holds",
+    )
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="apply the checkpoint's chat template, except in tasks whose "
+        "benchmark uses plain prompts; each later question is a turn of its own",
+    )
     p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
     p.add_argument("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
-    p.add_argument("--speculate", type=int, default=0, metavar="N", help="the methods draft N tokens at a time for the "
-                   "full cache to verify; the answers are then the full cache's")
+    p.add_argument(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's",
+    )
     p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
     p.add_argument("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
     p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
     p.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     p.add_argument("--batch", type=int, default=1, help="rows decoded together (default: 1)")
-    p.add_argument("--ranks", choices=("model", "data"), default="model", help="under torchrun: the processes share "
-                   "one model (default), or each has a whole one and answers its share of the samples")
+    p.add_argument(
+        "--ranks",
+        choices=("model", "data"),
+        default="model",
+        help="under torchrun: the processes share "
+        "one model (default), or each has a whole one and answers its share of the samples",
+    )
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
@@ -120,8 +148,9 @@ def prepare(
         except KeyError as error:
             raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
         later = 0 if args.blind else 1  # the first question that is fed after the prompt
-        fed = max(sum(len(engine.encode(later_turn(engine, q, chat), bos=False)) for q in s.questions[later:])
-                  for s in items)  # fmt: skip
+        fed = max(
+            sum(len(engine.encode(later_turn(engine, q, chat), bos=False)) for q in s.questions[later:]) for s in items
+        )
         new = fed + JOINTS + graded.max_new_tokens * max(len(s.questions) for s in items)
         jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND, chat))
     return jobs
@@ -138,9 +167,13 @@ def code(root: Path = ROOT) -> str:
 
 
 def evaluate(
-    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], progress: Progress,
+    args: argparse.Namespace,
+    engine: Engine,
+    jobs: list[Job],
+    chosen: list[Choice],
+    progress: Progress,
     ranks: Ranks = ALONE,
-) -> tuple[list[dict], list[dict]]:  # fmt: skip
+) -> tuple[list[dict], list[dict]]:
     """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples."""
     rows, samples, reference = [], [], Reference(engine)
     common = {"weights": fingerprint(args.checkpoint), "code": code(), "profile": digest(engine.profile)}

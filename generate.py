@@ -3,7 +3,7 @@
 Without arguments it uses the checkpoint in needle/ to answer a question about the long text there.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import json
@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import TextIO
 
 import kv
-import prefix
-import processes
-import tune
-from batch import open_to_append, parse_batch
-from checkpoint import fingerprint
-from cli import check_output, number, read_text, run, write_json
-from conversation import Conversation
 from decoder import Sampling
-from device import DTYPES
 from engine import Engine
-from progress import Progress
-from report import measured, print_report
+from runtime import prefix, processes, tune
+from runtime.checkpoint import fingerprint
+from runtime.device import DTYPES
 from sequence import Completion
+from terminal.batch import open_to_append, parse_batch
+from terminal.cli import check_output, number, read_text, run, write_json
+from terminal.conversation import Conversation
+from terminal.progress import Progress
+from terminal.report import measured, print_report
 
 __all__ = ["Engine"]
 NEEDLE = Path(__file__).parent / "needle"
@@ -54,8 +52,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mem", type=float, help="share of the cache for the device; short for --kv-opt mem=...")
     p.add_argument("--offload", action="store_true", help="keep the rest on the host; short for --kv-opt offload=true")
     p.add_argument("--kv-bits", metavar="N", help="store K and V in 8 or 4 bits; short for --kv-opt bits=...")
-    p.add_argument("--speculate", type=int, metavar="N", help="the method only drafts N tokens at a time, and the full "
-                   "cache verifies them: the full cache's answer, faster, in more memory")
+    p.add_argument(
+        "--speculate",
+        type=int,
+        metavar="N",
+        help="the method only drafts N tokens at a time, and the full "
+        "cache verifies them: the full cache's answer, faster, in more memory",
+    )
     p.add_argument("--list-kv", action="store_true", help="list the KV methods and exit")
     p.add_argument("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     p.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256; demo: 64)")
@@ -66,8 +69,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, help="of sampling (default: a new one each time)")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (default: yes, "
-                   "except in the demo)")
+    p.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the decode step (default: yes, except in the demo)",
+    )
     p.add_argument("--product", choices=tune.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
     p.add_argument("--verbose", action="store_true", help="print how fast each product reads each size of weight")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
@@ -135,13 +141,19 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     with closing(Progress(len(prompts))) as progress:
         engine = Engine.load(
-            checkpoint, args.kv, args.budget, options, device=args.device,
-            dtype=args.dtype or (saved and saved.setting.dtype), seed=args.seed,
+            checkpoint,
+            args.kv,
+            args.budget,
+            options,
+            device=args.device,
+            dtype=args.dtype or (saved and saved.setting.dtype),
+            seed=args.seed,
             batch=args.batch if args.batch is not None else min(len(prompts), 8),
             max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
             compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile pays off
-            speculate=args.speculate or 0, on_phase=progress,
-        )  # fmt: skip
+            speculate=args.speculate or 0,
+            on_phase=progress,
+        )
         if engine.tokenizer is None:
             raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
         ids, failed = {}, {}
@@ -183,10 +195,17 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], checkpoint: 
                 write({"id": name, "error": error})
                 progress.finished()
             completions = engine.generate(
-                list(ids.values()), limit, args.temperature, args.top_k, args.top_p, args.stop,
+                list(ids.values()),
+                limit,
+                args.temperature,
+                args.top_k,
+                args.top_p,
+                args.stop,
                 follow_ups=[processes.relay(ranks, conversation and conversation.questions())] if talk else None,
-                prefix=saved, on_token=show, on_done=done,
-            )  # fmt: skip
+                prefix=saved,
+                on_token=show,
+                on_done=done,
+            )
     if single and not talk:
         print(file=out)
     elif not single:
@@ -210,12 +229,17 @@ def save_prompt(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> 
     found.chat = args.chat
     found.save(args.save_prompt, engine.weights)
     report = {
-        "kv": args.kv, "budget": args.budget, "options": engine.options, "speculate": engine.speculate,
+        "kv": args.kv,
+        "budget": args.budget,
+        "options": engine.options,
+        "speculate": engine.speculate,
         "prompt_tokens": len(prompt),
-        "prefill_s": engine.stats.prefill_s, "save_s": time.perf_counter() - begin, "saved_bytes": found.bytes,
+        "prefill_s": engine.stats.prefill_s,
+        "save_s": time.perf_counter() - begin,
+        "saved_bytes": found.bytes,
         "saved_full_bytes": engine.shape.full_bytes() // engine.shape.planned * len(prompt),
         "room": engine.shape.max_new_tokens,
-    }  # fmt: skip
+    }
     size, full = (f"{report[name] / 1e6:.1f} MB" for name in ("saved_bytes", "saved_full_bytes"))
     print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size}, {report['save_s']:.2f} s", file=sys.stderr)
     print(f"-- the full cache takes {full}; room for {report['room']} more tokens", file=sys.stderr)

@@ -18,18 +18,25 @@ import torch
 from torch import Tensor
 
 from decoder import SLEEP, read_later, sample
-from progress import Phase, timed
 from sequence import Answer, Completion, Row
-from tokenizer import Stream
+from terminal.progress import Phase, timed
+from text.tokenizer import Stream
 
 
 class Loop:
     """One call of `Engine.generate`; `engine` is that Engine."""
 
     def __init__(
-        self, engine, waiting: deque[Row], answer_prompts: bool, limit: int, stop: list[str], stepwise: bool,
-        on_token: Callable[[int, int, str], None], on_done: Callable[[int, Completion], None],
-    ):  # fmt: skip
+        self,
+        engine,
+        waiting: deque[Row],
+        answer_prompts: bool,
+        limit: int,
+        stop: list[str],
+        stepwise: bool,
+        on_token: Callable[[int, int, str], None],
+        on_done: Callable[[int, Completion], None],
+    ):
         self.engine, self.waiting, self.answer_prompts = engine, waiting, answer_prompts
         self.limit, self.stop, self.on_token, self.on_done = limit, stop, on_token, on_done
         self.stepwise = stepwise  # whether follow-ups are fed one token per step

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig, rope_frequencies
-from kv.ops import following, rotate
-from linear import Embedding, Linear
+from kv.parts.ops import following, rotate
+from runtime.linear import Embedding, Linear
 
 SLICE = 4096  # prompt tokens per call of norms, projections and MLPs: bounds prefill's temporary memory
 
@@ -92,9 +92,7 @@ class Block(nn.Module):
         (q, k, v) = (x.new_empty(1, heads, x.shape[1], a.head_dim) for heads in a.heads)
         for s in slices:
             t = slice(s, s + SLICE)
-            q[:, :, t], k[:, :, t], v[:, :, t] = a.project(
-                self.attention_norm(x[:, t]), cos[:, :, t], sin[:, :, t]
-            )
+            q[:, :, t], k[:, :, t], v[:, :, t] = a.project(self.attention_norm(x[:, t]), cos[:, :, t], sin[:, :, t])
         y = attend(q, k, v)
         for s in slices:
             t = slice(s, s + SLICE)

@@ -7,7 +7,7 @@ for each token. Norms and biases do not change. Weights round to nearest, with a
 The result loads like any checkpoint. Tensors are read, quantized and written one at a time.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import sys
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
-from cli import run
 from config import ModelConfig
-from linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
 from model import Transformer
+from runtime.checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
+from runtime.linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
+from terminal.cli import run
 
 MODES = ("int8", "int4")
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
@@ -74,8 +74,10 @@ def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embed
                     setattr(parent, name, Int8Linear(child))
                     continue
                 if not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or child.in_features % groupsize:
-                    raise ValueError(f"groupsize {groupsize} must be even and divide the {child.in_features} input "
-                                     f"channels of {path}.{name}")
+                    raise ValueError(
+                        f"groupsize {groupsize} must be even and divide the {child.in_features} input "
+                        f"channels of {path}.{name}"
+                    )
                 setattr(parent, name, Int4Linear(child, groupsize))
             elif isinstance(child, Embedding) and embeddings:
                 setattr(parent, name, Int8Embedding(child))
@@ -102,9 +104,13 @@ def read_quantization(config: dict) -> dict | None:
 
 
 def quantize(
-    checkpoint: str | Path, out: str | Path, mode: str, groupsize: int = 128, embeddings: bool = False,
+    checkpoint: str | Path,
+    out: str | Path,
+    mode: str,
+    groupsize: int = 128,
+    embeddings: bool = False,
     force: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the quantized checkpoint `out`.
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decoder import CONTINUE, SLEEP
-from prefix import Prefix, Shared
-from tokenizer import Stream
+from runtime.prefix import Prefix, Shared
+from text.tokenizer import Stream
 
 
 @dataclass
@@ -39,9 +39,14 @@ class Row:
     """One prompt and its progress through a batch row."""
 
     def __init__(
-        self, index: int, prompt: list[int], follow_ups: Iterable, planned: int, prefix: Prefix | None = None,
+        self,
+        index: int,
+        prompt: list[int],
+        follow_ups: Iterable,
+        planned: int,
+        prefix: Prefix | None = None,
         shared: Shared | None = None,
-    ):  # fmt: skip
+    ):
         self.index, self.prompt, self.follow_ups = index, prompt, iter(follow_ups)
         self.prefix = prefix  # what the prompt left in the caches, if it need not be prefilled
         self.shared = shared  # its beginning, if other prompts have the same

@@ -6,7 +6,7 @@ table, and the method's reads of its cache) at the read bandwidth of a large sum
 machine otherwise idle.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import datetime
@@ -22,17 +22,16 @@ from typing import TextIO
 import torch
 
 import kv as methods
-import processes
-import tune
 from bench import generations, llama_cpp
 from bench.contenders import SHAPES
 from bench.measure import measure, new_case, read_bandwidth
 from bench.papers import Found, published
 from bench.report import draw, extensions, is_wide, speculations, table
-from checkpoint import read_json
-from cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
-from device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from quantize import MODES
+from runtime import processes, tune
+from runtime.checkpoint import read_json
+from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
+from terminal.cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
 
 PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
 
@@ -48,14 +47,27 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
     p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, added at once")
-    p.add_argument("--speculate", default="", metavar="N,..", help="also time rounds, in which the methods draft N "
-                   "tokens and the full cache verifies them")
-    p.add_argument("--accept", type=float, default=0.8, metavar="SHARE", help="--speculate: the probability that a "
-                   "drafted token is accepted, for ms/token (default: 0.8); the time of a round does not depend on it")
+    p.add_argument(
+        "--speculate",
+        default="",
+        metavar="N,..",
+        help="also time rounds, in which the methods draft N tokens and the full cache verifies them",
+    )
+    p.add_argument(
+        "--accept",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="--speculate: the probability that a "
+        "drafted token is accepted, for ms/token (default: 0.8); the time of a round does not depend on it",
+    )
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
     p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
-    p.add_argument("--embeddings", action="store_true", help="with int8 or int4: quantize the embedding table and the "
-                   "head too, to int8")
+    p.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="with int8 or int4: quantize the embedding table and the head too, to int8",
+    )
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
     p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
     p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")

@@ -6,7 +6,7 @@ drafting step reads, and how many answers equal the full cache's; in 16 bits som
 rows rounds differently from one of a single row.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import itertools
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli import Choice, check_output, choices, columns, number, numbers, read_text, run, write_json
-from device import DTYPES
 from engine import Engine
+from runtime.device import DTYPES
 from tasks import Setting, shipped_haystack
 from tasks.registry import TASKS
+from terminal.cli import Choice, check_output, choices, columns, number, numbers, read_text, run, write_json
 
 LOOKUP = "niah_multikey_1"
 
@@ -110,12 +110,16 @@ def table(rows: list[dict], kinds: list[str]) -> str:
     for r in rows:
         found = [r["kinds"][kind] for kind in kinds]
         same, every = (sum(x[key] for x in found) for key in ("same", "of"))
-        lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label, str(r["speculate"]),
-            *("-" if x["accepted"] is None else f"{x['accepted']:.2f}" for x in found),
-            f"{r['draft_bytes'] / 1e6:.2f} MB", f"{100 * r['draft_bytes'] / r['full_bytes']:.1f}%",
-            f"{same} of {every}",
-        ])  # fmt: skip
+        lines.append(
+            [
+                Choice(r["kv"], r["budget"], r["options"]).label,
+                str(r["speculate"]),
+                *("-" if x["accepted"] is None else f"{x['accepted']:.2f}" for x in found),
+                f"{r['draft_bytes'] / 1e6:.2f} MB",
+                f"{100 * r['draft_bytes'] / r['full_bytes']:.1f}%",
+                f"{same} of {every}",
+            ]
+        )
     return columns(lines)
 
 

@@ -5,7 +5,7 @@ perplexity, the bytes of a row's cache, the bytes a step reads, and ms per token
 `bash bench.sh compare` makes both files and calls this.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import itertools
@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from cli import Choice, check_output, load_pyplot, run
+from terminal.cli import Choice, check_output, load_pyplot, run
 
 
 def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
@@ -51,10 +51,13 @@ def table(found: dict[tuple, dict]) -> str:
         numbers = [
             format(own[name] * scale, spec) if name in own else "-"
             for name, scale, spec in (
-                ("perplexity", 1, ".1f"), ("kv_device_bytes", 1e-6, ".2f"), ("kv_host_bytes", 1e-6, ".2f"),
-                ("read", 1e-6, ".2f"), ("ms", 1, ".1f"),
+                ("perplexity", 1, ".1f"),
+                ("kv_device_bytes", 1e-6, ".2f"),
+                ("kv_host_bytes", 1e-6, ".2f"),
+                ("read", 1e-6, ".2f"),
+                ("ms", 1, ".1f"),
             )
-        ]  # fmt: skip
+        ]
         lines.append([method, "" if budget is None else str(budget), answers or "-", *numbers])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -14,24 +14,31 @@ import torch
 from torch import Tensor
 
 import kv as methods
-import tp
 from caches import shape_of
-from cli import Choice
 from config import ModelConfig
 from decoder import CONTINUE, Sampling, read_later
 from engine import Engine
 from kv.full import Full
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from quantize import pack
+from runtime import tp
+from terminal.cli import Choice
 
 
 def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
     return {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": dim, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
-        "rope_theta": theta, "max_position_embeddings": 2**20, **more,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "rope_theta": theta,
+        "max_position_embeddings": 2**20,
+        **more,
+    }
 
 
 SHAPES = {  # the models' config.json, except the context length, which the benchmark chooses
@@ -140,9 +147,7 @@ class Naive(Full):
 class Ours:
     """A method of this engine, on weights shared with other contenders."""
 
-    def __init__(
-        self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False, speculate: int = 0
-    ):
+    def __init__(self, case: Case, method: Choice, weights: dict[str, Tensor], naive: bool = False, speculate: int = 0):
         self.case, self.method, self.label = case, method, "naive" if naive else method.label
         model = case.model()
         model.load_state_dict(weights, assign=True)

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import kv as methods
 from bench.contenders import Case, Ours, floor_ms, random_weights, step_weights
-from cli import Choice, columns, load_pyplot
-from device import free_bytes
+from runtime.device import free_bytes
+from terminal.cli import Choice, columns, load_pyplot
 
 POINTS = 16  # lengths at which steps are timed
 LARGEST = 4096  # the most rows
@@ -64,21 +64,39 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int, 
         floors.append(floor_ms(case.device, step_weights(case, weights) + device, host, bandwidth))
     device, host, full = engine.kv_bytes()
     return {
-        "kv": method.kv, "budget": method.budget, "options": method.options,
-        "profile": engine.from_profile(), "context": case.context, "new": new,
-        "batch": batch, "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize,
+        "kv": method.kv,
+        "budget": method.budget,
+        "options": method.options,
+        "profile": engine.from_profile(),
+        "context": case.context,
+        "new": new,
+        "batch": batch,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "quantize": case.quantize,
         "embeddings": bool(case.quantize) and case.embeddings,
-        "ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1],
-        "lengths": lengths, "ms": times, "tokens_per_s": 1e3 * batch / statistics.mean(times),
-        "ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors), "kv_device_bytes": device, "kv_host_bytes": host,
-        "full_bytes": full, "weight_bytes": sum(t.nbytes for t in weights.values()),
-    }  # fmt: skip
+        "ms_per_token": statistics.mean(times),
+        "first_ms": times[0],
+        "last_ms": times[-1],
+        "lengths": lengths,
+        "ms": times,
+        "tokens_per_s": 1e3 * batch / statistics.mean(times),
+        "ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors),
+        "kv_device_bytes": device,
+        "kv_host_bytes": host,
+        "full_bytes": full,
+        "weight_bytes": sum(t.nbytes for t in weights.values()),
+    }
 
 
 def generations(
-    case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, bandwidth: float,
+    case: Case,
+    chosen: list[Choice],
+    batches: list[int] | None,
+    new: int,
+    steps: int,
+    bandwidth: float,
     memory: int | None = None,
-) -> Iterator[dict]:  # fmt: skip
+) -> Iterator[dict]:
     """Yields a row per method and batch. batches None: the largest batch that fits, within `memory` bytes if given."""
     weights = random_weights(case)
     held = sum(t.nbytes for t in weights.values())
@@ -100,13 +118,20 @@ def table(rows: list[dict]) -> str:
         same = ("context", "new", "quantize")
         fulls = [f for f in rows if f["kv"] == "full" and all(f[key] == r[key] for key in same)]
         full = max(fulls, key=lambda f: f["batch"] == r["batch"], default=None)
-        lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label, r["quantize"] or r["dtype"],
-            f"{r['context']} + {r['new']}", str(r["batch"]),
-            f"{r['tokens_per_s']:.1f}", f"{r['ceiling_tokens_per_s']:.1f}",
-            f"{r['tokens_per_s'] / full['tokens_per_s']:.2f}" if full else "-",
-            f"{r['first_ms']:.2f}", f"{r['last_ms']:.2f}", f"{r['kv_device_bytes'] / 1e6:.1f} MB",
-        ])  # fmt: skip
+        lines.append(
+            [
+                Choice(r["kv"], r["budget"], r["options"]).label,
+                r["quantize"] or r["dtype"],
+                f"{r['context']} + {r['new']}",
+                str(r["batch"]),
+                f"{r['tokens_per_s']:.1f}",
+                f"{r['ceiling_tokens_per_s']:.1f}",
+                f"{r['tokens_per_s'] / full['tokens_per_s']:.2f}" if full else "-",
+                f"{r['first_ms']:.2f}",
+                f"{r['last_ms']:.2f}",
+                f"{r['kv_device_bytes'] / 1e6:.1f} MB",
+            ]
+        )
     return columns(lines)
 
 

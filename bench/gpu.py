@@ -5,7 +5,7 @@ kept in DIR/STEP.log. When a step ends, its measurements are appended to DIR/rep
 DIR/report.md. A step that fails stops no other. With `--device cpu` the steps use small shapes, which tests the steps.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import datetime
@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import run
-from device import machine, pick_device
+from runtime.device import machine, pick_device
+from terminal.cli import run
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = (  # groups that run side by side
@@ -79,38 +79,144 @@ def steps(device: str) -> list[Step]:
         return Step(form, about, [command], env={"KV_FAST_PRODUCT": form})
 
     return [
-        Step("tests", "the tests that need a GPU", [["-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider",
-             "tests/test_offload.py", "tests/test_ops.py", "tests/test_engine.py", "tests/test_omnikv.py"]], 5),
-        Step("methods", "every method on the needle checkpoint, eager and compiled (side by side: the times are not "
-             "those of an idle GPU)", [smoke(group) for group in groups]),
+        Step(
+            "tests",
+            "the tests that need a GPU",
+            [
+                [
+                    "-m",
+                    "pytest",
+                    "-m",
+                    "cuda",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "tests/test_offload.py",
+                    "tests/test_ops.py",
+                    "tests/test_engine.py",
+                    "tests/test_omnikv.py",
+                ]
+            ],
+            5,
+        ),
+        Step(
+            "methods",
+            "every method on the needle checkpoint, eager and compiled (side by side: the times are not "
+            "those of an idle GPU)",
+            [smoke(group) for group in groups],
+        ),
         Step("offload", "threads that fetch with pauses: the same tokens", [smoke(g, "--delays") for g in threads]),
         speed("short", "8B at 16K, with prefill", "--kv", main, *budget, *near, "--baseline", "naive"),
         speed("long", "8B at 128K", "--kv", main, *budget, *far),
         attention("kernel", "SDPA"),
         attention("fused", "products and sums that Inductor fuses"),
-        Step("tiles", "a top-k that sorts the maxima of tiles first, where one sort is a guess (step long)",
-             [bench(device, "tiles", "--kv", "full,tailorkv", *budget, *far, small=tiny + " --kv full,tailorkv")],
-             env={"KV_FAST_TILES": "1"}),
-        speed("prefill", "a prompt of 128K", "--kv", "full,rocketkv,omnikv", *budget, "--context", "131072", "--steps",
-              "3", small="--context 512 --budget 64 --kv full"),
+        Step(
+            "tiles",
+            "a top-k that sorts the maxima of tiles first, where one sort is a guess (step long)",
+            [bench(device, "tiles", "--kv", "full,tailorkv", *budget, *far, small=tiny + " --kv full,tailorkv")],
+            env={"KV_FAST_TILES": "1"},
+        ),
+        speed(
+            "prefill",
+            "a prompt of 128K",
+            "--kv",
+            "full,rocketkv,omnikv",
+            *budget,
+            "--context",
+            "131072",
+            "--steps",
+            "3",
+            small="--context 512 --budget 64 --kv full",
+        ),
         speed("batch", "8 rows at 16K", "--kv", main, *budget, *near, "--no-prefill", "--batch", "8"),
-        speed("int4", "int4 weights at 128K", "--kv", "full,rocketkv,quest", *budget, *far, "--quantize", "int4",
-              small=tiny + " --kv full --quantize int4 --groupsize 32"),
-        speed("peer", "transformers' caches at 16K", "--kv", "full", *near, "--no-prefill", "--peer", "transformers",
-              small=tiny + " --kv full"),
-        speed("speculation", "drafts at 128K", "--kv", "full,rocketkv,streaming", *budget, *far, "--speculate", "2,4",
-              small=tiny + " --kv full,streaming --speculate 2"),
-        speed("omnikv", "a cache on the host: 256K", "--kv", "omnikv:offload=true", *budget, "--context",
-              "262144", "--no-prefill", small=tiny + " --kv omnikv:offload=true"),
-        speed("tailorkv", "int4 weights and 128K in 24 GB", "--kv", "tailorkv", *budget, *far, "--quantize", "int4",
-              "--memory-cap", "24", small=tiny + " --kv tailorkv"),
-        speed("generations", "whole generations, as many rows as fit", "--kv", "full,h2o,d2o", *budget, "--context",
-              "2048", "--generate", "2048", "--batch", "max", "--steps", "4",
-              small="--context 64 --generate 16 --batch 2 --budget 32 --kv full,h2o"),
-        speed("trace", "a trace of two steps with offload: trace.trace.json", "--kv", "omnikv:offload=true", *budget,
-              *near, "--no-prefill", "--steps", "3", "--profile", "trace.trace.json",
-              small=tiny + " --kv omnikv:offload=true --profile trace.trace.json"),
-    ]  # fmt: skip
+        speed(
+            "int4",
+            "int4 weights at 128K",
+            "--kv",
+            "full,rocketkv,quest",
+            *budget,
+            *far,
+            "--quantize",
+            "int4",
+            small=tiny + " --kv full --quantize int4 --groupsize 32",
+        ),
+        speed(
+            "peer",
+            "transformers' caches at 16K",
+            "--kv",
+            "full",
+            *near,
+            "--no-prefill",
+            "--peer",
+            "transformers",
+            small=tiny + " --kv full",
+        ),
+        speed(
+            "speculation",
+            "drafts at 128K",
+            "--kv",
+            "full,rocketkv,streaming",
+            *budget,
+            *far,
+            "--speculate",
+            "2,4",
+            small=tiny + " --kv full,streaming --speculate 2",
+        ),
+        speed(
+            "omnikv",
+            "a cache on the host: 256K",
+            "--kv",
+            "omnikv:offload=true",
+            *budget,
+            "--context",
+            "262144",
+            "--no-prefill",
+            small=tiny + " --kv omnikv:offload=true",
+        ),
+        speed(
+            "tailorkv",
+            "int4 weights and 128K in 24 GB",
+            "--kv",
+            "tailorkv",
+            *budget,
+            *far,
+            "--quantize",
+            "int4",
+            "--memory-cap",
+            "24",
+            small=tiny + " --kv tailorkv",
+        ),
+        speed(
+            "generations",
+            "whole generations, as many rows as fit",
+            "--kv",
+            "full,h2o,d2o",
+            *budget,
+            "--context",
+            "2048",
+            "--generate",
+            "2048",
+            "--batch",
+            "max",
+            "--steps",
+            "4",
+            small="--context 64 --generate 16 --batch 2 --budget 32 --kv full,h2o",
+        ),
+        speed(
+            "trace",
+            "a trace of two steps with offload: trace.trace.json",
+            "--kv",
+            "omnikv:offload=true",
+            *budget,
+            *near,
+            "--no-prefill",
+            "--steps",
+            "3",
+            "--profile",
+            "trace.trace.json",
+            small=tiny + " --kv omnikv:offload=true --profile trace.trace.json",
+        ),
+    ]
 
 
 def perform(step: Step, out: Path) -> dict:
@@ -123,8 +229,14 @@ def perform(step: Step, out: Path) -> dict:
     for i, command in enumerate(step.commands):
         log = open(out / (f"{step.name}.log" if len(step.commands) == 1 else f"{step.name}.{i + 1}.log"), "wb")
         command = [sys.executable, *(str(ROOT / a) if a.startswith(("needle/", "tests/")) else a for a in command)]
-        processes.append((subprocess.Popen(command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT,
-                                           start_new_session=True), log))  # fmt: skip
+        processes.append(
+            (
+                subprocess.Popen(
+                    command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                ),
+                log,
+            )
+        )
     codes = []
     try:
         for process, log in processes:

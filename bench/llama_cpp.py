@@ -99,8 +99,9 @@ class LlamaCpp:
         if self.api.llama_decode(self.context, self.api.llama_batch_get_one(ids, len(tokens))) != 0:
             raise ValueError(f"{self.label} failed at {len(tokens)} tokens")
         logits = self.api.llama_get_logits_ith(self.context, -1)
-        values = torch.frombuffer((ctypes.c_float * self.vocab).from_address(ctypes.addressof(logits.contents)),
-                                  dtype=torch.float32)  # fmt: skip
+        values = torch.frombuffer(
+            (ctypes.c_float * self.vocab).from_address(ctypes.addressof(logits.contents)), dtype=torch.float32
+        )
         self.token = int(values.argmax())
 
     def start(self) -> float:

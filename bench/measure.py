@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import processes
 from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
 from bench.llama_cpp import LlamaCpp
 from bench.report import tokens_per_round
-from cli import Choice
-from device import free_bytes, memory_errors, resident_bytes
+from runtime import processes
+from runtime.device import free_bytes, memory_errors, resident_bytes
+from terminal.cli import Choice
 
 LEAST = 2**25  # bytes of free memory that measuring needs
 
@@ -110,13 +110,20 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
             print(f"left out: {error}", file=sys.stderr)
             continue
         row = {
-            "shape": args.shape, "context": case.context, "batch": case.batch,
-            "dtype": str(case.dtype).removeprefix("torch."), "quantize": case.quantize,
-            "embeddings": bool(case.quantize) and case.embeddings, "prefill_s": prefill_s,
-            **contender.about(), "weight_bytes": weight_bytes, "graphs": None,
-            "step_weight_bytes": step_weights(case, weights), "ranks": case.ranks.count,
+            "shape": args.shape,
+            "context": case.context,
+            "batch": case.batch,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "quantize": case.quantize,
+            "embeddings": bool(case.quantize) and case.embeddings,
+            "prefill_s": prefill_s,
+            **contender.about(),
+            "weight_bytes": weight_bytes,
+            "graphs": None,
+            "step_weight_bytes": step_weights(case, weights),
+            "ranks": case.ranks.count,
             "step_exchanged_bytes": case.exchanged(),
-        }  # fmt: skip
+        }
         if isinstance(contender, Ours):
             held = weight_bytes + row["kv_device_bytes"]
             for when, more in (("prefill", prefill_rise), ("decode", decode_rise)):

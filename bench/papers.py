@@ -14,8 +14,8 @@ from bench.generations import generations
 from bench.generations import table as generations_table
 from bench.measure import measure, new_case
 from bench.report import value
-from cli import Choice
-from device import free_bytes
+from runtime.device import free_bytes
+from terminal.cli import Choice
 
 Found = Iterator[tuple[str, list[dict]]]  # finished cases: a key of the JSON object, and new rows for it
 
@@ -38,7 +38,13 @@ class Setting:
 
 ROCKETKV = tuple(  # section 4.3 states the figures of two settings; the others are only plotted
     Setting(
-        "rocketkv", "RocketKV, Figure 5", "H100, fp16", "llama-3.1-8b", 1024 * k, budget, {"speedup": s, "memory": m},
+        "rocketkv",
+        "RocketKV, Figure 5",
+        "H100, fp16",
+        "llama-3.1-8b",
+        1024 * k,
+        budget,
+        {"speedup": s, "memory": m},
         {"split": "even"},
     )
     for k in (16, 32, 64, 96)
@@ -47,9 +53,17 @@ ROCKETKV = tuple(  # section 4.3 states the figures of two settings; the others 
 )
 OMNIKV = (
     Setting("omnikv", "OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 128 * 1024, 2048, {"speedup": 1.68}),
-    Setting("omnikv", "OmniKV, section 5.2", "A100, fp16", "llama-3.1-8b", 450 * 1000, None, {"tokens_per_s": 7.5},
-            {"mem": 0.3, "offload": True}),
-)  # fmt: skip
+    Setting(
+        "omnikv",
+        "OmniKV, section 5.2",
+        "A100, fp16",
+        "llama-3.1-8b",
+        450 * 1000,
+        None,
+        {"tokens_per_s": 7.5},
+        {"mem": 0.3, "offload": True},
+    ),
+)
 D2O = tuple(  # tokens/s relative to the full cache, each with as many rows as fit; the budget is the prompt's length
     Setting(
         name, "D2O, Table 5", "A100 80 GB, fp16", "llama-3.1-8b", n, n, {"speedup": speedup, "rows": 4.0}, new=4 * n
@@ -61,16 +75,35 @@ TAILORKV = (
     *(
         Setting("tailorkv", "TailorKV, Table 13", "A100", shape, k * 1024, 192, {"speedup": speedup})
         for shape, k, speedup in (
-            ("llama-3.1-8b", 64, 0.93), ("llama-3.1-8b", 128, 1.46), ("llama-2-7b", 64, 1.43),
-            ("yi-6b", 128, 0.79), ("yi-9b", 128, 0.89),
+            ("llama-3.1-8b", 64, 0.93),
+            ("llama-3.1-8b", 128, 1.46),
+            ("llama-2-7b", 64, 1.43),
+            ("yi-6b", 128, 0.79),
+            ("yi-9b", 128, 0.89),
         )
     ),
     Setting("tailorkv", "TailorKV, section 5.3", "A100", "llama-2-7b", 128 * 1024, 192, {"memory": 0.262}),
-    Setting("tailorkv", "TailorKV, section 1", "RTX 3090", "llama-3.1-8b", 128 * 1024, 192, {"memory": 0.463},
-            quantize="int4"),
-    Setting("tailorkv", "TailorKV, section 1", "RTX 3090, PCIe 1.0", "llama-3.1-8b", 128 * 1024, 192,
-            {"tokens_per_s": 12.2}, quantize="int4"),
-)  # fmt: skip
+    Setting(
+        "tailorkv",
+        "TailorKV, section 1",
+        "RTX 3090",
+        "llama-3.1-8b",
+        128 * 1024,
+        192,
+        {"memory": 0.463},
+        quantize="int4",
+    ),
+    Setting(
+        "tailorkv",
+        "TailorKV, section 1",
+        "RTX 3090, PCIe 1.0",
+        "llama-3.1-8b",
+        128 * 1024,
+        192,
+        {"tokens_per_s": 12.2},
+        quantize="int4",
+    ),
+)
 SETTINGS = (*ROCKETKV, *OMNIKV, *D2O, *TAILORKV)
 
 

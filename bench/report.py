@@ -2,15 +2,31 @@
 
 import itertools
 
-from cli import Choice, columns, load_pyplot
+from terminal.cli import Choice, columns, load_pyplot
 
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
 WIDE = 0.25  # share of the median; a row is marked if its 10th and 90th percentiles are further apart
 
 
 def table(rows: list[dict]) -> str:
-    head = ["method", "weights", "batch", "context", "ms/token", "p10 - p90", "floor", "x floor", "vs full", "tokens/s",
-            "read a step", "KV", "peak decode", "peak prefill", "first token s", "compile s"]  # fmt: skip
+    head = [
+        "method",
+        "weights",
+        "batch",
+        "context",
+        "ms/token",
+        "p10 - p90",
+        "floor",
+        "x floor",
+        "vs full",
+        "tokens/s",
+        "read a step",
+        "KV",
+        "peak decode",
+        "peak prefill",
+        "first token s",
+        "compile s",
+    ]
     lines = [head]
 
     def size(*parts: int | None) -> str:
@@ -19,15 +35,26 @@ def table(rows: list[dict]) -> str:
 
     for r in rows:
         drafts = f", drafts {r['speculate']}" if r.get("speculate") else ""
-        lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label + drafts,
-            r["quantize"] or r["dtype"], str(r["batch"]), str(r["context"]),
-            f"{r['ms_per_token']:.2f}" + "!" * is_wide(r), f"{r['p10']:.2f} - {r['p90']:.2f}",
-            value(r["floor_ms"], ".2f"), value(r["times_floor"], ".2f"), value(r["speedup_vs_full"], ".2f"),
-            f"{r['tokens_per_s']:.1f}", size(r["step_weight_bytes"], r["step_device_bytes"], r["step_host_bytes"]),
-            size(r["kv_device_bytes"], r["kv_host_bytes"]), size(r["peak_decode_bytes"]), size(r["peak_prefill_bytes"]),
-            value(r["prefill_s"], ".2f"), value(r["compile_s"], ".1f"),
-        ])  # fmt: skip
+        lines.append(
+            [
+                Choice(r["kv"], r["budget"], r["options"]).label + drafts,
+                r["quantize"] or r["dtype"],
+                str(r["batch"]),
+                str(r["context"]),
+                f"{r['ms_per_token']:.2f}" + "!" * is_wide(r),
+                f"{r['p10']:.2f} - {r['p90']:.2f}",
+                value(r["floor_ms"], ".2f"),
+                value(r["times_floor"], ".2f"),
+                value(r["speedup_vs_full"], ".2f"),
+                f"{r['tokens_per_s']:.1f}",
+                size(r["step_weight_bytes"], r["step_device_bytes"], r["step_host_bytes"]),
+                size(r["kv_device_bytes"], r["kv_host_bytes"]),
+                size(r["peak_decode_bytes"]),
+                size(r["peak_prefill_bytes"]),
+                value(r["prefill_s"], ".2f"),
+                value(r["compile_s"], ".1f"),
+            ]
+        )
     return columns(lines)
 
 
@@ -36,10 +63,16 @@ def extensions(rows: list[dict]) -> str:
     lines = [["method", "context", "tokens", "at once, ms", "in steps, ms", "prefill again, ms"]]
     for r in rows:
         n, again = r["extend"], r["prefill_s"] and 1e3 * r["prefill_s"] * (r["context"] + r["extend"]) / r["context"]
-        lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label, str(r["context"]), str(n), f"{r['extend_ms']:.0f}",
-            f"{n * r['ms_per_token']:.0f}", value(again, ".0f"),
-        ])  # fmt: skip
+        lines.append(
+            [
+                Choice(r["kv"], r["budget"], r["options"]).label,
+                str(r["context"]),
+                str(n),
+                f"{r['extend_ms']:.0f}",
+                f"{n * r['ms_per_token']:.0f}",
+                value(again, ".0f"),
+            ]
+        )
     return columns(lines)
 
 
@@ -50,22 +83,52 @@ def tokens_per_round(drafted: int, accept: float) -> float:
 
 def speculations(rows: list[dict], all_rows: list[dict]) -> str:
     """What a round costs, and the acceptance at which it begins to pay; `rows` are those with speculation."""
-    lines = [["drafts", "a round", "context", "batch", "weights", "round, ms", "draft, ms", "verify, ms", "full, ms",
-              "ms/token", "accepted", "break-even"]]  # fmt: skip
+    lines = [
+        [
+            "drafts",
+            "a round",
+            "context",
+            "batch",
+            "weights",
+            "round, ms",
+            "draft, ms",
+            "verify, ms",
+            "full, ms",
+            "ms/token",
+            "accepted",
+            "break-even",
+        ]
+    ]
     for r in rows:
         same = [x for x in all_rows if all(x[key] == r[key] for key in ("context", "batch", "quantize"))]
-        plain = [x["ms_per_token"] for x in same if not x.get("speculate") and x["kv"] == r["kv"]
-                 and x["budget"] == r["budget"] and x["options"] == r["options"]]  # fmt: skip
+        plain = [
+            x["ms_per_token"]
+            for x in same
+            if not x.get("speculate")
+            and x["kv"] == r["kv"]
+            and x["budget"] == r["budget"]
+            and x["options"] == r["options"]
+        ]
         full = [x["ms_per_token"] for x in same if x["kv"] == "full" and not x["options"]]
         n, draft = r["speculate"], plain[0]
         percents = range(101) if full else ()
         pays = next((p for p in percents if r["round_ms"] <= full[0] * tokens_per_round(n, p / 100)), None)
-        lines.append([
-            Choice(r["kv"], r["budget"], r["options"]).label, str(n), str(r["context"]), str(r["batch"]),
-            r["quantize"] or r["dtype"], f"{r['round_ms']:.2f}", f"{draft:.2f}", f"{r['round_ms'] - n * draft:.2f}",
-            value(full[0] if full else None, ".2f"), f"{r['ms_per_token']:.2f}", f"{100 * r['accept']:.0f}%",
-            "-" if pays is None else f"{pays}%",
-        ])  # fmt: skip
+        lines.append(
+            [
+                Choice(r["kv"], r["budget"], r["options"]).label,
+                str(n),
+                str(r["context"]),
+                str(r["batch"]),
+                r["quantize"] or r["dtype"],
+                f"{r['round_ms']:.2f}",
+                f"{draft:.2f}",
+                f"{r['round_ms'] - n * draft:.2f}",
+                value(full[0] if full else None, ".2f"),
+                f"{r['ms_per_token']:.2f}",
+                f"{100 * r['accept']:.0f}%",
+                "-" if pays is None else f"{pays}%",
+            ]
+        )
     return columns(lines)
 
 

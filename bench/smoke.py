@@ -6,7 +6,7 @@ fp32 from the CPU's, and compiled from eager. With --delays, threads that fetch 
 change.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import json
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from bench.measure import replays
-from cli import Choice, choices, number, numbers, run
 from decoder import CONTINUE, compiled_graphs
-from device import pick_device
 from engine import Engine
 from generate import NEEDLE
-from kv.offload import ThreadedPool
+from kv.parts.offload import ThreadedPool
+from runtime.device import pick_device
+from terminal.cli import Choice, choices, number, numbers, run
 
 FORCED = [5, 9, 17, 33, 65, 129, 257, 513] * 2  # tokens after which logits are compared
 NEW = 24  # tokens of an answer
@@ -71,9 +71,11 @@ def check(method: Choice, ids: list[int], device: torch.device) -> dict:
 
     found, logits = {}, {}
     for name, dtype, place, compile in (
-        ("cpu, fp32", "float32", torch.device("cpu"), False), ("fp32", "float32", device, False),
-        ("eager", "bfloat16", device, False), ("compiled", "bfloat16", device, True),
-    ):  # fmt: skip
+        ("cpu, fp32", "float32", torch.device("cpu"), False),
+        ("fp32", "float32", device, False),
+        ("eager", "bfloat16", device, False),
+        ("compiled", "bfloat16", device, True),
+    ):
         if name == "fp32" and device.type == "cpu":
             continue
         torch._dynamo.reset()

@@ -34,12 +34,23 @@ from kv import (
 )
 from kv.base import KV
 from kv.method import Method, Shape
-from kv.speculation import speculative
+from kv.parts.speculation import speculative
 
 __all__ = [
-    "KV", "METHODS", "BudgetTooSmall", "Method", "Shape", "build", "describe", "from_profile", "paper_bytes",
-    "parse_options", "planned_bytes", "read_profile", "total_bytes",
-]  # fmt: skip
+    "KV",
+    "METHODS",
+    "BudgetTooSmall",
+    "Method",
+    "Shape",
+    "build",
+    "describe",
+    "from_profile",
+    "paper_bytes",
+    "parse_options",
+    "planned_bytes",
+    "read_profile",
+    "total_bytes",
+]
 
 
 # The options that kv_profile.json may set: what calibrate.py measures of a model. Checkpoints are untrusted, so none of
@@ -216,9 +227,15 @@ def drafts(name: str) -> bool:
     """Whether the method, with its default options, can draft for the full cache."""
     sizes = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128, "max_prompt": 1024}
     shape = Shape(
-        **sizes, max_new_tokens=64, batch=1, rope_type="default", rope_theta=1e4, dtype=torch.float32,
-        device=torch.device("meta"), rewind=1,
-    )  # fmt: skip
+        **sizes,
+        max_new_tokens=64,
+        batch=1,
+        rope_type="default",
+        rope_theta=1e4,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        rewind=1,
+    )
     try:
         build(name, shape, max(64, _method(name)().minimum(shape)) if _method(name).budgeted else None, {})
     except ValueError:

@@ -35,7 +35,7 @@ registered method:
     a prompt that is extended in chunks of any sizes equals the whole prompt.
 12. A row restored from its `state` continues as the row did, in any row of any batch.
 13. If `rewinds`, moving `pos` back takes tokens back: once `insert` has overwritten them, the row equals one that never
-    held them. Such a method can draft for the full cache (kv/speculation.py), and the output is the full cache's.
+    held them. Such a method can draft for the full cache (kv/parts/speculation.py), and the output is the full cache's.
 14. Ranks that share a model give the output of one process (but for omnikv, which chooses per rank, as its paper does).
 """
 
@@ -46,8 +46,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kv import attention, ops
 from kv.method import Shape
+from kv.parts import attention, ops
 
 
 class Held(NamedTuple):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV
-from kv.fetched import Parts
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.offload import Staged, ThreadedPool, Workers
+from kv.parts import ops
+from kv.parts.fetched import Parts
+from kv.parts.offload import Staged, ThreadedPool, Workers
 
 
 class Ahead(Full):

@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV, Buffers, Held
 from kv.full import Full
 from kv.h2o import H2O, allocate_tokens
 from kv.method import Method, Shape, option
+from kv.parts import ops
 from kv.streaming import SINKS
 
 LEAST = 4  # the fewest tokens of a layer besides the sinks

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
+from kv.parts import ops
 
 
 class ExactTopK(Full):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import attention, ops
 from kv.base import KV, Held
 from kv.method import Method, Shape
+from kv.parts import attention, ops
 
 
 class Full(KV):

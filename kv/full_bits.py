@@ -11,7 +11,7 @@ from kv.base import KV
 from kv.full import Full, FullMethod
 from kv.kivi import RECENT, Quantized, layer_bytes
 from kv.method import Shape
-from kv.quant import BITS, Bits
+from kv.parts.quant import BITS, Bits
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import attention, ops
 from kv.base import KV, Buffers, Held
 from kv.method import Method, Shape, option
+from kv.parts import attention, ops
 from kv.streaming import SINKS
 
 
@@ -254,8 +254,11 @@ class CaM(H2O):
         spreads = evicts & (self.chance(evicted)[..., 0] < ratio)
         each = (-1, -1, -1, values.shape[3])
         value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]
-        values.scatter_add_(2, following.indices[..., None].expand(each),  # values is a view of the cache
-                            torch.where((spreads[..., None] & real)[..., None], value, 0.0))  # fmt: skip
+        values.scatter_add_(
+            2,
+            following.indices[..., None].expand(each),  # values is a view of the cache
+            torch.where((spreads[..., None] & real)[..., None], value, 0.0),
+        )
 
     def kept_vectors(
         self, row: int, tokens: Held, kept: Tensor, sums: list[Tensor], prompt: bool

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kv import offload, ops
 from kv.base import KV
-from kv.fetched import Fetched
 from kv.method import Shape, option
+from kv.parts import offload, ops
+from kv.parts.fetched import Fetched
 
 
 class InfLLM(Fetched):
@@ -43,9 +43,10 @@ class InfLLM(Fetched):
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
         for name, slots in (
-            ("chosen blocks", count * block), ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
+            ("chosen blocks", count * block),
+            ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
             ("ends of a short prompt", max(0, ends - shape.max_prompt)),
-        ):  # fmt: skip
+        ):
             self.beyond[name] = slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -90,9 +91,7 @@ class InfLLM(Fetched):
         blocks = self.pool.read(row * heads * self.blocks, heads * self.blocks)  # [Hk blocks,2,block,D]
         blocks = blocks.unflatten(0, (heads, -1)).transpose(1, 2).flatten(2, 3)[:, :, :middle]  # [Hk,2,n,D]
         ends = (x[row, :, : min(prompt, self.ends)] for x in (self.k, self.v))
-        return tuple(
-            torch.cat([x[:, :sinks], blocks[:, i], x[:, sinks:]], dim=1) for i, x in enumerate(ends)
-        )
+        return tuple(torch.cat([x[:, :sinks], blocks[:, i], x[:, sinks:]], dim=1) for i, x in enumerate(ends))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

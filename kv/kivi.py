@@ -1,6 +1,6 @@
 """kivi: every token's K and V in 1 to 8 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
 
-`Packed` (kv/quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
+`Packed` (quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
 `recent` tokens, and older ones until they fill a group, wait in full precision. tailorkv, and full with bits=8 or 4,
 use these layers too.
 
@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.quant import Packed, channels
+from kv.parts import ops
+from kv.parts.quant import Packed, channels
 
 GROUP, RECENT = 64, 128  # tokens
 

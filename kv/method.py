@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)

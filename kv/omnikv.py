@@ -26,14 +26,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv import offload, ops, quant
 from kv.base import KV, Buffers
-from kv.fetched import Parts
 from kv.full import Full
 from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Shape, option
 from kv.omnikv_bank import ContextBank
 from kv.omnikv_prefill import Chunks, highest_attention
+from kv.parts import offload, ops, quant
+from kv.parts.fetched import Parts
 
 
 @dataclass(frozen=True)

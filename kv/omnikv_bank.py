@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kv import quant
 from kv.base import Buffers
 from kv.method import Shape
-from kv.offload import OffloadMethod, Workers
+from kv.parts import quant
+from kv.parts.offload import OffloadMethod, Workers
 
 
 class ContextBank(Buffers):

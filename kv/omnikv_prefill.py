@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from kv import attention, ops
+from kv.parts import attention, ops
 
 WINDOW = 16  # last queries of a chunk, which choose
 

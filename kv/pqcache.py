@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import offload, ops
 from kv.base import KV
-from kv.fetched import FetchedTokens, FetchMethod
 from kv.method import Shape, option
+from kv.parts import offload, ops
+from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 

@@ -20,10 +20,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kv import ops, quant
 from kv.base import KV
 from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Method, Shape, option
+from kv.parts import ops, quant
 from kv.snapkv import PoolingMethod, SnapKV, is_longchat
 
 
@@ -56,9 +56,15 @@ class RocketKV(SnapKV):
     """Stage 1 is `SnapKV.choose`. Of stage 2, `insert` is step 1, `score` step 2 and `attend_pages` step 3."""
 
     def __init__(
-        self, shape: Shape, sizes: Sizes, bits: int, window: int = 1, kernel: int = 1, long_kernel: int = 1,
+        self,
+        shape: Shape,
+        sizes: Sizes,
+        bits: int,
+        window: int = 1,
+        kernel: int = 1,
+        long_kernel: int = 1,
         threshold: int | None = None,
-    ):  # fmt: skip
+    ):
         width = quant.vector_bytes(shape.head_dim, bits) if bits < 16 else None
         super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold, width=width)
         del self.beyond["generated"]  # generated tokens take some of the n1 slots

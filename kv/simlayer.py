@@ -18,18 +18,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kv import attention, ops
 from kv.base import KV, Buffers, Held
 from kv.method import Method, Shape, option
+from kv.parts import attention, ops
 
 
 def threshold_of(shape: Shape) -> float:
     """The paper's value for Llama-2-7B, Mistral-7B and Qwen2.5-7B; Llama-3-8B's for other models."""
     known = {
         (32, 4096, 32, 1e4): 0.65,
-        (32, 4096, 8, 1e4): 0.8, (32, 4096, 8, 1e6): 0.8,  # v0.1 and later
+        (32, 4096, 8, 1e4): 0.8,
+        (32, 4096, 8, 1e6): 0.8,  # v0.1 and later
         (28, 3584, 4, 1e6): 0.85,
-    }  # fmt: skip
+    }
     scaled = shape.rope_type == "linear"  # LongChat has Llama-2's shape
     return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.model_kv_heads, shape.rope_theta), 0.9)
 

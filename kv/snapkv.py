@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv import attention, ops
 from kv.base import KV
-from kv.kept import Kept
 from kv.method import Method, Shape, option
+from kv.parts import attention, ops
+from kv.parts.kept import Kept
 
 # Options that methods share
 KERNEL = option(7, "width of the max-pooling in tokens", min=1)
@@ -37,9 +37,16 @@ class SnapKV(Kept):
     """
 
     def __init__(
-        self, shape: Shape, kept: int, window: int, kernel: int, long_kernel: int = 0, threshold: int | None = None,
-        per_query: bool = False, width: int | None = None,
-    ):  # fmt: skip
+        self,
+        shape: Shape,
+        kept: int,
+        window: int,
+        kernel: int,
+        long_kernel: int = 0,
+        threshold: int | None = None,
+        per_query: bool = False,
+        width: int | None = None,
+    ):
         super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept, width)
         self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
         self.repeats = shape.n_head // shape.n_kv_head if per_query else 1  # stored copies per KV head

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape
+from kv.parts import ops
 
 
 class SparQ(Full):
@@ -38,8 +38,9 @@ class SparQ(Full):
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         return super().views(row, length) | {
-            "kt": self.kt[row, :, :, :length], "mean": self.mean[row, :, (length - 1) % self.ring],
-        }  # fmt: skip
+            "kt": self.kt[row, :, :, :length],
+            "mean": self.mean[row, :, (length - 1) % self.ring],
+        }
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
+from kv.parts import ops
 
 SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of several methods
 

@@ -8,7 +8,7 @@ layer l's query weights, predicts the query of layer l (Equation 12, in model.py
 largest |q| max |K| are prefetched (Equation 10). In layer l the products of the true query with these channels choose
 the tokens to fetch. The queries of a group choose together, by their mean.
 
-The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (kv/fetched.py). A step attends to
+The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (fetched.py). A step attends to
 these and to all generated tokens.
 
 Memory, device: 2 S Hk D (bits / 16 + 2 / 64) values per quantized layer, two buffers of S d Hk values for d channels
@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv import offload, ops
 from kv.base import KV
-from kv.fetched import FetchedTokens, FetchMethod
 from kv.kivi import GROUP, Quantized, layer_bytes
 from kv.method import Shape, option
+from kv.parts import offload, ops
+from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tasks import Sample, Setting, fit, two_stage
 from tasks.ruler import NIAH, Drawer, Niah, Wording, join, tracking, variable_tracking
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 BOS, EOS = 1, 2
 TEXT_WEIGHT = 0.02  # the weight, in the loss, of a token outside answers
@@ -18,8 +18,13 @@ TEXT_WEIGHT = 0.02  # the weight, in the loss, of a token outside answers
 # Plain text
 
 SOURCES = (
-    "common-licenses/*", "man/man[1-8]/*.gz", "doc/**/*.txt*", "doc/**/README*", "doc/**/copyright", "perl/5*/**/*.pod",
-)  # fmt: skip
+    "common-licenses/*",
+    "man/man[1-8]/*.gz",
+    "doc/**/*.txt*",
+    "doc/**/README*",
+    "doc/**/copyright",
+    "perl/5*/**/*.pod",
+)
 
 
 def unroff(text: str) -> str:

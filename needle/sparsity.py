@@ -4,7 +4,7 @@ Prints for each layer the share of the attention of a prompt's last query that f
 the most: the mean over heads, the least sparse and the most sparse head, averaged over the prompts of a needle task.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 from pathlib import Path
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cli import run
 from engine import Engine
 from kv.full import Full
 from tasks import Setting
 from tasks.registry import TASKS
+from terminal.cli import run
 
 
 class Watched(Full):

@@ -15,7 +15,7 @@ In the loss, the tokens of answers count in full, those of plain text and questi
 command again. --ship DIR writes the current weights as a checkpoint.
 """
 
-import startup  # noqa: F401
+import runtime.startup  # noqa: F401
 
 import argparse
 import io
@@ -31,14 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import write_checkpoint
-from cli import run
 from config import ModelConfig, rope_frequencies
 from model import Transformer
 from needle.data import BOS, EOS, WORDINGS, Data, Sequence, keep, paragraphs
+from runtime.checkpoint import write_checkpoint
 from tasks import two_stage
 from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
-from tokenizer import load_tokenizer
+from terminal.cli import run
+from text.tokenizer import load_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,9 +58,15 @@ CONFIG = {
 }
 LEARNING_RATE = 8e-4
 STAGES = (  # data, sequence length, and the share of the total time at which the next stage begins at the latest
-    ("repeats", 256, 0.05), ("direct", 256, 0.1), ("echo", 256, 0.15), ("ruler", 512, 0.3),
-    ("all", 512, 0.45), ("all", 1024, 0.6), ("all", 2048, 0.8), ("all", 4096, 1.0),
-)  # fmt: skip
+    ("repeats", 256, 0.05),
+    ("direct", 256, 0.1),
+    ("echo", 256, 0.15),
+    ("ruler", 512, 0.3),
+    ("all", 512, 0.45),
+    ("all", 1024, 0.6),
+    ("all", 2048, 0.8),
+    ("all", 4096, 1.0),
+)
 ENOUGH = 0.8  # share of answers right in every token (repeats: of right tokens) at which it begins earlier
 
 # The model
@@ -227,10 +233,13 @@ class Trainer:
                 self.seconds = time.perf_counter() - began
                 if self.step % 50 == 0:
                     entry = {
-                        "step": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.tokens,
-                        "stage": STAGES[self.stage], "loss": round(sum(losses) / len(losses), 3),
+                        "step": self.step,
+                        "minutes": round(self.seconds / 60, 1),
+                        "tokens": self.tokens,
+                        "stage": STAGES[self.stage],
+                        "loss": round(sum(losses) / len(losses), 3),
                         "right": {kind: round(100 * right) for kind, right in sorted(self.right.items())},
-                    }  # fmt: skip
+                    }
                     for file in (log, sys.stdout):
                         print(json.dumps(entry), file=file, flush=True)
                     losses = []
@@ -262,11 +271,19 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
     lines += [q.text for i in range(500) for q in tracking(random.Random(i), 5).questions]
     lines += [word for word in all_words() if keep(word)] * 3
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=CONFIG["vocab_size"], model_type="bpe",
-        byte_fallback=True, split_digits=True, user_defined_symbols=[f"\u2581{digit}" for digit in range(10)],
-        add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity",
-        character_coverage=1.0, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=CONFIG["vocab_size"],
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        user_defined_symbols=[f"\u2581{digit}" for digit in range(10)],
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        character_coverage=1.0,
+        minloglevel=2,
+    )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     settings = {"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

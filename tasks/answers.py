@@ -74,9 +74,7 @@ def ask(engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespac
         found = [engine.generate(questions, prefix=text, stepwise=args.stepwise, **common) for text, questions in parts]
         return [(rows[0].prompt_tokens, [row.answers[0] for row in rows]) for rows in found]
     prompts, fed = (list(part) for part in zip(*parts, strict=True))
-    found = engine.generate(
-        prompts, follow_ups=fed, answer_prompts=not args.blind, stepwise=args.stepwise, **common
-    )
+    found = engine.generate(prompts, follow_ups=fed, answer_prompts=not args.blind, stepwise=args.stepwise, **common)
     return [(completion.prompt_tokens, completion.answers) for completion in found]
 
 

@@ -21,34 +21,44 @@ OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
 PROMPTS = {
     "passkey": (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
-        "about the important information.\n\n{context}\n\n{input}\n\nThe pass key is"),
+        "about the important information.\n\n{context}\n\n{input}\n\nThe pass key is"
+    ),
     "number_string": (
         "There is an important info hidden inside a lot of irrelevant text. Find it. I will quiz you about the "
-        "important information there.\n\n{context}\n\n{input}\n\nThe sequence of digits is"),
+        "important information there.\n\n{context}\n\n{input}\n\nThe sequence of digits is"
+    ),
     "kv_retrieval": (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}"),
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}"
+    ),
     "longbook_sum_eng": "Summarize the book below.\n\n{context}\n\nSummary:",
     "longbook_choice_eng": (
         "Read the book and answer the question.\n\n{context}\n\nQuestion: {input}\n"
-        + OPTIONS + "The letter of the correct answer is"),
+        + OPTIONS
+        + "The letter of the correct answer is"
+    ),
     "longbook_qa_eng": (
         "Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\n"
-        "Question: {input}\nAnswer:"),
+        "Question: {input}\nAnswer:"
+    ),
     "longbook_qa_chn": "阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：",
     "math_find": "{prefix}\n\n{context}\n\n{input}",
     "math_calc": (
         "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
-        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: {context}\nValues:"),
+        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: {context}\nValues:"
+    ),
     "code_run": (
         "There is a function called {func} in the following Python code.\n\n{context}\n\n"
-        "Please compute the exact value of {func_call}. The value of {func_call} is"),
+        "Please compute the exact value of {func_call}. The value of {func_call} is"
+    ),
     "code_debug": (
         "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
-        "crash.\n\n{context}\n\nOptions:\n" + OPTIONS + "The correct option is:"),
+        "crash.\n\n{context}\n\nOptions:\n" + OPTIONS + "The correct option is:"
+    ),
     "longdialogue_qa_eng": (
         "Below is a dialogue script where one random occurrence of a character name is replaced with "
         '"$$MASK$$", and you should try to guess who that character is.\n\n{context}\n\n'
-        "The name that has been replaced with $$MASK$$ is likely"),
+        "The name that has been replaced with $$MASK$$ is likely"
+    ),
 }
 MAX_NEW_TOKENS_AND_SCORE = {
     "passkey": (6, metrics.first_integer),
@@ -115,5 +125,7 @@ def size(name: str, setting: Setting) -> int:
     return len(line_starts(path_of(name, setting)))
 
 
-TASKS = {name: Task(name, max_new_tokens, partial(sample, name), partial(score, name), partial(size, name))
-         for name, (max_new_tokens, _) in MAX_NEW_TOKENS_AND_SCORE.items()}
+TASKS = {
+    name: Task(name, max_new_tokens, partial(sample, name), partial(score, name), partial(size, name))
+    for name, (max_new_tokens, _) in MAX_NEW_TOKENS_AND_SCORE.items()
+}

@@ -18,8 +18,9 @@ def download(repo: str, name: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repo, name, repo_type="dataset"))
     except Exception as error:  # a lost connection raises an error of whichever HTTP library huggingface_hub uses
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise FileNotFoundError(f"downloading {name} failed ({why}); fetch it from {PAGE.format(repo)} and name its "
-                                "folder with --data") from None
+        raise FileNotFoundError(
+            f"downloading {name} failed ({why}); fetch it from {PAGE.format(repo)} and name its folder with --data"
+        ) from None
 
 
 def find(folder: Path, name: str, repo: str) -> Path:
@@ -27,8 +28,9 @@ def find(folder: Path, name: str, repo: str) -> Path:
     for path in (folder / name, folder / "data" / name):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"there is no {folder / name}: fetch it from {PAGE.format(repo)}, or leave out --data to "
-                            "have it downloaded")
+    raise FileNotFoundError(
+        f"there is no {folder / name}: fetch it from {PAGE.format(repo)}, or leave out --data to have it downloaded"
+    )
 
 
 @cache

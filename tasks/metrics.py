@@ -15,16 +15,24 @@ from itertools import chain
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # The punctuation that both benchmarks strip from Chinese. Their list lacks a few marks (《〈〉·).
-NO_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
-    "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"))
+NO_PUNCTUATION_ZH = str.maketrans(
+    "",
+    "",
+    string.punctuation
+    + (
+        "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
+        "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
+    ),
+)
 
 
 def best_reference(one: Callable[..., float]) -> Callable[..., float]:
     """Turns a score for one reference, 0 to 1, into the best score over several references, 0 to 100."""
+
     @wraps(one)
     def score(answer: str, references: Sequence[str], *rest: Sequence[str]) -> float:
         return 100.0 * max((one(answer, reference, *rest) for reference in references), default=0.0)
+
     return score
 
 

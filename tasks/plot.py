@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from cli import Choice, load_pyplot
 from tasks.needle import DEPTHS
+from terminal.cli import Choice, load_pyplot
 
 pyplot = load_pyplot()
 COLOURS = pyplot.get_cmap("tab10")

@@ -10,6 +10,11 @@ GROUPS = {
     "texts": ["perplexity", "fidelity"],
 }
 TASKS: dict[str, Task | None] = {
-    **ruler.TASKS, **needle.TASKS, **two_stage.TASKS, **longbench.TASKS, **infinitebench.TASKS,
-    "perplexity": None, "fidelity": None,
-}  # fmt: skip
+    **ruler.TASKS,
+    **needle.TASKS,
+    **two_stage.TASKS,
+    **longbench.TASKS,
+    **infinitebench.TASKS,
+    "perplexity": None,
+    "fidelity": None,
+}

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import Choice, columns, read_text
 from tasks.answers import Job
+from terminal.cli import Choice, columns, read_text
 
 
 @dataclass

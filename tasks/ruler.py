@@ -166,8 +166,7 @@ class Niah:
         asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: setting.questions]
         kind = self.value[:-1] if single else self.value
         questions = [
-            wording.ask(kind, join(group), tuple(value for key in group for value in facts[key]))
-            for group in asked
+            wording.ask(kind, join(group), tuple(value for key in group for value in facts[key])) for group in asked
         ]
         return Sample(wording.intro.format(type=kind) + context, tuple(questions))
 

@@ -56,17 +56,16 @@ def hotpotqa(data: list) -> tuple[list[Asked], list[str]]:
 
     documents = sorted({page for record in data for page in pages(record)})
     number = {document: i for i, document in enumerate(documents)}
-    return [
-        Asked(r["question"], (r["answer"],), [number[page] for page in pages(r)], []) for r in data
-    ], documents
+    return [Asked(r["question"], (r["answer"],), [number[page] for page in pages(r)], []) for r in data], documents
 
 
 @cache
 def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
     if folder is None:
         task = {"squad": "qa_1", "hotpotqa": "qa_2"}[dataset]
-        raise ValueError(f"{task} needs {dataset}.json, which does not ship with RULER's generators: give its folder "
-                         "with --data")  # fmt: skip
+        raise ValueError(
+            f"{task} needs {dataset}.json, which does not ship with RULER's generators: give its folder with --data"
+        )
     path = folder / f"{dataset}.json"
     try:
         return {"squad": squad, "hotpotqa": hotpotqa}[dataset](read_json(path))

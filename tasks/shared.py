@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-import processes
 from engine import Engine
 from kv import KV
-from progress import Phase
+from runtime import processes
+from terminal.progress import Phase
 
 
 class Seen(KV):

@@ -18,9 +18,9 @@ import pytest
 import sentencepiece
 import torch
 
-from checkpoint import write_checkpoint
 from config import ModelConfig
 from model import Transformer
+from runtime.checkpoint import write_checkpoint
 from tasks import shipped_haystack
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
@@ -93,10 +93,16 @@ def text_checkpoint(tmp_path_factory) -> Path:
     ends = {"max_position_embeddings": 32768, "bos_token_id": 1, "eos_token_id": 2}
     write_random(folder, dtype=torch.bfloat16, intermediate_size=768, **sizes, **ends)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(shipped_haystack().splitlines()), model_writer=tokenizer, vocab_size=1024,
-        model_type="bpe", byte_fallback=True, split_digits=True, minloglevel=2, remove_extra_whitespaces=False,
+        sentence_iterator=iter(shipped_haystack().splitlines()),
+        model_writer=tokenizer,
+        vocab_size=1024,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        minloglevel=2,
+        remove_extra_whitespaces=False,
         normalization_rule_name="identity",
-    )  # fmt: skip
+    )
     (folder / "tokenizer.model").write_bytes(tokenizer.getvalue())
     return folder
 

@@ -235,8 +235,13 @@ class SlowSnapPlus(Slow):
     """RocketKV's first stage alone (Algorithm 1): each group keeps t prompt tokens and every generated one."""
 
     defaults = {
-        "window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "adaptive", "skip_layers": 0,
-    }  # fmt: skip
+        "window": 32,
+        "kernel": 63,
+        "long_kernel": 511,
+        "threshold": None,
+        "split": "adaptive",
+        "skip_layers": 0,
+    }
 
     def prompt_share(self) -> int:
         """How many prompt tokens are kept."""

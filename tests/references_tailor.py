@@ -360,13 +360,7 @@ class SlowPQCache(SlowLayers):
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        budget: int,
-        partitions: int = 2,
-        codebits: int = 6,
-        rounds: int = 8,
-        initial: int = 4,
+        self, shape: Shape, budget: int, partitions: int = 2, codebits: int = 6, rounds: int = 8, initial: int = 4
     ):
         super().__init__(shape)
         if shape.head_dim % partitions:

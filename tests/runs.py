@@ -12,9 +12,19 @@ D, LAYERS, MAX_PROMPT = 16, 8, 100
 def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
     n_head, n_kv_head = HEADS[heads]
     return Shape(
-        LAYERS, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), batch,
-        MAX_PROMPT, new,
-    )  # fmt: skip
+        LAYERS,
+        n_head,
+        n_kv_head,
+        D,
+        n_head * D,
+        "default",
+        1e4,
+        torch.float32,
+        torch.device("cpu"),
+        batch,
+        MAX_PROMPT,
+        new,
+    )
 
 
 def generations(prompts: tuple[int, ...], new: int) -> list[tuple[int, int]]:

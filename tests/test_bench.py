@@ -12,13 +12,13 @@ import torch
 from conftest import LLAMA
 
 import bench.__main__ as bench
-import device as devices
 import kv
 from bench import acceptance, contenders, papers
 from bench.papers import Setting
-from cli import Choice
-from cli import run as run_main
 from kv.full import Full
+from runtime import device as devices
+from terminal.cli import Choice
+from terminal.cli import run as run_main
 
 SMALL = ["--context", "96", "--steps", "2", "--repeats", "2", "--no-compile", "--dtype", "float32"]
 KEYS = """kv budget options shape context batch dtype quantize ms_per_token p10 p90 tokens_per_s prefill_s compile_s
@@ -122,8 +122,12 @@ def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, ca
     flags = "--kv", "full,streaming,h2o", "--budget", "16", "--speculate", "1,3", "--accept", "0.5"
     rows = result(*flags)["rows"]
     assert [(r["kv"], r["speculate"]) for r in rows] == [
-        ("full", 0), ("streaming", 0), ("h2o", 0), ("streaming", 1), ("streaming", 3),
-    ]  # fmt: skip
+        ("full", 0),
+        ("streaming", 0),
+        ("h2o", 0),
+        ("streaming", 1),
+        ("streaming", 3),
+    ]
     full, draft, _, one, three = rows
     assert one["round_ms"] == pytest.approx(1.5 * one["ms_per_token"])
     assert three["round_ms"] == pytest.approx(1.875 * three["ms_per_token"])
@@ -134,9 +138,10 @@ def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, ca
     out, err = capsys.readouterr()
     assert "left out: h2o cannot draft" in err and "break-even" in out and "streaming 16, drafts 3" in out
     for flags, message in (
-        (["--accept", "1.5"], "--accept must lie"), (["--speculate", "0"], "must be positive"),
+        (["--accept", "1.5"], "--accept must lie"),
+        (["--speculate", "0"], "must be positive"),
         (["--speculate", "2", "--generate", "5"], "leave out --paper and --generate"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             run("--kv", "full", *flags)
 
@@ -223,8 +228,15 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
     largest = {r["kv"]: r["batch"] for r in result("--kv", "full,h2o", *more, "--batch", "max")["rows"]}
     assert largest["h2o"] > 1.5 * largest["full"] > 0
     for name, batch in largest.items():
-        case = bench.new_case(bench.parser().parse_args(SMALL), bench.shape_config("tiny.json"), None, torch.float32,
-                              torch.device("cpu"), 32, batch + 1)  # fmt: skip
+        case = bench.new_case(
+            bench.parser().parse_args(SMALL),
+            bench.shape_config("tiny.json"),
+            None,
+            torch.float32,
+            torch.device("cpu"),
+            32,
+            batch + 1,
+        )
         case.steps = 68
         budget = None if name == "full" else 32
         one_more = sum(kv.planned_bytes(name, case.shape(), budget, {}))
@@ -310,9 +322,14 @@ def test_known_shapes_have_the_sizes_of_their_models():
     with torch.device("meta"):
         count = {name: sum(p.numel() for p in contenders.Transformer(c).parameters()) for name, c in sizes.items()}
     expected = {  # as their model cards state
-        "llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.24e9, "mistral-7b": 7.24e9, "yi-9b": 8.83e9, "yi-6b": 6.06e9,
-        "llama-2-7b": 6.74e9, "llama-160m": 0.153e9,
-    }  # fmt: skip
+        "llama-3.1-8b": 8.03e9,
+        "llama-3.2-1b": 1.24e9,
+        "mistral-7b": 7.24e9,
+        "yi-9b": 8.83e9,
+        "yi-6b": 6.06e9,
+        "llama-2-7b": 6.74e9,
+        "llama-160m": 0.153e9,
+    }
     assert count == {name: pytest.approx(n, rel=0.005) for name, n in expected.items()}
 
 

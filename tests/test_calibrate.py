@@ -10,9 +10,9 @@ import torch
 from conftest import write_random
 
 import calibrate
-from cli import run as run_main
 from engine import Engine
 from kv.full import Full
+from terminal.cli import run as run_main
 
 
 class Spy(Full):
@@ -177,10 +177,15 @@ def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_c
         calibrate.main([*flags, "--out", "/proc/p"])
 
 
-@pytest.mark.parametrize("wrong, words", (
-    ({"sinks": -1}, "--sinks must be at least 0"), ({"recent": -5}, "--recent at least 1"),
-    ({"tau": float("nan")}, "--tau must lie between 0 and 1, not nan"), ({"tau": 7.0}, "--tau must lie"),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, words",
+    (
+        ({"sinks": -1}, "--sinks must be at least 0"),
+        ({"recent": -5}, "--recent at least 1"),
+        ({"tau": float("nan")}, "--tau must lie between 0 and 1, not nan"),
+        ({"tau": 7.0}, "--tau must lie"),
+    ),
+)
 def test_settings_out_of_range_are_refused(folder, wrong, words):
     engine = Engine.load(folder, compile=False)
     with pytest.raises(ValueError, match=words):

@@ -9,8 +9,8 @@ from chat_templates import TEMPLATES
 from test_tokenizer import LLAMA3_SPLIT, byte_level_folder, edited, rendered, sentencepiece_folder, split_by
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-import chat
-from tokenizer import load_tokenizer
+from text import chat
+from text.tokenizer import load_tokenizer
 
 SYSTEM_AT_THE_END = ("Mistral-7B-v0.3", "Mistral-Nemo")  # the system text stands in the newest turn
 DROPS_REASONING = ("Qwen3-Thinking", "QwQ")  # an answer's header opens <think>, which later renderings leave out
@@ -165,7 +165,7 @@ def test_an_answer_may_open_with_a_given_text(pairs):
         ("{{ messages + 1 }}", "can only concatenate list"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
-        ("{% include 'chat.py' %}", "no loader"),
+        ("{% include 'text/chat.py' %}", "no loader"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ 'x' * 10**12 }}", "needs more than 1024 MB"),
         ("{{ 'x' * 10**7 }}", "adds more than 1000000 characters"),
@@ -173,7 +173,7 @@ def test_an_answer_may_open_with_a_given_text(pairs):
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{" + "(" * 5000 + ")" * 5000 + "}}", "recursion"),
     ),
-)  # fmt: skip
+)
 def test_a_template_that_fails_is_refused_in_one_line(with_template, template, message):
     ours, _ = with_template(template)
     with pytest.raises(ValueError) as error:

@@ -22,12 +22,12 @@ from chat_templates import LLAMA2
 from conftest import write_random
 from torch._inductor.exc import CppCompileError, InductorError
 
-import cli
 import generate
-from checkpoint import open_weights, write_checkpoint
-from device import compile_errors
 from engine import Engine
-from progress import Phase, Progress
+from runtime.checkpoint import open_weights, write_checkpoint
+from runtime.device import compile_errors
+from terminal import cli
+from terminal.progress import Phase, Progress
 
 ROOT = Path(__file__).parent.parent
 NEEDLE = ROOT / "needle"
@@ -72,9 +72,22 @@ def test_json_on_stdout_stands_alone_and_is_complete(text_checkpoint):
     result = run("--checkpoint", text_checkpoint, "--prompt", "The keeper", "--json", *SHORT)
     report = json.loads(result.stdout)
     assert set(report) >= {
-        "kv", "budget", "options", "checkpoint", "device", "dtype", "compile_s", "prefill_s", "decode_ms_per_token",
-        "tokens_per_s", "kv_device_bytes", "kv_host_bytes", "kv_full_bytes", "peak_bytes", "completions",
-    }  # fmt: skip
+        "kv",
+        "budget",
+        "options",
+        "checkpoint",
+        "device",
+        "dtype",
+        "compile_s",
+        "prefill_s",
+        "decode_ms_per_token",
+        "tokens_per_s",
+        "kv_device_bytes",
+        "kv_host_bytes",
+        "kv_full_bytes",
+        "peak_bytes",
+        "completions",
+    }
     (completion,) = report["completions"]
     assert set(completion) >= {"prompt_tokens", "new_tokens", "text", "tokens", "finish_reason", "answers"}
     assert completion["new_tokens"] == len(completion["tokens"]) == 6 and completion["finish_reason"] == "length"
@@ -252,10 +265,14 @@ class Terminal:
     def __init__(self, *args):
         self.end, inner = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, ROOT / "generate.py", *map(str, args)], stdin=inner, stdout=inner, stderr=inner,
-            start_new_session=True, env=os.environ | {"TERM": "xterm"},
+            [sys.executable, ROOT / "generate.py", *map(str, args)],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            env=os.environ | {"TERM": "xterm"},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        )
         os.close(inner)
 
     def __enter__(self):
@@ -333,9 +350,12 @@ def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, 
     for place in ("conversation.ask", "engine.Engine.prefill"):
         terminal, inner = pty.openpty()
         with (
-            monkeypatch.context() as patch, open(inner) as stdin, redirect_stdout(io.StringIO()),
-            redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as end,
-        ):  # fmt: skip
+            monkeypatch.context() as patch,
+            open(inner) as stdin,
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()) as err,
+            pytest.raises(SystemExit) as end,
+        ):
             patch.setattr(sys, "stdin", stdin)
             patch.setattr(place, lambda *_: signal.raise_signal(signal.SIGINT))
             cli.run(lambda: generate.main(flags))
@@ -370,8 +390,10 @@ MISTAKES = {
     "out nowhere": (["--prompt", "x", "--out", "/nowhere/x.jsonl"], ["--out", "/nowhere/x.jsonl"]),
     "two bits": (["--prompt", "x", "--kv-bits", "8", "--kv-opt", "bits=4"], ["option bits is given twice", "4 and 8"]),
     "two options": (["--prompt", "x", "--kv-opt", "bits=4", "--kv-opt", "bits=8"], ["option bits is given twice"]),
-    "offload or not": (["--prompt", "x", "--kv", "omnikv", "--budget", "9", "--offload", "--kv-opt", "offload=false"],
-                       ["option offload is given twice: false and True"]),
+    "offload or not": (
+        ["--prompt", "x", "--kv", "omnikv", "--budget", "9", "--offload", "--kv-opt", "offload=false"],
+        ["option offload is given twice: false and True"],
+    ),
     "top-p and greedy": (["--prompt", "x", "--top-p", "0.9"], ["temperature 0", "--temperature"]),
     "top-k and greedy": (["--prompt", "x", "--top-k", "40"], ["temperature 0", "--temperature"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
@@ -488,12 +510,15 @@ def test_a_compile_cache_that_cannot_be_written_is_one_line(text_checkpoint):
     assert_refused(result, "compile cache /proc/nowhere", "TORCHINDUCTOR_CACHE_DIR")
 
 
-@pytest.mark.parametrize("inner, words", (
-    (OSError(errno.ENOSPC, "No space left on device"), "compile cache .*No space left.*TORCHINDUCTOR_CACHE_DIR"),
-    (OSError(errno.EROFS, "Read-only file system"), "compile cache .*Read-only file system"),
-    (CppCompileError(["g++"], "as: main.o: No space left on device"), "compile cache .*No space left"),
-    (CppCompileError(["g++"], "fatal error: Python.h: No such file or directory"), "install g\\+\\+"),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "inner, words",
+    (
+        (OSError(errno.ENOSPC, "No space left on device"), "compile cache .*No space left.*TORCHINDUCTOR_CACHE_DIR"),
+        (OSError(errno.EROFS, "Read-only file system"), "compile cache .*Read-only file system"),
+        (CppCompileError(["g++"], "as: main.o: No space left on device"), "compile cache .*No space left"),
+        (CppCompileError(["g++"], "fatal error: Python.h: No such file or directory"), "install g\\+\\+"),
+    ),
+)
 def test_errors_of_the_compile_cache_and_of_the_compiler_are_told_apart(inner, words):
     with pytest.raises(ValueError, match=words), compile_errors():
         raise InductorError(inner, None)

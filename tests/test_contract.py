@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import kv
-from kv import METHODS, Shape, offload
-from region import Region
+from kv import METHODS, Shape
+from kv.parts import offload
+from runtime.region import Region
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16
@@ -44,8 +45,6 @@ BUDGETS = {"simlayer": 72}  # one layer of two can keep everything
 SAME_CODE = {"rocketkv:even", "quest:auto", "omnikv:mem", "omnikv:prefill"}
 
 
-
-
 def layers_of(name: str) -> int:
     """OmniKV needs three: its first layer chooses, its second is full, its third is sparse."""
     return 3 if name.startswith("omnikv") else LAYERS
@@ -56,10 +55,21 @@ def make_shape(
 ) -> Shape:
     n_head, n_kv_head = HEADS[heads]
     return Shape(
-        n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, head_dim=DIM, dim=n_head * DIM, rope_type="default",
-        rope_theta=10000.0, dtype=torch.float32, device=torch.device("cpu"), batch=batch, max_prompt=MAX_PROMPT,
-        max_new_tokens=MAX_NEW, window=window, max_length=max_length,
-    )  # fmt: skip
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=DIM,
+        dim=n_head * DIM,
+        rope_type="default",
+        rope_theta=10000.0,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        batch=batch,
+        max_prompt=MAX_PROMPT,
+        max_new_tokens=MAX_NEW,
+        window=window,
+        max_length=max_length,
+    )
 
 
 @dataclass
@@ -118,9 +128,14 @@ class Cache:
     """A method's modules, driven as the model drives them."""
 
     def __init__(
-        self, name: str, shape: Shape, budget: int = SMALL, lossless: bool = False, compiled: bool = False,
+        self,
+        name: str,
+        shape: Shape,
+        budget: int = SMALL,
+        lossless: bool = False,
+        compiled: bool = False,
         own: bool = False,
-    ):  # fmt: skip
+    ):
         name, options = VARIANTS.get(name, (name, {}))
         self.options = {key: self.option(key, value, shape) for key, value in options.items()}
         self.options |= METHODS[name].lossless if lossless else {}
@@ -289,8 +304,8 @@ def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
 def test_law_2_compiled_equals_eager(name, monkeypatch):
     """The compiled steps attend by fused products and sums; those of other tests, by torch's kernel."""
     torch._dynamo.reset()  # it stops compiling a function that was compiled too often
-    monkeypatch.setattr("kv.ops.FUSED", {(torch.float32, DIM): 2})
-    monkeypatch.setattr("kv.ops.TILE", 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.ops.FUSED", {(torch.float32, DIM): 2})
+    monkeypatch.setattr("kv.parts.ops.TILE", 2)  # at 8, these caches are too small for tiles
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     texts = make_texts(shape)
     eager, compiled = (Cache(name, shape, compiled=c).run(texts, 20) for c in (False, True))
@@ -369,9 +384,10 @@ def test_a_kernel_of_attention_may_choose_the_strides_of_its_result(name, monkey
     texts, attend = make_texts(shape), torch.nn.functional.scaled_dot_product_attention
     expected = Cache(name, shape).run(texts, 8)
     monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention",
+        torch.nn.functional,
+        "scaled_dot_product_attention",
         lambda *args, **how: attend(*args, **how).transpose(1, 2).contiguous().transpose(1, 2),
-    )  # fmt: skip
+    )
     cache = Cache(name, shape)
     found = cache.run(texts, 8)
     for row, text in texts.items():
@@ -430,9 +446,23 @@ def test_law_10_an_inactive_row_does_not_change(name, shape):
 
 
 READS_ALL = {  # every step attends to all that the method holds
-    "full", "full:bits", "kivi", "streaming", "snapkv", "snapkv:gqa", "snapkv++", "pyramidkv", "duo", "duo:retrieval",
-    "simlayer", "h2o", "roco", "cam", "d2o", "brute_offload",
-}  # fmt: skip
+    "full",
+    "full:bits",
+    "kivi",
+    "streaming",
+    "snapkv",
+    "snapkv:gqa",
+    "snapkv++",
+    "pyramidkv",
+    "duo",
+    "duo:retrieval",
+    "simlayer",
+    "h2o",
+    "roco",
+    "cam",
+    "d2o",
+    "brute_offload",
+}
 EVICTS_BY_CHUNK = {"h2o", "roco", "cam", "d2o"}  # what stays depends on the chunks
 CHANGES = {"full:bits", "rocketkv:bits", "omnikv:bits", "kivi", "tailorkv", "tailorkv:direct"}  # what is held, rounded
 
@@ -508,8 +538,15 @@ def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, sha
 
 
 FOLLOW_THE_PLAN = {  # sizes that depend on max_new_tokens: another plan continues differently, or refuses
-    "rocketkv", "rocketkv:even", "rocketkv:bits", "hybrid", "sparq", "quest:auto", "duo:retrieval", "simlayer",
-}  # fmt: skip
+    "rocketkv",
+    "rocketkv:even",
+    "rocketkv:bits",
+    "hybrid",
+    "sparq",
+    "quest:auto",
+    "duo:retrieval",
+    "simlayer",
+}
 
 
 def move(source: Cache, row: int, target: Cache, to: int) -> None:

@@ -27,13 +27,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import checkpoint
-import cli
-from checkpoint import load_checkpoint, open_weights, write_checkpoint
 from config import ModelConfig
 from convert_hf_checkpoint import convert, main
 from engine import Engine
 from model import Transformer
+from runtime import checkpoint
+from runtime.checkpoint import load_checkpoint, open_weights, write_checkpoint
+from terminal import cli
 
 ROOT = Path(__file__).parent.parent
 SIZES = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -363,10 +363,27 @@ def no_weights(src):
 
 
 DAMAGE = [
-    missing_shard, truncated_shard, truncated_header, trailing_bytes, lfs_pointer, overlapping_tensors,
-    index_names_a_tensor_the_shard_lacks, index_places_a_tensor_in_another_shard, tensor_in_two_shards,
-    index_without_map, missing_tensor, unknown_tensors, wrong_shape, integer_weights, quantized, other_architecture,
-    other_rope, converted_already, broken_config, no_config, no_weights,
+    missing_shard,
+    truncated_shard,
+    truncated_header,
+    trailing_bytes,
+    lfs_pointer,
+    overlapping_tensors,
+    index_names_a_tensor_the_shard_lacks,
+    index_places_a_tensor_in_another_shard,
+    tensor_in_two_shards,
+    index_without_map,
+    missing_tensor,
+    unknown_tensors,
+    wrong_shape,
+    integer_weights,
+    quantized,
+    other_architecture,
+    other_rope,
+    converted_already,
+    broken_config,
+    no_config,
+    no_weights,
 ]
 
 
@@ -477,7 +494,9 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(full, tmp_path, capsys, monk
 INTERRUPT = """
 import json, os, shutil, signal, sys
 from pathlib import Path
-import checkpoint, cli, convert_hf_checkpoint
+import convert_hf_checkpoint
+from runtime import checkpoint
+from terminal import cli
 src, out, old, number = sys.argv[1:]
 src, out, old, number = Path(src), Path(out), old and Path(old), int(number)
 

@@ -16,16 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
-import tp
 from caches import shape_of
 from config import ModelConfig
 from decoder import Decoder, Sampling
-from kv import ops
-from kv.ranks import ALONE, Ranks
+from kv.parts import ops
+from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
-from progress import Stats
-from region import compiled
-from speculator import Speculator
+from runtime import tp
+from runtime.region import compiled
+from runtime.speculator import Speculator
+from terminal.progress import Stats
 
 CONFIG = ModelConfig.from_dict(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
 SCORES = [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0], [1.0, 2.0]]
@@ -79,7 +79,7 @@ def guard(tmp_path_factory) -> None:
 @pytest.fixture
 def gpu(monkeypatch, guard):
     """Tensors are fake, and some of them on a GPU that is not here."""
-    monkeypatch.setattr("kv.pool.host_memory", fake_host_memory)
+    monkeypatch.setattr("kv.parts.pool.host_memory", fake_host_memory)
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):

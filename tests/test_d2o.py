@@ -11,19 +11,27 @@ import torch
 from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
 
 import kv
-from kv import attention, ops
 from kv.base import Held
 from kv.d2o import D2O, layer_budgets, most_slots
 from kv.h2o import H2O
+from kv.parts import attention, ops
 
 PROMPTS = (100, 61, 30, 9)
 CASES = [
-    ("h2o", {}, 24), ("h2o", {}, 2), ("roco", {}, 24), ("roco", {"sinks": 0}, 15), ("cam", {}, 24),
-    ("cam", {"spread": 5}, 24), ("d2o", {}, 24), ("d2o", {}, 9), ("d2o", {"merge": "none", "ratio": "1+2"}, 24),
+    ("h2o", {}, 24),
+    ("h2o", {}, 2),
+    ("roco", {}, 24),
+    ("roco", {"sinks": 0}, 15),
+    ("cam", {}, 24),
+    ("cam", {"spread": 5}, 24),
+    ("d2o", {}, 24),
+    ("d2o", {}, 9),
+    ("d2o", {"merge": "none", "ratio": "1+2"}, 24),
     ("d2o", {"merge": "average", "beta": 0.3, "uncounted": [1]}, 24),
-    ("d2o", {"allocation": "uniform", "sinks": 0}, 24), ("d2o", {"allocation": "reciprocal"}, 30),
+    ("d2o", {"allocation": "uniform", "sinks": 0}, 24),
+    ("d2o", {"allocation": "reciprocal"}, 30),
     ("d2o", {"allocation": "exponential", "park": "device"}, 24),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ QUESTION = {  # what a record of InfiniteBench asks
 @pytest.fixture
 def jieba(monkeypatch):
     """A stand-in that treats 北京 as one word and every other character as a word."""
+
     def cut(text: str) -> list[str]:
         return [word for part in text.split("北京") for word in [*part, "北京"]][:-1]
 
@@ -34,8 +35,12 @@ def longbench_record(**changed) -> dict:
 
 
 def infinitebench_record(name: str, **changed) -> dict:
-    return {"input": QUESTION.get(name, "What?"), "context": "Some {text}.", "answer": ["f"],
-            "options": ["e", "f", "g", "h"]} | changed
+    return {
+        "input": QUESTION.get(name, "What?"),
+        "context": "Some {text}.",
+        "answer": ["f"],
+        "options": ["e", "f", "g", "h"],
+    } | changed
 
 
 def write(path, *records):
@@ -51,16 +56,19 @@ def only_sample(folder, task, record, setting=CHARACTERS):
 # Scores
 
 
-@pytest.mark.parametrize("answer, references, expected", [
-    ("The cat sat.", ["a cat ran"], 50),  # cat, sat; cat, ran: 2 * 1 / (2 + 2)
-    ("the CAT, sat!", ["Cat sat"], 100),
-    ("yes yes", ["yes"], 200 / 3),  # repeats count as often as both have them: 2 * 1 / (2 + 1)
-    ("cats", ["cat"], 0),
-    ("cat", ["dog", "cat"], 100),  # the best reference
-    ("", ["cat"], 0),
-    ("the", ["a"], 0),
-    ("cat", [], 0),
-])
+@pytest.mark.parametrize(
+    "answer, references, expected",
+    [
+        ("The cat sat.", ["a cat ran"], 50),  # cat, sat; cat, ran: 2 * 1 / (2 + 2)
+        ("the CAT, sat!", ["Cat sat"], 100),
+        ("yes yes", ["yes"], 200 / 3),  # repeats count as often as both have them: 2 * 1 / (2 + 1)
+        ("cats", ["cat"], 0),
+        ("cat", ["dog", "cat"], 100),  # the best reference
+        ("", ["cat"], 0),
+        ("the", ["a"], 0),
+        ("cat", [], 0),
+    ],
+)
 def test_qa_f1_compares_bags_of_bare_words(answer, references, expected):
     assert metrics.qa_f1(answer, references) == pytest.approx(expected)
 
@@ -79,17 +87,20 @@ def test_without_jieba_a_chinese_score_says_what_to_install(score, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("answer, reference, expected", [
-    ("a b c d", "a c d e", 75),  # a c d: P = R = 3/4
-    ("b c a", "a b c", 200 / 3),  # b c: P = R = 2/3
-    ("b c. a", "a. b c", 100),  # sentence by sentence nothing is out of order
-    ("a a a b", "a b", 100),  # distinct words
-    ("a b. ", "a b", 80),  # the blank after the stop is an empty word: P = 2/3, R = 1
-    ("b a. b", "a b", 50),  # the common subsequence with "b a" is taken to be b: U = {b}, P = R = 1/2
-    ("A", "a", 0),
-    ("...", "a", 0),
-    ("", "a", 0),
-])
+@pytest.mark.parametrize(
+    "answer, reference, expected",
+    [
+        ("a b c d", "a c d e", 75),  # a c d: P = R = 3/4
+        ("b c a", "a b c", 200 / 3),  # b c: P = R = 2/3
+        ("b c. a", "a. b c", 100),  # sentence by sentence nothing is out of order
+        ("a a a b", "a b", 100),  # distinct words
+        ("a b. ", "a b", 80),  # the blank after the stop is an empty word: P = 2/3, R = 1
+        ("b a. b", "a b", 50),  # the common subsequence with "b a" is taken to be b: U = {b}, P = R = 1/2
+        ("A", "a", 0),
+        ("...", "a", 0),
+        ("", "a", 0),
+    ],
+)
 def test_rouge_l_equals_the_rouge_packages(answer, reference, expected):
     assert metrics.rouge_l(answer, [reference]) == pytest.approx(expected, abs=1e-5)
 
@@ -98,62 +109,81 @@ def test_chinese_rouge_l_takes_words_in_order(jieba):
     assert metrics.rouge_l_zh("大北京", ["北京大"]) == pytest.approx(50, abs=1e-5)  # 大 or 北京, of two words each
 
 
-@pytest.mark.parametrize("answer, reference, expected", [
-    ("The cat, sat", "the CAT ran", 200 / 3),  # the cat: 2 * 2 / (3 + 3)
-    ("b c\na", "a\nb c", 100),  # line by line
-    ("b c a", "a b c", 200 / 3),
-    ("a", "x a\ny a", 40),  # a twice in the reference, once in the answer: 2 * 1 / (1 + 4)
-    ("b a\nb", "a b", 80),  # the subsequence with "b a" is a, that with "b" is b: 2 * 2 / (3 + 2)
-    ("", "a", 0),
-])
+@pytest.mark.parametrize(
+    "answer, reference, expected",
+    [
+        ("The cat, sat", "the CAT ran", 200 / 3),  # the cat: 2 * 2 / (3 + 3)
+        ("b c\na", "a\nb c", 100),  # line by line
+        ("b c a", "a b c", 200 / 3),
+        ("a", "x a\ny a", 40),  # a twice in the reference, once in the answer: 2 * 1 / (1 + 4)
+        ("b a\nb", "a b", 80),  # the subsequence with "b a" is a, that with "b" is b: 2 * 2 / (3 + 2)
+        ("", "a", 0),
+    ],
+)
 def test_rouge_lsum_equals_the_rouge_score_packages(answer, reference, expected):
     assert metrics.rouge_lsum(answer, ["something else", reference]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("answer, right, expected", [
-    ("Animal", "Animal", 100),
-    ("Animal or Food", "Food", 50),
-    ("Animal disease", "Animal disease", 100),  # the class Animal, a part of it, does not count
-    ("Animal disease", "Animal", 50),
-    ("animal", "Animal", 0),
-    ("Food", "Animal", 0),
-])
+@pytest.mark.parametrize(
+    "answer, right, expected",
+    [
+        ("Animal", "Animal", 100),
+        ("Animal or Food", "Food", 50),
+        ("Animal disease", "Animal disease", 100),  # the class Animal, a part of it, does not count
+        ("Animal disease", "Animal", 50),
+        ("animal", "Animal", 0),
+        ("Food", "Animal", 0),
+    ],
+)
 def test_classification_shares_the_point_among_the_classes_named(answer, right, expected):
     assert metrics.classification(answer, [right], ["Animal", "Animal disease", "Food"]) == expected
 
 
-@pytest.mark.parametrize("answer, expected", [
-    ("return x", 100),
-    ("\n\n# why\n```\nreturn x\nmore", 100),  # the first line without `, # and //
-    ("return y", 88),  # 2 * 7 / 16 = 87.5 %, to a whole percent
-    ("more\nreturn x", 33),  # "re" is common: 2 * 2 / 12
-    ("// return x", 0),
-])
+@pytest.mark.parametrize(
+    "answer, expected",
+    [
+        ("return x", 100),
+        ("\n\n# why\n```\nreturn x\nmore", 100),  # the first line without `, # and //
+        ("return y", 88),  # 2 * 7 / 16 = 87.5 %, to a whole percent
+        ("more\nreturn x", 33),  # "re" is common: 2 * 2 / 12
+        ("// return x", 0),
+    ],
+)
 def test_code_similarity_is_the_edit_ratio_of_the_first_line_of_code(answer, expected):
     assert metrics.code_similarity(answer, ["return x"]) == expected
 
 
-@pytest.mark.parametrize("score, reference", [
-    (metrics.count, "4"), (metrics.retrieval, "Paragraph 4"), (metrics.retrieval_zh, "段落4")])
+@pytest.mark.parametrize(
+    "score, reference", [(metrics.count, "4"), (metrics.retrieval, "Paragraph 4"), (metrics.retrieval_zh, "段落4")]
+)
 def test_counts_and_retrievals_score_the_share_of_right_numbers(score, reference):
     answers = ["It is 4.", "3 or 4", "14", "four", "第4段"]
     assert [score(answer, [reference]) for answer in answers] == [100, 50, 0, 0, 100]
 
 
-@pytest.mark.parametrize("score, references, right, wrong", [
-    (metrics.first_integer, ("71432",), [" 71432. 9", "key71432"], ["9 71432", "714321", "", "none"]),
-    (metrics.kv_retrieval, ("ab-1",), ['"ab-1"', "it is: {ab-1}.\n"], ["ab-12", "ab -1", ""]),
-    (metrics.code_run, ("-7",), ["It is:-7.", "`-7`", "3 is wrong; -7"], ["-7 it is", "7", "-7 8", "", "-7x"]),
-    (metrics.math_find, ("12",), [" 12, I think", "12.0"], ["3 and 12", "120", "twelve", ""]),
-    (metrics.math_find, ("2.5",), ["2.5."], ["2", "25"]),
-    (metrics.longdialogue_qa_eng, ("ECKER", "COMMANDER BILL"), ["Ecker:", "it was commander Bill"], ["BILL", ""]),
-    (metrics.code_debug, ("load", "B"), ["B", "B. load", "A or B", "B\nA", "B or A", "load fails",
-                                         "the answer is: load", "Option B"],
-     ["A", "b", "", "Not B but A", "answer is load", "it is", "is:", "the answer is: J"]),
-    (metrics.longbook_choice_eng, ("Poe", "C"), ["C", "C. Poe", "not A but C", "C or A", "Poe", "Cats",
-                                                "The answer is Poe?", "option is\nC"],
-     ["A", "c", "", "A or C, or B", "As I said", "poe", "the answer is: D\nC", "the answer is poe", "E"]),
-])
+@pytest.mark.parametrize(
+    "score, references, right, wrong",
+    [
+        (metrics.first_integer, ("71432",), [" 71432. 9", "key71432"], ["9 71432", "714321", "", "none"]),
+        (metrics.kv_retrieval, ("ab-1",), ['"ab-1"', "it is: {ab-1}.\n"], ["ab-12", "ab -1", ""]),
+        (metrics.code_run, ("-7",), ["It is:-7.", "`-7`", "3 is wrong; -7"], ["-7 it is", "7", "-7 8", "", "-7x"]),
+        (metrics.math_find, ("12",), [" 12, I think", "12.0"], ["3 and 12", "120", "twelve", ""]),
+        (metrics.math_find, ("2.5",), ["2.5."], ["2", "25"]),
+        (metrics.longdialogue_qa_eng, ("ECKER", "COMMANDER BILL"), ["Ecker:", "it was commander Bill"], ["BILL", ""]),
+        (
+            metrics.code_debug,
+            ("load", "B"),
+            ["B", "B. load", "A or B", "B\nA", "B or A", "load fails", "the answer is: load", "Option B"],
+            ["A", "b", "", "Not B but A", "answer is load", "it is", "is:", "the answer is: J"],
+        ),
+        (
+            metrics.longbook_choice_eng,
+            ("Poe", "C"),
+            ["C", "C. Poe", "not A but C", "C or A", "Poe", "Cats", "The answer is Poe?", "option is\nC"],
+            ["A", "c", "", "A or C, or B", "As I said", "poe", "the answer is: D\nC", "the answer is poe", "E"],
+        ),
+    ],
+)
 def test_infinitebench_tells_right_answers_from_near_misses(score, references, right, wrong):
     assert {answer: score(answer, references) for answer in right} == dict.fromkeys(right, 100)
     assert {answer: score(answer, references) for answer in wrong} == dict.fromkeys(wrong, 0)
@@ -168,10 +198,13 @@ def test_math_calc_counts_values_up_to_the_first_mistake():
 # Samples
 
 
-@pytest.mark.parametrize("prompts, digest", [
-    (longbench.PROMPTS, "a44e611ec60b24fd65e1c2ff9cc3df1205954b0efa69ead524837268126b6db4"),
-    (infinitebench.PROMPTS, "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
-])
+@pytest.mark.parametrize(
+    "prompts, digest",
+    [
+        (longbench.PROMPTS, "a44e611ec60b24fd65e1c2ff9cc3df1205954b0efa69ead524837268126b6db4"),
+        (infinitebench.PROMPTS, "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
+    ],
+)
 def test_templates_are_the_published_ones(prompts, digest):
     """The digests are of the published files, with {question} renamed to {input}."""
     assert hashlib.sha256("\0".join(prompts[name] for name in sorted(prompts)).encode()).hexdigest() == digest
@@ -182,7 +215,8 @@ def test_a_longbench_prompt_is_its_template_filled_in_and_split_after_the_contex
     record = longbench_record()
     sample = only_sample(tmp_path, longbench.TASKS[name], record)
     assert sample.prompt == longbench.PROMPTS[name].replace("{context}", record["context"]).replace(
-        "{input}", record["input"])
+        "{input}", record["input"]
+    )
     assert sample.text.endswith(record["context"])
     assert sample.questions[0].answers == ("Ann",)
 
@@ -197,11 +231,11 @@ def test_a_whole_longbench_prompt_is_as_published(tmp_path):
 INFINITEBENCH_PROMPTS = {
     "math_find": "What is the largest number in the following list?\n\nSome {text}.\n\n" + QUESTION["math_find"],
     "code_run": "There is a function called func_7 in the following Python code.\n\nSome {text}.\n\nPlease compute the "
-                "exact value of func_7(-12). The value of func_7(-12) is",
+    "exact value of func_7(-12). The value of func_7(-12) is",
     "longbook_choice_eng": "Read the book and answer the question.\n\nSome {text}.\n\nQuestion: What?\nA. e\nB. f\n"
-                           "C. g\nD. h\n\nThe letter of the correct answer is",
+    "C. g\nD. h\n\nThe letter of the correct answer is",
     "code_debug": "Following is a Python code where exactly one of the functions/methods has a deliberate error that "
-                  "makes it crash.\n\nSome {text}.\n\nOptions:\nA. e\nB. f\nC. g\nD. h\n\nThe correct option is:",
+    "makes it crash.\n\nSome {text}.\n\nOptions:\nA. e\nB. f\nC. g\nD. h\n\nThe correct option is:",
     "longbook_qa_chn": "阅读以下书籍然后回答问题。\n\nSome {text}.\n\n问题：What?\n答案：",
     "longbook_sum_eng": "Summarize the book below.\n\nSome {text}.\n\nSummary:",
 }
@@ -215,17 +249,20 @@ def test_an_infinitebench_prompt_is_its_template_filled_in_and_split_after_the_c
     assert sample.text.endswith("Some {text}.")
 
 
-@pytest.mark.parametrize("name, published, answers", [
-    ("passkey", ["71432"], ("71432",)),
-    ("number_string", "71432", ("71432",)),
-    ("longbook_qa_eng", ["Bob", "Bobby"], ("Bob", "Bobby")),
-    ("math_find", [2.5], ("2.5",)),
-    ("math_calc", [1, 4, 8], ("1", "4", "8")),
-    ("math_calc", [[1, 4, 8]], ("1", "4", "8")),
-    ("code_debug", ["g"], ("g", "C")),
-    ("longbook_choice_eng", "e", ("e", "A")),
-    ("longbook_choice_eng", ["h", "D"], ("h", "D")),
-])
+@pytest.mark.parametrize(
+    "name, published, answers",
+    [
+        ("passkey", ["71432"], ("71432",)),
+        ("number_string", "71432", ("71432",)),
+        ("longbook_qa_eng", ["Bob", "Bobby"], ("Bob", "Bobby")),
+        ("math_find", [2.5], ("2.5",)),
+        ("math_calc", [1, 4, 8], ("1", "4", "8")),
+        ("math_calc", [[1, 4, 8]], ("1", "4", "8")),
+        ("code_debug", ["g"], ("g", "C")),
+        ("longbook_choice_eng", "e", ("e", "A")),
+        ("longbook_choice_eng", ["h", "D"], ("h", "D")),
+    ],
+)
 def test_answers_are_what_the_score_looks_for(name, published, answers, tmp_path):
     sample = only_sample(tmp_path, infinitebench.TASKS[name], infinitebench_record(name, answer=published))
     [question] = sample.questions
@@ -277,7 +314,7 @@ def test_a_text_that_is_too_long_loses_its_middle_and_keeps_its_question(task, s
     assert (head, tail) == (whole.text.split("é")[0], whole.text.split("ü")[-1])
     assert "é" in cut.text and "ü" in cut.text and "MIDDLE" not in cut.text
     if setting is CHARACTERS:  # an odd room loses a token, as in the published code
-        assert cut.prompt == whole.prompt[:room // 2] + whole.prompt[-(room // 2):]
+        assert cut.prompt == whole.prompt[: room // 2] + whole.prompt[-(room // 2) :]
 
 
 def test_a_prompt_that_just_fits_is_whole(tmp_path):
@@ -296,22 +333,34 @@ def test_a_cut_that_reaches_into_the_question_keeps_both_ends_of_the_prompt(tmp_
 
 def test_a_length_that_leaves_no_room_for_a_prompt_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a length of 30000 tokens is too short: 30000 of them are for the answer"):
-        only_sample(tmp_path, infinitebench.TASKS["math_calc"], infinitebench_record("math_calc"),
-                    replace(CHARACTERS, length=30000))
+        only_sample(
+            tmp_path,
+            infinitebench.TASKS["math_calc"],
+            infinitebench_record("math_calc"),
+            replace(CHARACTERS, length=30000),
+        )
 
 
 @pytest.mark.parametrize("folder", ["", "data"])
-@pytest.mark.parametrize("task, record", [
-    (longbench.TASKS["qasper"], longbench_record()), (infinitebench.TASKS["passkey"], infinitebench_record("passkey")),
-], ids=["longbench", "infinitebench"])
+@pytest.mark.parametrize(
+    "task, record",
+    [
+        (longbench.TASKS["qasper"], longbench_record()),
+        (infinitebench.TASKS["passkey"], infinitebench_record("passkey")),
+    ],
+    ids=["longbench", "infinitebench"],
+)
 def test_a_file_has_one_sample_per_line_and_may_lie_in_a_folder_named_data(folder, task, record, tmp_path):
     path = tmp_path / folder / f"{task.name}.jsonl"
     write(path, *(record | {"input": asked} for asked in ["问题?", "Second?", "Third?"]))
     path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")  # a blank line is no sample
     setting = replace(CHARACTERS, data=tmp_path)
     assert task.size(setting) == 3
-    assert [asked for i, asked in enumerate(["问题?", "Second?", "Third?"])
-            if asked in task.sample(setting, i).questions[0].text] == ["问题?", "Second?", "Third?"]
+    assert [
+        asked
+        for i, asked in enumerate(["问题?", "Second?", "Third?"])
+        if asked in task.sample(setting, i).questions[0].text
+    ] == ["问题?", "Second?", "Third?"]
     with pytest.raises(IndexError):
         task.sample(setting, 3)
 
@@ -340,6 +389,7 @@ def test_without_a_data_folder_files_come_from_the_hub_once(tmp_path, monkeypatc
     import zipfile
 
     import huggingface_hub
+
     asked = []
 
     def fetch(repo, name, repo_type):
@@ -357,8 +407,10 @@ def test_without_a_data_folder_files_come_from_the_hub_once(tmp_path, monkeypatc
     for task in (longbench.TASKS["qasper"], infinitebench.TASKS["passkey"]):
         assert task.size(CHARACTERS) == 1
         assert task.sample(CHARACTERS, 0).prompt
-    assert asked == [("THUDM/LongBench", "data.zip", "dataset"),
-                     ("xinrongzhang2022/InfiniteBench", "passkey.jsonl", "dataset")]
+    assert asked == [
+        ("THUDM/LongBench", "data.zip", "dataset"),
+        ("xinrongzhang2022/InfiniteBench", "passkey.jsonl", "dataset"),
+    ]
     jsonl.download.cache_clear()
 
 

@@ -10,8 +10,8 @@ import torch
 from conftest import write_random
 
 from decoder import Decoder
-from device import pick_device
 from engine import Engine
+from runtime.device import pick_device
 
 METHODS = {"full": {}, "streaming": {"budget": 16}}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
@@ -356,9 +356,13 @@ def test_extending_the_model_equals_prefilling_the_whole_text(checkpoint):
 def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint):
     engine, events = load(checkpoint, batch=2), []
     found = engine.generate(
-        PROMPTS[:3], max_new_tokens=4, follow_ups=[[[5]], [], []], stepwise=True,
-        on_token=lambda i, *_: events.append(i), on_done=lambda i, completion: events.append((i, completion)),
-    )  # fmt: skip
+        PROMPTS[:3],
+        max_new_tokens=4,
+        follow_ups=[[[5]], [], []],
+        stepwise=True,
+        on_token=lambda i, *_: events.append(i),
+        on_done=lambda i, completion: events.append((i, completion)),
+    )
     assert {i: completion for i, completion in filter(lambda e: isinstance(e, tuple), events)} == dict(enumerate(found))
     done = [event if isinstance(event, int) else ("done", event[0]) for event in events]
     assert [event for event in done if isinstance(event, tuple)] == [("done", 1), ("done", 2), ("done", 0)]
@@ -397,10 +401,19 @@ def test_on_phase_reports_loading_compiling_and_prefilling(checkpoint, monkeypat
     engine.generate([PROMPTS[0]], max_new_tokens=3)
     ran = [(name, done, seconds is not None) for name, _, done, seconds in heard]
     assert ran == [
-        ("load", 0, False), ("load", 0, True), ("compile", 0, False), ("compile", 0, True),
-        ("prefill", 0, False), ("prefill", 1, False), ("prefill", 2, False), ("prefill", 2, True),
-        ("first token", 0, True), ("prefill", 0, False), ("prefill", 0, True), ("first token", 0, True),
-    ]  # fmt: skip
+        ("load", 0, False),
+        ("load", 0, True),
+        ("compile", 0, False),
+        ("compile", 0, True),
+        ("prefill", 0, False),
+        ("prefill", 1, False),
+        ("prefill", 2, False),
+        ("prefill", 2, True),
+        ("first token", 0, True),
+        ("prefill", 0, False),
+        ("prefill", 0, True),
+        ("first token", 0, True),
+    ]
     about = {name: text for name, text, *_ in reversed(heard)}
     assert about["load"].endswith(" GB") and about["prefill"] == "97 tokens"
     assert about["compile"] == "greedy decode step for 1 x 177 tokens"

@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-import cli
 import eval as evaluation
 from engine import Engine
 from tasks import Question, Sample, Task
 from tasks.registry import TASKS
+from terminal import cli
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,15 @@ def test_the_hash_of_the_code_covers_the_methods_the_engine_and_the_tasks(tmp_pa
         for file in (evaluation.ROOT / place).glob("*.py"):
             shutil.copy(file, root / place)
     assert evaluation.code(root) == evaluation.code()
-    for name, counts in {"kv/h2o.py": True, "engine.py": True, "tasks/metrics.py": True, "eval.py": True,
-                         "kv/new.py": True, "bench/measure.py": False, "calibrate.py": False}.items():  # fmt: skip
+    for name, counts in {
+        "kv/h2o.py": True,
+        "engine.py": True,
+        "tasks/metrics.py": True,
+        "eval.py": True,
+        "kv/new.py": True,
+        "bench/measure.py": False,
+        "calibrate.py": False,
+    }.items():
         before = evaluation.code(root)
         with open(root / name, "a") as file:
             file.write("# more\n")
@@ -229,9 +236,7 @@ def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
     assert "vault?\n(assistant)Answer: The access code of" in tokenizer.decode(by_task[0][0])
     assert [prompts for prompts, _ in fed if isinstance(prompts[0], str)] == [["one two?"]]
     found = json.loads((tmp_path / "o").read_text())
-    assert {r["task"]: r["chat"] for r in found["rows"]} == {
-        "niah_multikey_1": True, "needle": True, "plain": False
-    }  # fmt: skip
+    assert {r["task"]: r["chat"] for r in found["rows"]} == {"niah_multikey_1": True, "needle": True, "plain": False}
     assert found["args"]["chat"] is True
     assert all(s["prompt_tokens"] <= 600 for s in found["samples"])
     assert "in the checkpoint's chat template: niah_multikey_1, needle\n" in capsys.readouterr().out
@@ -294,8 +299,24 @@ def test_mistakes_are_refused_before_anything_runs(tiny_checkpoint, more, messag
     assert message in " ".join(str(error.value).split())
 
 
-@pytest.mark.parametrize("kv", ["full", "streaming", "rocketkv", "snapkv", "h2o", "roco", "d2o", "tailorkv", "pqcache",
-                                "infllm:block=8", "simlayer:recent=16", "kivi", "omnikv:filter_layers=0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "kv",
+    [
+        "full",
+        "streaming",
+        "rocketkv",
+        "snapkv",
+        "h2o",
+        "roco",
+        "d2o",
+        "tailorkv",
+        "pqcache",
+        "infllm:block=8",
+        "simlayer:recent=16",
+        "kivi",
+        "omnikv:filter_layers=0",
+    ],
+)
 def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, text_checkpoint):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in (90, 150)]

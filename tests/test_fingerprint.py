@@ -5,7 +5,7 @@ import shutil
 
 from conftest import write_random
 
-from checkpoint import fingerprint, open_weights, write_checkpoint
+from runtime.checkpoint import fingerprint, open_weights, write_checkpoint
 
 
 def test_a_fingerprint_depends_on_weights_and_config_and_not_on_their_files(tmp_path):

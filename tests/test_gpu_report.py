@@ -10,8 +10,10 @@ import pytest
 from bench import gpu
 from bench.gpu import Step, main
 
-STUCK = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); " \
-        "print('begun', flush=True); time.sleep(60)"  # fmt: skip
+STUCK = (
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print('begun', flush=True); time.sleep(60)"
+)
 
 
 def python(code: str) -> list[str]:
@@ -21,7 +23,7 @@ def python(code: str) -> list[str]:
 @pytest.fixture
 def steps(monkeypatch):
     found = [
-        Step("good", "it works", [python("print('{\"kv\": \"full\"}')"), python("print('beside')")]),
+        Step("good", "it works", [python('print(\'{"kv": "full"}\')'), python("print('beside')")]),
         Step("bad", "it fails", [python("raise SystemExit('broken')")]),
         Step("slow", "it hangs", [python(STUCK)], minutes=0.03),
         Step("last", "it measures", [python("open('last.json', 'w').write('[1]')")]),
@@ -40,8 +42,11 @@ def test_a_step_that_fails_or_hangs_stops_no_other(steps, tmp_path):
     assert time.monotonic() - begin < 30
     found = lines(tmp_path)
     assert [(line["step"], line["exit"]) for line in found] == [
-        ("good", [0, 0]), ("bad", [1]), ("slow", ["out of time"]), ("last", [0])
-    ]  # fmt: skip
+        ("good", [0, 0]),
+        ("bad", [1]),
+        ("slow", ["out of time"]),
+        ("last", [0]),
+    ]
     assert found[0]["methods"] == [{"kv": "full"}] and found[1]["tail"] == ["broken"] and found[3]["result"] == [1]
     report = (tmp_path / "report.md").read_text()
     assert "## bad: it fails" in report and "**exit 1**" in report and "**exit out of time**" in report
@@ -68,7 +73,7 @@ def test_every_command_of_the_steps_parses(monkeypatch):
     """On a GPU and on a CPU, the benchmark accepts the arguments of every step."""
     from bench.__main__ import parser
     from bench.smoke import parser as smoke
-    from cli import choices
+    from terminal.cli import choices
 
     for device in ("cuda", "cpu"):
         for step in gpu.steps(device):

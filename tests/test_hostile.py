@@ -23,22 +23,48 @@ from test_convert import hf_model, save
 
 import bench.__main__ as bench
 import calibrate
-import cli
 import convert_hf_checkpoint
 import eval as evaluation
 import generate
 import quantize
 from bench import compare
-from checkpoint import open_weights, write_checkpoint
-from device import resident_bytes
 from engine import Engine
+from runtime.checkpoint import open_weights, write_checkpoint
+from runtime.device import resident_bytes
+from terminal import cli
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = (None, True, -1, 0, 3, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "x", "64", [], [1], {}, {"a": 1})
 SENSELESS = (
-    "", "x", "-1", "0", "1.5", "2", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, ",", ":", "=", "a=b=c", "full,",
-    "é☃", "\udcff", "/proc/nowhere/x", "/", "full:bits=3", "streaming:sinks=-1", "none", "-", "--", "[", "%s", "~",
-)  # fmt: skip
+    "",
+    "x",
+    "-1",
+    "0",
+    "1.5",
+    "2",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "1" + "0" * 30,
+    ",",
+    ":",
+    "=",
+    "a=b=c",
+    "full,",
+    "é☃",
+    "\udcff",
+    "/proc/nowhere/x",
+    "/",
+    "full:bits=3",
+    "streaming:sinks=-1",
+    "none",
+    "-",
+    "--",
+    "[",
+    "%s",
+    "~",
+)
 FLAGS = ("--nosuch", "--chat", "--json", "--batch", "--kv", "--budget", "--length", "--samples", "--force", "--device")
 METHODS = (["full"], ["omnikv", "--budget", "32"], ["tailorkv", "--budget", "48"], ["duo", "--budget", "0.5"])
 
@@ -238,8 +264,15 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(whole, tmp_path, shard
     assert code == 2 and f"{shard}, which is not in its folder" in said
 
 
-FILES = ("config.json", "tokenizer.model", "tokenizer_config.json", "kv_profile.json", "generation_config.json",
-         "model.safetensors.index.json", "model-00001")  # fmt: skip
+FILES = (
+    "config.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "kv_profile.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "model-00001",
+)
 
 
 @pytest.mark.parametrize("kind", ("link", "chain", "fifo", "dangling"))
@@ -307,20 +340,93 @@ def lines_of(whole, tmp_path_factory) -> dict:
     (root / "speed.json").write_text(json.dumps({"rows": [rows[0] | {"ms_per_token": 3.0}]}))
     tiny = ["--steps", 1, "--repeats", 1, "--no-compile"]
     return {
-        "generate": (generate.main, ["--checkpoint", whole, "--prompt", "x", "--kv", "streaming", "--budget", 32,
-                                     "--max-new-tokens", 3, "--no-compile", "--seed", 1, "--temperature", 0.5]),
-        "eval": (evaluation.main, ["--checkpoint", whole, "--tasks", "niah_single_1,perplexity", "--length", 400,
-                                   "--samples", 1, "--kv", "full,streaming:sinks=2", "--budget", "32,0.5",
-                                   "--json", root / "out.json", "--batch", 2, "--seed", 3]),
-        "bench": (bench.main, ["--shape", whole / "config.json", "--kv", "full,streaming", "--budget", 32, "--context",
-                               "64", "--batch", 1, "--quantize", "none", *tiny, "--results", root / "results.jsonl"]),
-        "quantize": (quantize.main, ["--checkpoint", whole, "--mode", "int4", "--groupsize", 32, "--out", root / "q",
-                                     "--force"]),
+        "generate": (
+            generate.main,
+            [
+                "--checkpoint",
+                whole,
+                "--prompt",
+                "x",
+                "--kv",
+                "streaming",
+                "--budget",
+                32,
+                "--max-new-tokens",
+                3,
+                "--no-compile",
+                "--seed",
+                1,
+                "--temperature",
+                0.5,
+            ],
+        ),
+        "eval": (
+            evaluation.main,
+            [
+                "--checkpoint",
+                whole,
+                "--tasks",
+                "niah_single_1,perplexity",
+                "--length",
+                400,
+                "--samples",
+                1,
+                "--kv",
+                "full,streaming:sinks=2",
+                "--budget",
+                "32,0.5",
+                "--json",
+                root / "out.json",
+                "--batch",
+                2,
+                "--seed",
+                3,
+            ],
+        ),
+        "bench": (
+            bench.main,
+            [
+                "--shape",
+                whole / "config.json",
+                "--kv",
+                "full,streaming",
+                "--budget",
+                32,
+                "--context",
+                "64",
+                "--batch",
+                1,
+                "--quantize",
+                "none",
+                *tiny,
+                "--results",
+                root / "results.jsonl",
+            ],
+        ),
+        "quantize": (
+            quantize.main,
+            ["--checkpoint", whole, "--mode", "int4", "--groupsize", 32, "--out", root / "q", "--force"],
+        ),
         "convert": (convert_hf_checkpoint.main, [source, "--out", root / "c", "--dtype", "float32", "--force"]),
-        "calibrate": (calibrate.main, ["--checkpoint", whole, "--text", root / "text.txt", "--length", 200,
-                                       "--tau", 0.3, "--sinks", 4, "--recent", 16]),
+        "calibrate": (
+            calibrate.main,
+            [
+                "--checkpoint",
+                whole,
+                "--text",
+                root / "text.txt",
+                "--length",
+                200,
+                "--tau",
+                0.3,
+                "--sinks",
+                4,
+                "--recent",
+                16,
+            ],
+        ),
         "compare": (compare.main, [root / "answers.json", root / "speed.json", "--plot", root / "plot.png"]),
-    }  # fmt: skip
+    }
 
 
 TOOLS = ("generate", "eval", "bench", "quantize", "convert", "calibrate", "compare")
@@ -353,7 +459,7 @@ def test_a_senseless_command_line_is_refused_in_one_line_or_runs(lines_of, tmp_p
 
 KILLED = """
 import importlib, json, sys
-import cli
+from terminal import cli
 tool, args = importlib.import_module(sys.argv[1]), json.loads(sys.argv[2])
 print("ready", flush=True)
 cli.run(lambda: tool.main(args))

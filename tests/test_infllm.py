@@ -6,7 +6,7 @@ from references_omni import SlowInfLLM
 from runs import HEADS, Run, compare, generations, make_shape, tokens
 
 import kv
-from kv import ops
+from kv.parts import ops
 
 PROMPTS = (100, 97, 33, 14, 7)
 
@@ -19,9 +19,14 @@ def short_spans(monkeypatch):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     "budget, options",
-    [(24, {"block": 6, "reps": 2}), (60, {"block": 7}), (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
-     (64, {"block": 20, "sinks": 4, "local": 9}), (24, {"block": 6, "reps": 2, "joint": False})],
-)  # fmt: skip
+    [
+        (24, {"block": 6, "reps": 2}),
+        (60, {"block": 7}),
+        (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
+        (64, {"block": 20, "sinks": 4, "local": 9}),
+        (24, {"block": 6, "reps": 2, "joint": False}),
+    ],
+)
 def test_infllm_equals_its_reference(budget, options, heads):
     shape = make_shape(heads)
     run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)

@@ -12,7 +12,7 @@ from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both,
 from torch._inductor.utils import run_and_get_code
 
 import kv
-from kv import ops, quant
+from kv.parts import ops, quant
 
 PROMPTS = (100, 61, 16, 9, 5)
 META = torch.device("meta")
@@ -213,8 +213,16 @@ def test_rocketkv_in_8_bits_chooses_nearly_the_pages_of_16(name, monkeypatch):
     assert 0 < eight.mean() < 0.005 < four.mean()
 
 
-@pytest.mark.parametrize("name, known", [("full", "16, 8, 4"), ("rocketkv", "16, 8, 4"), ("omnikv", "16, 8, 4"),
-                                         ("kivi", "1, 2, 4, 8"), ("tailorkv", "1, 2, 4, 8")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("full", "16, 8, 4"),
+        ("rocketkv", "16, 8, 4"),
+        ("omnikv", "16, 8, 4"),
+        ("kivi", "1, 2, 4, 8"),
+        ("tailorkv", "1, 2, 4, 8"),
+    ],
+)
 def test_bits_that_do_not_pack_are_refused(name, known):
     with pytest.raises(ValueError) as error:
         kv.build(name, make_shape(), None, {"bits": 3})

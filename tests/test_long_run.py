@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import write_random
 
-from device import resident_bytes
 from engine import Engine
+from runtime.device import resident_bytes
 
 METHODS = {
     "full": (None, {}),

@@ -63,9 +63,13 @@ def folders(text_checkpoint, tmp_path_factory) -> dict:
     found, root = {}, tmp_path_factory.mktemp("matrix")
     for dtype in AXES["dtype"]:
         plain = write_random(
-            root / dtype, dtype=getattr(torch, dtype), num_hidden_layers=4, vocab_size=1024, bos_token_id=1,
+            root / dtype,
+            dtype=getattr(torch, dtype),
+            num_hidden_layers=4,
+            vocab_size=1024,
+            bos_token_id=1,
             eos_token_id=2,
-        )  # fmt: skip
+        )
         shutil.copy(text_checkpoint / "tokenizer.model", plain)
         chat = {"chat_template": LLAMA2, "add_bos_token": True}
         (plain / "tokenizer_config.json").write_text(json.dumps(chat))

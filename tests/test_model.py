@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-import linear as linear_py
 import model as model_py
-from checkpoint import write_checkpoint
 from config import ModelConfig, rope_frequencies
 from convert_hf_checkpoint import convert
 from engine import Engine
 from kv import Shape
 from kv.full import Full
 from model import FeedForward, Transformer
+from runtime import linear as linear_py
+from runtime.checkpoint import write_checkpoint
 
 transformers.logging.set_verbosity_error()  # it warns about RoPE scaling at sizes this small
 transformers.logging.disable_progress_bar()
@@ -54,13 +54,21 @@ LLAMA31 = LLAMA3 | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embedd
 MISTRAL = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 MISTRAL_V1 = MISTRAL | {"sliding_window": 32}
 QWEN2 = LLAMA | {
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 0,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": 32,
+    "max_window_layers": 0,
+}
 QWEN3 = QWEN2 | {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 48, "attention_bias": False,
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 48,
+    "attention_bias": False,
     "rope_scaling": None,
-}  # fmt: skip
+}
 PLAIN = {"rope_scaling": None}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -84,9 +92,7 @@ CASES = {
     "llama-3.1": Case(LLAMA31, PLAIN),
     "llama-3.2": Case(LLAMA31 | {"tie_word_embeddings": True}, PLAIN),
     "codellama": Case(LLAMA | {"num_key_value_heads": 4, "rope_theta": 1000000}, {"rope_theta": 10000.0}),
-    "longchat": Case(
-        LLAMA | {"max_position_embeddings": 32, "rope_scaling": {"type": "linear", "factor": 8.0}}, PLAIN
-    ),
+    "longchat": Case(LLAMA | {"max_position_embeddings": 32, "rope_scaling": {"type": "linear", "factor": 8.0}}, PLAIN),
     "mistral-v0.1, prompt inside the window": Case(MISTRAL_V1, {"sliding_window": None}, prompt=20),
     "mistral-v0.1, prompt as long as the window": Case(MISTRAL_V1, {"sliding_window": None}, prompt=32),
     "mistral-v0.1, prompt one longer": Case(MISTRAL_V1, {"sliding_window": None}, prompt=33),
@@ -468,18 +474,27 @@ PUBLISHED = {  # max_position_embeddings, rope_theta, rope_scaling, and the long
     "Llama-2-7b": (4096, 10000.0, None, 4096),
     "Llama-3.1-8B": (131072, 500000.0, LLAMA3_ROPE | {"original_max_position_embeddings": 8192}, 131072),
     "Llama-3.2-1B": (
-        131072, 500000.0, LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192}, 131072,
+        131072,
+        500000.0,
+        LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192},
+        131072,
     ),
     "longchat-7b-v1.5-32k": (4096, 10000.0, {"type": "linear", "factor": 8.0}, 32768),
     "dynamic NTK": (4096, 10000.0, {"type": "dynamic", "factor": 2.0}, 8192),
     "Qwen2.5-7B-Instruct": (
-        32768, 1000000.0, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072,
+        32768,
+        1000000.0,
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        131072,
     ),
     "yarn, no original length": (32768, 1000000.0, {"rope_type": "yarn", "factor": 4.0}, 131072),
     "Yarn-Llama-2-7b-128k": (
-        131072, 10000.0, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, 131072,
+        131072,
+        10000.0,
+        {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        131072,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -496,7 +511,8 @@ def test_published_configs_give_their_context_and_the_rope_speeds_of_transformer
 
 ODD = {  # spellings that are rare, or that contradict themselves
     "yarn, original length outside": {
-        "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
         "rope_scaling": {"type": "yarn", "factor": 4.0},
     },
     "yarn, one mscale": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0}},
@@ -506,7 +522,7 @@ ODD = {  # spellings that are rare, or that contradict themselves
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
     },
     "null factor of rotation": {"partial_rotary_factor": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -586,18 +602,25 @@ def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
         *[
             ({key: value}, f"{key} must be a positive integer, not {value!r}")
             for key, value in [
-                ("hidden_size", None), ("hidden_size", -128), ("num_hidden_layers", None), ("num_hidden_layers", 0),
-                ("num_attention_heads", None), ("num_attention_heads", 4.0), ("num_key_value_heads", 0),
-                ("intermediate_size", None), ("intermediate_size", "160"), ("vocab_size", None), ("vocab_size", True),
-                ("max_position_embeddings", -1), ("head_dim", -2),
+                ("hidden_size", None),
+                ("hidden_size", -128),
+                ("num_hidden_layers", None),
+                ("num_hidden_layers", 0),
+                ("num_attention_heads", None),
+                ("num_attention_heads", 4.0),
+                ("num_key_value_heads", 0),
+                ("intermediate_size", None),
+                ("intermediate_size", "160"),
+                ("vocab_size", None),
+                ("vocab_size", True),
+                ("max_position_embeddings", -1),
+                ("head_dim", -2),
             ]
         ],
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
-)  # fmt: skip
+)
 def test_unsupported_config_values_are_refused_by_name(changes, message):
     ModelConfig.from_dict(LLAMA)
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(LLAMA | changes)
-
-

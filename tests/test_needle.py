@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import open_weights
 from engine import Engine
 from needle import train
 from needle.sparsity import sparsity
+from runtime.checkpoint import open_weights
 from tasks import Setting
 from tasks.registry import TASKS
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from runs import make_shape
 
-from device import free_bytes
-from kv import offload, parse_options
+from kv import parse_options
+from kv.parts import offload
+from runtime.device import free_bytes
 
 ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
@@ -172,7 +173,7 @@ def test_a_pool_that_is_dropped_leaves_no_thread(offload_threads):
 def test_python_exits_while_a_fetch_is_under_way():
     code = """
         import time, torch
-        from kv import offload
+        from kv.parts import offload
         staged = offload.Staged(4, (2,), torch.float32, torch.device("cpu"))
         pool = offload.ThreadedPool("x", 8, (2,), staged, offload.Workers(2), False)
         pool.gather = lambda *_: time.sleep(0.5)

@@ -10,8 +10,9 @@ from runs import HEADS, LAYERS, D, Run, compare, generations, make_shape, prefil
 
 import kv
 from engine import Engine
-from kv import Shape, offload, ops, quant
+from kv import Shape
 from kv.omnikv import BankSparse, Filter, Sparse, default_filters
+from kv.parts import offload, ops, quant
 
 PROMPTS = (100, 97, 33, 7)
 CASES = [

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kv import attention, ops
+from kv.parts import attention, ops
 
 
 def naive(q, k, v, seen):

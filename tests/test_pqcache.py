@@ -8,14 +8,18 @@ import torch
 from runs import HEADS, Run, make_shape, prefill_both, step_both
 
 import kv
-from kv import ops
+from kv.parts import ops
 from kv.pqcache import cluster
 
 CASES = [
-    ({}, 24), ({}, 8), ({"codebits": 3, "engine": "direct"}, 40), ({"partitions": 1, "initial": 0}, 24),
-    ({"partitions": 4, "codebits": 2, "offload": False}, 24), ({"rounds": 0, "engine": "threads"}, 30),
+    ({}, 24),
+    ({}, 8),
+    ({"codebits": 3, "engine": "direct"}, 40),
+    ({"partitions": 1, "initial": 0}, 24),
+    ({"partitions": 4, "codebits": 2, "offload": False}, 24),
+    ({"rounds": 0, "engine": "threads"}, 30),
     ({}, 130),  # more prompt and generated tokens are chosen than the prompt has
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +31,7 @@ def short_spans(monkeypatch):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
-    monkeypatch.setattr("kv.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
     shape = replace(make_shape(heads, new=60), n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
     run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)

@@ -11,10 +11,10 @@ import pytest
 from conftest import write_random
 from test_contract import VARIANTS
 
-import prefix
 from engine import Engine
 from generate import main
 from kv import METHODS
+from runtime import prefix
 
 TEXT = [(7 * i) % 90 + 3 for i in range(50)]
 QUESTIONS = [[5, 6, 7], [9], list(range(20, 40)), [3, 3]]

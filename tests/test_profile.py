@@ -31,8 +31,11 @@ def test_a_profile_sets_only_what_calibrate_finds():
         assert not kv.from_profile(name, {}, PROFILE | hostile).keys() & hostile.keys()
 
 
-WRONG = {"filter_layers": ("x", 3, [-1], [1.5], [True], [[1]], None), "quant_layers": ({"a": 1}, ["0"]),
-         "head_scores": ([1.0], [[float("nan")]], [["x"]], [[True]], "none")}  # fmt: skip
+WRONG = {
+    "filter_layers": ("x", 3, [-1], [1.5], [True], [[1]], None),
+    "quant_layers": ({"a": 1}, ["0"]),
+    "head_scores": ([1.0], [[float("nan")]], [["x"]], [[True]], "none"),
+}
 
 
 @pytest.mark.parametrize("key, value", [(key, value) for key, values in WRONG.items() for value in values])

@@ -9,8 +9,8 @@ from references_tailor import dequantize
 from references_tailor import quantize as slow_quantize
 from runs import make_shape
 
-from kv import quant
-from region import Region
+from kv.parts import quant
+from runtime.region import Region
 
 BITS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("bits", BITS)

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from conftest import LLAMA, write_random
 
-import linear
 import quantize as q
-from checkpoint import open_weights, read_config, write_checkpoint
-from cli import run as run_main
 from config import ModelConfig
 from engine import Engine
 from kv import METHODS
-from linear import Int4Linear, Int8Linear, Linear, levels_of, levels_of_packed
 from model import Transformer
+from runtime import linear
+from runtime.checkpoint import open_weights, read_config, write_checkpoint
+from runtime.linear import Int4Linear, Int8Linear, Linear, levels_of, levels_of_packed
+from terminal.cli import run as run_main
 
 ROOT = Path(q.__file__).parent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -207,7 +207,7 @@ import sys
 from pathlib import Path
 import torch
 import quantize
-from device import resident_bytes
+from runtime.device import resident_bytes
 quantize.quantize(sys.argv[4], sys.argv[2] + "-small", sys.argv[3], 32)
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what imports and first uses left
 before = resident_bytes("VmRSS")
@@ -224,7 +224,10 @@ def test_memory_stays_below_one_shard(mode, checkpoint, tmp_path):
     with torch.device("meta"):
         layout = Transformer(ModelConfig.from_dict(config)).to(torch.bfloat16).state_dict()
     write_checkpoint(
-        tmp_path / "plain", config, layout, lambda name: torch.full(layout[name].shape, 0.5, dtype=torch.bfloat16),
+        tmp_path / "plain",
+        config,
+        layout,
+        lambda name: torch.full(layout[name].shape, 0.5, dtype=torch.bfloat16),
         shard_bytes=200_000_000,
     )
     shards = sorted((tmp_path / "plain").glob("*.safetensors"))

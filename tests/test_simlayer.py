@@ -8,7 +8,7 @@ import torch
 from runs import HEADS, MAX_PROMPT, Run, generations, make_shape, step_both, tokens
 
 import kv
-from kv import ops
+from kv.parts import ops
 
 WINDOW = {"sinks": 2, "recent": 10}
 
@@ -79,9 +79,14 @@ SEEN = {  # n_layer, n_head, n_kv_head, dim, RoPE base -> threshold
 @pytest.mark.parametrize("n_layer, n_head, n_kv_head, dim, theta, threshold", SEEN.values(), ids=SEEN)
 def test_the_default_threshold_depends_on_the_model(n_layer, n_head, n_kv_head, dim, theta, threshold):
     shape = replace(
-        make_shape(), n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, dim=dim, rope_theta=theta,
+        make_shape(),
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        dim=dim,
+        rope_theta=theta,
         device=torch.device("meta"),
-    )  # fmt: skip
+    )
     assert kv.build("simlayer", shape, 40, WINDOW)[0].shared.threshold == threshold
     assert kv.build("simlayer", shape, 40, WINDOW | {"threshold": 0.3})[0].shared.threshold == 0.3
 

@@ -9,7 +9,8 @@ from runs import TensorSizes, generations
 
 import kv
 from bench import papers
-from kv import METHODS, Shape, ops
+from kv import METHODS, Shape
+from kv.parts import ops
 from kv.rocketkv import Sizes
 from kv.snapkv import SnapKV
 from kv.snapkv import pyramid_budgets as our_pyramid
@@ -18,18 +19,24 @@ HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
 D = 16
 EVERYTHING = 130  # planned tokens of make_shape
 CASES = {  # method: options, and budgets that make the choice hard
-    "rocketkv": [({"kernel": 5, "window": 8}, (8, 24, 60, EVERYTHING)), ({"kernel": 5, "split": "even"}, (24, 60)),
-                 ({"kernel": 3, "long_kernel": 9, "threshold": 50, "window": 4}, (24,))],
+    "rocketkv": [
+        ({"kernel": 5, "window": 8}, (8, 24, 60, EVERYTHING)),
+        ({"kernel": 5, "split": "even"}, (24, 60)),
+        ({"kernel": 3, "long_kernel": 9, "threshold": 50, "window": 4}, (24,)),
+    ],
     "hybrid": [({}, (8, 24, 60, EVERYTHING))],
-    "snapkv": [({"kernel": 5, "window": 8}, (24, 60, EVERYTHING)), ({"gqa": True, "window": 8}, (24,)),
-               ({"deduct": True}, (70,))],
+    "snapkv": [
+        ({"kernel": 5, "window": 8}, (24, 60, EVERYTHING)),
+        ({"gqa": True, "window": 8}, (24,)),
+        ({"deduct": True}, (70,)),
+    ],
     "snapkv++": [({"kernel": 5, "window": 8}, (24, 60)), ({"threshold": 50, "long_kernel": 9}, (24,))],
     "pyramidkv": [({"kernel": 5, "window": 8}, (24, 60, 80))],
     "exact_topk": [({}, (1, 24, 60)), ({"shared": True}, (24,))],
     "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48, EVERYTHING))],
     "sparq": [({}, (2, 24, 60, EVERYTHING))],
     "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
-}  # fmt: skip
+}
 EVERY = [
     pytest.param(name, options, budget, id=f"{name}-{i}-{budget}")
     for name, cases in CASES.items()

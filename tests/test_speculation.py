@@ -14,7 +14,7 @@ from engine import Engine
 from eval import main as evaluate
 from generate import main
 from kv import METHODS, Shape
-from region import compiled
+from runtime.region import compiled
 
 DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "full:bits": ("full", {"bits": 4}),
@@ -237,11 +237,27 @@ def test_drafts_that_hold_every_token_take_no_memory_for_the_full_cache(name):
 
 def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
     for more in ([], ["--speculate", "3"]):
-        evaluate([
-            "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity", "--length", "340",
-            "--samples", "1", "--kv", "full,quest:page=4:skip_layers=0,snapkv++", "--budget", "32", "--batch", "2",
-            "--json", str(tmp_path / f"{len(more)}.json"),
-        ] + more)  # fmt: skip
+        evaluate(
+            [
+                "--checkpoint",
+                str(tiny_checkpoint),
+                "--tasks",
+                "niah_single_1,perplexity",
+                "--length",
+                "340",
+                "--samples",
+                "1",
+                "--kv",
+                "full,quest:page=4:skip_layers=0,snapkv++",
+                "--budget",
+                "32",
+                "--batch",
+                "2",
+                "--json",
+                str(tmp_path / f"{len(more)}.json"),
+            ]
+            + more
+        )
     plain, drafted = (json.loads((tmp_path / name).read_text())["rows"] for name in ("0.json", "2.json"))
     full = {row["task"]: row["score"] for row in plain if row["kv"] == "full"}
     assert any(row["score"] != full[row["task"]] for row in plain)
@@ -320,8 +336,10 @@ def test_tokens_given_back_leave_no_trace(name):
     for accepted in (0, 2, 4, 1, 3, 4, 0, 2, 1):
         for i in range(4):  # the round's first token is right, the drafts are not
             drafting.decode(step + i, part(tokens, step) if i == 0 else part(junk, i))
-        round_ = [torch.cat([a, b], dim=3) for a, b in zip(
-            part(tokens, step, accepted + 1), part(junk, 0, 4 - accepted), strict=True)]  # fmt: skip
+        round_ = [
+            torch.cat([a, b], dim=3)
+            for a, b in zip(part(tokens, step, accepted + 1), part(junk, 0, 4 - accepted), strict=True)
+        ]
         drafting.insert(step, round_)
         step += accepted + 1
         found = drafting.decode(step, part(tokens, step))

@@ -14,8 +14,14 @@ MODULES = ["bench", "bench.compare", "needle.train", "needle.sparsity"]
 
 def python(place: Path, *command) -> subprocess.CompletedProcess:
     """Runs Python in the clone; `place` takes precedence over installed packages."""
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(place)},
-                          text=True, capture_output=True, stdin=subprocess.DEVNULL)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(place)},
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 @pytest.fixture
@@ -53,12 +59,16 @@ def test_a_torch_that_is_too_old_is_refused_in_one_line(tmp_path, version):
     assert f"ImportError: {line}" in python(tmp_path, "-c", "import engine").stderr
 
 
-@pytest.mark.parametrize("version, said", (
-    ("2.14.0a0+git1", "kv-fast is tested with torch 2.11 to 2.13, and this is 2.14.0a0+git1\n"),
-    ("2.11.0", ""), ("2.13.1+cu130", ""),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "version, said",
+    (
+        ("2.14.0a0+git1", "kv-fast is tested with torch 2.11 to 2.13, and this is 2.14.0a0+git1\n"),
+        ("2.11.0", ""),
+        ("2.13.1+cu130", ""),
+    ),
+)
 def test_a_newer_torch_is_reported_and_used(tmp_path, version, said):
-    result = python(dated(tmp_path, version), "-c", "import startup")
+    result = python(dated(tmp_path, version), "-c", "import runtime.startup")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", said)
 
 
@@ -67,13 +77,16 @@ def test_installing_is_refused_because_kv_fast_runs_from_its_clone(tmp_path):
     assert result.returncode == 1 and result.stderr.startswith("kv-fast is run from its clone and is not installed")
 
 
-@pytest.mark.parametrize("command, given, spins", (
-    (["generate.py"], {}, "30000"),
-    (["-m", "bench"], {}, "30000"),
-    (["generate.py"], {"GOMP_SPINCOUNT": "7"}, "7"),
-    (["generate.py"], {"OMP_WAIT_POLICY": "active"}, "None"),
-    (["-c", "import engine"], {}, "None"),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "command, given, spins",
+    (
+        (["generate.py"], {}, "30000"),
+        (["-m", "bench"], {}, "30000"),
+        (["generate.py"], {"GOMP_SPINCOUNT": "7"}, "7"),
+        (["generate.py"], {"OMP_WAIT_POLICY": "active"}, "None"),
+        (["-c", "import engine"], {}, "None"),
+    ),
+)
 def test_a_tools_waiting_threads_soon_sleep_unless_the_user_decides(tmp_path, monkeypatch, command, given, spins):
     (tmp_path / "torch").mkdir()
     code = "import os\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\nos._exit(0)"
@@ -106,11 +119,14 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("command, given, keeps, pages", (
-    (["generate.py"], {}, True, "1"),
-    (["generate.py"], {"MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "0"}, False, "0"),
-    (["-c", "import engine"], {}, False, "None"),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "command, given, keeps, pages",
+    (
+        (["generate.py"], {}, True, "1"),
+        (["generate.py"], {"MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "0"}, False, "0"),
+        (["-c", "import engine"], {}, False, "None"),
+    ),
+)
 def test_a_tool_keeps_the_memory_it_freed_unless_the_user_decides(tmp_path, monkeypatch, command, given, keeps, pages):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(ROUNDS)

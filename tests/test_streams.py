@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kv.pool as pool_module
-from kv import offload
-from kv.offload import Staged, ThreadedPool, Workers
-from kv.pool import Pool
+import kv.parts.pool as pool_module
+from kv.parts import offload
+from kv.parts.offload import Staged, ThreadedPool, Workers
+from kv.parts.pool import Pool
 
 Clock = dict  # {actor: how many of its actions are known to have happened}
 
@@ -68,7 +68,6 @@ class Machine:
                 if begin < end and first < stop and (writes or wrote) and clock.get(other, 0) < time:
                     self.races.add(self.tracked[storage])
             self.accesses[storage].append((first, end, writes, actor, clock[actor]))
-
 
     def run(self, touched: list[tuple[Tensor, bool]]) -> None:
         """An operator that touches tensors, and writes to those with True."""

@@ -12,8 +12,8 @@ from runs import HEADS, Run, compare, make_shape, tokens
 
 import kv
 from engine import Engine
-from kv import offload, ops
-from kv.fetched import Fetched
+from kv.parts import offload, ops
+from kv.parts.fetched import Fetched
 from kv.tailorkv import Tailored
 from model import Attention
 
@@ -70,7 +70,7 @@ class Tailor(Run):
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
-    monkeypatch.setattr("kv.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
     shape = replace(make_shape(heads, batch=2), n_layer=4)
     run = Tailor(shape, budget, options)
     known = {key: value for key, value in options.items() if key not in THREADS | HERE}

@@ -57,14 +57,15 @@ def growing(units: list[int]):
     return lambda n: Sample("x" * sum(units[:n]), (Question("", ()),))
 
 
-@pytest.mark.parametrize("units", [
-    [1] * 900, [7] * 900, [3, 9] * 450, [30] + [5] * 900, [2] * 60 + [9] * 900, [1, 2, 1, 20] * 300])
+@pytest.mark.parametrize(
+    "units", [[1] * 900, [7] * 900, [3, 9] * 450, [30] + [5] * 900, [2] * 60 + [9] * 900, [1, 2, 1, 20] * 300]
+)
 @pytest.mark.parametrize("least", [1, 4])
 def test_fit_takes_the_longest_prompt_that_leaves_room_for_an_answer(units, least):
     for length in range(100, 400, 7):
         made = fit(growing(units), Setting(length, list, "".join), reserve=30, least=least)
         fitting = [n for n in range(length) if sum(units[:n]) <= length - 30]
-        assert len(made.text) == sum(units[:fitting[-1]])
+        assert len(made.text) == sum(units[: fitting[-1]])
 
 
 def test_fit_makes_few_prompts_on_its_way():
@@ -109,8 +110,9 @@ def test_a_length_that_is_too_short_is_refused_with_the_least(name):
     assert sample(name, least + 40)  # longer names and values may take a few more tokens
 
 
-@pytest.mark.parametrize("name, tokens", {
-    **dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}.items())
+@pytest.mark.parametrize(
+    "name, tokens", {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}.items()
+)
 def test_answers_have_rulers_maximum_lengths(name, tokens):
     assert TASKS[name].max_new_tokens == tokens
 
@@ -187,7 +189,7 @@ def test_the_noise_around_a_needle_is_rulers():
 def test_the_text_around_needles_is_the_beginning_of_the_haystack(name):
     text = sample(name, 2048).text.partition("\n")[2]
     rest = re.sub(r"One of the special magic \w+ for .+? is: \S+\.( |$)", "", text).split()
-    assert len(rest) > 1000 and rest == shipped_haystack().split()[:len(rest)]
+    assert len(rest) > 1000 and rest == shipped_haystack().split()[: len(rest)]
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2", "vt"])
@@ -242,8 +244,10 @@ def test_the_needle_stands_where_its_depth_says(index):
     assert made.depth == index % 11 / 10
     assert abs(fact.start() / (len(made.text) - len(fact[0])) - made.depth) < 0.02
     assert made.text.count(fact[2]) == 1 and question.answers == (fact[2],)
-    assert question.text == (f"\n\nQuestion: What is the access code of the {fact[1]} vault?\nAnswer: The access code "
-                             f"of the {fact[1]} vault is")
+    assert question.text == (
+        f"\n\nQuestion: What is the access code of the {fact[1]} vault?\nAnswer: The access code "
+        f"of the {fact[1]} vault is"
+    )
 
 
 def test_a_needle_stands_between_sentences():
@@ -297,8 +301,10 @@ def listed(text: str) -> list[str]:
     return [word for _, word in found]
 
 
-@pytest.mark.parametrize("length, often, seldom, in_example", [
-    (2048, 6, 1, (3, 1, 20)), (4095, 6, 1, (3, 1, 20)), (4096, 30, 3, (10, 3, 40)), (16384, 30, 3, (10, 3, 40))])
+@pytest.mark.parametrize(
+    "length, often, seldom, in_example",
+    [(2048, 6, 1, (3, 1, 20)), (4095, 6, 1, (3, 1, 20)), (4096, 30, 3, (10, 3, 40)), (16384, 30, 3, (10, 3, 40))],
+)
 def test_common_words_occur_as_often_as_rulers_and_all_others_less(length, often, seldom, in_example):
     made = sample("cwe", length)
     example, text = (part for part in made.text.split("Memorize the ones that appear most often.\n")[1:])
@@ -360,7 +366,8 @@ def test_a_whole_prompt_with_a_single_needle_is_as_published():
         f"One of the special magic numbers for {key} is: {value}.\n"
         "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
         f"What is the special magic number for {key} mentioned in the provided text? The special magic number for "
-        f"{key} mentioned in the provided text is")
+        f"{key} mentioned in the provided text is"
+    )
 
 
 @pytest.mark.parametrize("name", NIAH)
@@ -370,15 +377,23 @@ def test_niah_prompts_begin_and_end_in_rulers_words(name):
     asked = re.search(r"for (.+?) mentioned", made.questions[0].text)[1]
     if values * queries == 1:
         kind = kind.removesuffix("s")
-        begin = (f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz "
-                 f"you about the {kind} afterwards.\n")
-        end = (f"\nWhat is the special magic {kind} for {asked} mentioned in the provided text? The special magic "
-               f"{kind} for {asked} mentioned in the provided text is")
+        begin = (
+            f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz "
+            f"you about the {kind} afterwards.\n"
+        )
+        end = (
+            f"\nWhat is the special magic {kind} for {asked} mentioned in the provided text? The special magic "
+            f"{kind} for {asked} mentioned in the provided text is"
+        )
     else:
-        begin = (f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will "
-                 f"quiz you about the {kind} afterwards.\n")
-        end = (f"\nWhat are all the special magic {kind} for {asked} mentioned in the provided text? The special "
-               f"magic {kind} for {asked} mentioned in the provided text are")
+        begin = (
+            f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will "
+            f"quiz you about the {kind} afterwards.\n"
+        )
+        end = (
+            f"\nWhat are all the special magic {kind} for {asked} mentioned in the provided text? The special "
+            f"magic {kind} for {asked} mentioned in the provided text are"
+        )
     assert made.text.startswith(begin)
     assert made.questions[0].text == end
 
@@ -388,23 +403,27 @@ WORDINGS = {
     "vt": (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
         "\nQuestion: Find all variables that are assigned the value 12345 in the text above. Answer: According to the "
-        "chain(s) of variable assignment in the text above, 5 variables are assigned the value 12345, they are: "),
+        "chain(s) of variable assignment in the text above, 5 variables are assigned the value 12345, they are: ",
+    ),
     "cwe": (
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
         "that appear most often.\n1. ",
         "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
-        "often in the list are:"),
+        "often in the list are:",
+    ),
     "fwe": (
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         "appeared coded words. ",
         "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
         "frequently appeared words in the above coded text? Answer: According to the coded text above, the three most "
-        "frequently appeared words are:"),
+        "frequently appeared words are:",
+    ),
     "two_stage": (
         "Lets play a game. You have a dict and a mathematical addition equation. The keys of a dictionary can be any "
         "number. You need to find the corresponding key value in the dictionary after performing the addition and "
         "output the value corresponding to that key. The Dict is {0: ",
-        "} The equation is 12345 + 12345 = ? Answer the corresponding color based on the addition result."),
+        "} The equation is 12345 + 12345 = ? Answer the corresponding color based on the addition result.",
+    ),
 }
 
 
@@ -448,12 +467,15 @@ def test_a_value_that_is_almost_right_is_wrong(name):
         assert TASKS[name].score(answer, question) == 0
 
 
-@pytest.mark.parametrize("name, shares", [
-    ("niah_multivalue", [100, 75, 50, 25, 0]),
-    ("niah_multiquery", [100, 75, 50, 25, 0]),
-    ("vt", [100, 80, 60, 40, 20, 0]),
-    ("fwe", [100, 200 / 3, 100 / 3, 0]),
-])
+@pytest.mark.parametrize(
+    "name, shares",
+    [
+        ("niah_multivalue", [100, 75, 50, 25, 0]),
+        ("niah_multiquery", [100, 75, 50, 25, 0]),
+        ("vt", [100, 80, 60, 40, 20, 0]),
+        ("fwe", [100, 200 / 3, 100 / 3, 0]),
+    ],
+)
 def test_each_of_several_answers_counts_its_share(name, shares):
     [question] = sample(name, 2048).questions
     found = [TASKS[name].score(" ".join(question.answers[missing:]), question) for missing in range(len(shares))]
@@ -468,18 +490,21 @@ def test_one_of_the_answers_to_a_question_about_documents_is_enough(name):
 
 
 @pytest.mark.parametrize("name", TWO_STAGE)
-@pytest.mark.parametrize("answer, right", [
-    ("blue", True),
-    (' Since 8 + 10 = 18, the corresponding color is "Blue".', True),
-    ("BLUE, not red", True),
-    ("red, blue", False),
-    ("Not red but blue", False),
-    ("bluebird", False),
-    ("skyblue", False),
-    ("blu", False),
-    ("Fred said blue", True),  # "red" is only a part of a word
-    ("", False),
-])
+@pytest.mark.parametrize(
+    "answer, right",
+    [
+        ("blue", True),
+        (' Since 8 + 10 = 18, the corresponding color is "Blue".', True),
+        ("BLUE, not red", True),
+        ("red, blue", False),
+        ("Not red but blue", False),
+        ("bluebird", False),
+        ("skyblue", False),
+        ("blu", False),
+        ("Fred said blue", True),  # "red" is only a part of a word
+        ("", False),
+    ],
+)
 def test_the_first_color_named_counts(name, answer, right):
     assert TASKS[name].score(answer, Question("", ("blue",))) == 100 * right
 
@@ -487,20 +512,37 @@ def test_the_first_color_named_counts(name, answer, right):
 # Questions about documents
 
 PAGES = [f"Page {i} tells of the town number {i}. " + "It is long. " * (i % 7) for i in range(60)]
-SQUAD = {"data": [
-    {"title": "A", "paragraphs": [
-        {"context": "Ann lives in Ulm.", "qas": [
-            {"question": "Where does Ann live?", "is_impossible": False,
-             "answers": [{"text": "Ulm", "answer_start": 13}, {"text": "in Ulm", "answer_start": 10}]},
-            {"question": "Where does Bob live?", "is_impossible": True, "answers": []}]},
-        {"context": "Cem lives in Rome.", "qas": [
-            {"question": "Who lives in Rome?", "answers": [{"text": "Cem", "answer_start": 0}]}]},
-    ]},
-    {"title": "B", "paragraphs": [{"context": page, "qas": []} for page in PAGES]},
-]}
+SQUAD = {
+    "data": [
+        {
+            "title": "A",
+            "paragraphs": [
+                {
+                    "context": "Ann lives in Ulm.",
+                    "qas": [
+                        {
+                            "question": "Where does Ann live?",
+                            "is_impossible": False,
+                            "answers": [{"text": "Ulm", "answer_start": 13}, {"text": "in Ulm", "answer_start": 10}],
+                        },
+                        {"question": "Where does Bob live?", "is_impossible": True, "answers": []},
+                    ],
+                },
+                {
+                    "context": "Cem lives in Rome.",
+                    "qas": [{"question": "Who lives in Rome?", "answers": [{"text": "Cem", "answer_start": 0}]}],
+                },
+            ],
+        },
+        {"title": "B", "paragraphs": [{"context": page, "qas": []} for page in PAGES]},
+    ]
+}
 HOTPOTQA = [
-    {"question": "Which town do both share?", "answer": "Ulm", "context": [
-        ["Ann", ["Ann lives in Ulm.", " She sings."]], ["Cem", ["Cem lives in Ulm."]]]},
+    {
+        "question": "Which town do both share?",
+        "answer": "Ulm",
+        "context": [["Ann", ["Ann lives in Ulm.", " She sings."]], ["Cem", ["Cem lives in Ulm."]]],
+    },
     {"question": "Who rules?", "answer": "Eve", "context": [[f"T{i}", [page]] for i, page in enumerate(PAGES)]},
 ]
 ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -526,7 +568,8 @@ def test_documents_and_question_are_worded_as_published(tmp_path):
     made = sample("qa_1", 120, data=tmp_path)
     assert made.text == f"{ORDER}\n\nThe following are given documents.\n\nDocument 1:\nAnn lives in Ulm."
     assert made.questions == (
-        Question(f"\n\n{ORDER}\n\nQuestion: Where does Ann live? Answer:", ("Ulm", "in Ulm"), opening=" Answer:"),)
+        Question(f"\n\n{ORDER}\n\nQuestion: Where does Ann live? Answer:", ("Ulm", "in Ulm"), opening=" Answer:"),
+    )
 
 
 def test_questions_that_cannot_be_answered_are_left_out(data):
@@ -541,8 +584,10 @@ def test_every_record_of_hotpotqa_is_a_question(data):
     assert TASKS["qa_2"].size(Setting(4096, encode, str, data=data)) == 2
 
 
-@pytest.mark.parametrize("name, answering", [
-    ("qa_1", {"Ann lives in Ulm."}), ("qa_2", {"Ann\nAnn lives in Ulm. She sings.", "Cem\nCem lives in Ulm."})])
+@pytest.mark.parametrize(
+    "name, answering",
+    [("qa_1", {"Ann lives in Ulm."}), ("qa_2", {"Ann\nAnn lives in Ulm. She sings.", "Cem\nCem lives in Ulm."})],
+)
 @pytest.mark.parametrize("length", [300, 800])
 def test_documents_that_answer_stand_among_others_that_fill_the_length(name, answering, length, data):
     orders, places = set(), set()

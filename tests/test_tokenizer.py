@@ -20,8 +20,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Oracle
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-import tokenizer
-from tokenizer import MAX_RUN, load_tokenizer
+from text import tokenizer
+from text.tokenizer import MAX_RUN, load_tokenizer
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -166,9 +166,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     made = {
         "llama-2": sentencepiece_folder(root / "llama-2", {**llama, "chat_template": LLAMA2_TEMPLATE, "legacy": False}),
         "mistral-v0.3": sentencepiece_folder(
-            root / "mistral-v0.3",
-            {**llama, "chat_template": MISTRAL3_TEMPLATE},
-            control_symbols=["[INST]", "[/INST]"],
+            root / "mistral-v0.3", {**llama, "chat_template": MISTRAL3_TEMPLATE}, control_symbols=["[INST]", "[/INST]"]
         ),
         "llama-3": byte_level_folder(
             root / "llama-3",
@@ -499,9 +497,16 @@ def test_a_sentencepiece_model_stored_only_as_json_is_read_like_the_model(pairs)
 def test_a_byte_level_json_with_an_unknown_step_is_read_through_the_package(folders, tmp_path, change):
     folder = edited(folders["qwen"], tmp_path / "own")
     steps = read(folder)["pre_tokenizer"]["pretokenizers"]
-    own = {"normalizer": {"type": "Lowercase"}} if change == "normalizer" else {
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{**steps[0], "behavior": "MergedWithNext"}, steps[1]]}
-    }  # fmt: skip
+    own = (
+        {"normalizer": {"type": "Lowercase"}}
+        if change == "normalizer"
+        else {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [{**steps[0], "behavior": "MergedWithNext"}, steps[1]],
+            }
+        }
+    )
     change_json(folder, **own)
     ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     for text in NASTY:
@@ -771,9 +776,7 @@ def test_invalid_json_is_refused_by_name(folders, tmp_path, name, text):
         (lambda data: data["added_tokens"].append({"id": 1}), "content"),
     ],
 )
-def test_a_json_with_parts_that_are_missing_or_not_supported_is_refused(
-    folders, tmp_path, monkeypatch, change, word
-):
+def test_a_json_with_parts_that_are_missing_or_not_supported_is_refused(folders, tmp_path, monkeypatch, change, word):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     folder = edited(folders["qwen"], tmp_path / "changed")
     data = read(folder)

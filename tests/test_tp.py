@@ -20,13 +20,13 @@ from conftest import write_random
 from torch import Tensor, nn
 
 import kv
-import tp
-from checkpoint import load_checkpoint, read_config
 from config import ModelConfig
 from engine import Engine
 from kv import METHODS
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
 from quantize import quantize, read_quantization
+from runtime import tp
+from runtime.checkpoint import load_checkpoint, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 130}
@@ -126,8 +126,10 @@ class Apart(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def each(self, name: str, *inputs, **more) -> Tensor:
-        shares = [x.chunk(len(self.parts), 1) if torch.is_tensor(x) and x.dim() == 4 else [x] * len(self.parts)
-                  for x in inputs]  # fmt: skip
+        shares = [
+            x.chunk(len(self.parts), 1) if torch.is_tensor(x) and x.dim() == 4 else [x] * len(self.parts)
+            for x in inputs
+        ]
         return torch.cat([getattr(p, name)(*own, **more) for p, *own in zip(self.parts, *shares, strict=True)], 1)
 
     def prefill(self, row, q, k, v):
@@ -233,12 +235,12 @@ import sys
 from functools import partial
 from pathlib import Path
 import torch
-import processes
-import tp
-from checkpoint import load_checkpoint, read_config
+from runtime import processes
+from runtime import tp
+from runtime.checkpoint import load_checkpoint, read_config
 from config import ModelConfig
-from device import resident_bytes
-from kv.ranks import ALONE, Ranks
+from runtime.device import resident_bytes
+from kv.parts.ranks import ALONE, Ranks
 
 sizes, ranks = ModelConfig.from_dict(read_config(sys.argv[1])), Ranks(1, 4)
 model, whole = (tp.skeleton(sizes, None, r) for r in (ranks, ALONE))
@@ -270,10 +272,13 @@ def test_groups_that_a_rank_would_cut_are_refused(folders):
     tp.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
 
 
-@pytest.mark.parametrize(("world", "changes", "expected"), [
-    (3, {}, "4 KV heads do not divide among 3 ranks: start 1 or 2"),
-    (4, {"intermediate_size": 98}, "98 MLP channels do not divide among 4 ranks: start 1 or 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "changes", "expected"),
+    [
+        (3, {}, "4 KV heads do not divide among 3 ranks: start 1 or 2"),
+        (4, {"intermediate_size": 98}, "98 MLP channels do not divide among 4 ranks: start 1 or 2"),
+    ],
+)
 def test_what_does_not_divide_is_refused(folders, world, changes, expected):
     config = ModelConfig.from_dict(read_config(folders["llama"]) | changes)
     with pytest.raises(ValueError, match=expected):
@@ -393,8 +398,10 @@ def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
     command += "--length 600 --samples 3 --kv full,streaming --budget 64 --no-compile --json".split()
     found = {}
     for name, start, more in (
-        ("alone", [sys.executable], []), ("model", launcher(2), []), ("data", launcher(2), ["--ranks", "data"]),
-    ):  # fmt: skip
+        ("alone", [sys.executable], []),
+        ("model", launcher(2), []),
+        ("data", launcher(2), ["--ranks", "data"]),
+    ):
         file = tmp_path / f"{name}.json"
         subprocess.run([*start, *command, str(file), *more], cwd=ROOT, check=True)
         report = json.loads(file.read_text())

@@ -10,10 +10,12 @@ from config import rope_frequencies
 from engine import Engine
 from needle import data, train
 from tasks.ruler import wordlist
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 
-TEXT = [f"The {noun} is said to be {i} feet long, and nobody has measured it again." for i, noun in enumerate(
-    "rope wall river road table garden bridge tower field harbour".split() * 40)]  # fmt: skip
+TEXT = [
+    f"The {noun} is said to be {i} feet long, and nobody has measured it again."
+    for i, noun in enumerate("rope wall river road table garden bridge tower field harbour".split() * 40)
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,33 @@ pytest.importorskip("triton")
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # A100, H100: bytes of shared memory that a block may have
 H100 = {
-    "type": "cuda", "index": 0, "multi_processor_count": 132, "cc": 90, "major": 9, "regs_per_multiprocessor": 65536,
-    "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32,
-}  # fmt: skip
+    "type": "cuda",
+    "index": 0,
+    "multi_processor_count": 132,
+    "cc": 90,
+    "major": 9,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+}
 MORE = {
-    "name": "NVIDIA H100", "gcnArchName": "", "minor": 0, "total_memory": 80 * 2**30, "L2_cache_size": 50 * 2**20,
-    "shared_memory_per_block_optin": 227 * 1024, "shared_memory_per_multiprocessor": 228 * 1024,
-}  # fmt: skip
+    "name": "NVIDIA H100",
+    "gcnArchName": "",
+    "minor": 0,
+    "total_memory": 80 * 2**30,
+    "L2_cache_size": 50 * 2**20,
+    "shared_memory_per_block_optin": 227 * 1024,
+    "shared_memory_per_multiprocessor": 228 * 1024,
+}
 # Inductor would measure padded products, and compute constants, on the GPU.
-OPTIONS = {"shape_padding": False, "joint_graph_constant_folding": False, "fx_graph_cache": False, "compile_threads": 1,
-           "triton.cudagraphs": True}  # fmt: skip
+OPTIONS = {
+    "shape_padding": False,
+    "joint_graph_constant_folding": False,
+    "fx_graph_cache": False,
+    "compile_threads": 1,
+    "triton.cudagraphs": True,
+}
 SAMPLE = ("full", "rocketkv:bits", "omnikv:threads", "h2o")  # without --all
 
 
@@ -142,7 +159,7 @@ def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tm
 
 @pytest.mark.parametrize("form", ("flex", "kernel", "fused"))
 def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
-    monkeypatch.setattr("kv.ops.CUDA_FORM", form)
+    monkeypatch.setattr("kv.parts.ops.CUDA_FORM", form)
     decoder = build("full", h100, 2)
     found = generate(decoder.step.forward, "greedy", h100, 2, monkeypatch)
     assert any("flex_attention" in source for source in found.kernels) == (form == "flex") and found.graphs == 1
@@ -151,10 +168,10 @@ def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
 
 def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kv.ops.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8
+    monkeypatch.setattr("kv.parts.ops.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8
     found = []
     for devices in (("cpu",), ("cpu", "cuda")):
-        monkeypatch.setattr("kv.ops.TILED", devices)
+        monkeypatch.setattr("kv.parts.ops.TILED", devices)
         decoder = build("exact_topk", h100, 2)
         found.append(generate(decoder.step.forward, "greedy", h100, 2, monkeypatch))
         close(decoder)

@@ -10,15 +10,14 @@ from conftest import write_random
 from test_contract import make_shape
 from torch import Tensor
 
-import linear
-import tune
 from config import ModelConfig
 from decoder import Sampling
 from engine import Engine
-from kv import ops
-from linear import Embedding, Int8Linear, Linear
+from kv.parts import ops
 from model import Transformer
 from quantize import quantize_modules
+from runtime import linear, tune
+from runtime.linear import Embedding, Int8Linear, Linear
 
 PROMPT = [*range(5, 45)]
 
@@ -95,10 +94,20 @@ def test_a_size_is_measured_once_and_kept(model, monkeypatch):
     assert [*file.parent.iterdir()] == [file]
 
 
-@pytest.mark.parametrize("damage", (
-    "", "[]", "3", '{"m": 3}', '{"m": {"s": {}}}', '{"m": {"s": {"fused": "1"}}}', '{"m": {"s": {"fused": 0}}}',
-    '{"m": {"s": {"best": 1.0}}}', "\x00\xff",
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    (
+        "",
+        "[]",
+        "3",
+        '{"m": 3}',
+        '{"m": {"s": {}}}',
+        '{"m": {"s": {"fused": "1"}}}',
+        '{"m": {"s": {"fused": 0}}}',
+        '{"m": {"s": {"best": 1.0}}}',
+        "\x00\xff",
+    ),
+)
 def test_a_damaged_file_counts_as_empty(tmp_path, damage):
     (tmp_path / "products.json").write_text(damage)
     assert tune.read(tmp_path / "products.json") == {}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import kv
-import processes
 from engine import Engine
+from runtime import processes
 
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 93))]
 FOLLOW_UPS = [[[1, 2, 3]], [[4], [5, 6]], []]

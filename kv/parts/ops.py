@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kv.flex import BLOCK, flex
+from kv.parts.flex import BLOCK, flex
 
 SPAN = 256  # slots: a step reads a multiple of this, or all
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
@@ -16,7 +16,7 @@ CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the ne
 TILE = 8  # scores per tile, see `top`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
-# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by tune.py.
+# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/tune.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
 CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv import offload, ops
 from kv.base import KV, Held
 from kv.method import Shape, option
-from kv.offload import Pool, Staged
+from kv.parts import offload, ops
+from kv.parts.offload import Pool, Staged
 
 
 @dataclass(frozen=True)

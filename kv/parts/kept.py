@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.base import KV, Held
 from kv.method import Shape
+from kv.parts import ops
 
 
 class Kept(KV):

@@ -1,4 +1,4 @@
-"""Chooses the products of linear.py that are fastest on this CPU, by timing them.
+"""Chooses the products of runtime/linear.py that are fastest on this CPU, by timing them.
 
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
 CPUs and between sizes. Three things are timed, each once per machine: every size of weight, on the model's own weights
@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from device import machine
-from kv import Shape, ops
-from linear import FEW, WIDENED, Embedding, Int8Embedding, Int8Linear, Linear
-from region import Region
+from kv import Shape
+from kv.parts import ops
+from runtime.device import machine
+from runtime.linear import FEW, WIDENED, Embedding, Int8Embedding, Int8Linear, Linear
+from runtime.region import Region
 
 Times = dict[str, float]  # milliseconds by product
 PRODUCTS = ("auto", "kernel", "mv", "fused")
@@ -138,10 +139,7 @@ def measure_widening(dtype: torch.dtype) -> Times:
     The product is small and has one thread: on a busy machine some rounds are then undisturbed.
     """
     x, weight, found = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype), {}
-    forms = {
-        "kernel": lambda: F.linear(x, weight),
-        "widened": lambda: F.linear(x.float(), weight.float()).to(dtype),
-    }
+    forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: F.linear(x.float(), weight.float()).to(dtype)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -176,7 +174,7 @@ def candidates(module: nn.Module, rows: int) -> list[str]:
 
 
 def multiply(x: Tensor, module: nn.Module) -> Tensor:
-    """Without the module's hooks, which may wait for other processes (tp.py)."""
+    """Without the module's hooks, which may wait for other processes (runtime/tp.py)."""
     return module.logits(x) if isinstance(module, Embedding | Int8Embedding) else module.forward(x)
 
 

@@ -2,7 +2,7 @@
 
 For the few rows of a decode step there are up to three products: "kernel", torch's own (F.linear, or its CPU kernels
 for quantized weights), "mv" (torch.mv, one row), and "fused", products and sums that Inductor compiles into one loop,
-which reads the weight once, as stored, for all rows. The fastest product depends on the CPU: tune.py finds it.
+which reads the weight once, as stored, for all rows. The fastest product depends on the CPU: runtime/tune.py finds it.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 FEW = 8  # most rows for which a step chooses among the products
 MANY = 8  # fewest rows for which a dtype in WIDENED is widened
-WIDENED: list[torch.dtype] = []  # dtypes whose large products are faster in fp32 on this CPU, see tune.py
+WIDENED: list[torch.dtype] = []  # dtypes whose large products are faster in fp32 on this CPU, see runtime/tune.py
 Products = tuple[str, str]  # for one row and for 2 to FEW
 
 # The custom op keeps Inductor from decomposing torch.mv.

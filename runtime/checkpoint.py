@@ -27,12 +27,29 @@ from tqdm import tqdm
 
 FORMAT = 1
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
 COMPANIONS = (  # files that accompany the weights, copied unchanged
-    "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "kv_profile.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "kv_profile.json",
 )
 SLICES, SLICE = 16, 4096  # a fingerprint reads this many slices of a large tensor, each of this many bytes
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -134,8 +151,10 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
             for name, t in header.items()
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise ValueError(f"{file} has no valid safetensors header: it is truncated or not a weight file "
-                         "(git lfs may have left a pointer in its place); download it again") from None
+        raise ValueError(
+            f"{file} has no valid safetensors header: it is truncated or not a weight file "
+            "(git lfs may have left a pointer in its place); download it again"
+        ) from None
     stored, end, cut = {}, 8 + length, None
     for start, stop, name, kind, shape in tensors:
         if kind not in DTYPES:
@@ -146,8 +165,10 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
         end = 8 + length + stop
         cut = cut or (name if end > size else None)
     if end > size:
-        raise ValueError(f"{file} is truncated: it has {size:,} of {end:,} bytes, and the first tensor cut off is "
-                         f"{cut}; download it again")
+        raise ValueError(
+            f"{file} is truncated: it has {size:,} of {end:,} bytes, and the first tensor cut off is "
+            f"{cut}; download it again"
+        )
     if end < size:
         raise ValueError(f"{file} is corrupt: {size - end:,} bytes follow its last tensor")
     return stored
@@ -161,11 +182,15 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise ValueError(f"{file} is refused: it is a pickle that holds more than tensors, and loading such a file "
-                         "can run any code; ask for safetensors") from None
+        raise ValueError(
+            f"{file} is refused: it is a pickle that holds more than tensors, and loading such a file "
+            "can run any code; ask for safetensors"
+        ) from None
     except Exception as error:  # a damaged archive fails in many ways
-        raise ValueError(f"{file} is truncated, or not a torch.save file of torch >= 1.6 "
-                         f"({next(iter(str(error).splitlines()), type(error).__name__)}); download it again") from None
+        raise ValueError(
+            f"{file} is truncated, or not a torch.save file of torch >= 1.6 "
+            f"({next(iter(str(error).splitlines()), type(error).__name__)}); download it again"
+        ) from None
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError(f"{file} is not a state dict: it must map names to tensors")
     return state
@@ -266,12 +291,16 @@ def read_config(folder: str | Path, converted: bool = True) -> dict:
             raise ValueError(f"{folder} is converted already; use it as it is")
         return config
     if "kv_fast" not in config:
-        raise ValueError(f"{folder} is a Hugging Face folder; convert it first: "
-                         f"python convert_hf_checkpoint.py {folder} --out {folder}-kv-fast")
+        raise ValueError(
+            f"{folder} is a Hugging Face folder; convert it first: "
+            f"python convert_hf_checkpoint.py {folder} --out {folder}-kv-fast"
+        )
     version = config["kv_fast"].get("format") if isinstance(config["kv_fast"], dict) else None
     if version != FORMAT:
-        raise ValueError(f"{folder} has checkpoint format {version!r} and this code reads format {FORMAT}; "
-                         "update kv-fast or convert again")
+        raise ValueError(
+            f"{folder} has checkpoint format {version!r} and this code reads format {FORMAT}; "
+            "update kv-fast or convert again"
+        )
     return config
 
 
@@ -294,9 +323,13 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
 
 
 def load_checkpoint(
-    folder: str | Path, model: nn.Module, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-    whole: nn.Module | None = None, read: Callable[[Stored, Tensor], Tensor] = lambda stored, _: stored.read(),
-) -> nn.Module:  # fmt: skip
+    folder: str | Path,
+    model: nn.Module,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    whole: nn.Module | None = None,
+    read: Callable[[Stored, Tensor], Tensor] = lambda stored, _: stored.read(),
+) -> nn.Module:
     """Loads the weights onto `device`, one tensor at a time, into `model`, built on the meta device without KV caches.
 
     Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the tensors of `whole`

@@ -1,6 +1,6 @@
 """Pools of K and V, on the device or on the host, from which a step fetches a few rows.
 
-A pool is [rows, ...]. `Pool` (kv/pool.py) is memory that the device can address: its own, or pinned host memory, which
+A pool is [rows, ...]. `Pool` (pool.py) is memory that the device can address: its own, or pinned host memory, which
 a gather on a GPU reads through a view (the direct engine: no host round trip, all of it inside a captured graph).
 `ThreadedPool` is host memory: threads gather the requested rows into pinned staging buffers, two per thread, and copy
 them to the device on the pool's own stream.
@@ -22,9 +22,9 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from kv import ops
 from kv.method import Method, Shape, option
-from kv.pool import Pool
+from kv.parts import ops
+from kv.parts.pool import Pool
 
 CHUNK = 4 << 20  # the most bytes of a staging buffer
 WIDE = 64 << 10  # bytes from which a row gets a copy of its own, without staging
@@ -50,8 +50,16 @@ class OffloadMethod(Method):
         """The buffer where rows arrive, at most `slots` per step; None unless threads fetch them."""
         return Staged(slots, width, shape.dtype, shape.device) if self.threaded(shape, early) else None
 
-    def pool(self, what: str, rows: int, width: tuple[int, ...], staged: "Staged | None", shape: Shape,
-             workers: "Workers", delta: bool = False) -> "Pool":  # fmt: skip
+    def pool(
+        self,
+        what: str,
+        rows: int,
+        width: tuple[int, ...],
+        staged: "Staged | None",
+        shape: Shape,
+        workers: "Workers",
+        delta: bool = False,
+    ) -> "Pool":
         """A pool of the kind the options ask for; `what` names it in errors; `delta`: see ThreadedPool."""
         if staged is None:
             return Pool(what, rows, width, shape.dtype, shape.device, host=self.offload)

@@ -10,8 +10,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from device import free_bytes
-from kv import ops
+from kv.parts import ops
+from runtime.device import free_bytes
 
 BACKLOG = 4  # writes that may be in flight
 
@@ -22,8 +22,9 @@ class Pool:
     counts = (0, 0)  # rows requested from threads, and rows they fetched
     staged_bytes = 0  # bytes of the device buffer where fetched rows arrive
 
-    def __init__(self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-                 host: bool = False):  # fmt: skip
+    def __init__(
+        self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool = False
+    ):
         self.what, self.device, self.on_host = what, device, host
         if host:
             self.memory, self.rows = host_memory(what, (rows, *width), dtype, device)
@@ -143,9 +144,12 @@ def as_device(memory: Tensor, device: torch.device) -> Tensor:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface has no bfloat16
 
     interface = {
-        "shape": tuple(memory.shape), "typestr": f"<i{memory.dtype.itemsize}", "strides": None, "version": 3,
+        "shape": tuple(memory.shape),
+        "typestr": f"<i{memory.dtype.itemsize}",
+        "strides": None,
+        "version": 3,
         "data": (memory.data_ptr(), False),
-    }  # fmt: skip
+    }
     view = torch.as_tensor(SimpleNamespace(owner=memory, __cuda_array_interface__=interface), device=device)
     assert view.dtype == integer and view.data_ptr() == memory.data_ptr()
     view = view.view(memory.dtype)

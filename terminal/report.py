@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from cli import profile_lines
-from device import resident_bytes
 from engine import Engine
+from runtime.device import resident_bytes
+from terminal.cli import profile_lines
 
 
 def measured(engine: Engine, kv: str, budget: int | float | None, checkpoint: Path, completions: list) -> dict:

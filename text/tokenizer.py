@@ -18,8 +18,8 @@ import regex
 import sentencepiece
 import tiktoken
 
-import chat
-from checkpoint import present, read_json
+from runtime.checkpoint import present, read_json
+from text import chat
 
 # A split pattern keeps a run of one kind of characters together, and tiktoken's regex engine gives up on a run of some
 # 500,000 spaces. A run shorter than MAX_RUN is never cut; one of 2 MAX_RUN characters or more always is.
@@ -463,8 +463,9 @@ class ByteLevelTokenizer(Tokenizer):
             with panics():
                 return self._split_and_merge(text)
         except TimeoutError:
-            raise ValueError(f"splitting a text of {len(text)} characters by the tokenizer's patterns takes more than "
-                             f"{SECONDS} s") from None
+            raise ValueError(
+                f"splitting a text of {len(text)} characters by the tokenizer's patterns takes more than {SECONDS} s"
+            ) from None
 
     def _split_and_merge(self, text: str) -> list[int]:
         parts, ids = [text], []

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv import ops
 from kv.base import Buffers
 from kv.method import Shape, option
+from kv.parts import ops
 
 BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]
@@ -203,7 +203,7 @@ class Packed(Buffers):
             return sum(
                 ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
                 for first, n in self.slices(groups)
-            )  # fmt: skip
+            )
         codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)
         codes, y = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels)), []
         for row in weight.unflatten(3, (groups, self.group))[..., None].unbind(2):  # [B,Hk,groups,group,1]

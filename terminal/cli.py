@@ -1,7 +1,5 @@
 """What the command-line tools share: user errors, lists of methods and budgets, tables."""
 
-import startup
-
 import json
 import os
 import signal
@@ -13,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import kv as methods
-import processes
-from device import memory_errors
+from runtime import processes, startup
+from runtime.device import memory_errors
 
 
 def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:

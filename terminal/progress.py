@@ -17,7 +17,7 @@ class Stats:
     load_bytes: int = 0  # of the weights
     compile_s: float = 0.0
     compiles: int = 0  # times the decode step was compiled
-    products: dict[str, dict[str, float]] = field(default_factory=dict)  # what tune.py measured
+    products: dict[str, dict[str, float]] = field(default_factory=dict)  # what runtime/tune.py measured
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     tokens_reused: int = 0  # of prompts that were copied instead of prefilled

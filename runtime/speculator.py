@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from decoder import CONTINUE, Decoder, sample
-from kv.ops import following
+from kv.parts.ops import following
 
 MORE = -3  # a command: draft another token
 UNLIMITED = 2**40
 
 
 class Speculator(Decoder):
-    """A decoder whose KV modules are kv/speculation.py's; their shape says how many tokens a round drafts."""
+    """A decoder whose KV modules are kv/parts/speculation.py's; their shape says how many tokens a round drafts."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import Stored
 from config import ModelConfig
-from kv.ranks import Ranks
-from linear import Embedding, Int8Linear, Linear
+from kv.parts.ranks import Ranks
 from model import Transformer
 from quantize import quantize_modules
+from runtime.checkpoint import Stored
+from runtime.linear import Embedding, Int8Linear, Linear
 
 
 def share(c: ModelConfig, ranks: Ranks) -> ModelConfig:
@@ -56,8 +56,10 @@ def check_groups(model: Transformer, groupsize: int, ranks: Ranks) -> None:
     common = math.gcd(*parts)
     if common % groupsize:
         fits = min(groupsize, common & -common)
-        raise ValueError(f"int4 groups of {groupsize} channels do not divide among {ranks.count} ranks, which have "
-                         f"{parts[0]} and {parts[1]} channels: quantize with --groupsize {fits}")
+        raise ValueError(
+            f"int4 groups of {groupsize} channels do not divide among {ranks.count} ranks, which have "
+            f"{parts[0]} and {parts[1]} channels: quantize with --groupsize {fits}"
+        )
 
 
 def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tensor:

@@ -1,6 +1,6 @@
 """The processes that torchrun starts: they connect, agree on values and errors, and end together.
 
-What concerns the model is in tp.py. A tool that several processes run reads, prints and writes in rank 0 only.
+What concerns the model is in runtime/tp.py. A tool that several processes run reads, prints and writes in rank 0 only.
 """
 
 import json
@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from device import free_bytes
-from kv.ranks import ALONE, Ranks
+from kv.parts.ranks import ALONE, Ranks
+from runtime.device import free_bytes
 
 ARRIVE = timedelta(seconds=60)  # time limit for all ranks to start
 ANSWER = timedelta(minutes=30)  # time limit for all ranks to join a collective: one may load for longer than another
@@ -60,8 +60,10 @@ def check_in() -> tuple[dist.Store, int, int]:
             store.wait([f"arguments of {other}"], ARRIVE)
             arguments.append(json.loads(store.get(f"arguments of {other}")))
     except RuntimeError:  # torch's DistStoreError and DistNetworkError
-        raise ValueError(f"{waited} of {count} did not start within {ARRIVE.seconds} s: start all with torchrun, with "
-                         "the same address and port") from None
+        raise ValueError(
+            f"{waited} of {count} did not start within {ARRIVE.seconds} s: start all with torchrun, with "
+            "the same address and port"
+        ) from None
     for other, given in enumerate(arguments):
         if given != arguments[0]:
             raise ValueError(f"rank {other} has other arguments than rank 0: {' '.join(given)}")
