@@ -61,7 +61,7 @@ PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores":
 class BudgetTooSmall(ValueError):
     def __init__(self, name: str, least: int, tokens: int):
         super().__init__(f"{name} needs a budget of at least {least} tokens, not {tokens}")
-        self.least = least
+        self.min_slots = least
 
 
 METHODS: dict[str, type[Method]] = {

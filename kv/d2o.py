@@ -118,21 +118,18 @@ class D2O(H2O):
         for name in ("k", "v", "position", *self.sums):
             self.hold(name, getattr(shared, name))
         most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        self.slots, self.span = most + 1, ops.number(most + 1, shape.device)
+        self.slots, self.read_slots = most + 1, ops.number(most + 1, shape.device)
         self.allocate_state("first", fill=index * (shared.budget + 1))
         self.allocate_state("allotted", fill=shared.budget)
         self.allocate_state("spare", shape.n_kv_head)
         # tau (Equation 10); -inf: nothing was evicted
         self.allocate_state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)
-        self.allocate_speeds()
-        self.beyond["spare slot"] = shape.slot_bytes
-        if index == 0:
-            self.beyond += shared.beyond
+        self.hold_rope_speed()
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
+        """The variance [Hq] is Equation 4's, the sums [Hk,T] are Equation 6's."""
         if self.index == 0:
             self.shared.parked.clear()
-        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4
         waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
         self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
@@ -226,7 +223,7 @@ class D2O(H2O):
 
     def region(self) -> Tensor:
         """Where the first n slots of the region lie in the shared buffers, [B,Hk,n]."""
-        index = self.first[:, None] + torch.arange(self.span.shape[0], device=self.first.device)
+        index = self.first[:, None] + torch.arange(self.read_slots.shape[0], device=self.first.device)
         return index.clamp(max=self.shared.total - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
 
     def read(self, buffer: Tensor) -> Tensor:
@@ -243,7 +240,7 @@ class D2O(H2O):
     def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
         super().put(buffer, slot + self.first[:, None], live, new)
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         """The slots of the layer's largest row; on CUDA, of the largest possible row."""
         largest = max(sizes[self.index] for sizes in self.shared.sizes) + 1
         return min(length, self.slots if self.shape.device.type == "cuda" else largest)
@@ -255,7 +252,7 @@ class D2O(H2O):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
-        return self.shape.n_kv_head * self.reads(length, 0) * (unit + 12), 0
+        return self.shape.n_kv_head * self.slots_to_read(length, 0) * (unit + 12), 0
 
 
 @dataclass(frozen=True)
@@ -306,10 +303,6 @@ class D2OMethod(Method):
     def minimum(self, shape: Shape) -> int:
         sharing, full, uncounted = self.layers(shape)
         return -(-((self.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        _, _, uncounted = self.layers(shape)
-        return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)

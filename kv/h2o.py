@@ -33,6 +33,7 @@ class H2O(KV):
     """
 
     endless = True
+    statistics = ("variance", "received")
     sums = ("received",)  # names of buffers: each token's received attention, then its squares, summed over queries
 
     def __init__(self, shape: Shape, size: int, sinks: int, recent: int):
@@ -41,21 +42,19 @@ class H2O(KV):
         self.allocate_slots(size + 1)
         allocate_tokens(self, self.slots + 1, self.sums)
         self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
-        self.allocate_speeds()
-        self.beyond["spare slot"] = shape.slot_bytes
+        self.hold_rope_speed()
 
     # The prompt
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, *self.observed = attention.observed_attention(q, k, v, len(self.sums))
-        return y
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y, sums, variance = attention.observed_attention(q, k, v, len(self.sums))
+        return y, variance, *sums
 
-    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
+    def skip_prompt(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         sums = [torch.rand(k.shape[1:3], device=k.device) for _ in self.sums]
-        self.observed = sums, torch.rand(q.shape[1], device=k.device)
+        return torch.rand(q.shape[1], device=k.device), *sums
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        (sums, _), self.observed = self.observed, None
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         self.compress(row, sums, Held.new(k[0], v[0]), prompt=True)
 
     def compress(self, row: int, sums: list[Tensor], tokens: Held, prompt: bool) -> None:
@@ -206,23 +205,24 @@ class H2O(KV):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)
-        return self.shape.n_kv_head * self.reads(length, 0) * unit, 0
+        return self.shape.n_kv_head * self.slots_to_read(length, 0) * unit, 0
 
 
 def allocate_tokens(owner: Buffers, slots: int, sums: tuple[str, ...]) -> None:
     """Allocates each slot's sums and the position of its token in the sequence (-1: the slot is empty)."""
-    size, beyond = (owner.shape.n_kv_head, slots), "sums and positions"
+    size = owner.shape.n_kv_head, slots
     for name in sums:
-        owner.allocate(name, *size, dtype=torch.float32, beyond=beyond)
-    owner.allocate("position", *size, dtype=torch.int64, fill=-1, beyond=beyond)
+        owner.allocate(name, *size, dtype=torch.float32)
+    owner.allocate("position", *size, dtype=torch.int64, fill=-1)
 
 
 class RoCo(H2O):
+    statistics = ("variance", "received", "squares")
     sums = ("received", "squares")
 
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks, min(10, size // 2))
-        self.varied = self.least = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
+        self.varied = self.min_slots = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
 
     def importance(self, sums: list[Tensor], position: Tensor, pos: Tensor | int) -> Tensor:
         """The mean attention; infinite for the `varied` evictable tokens with the highest standard deviation."""
@@ -242,7 +242,7 @@ class CaM(H2O):
     def __init__(self, shape: Shape, layer: int, size: int, spread: int):
         super().__init__(shape, size, 0, size // 2)
         self.layer, self.spread = layer, spread
-        self.follow = self.least = min(spread, size)
+        self.follow = self.min_slots = min(spread, size)
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
         evicted = ops.realized(position.gather(2, slot[..., None]))  # [B,Hk,1]; else Triton's code cannot be compiled

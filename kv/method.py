@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kv.parts.ranks import ALONE, Ranks
 
@@ -30,7 +30,8 @@ class Shape:
     max_length: int = 2**31  # the model's context in tokens
     rewind: int = 0  # how many of its newest tokens a row may give back
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
-    rope_speeds: tuple[float, ...] = ()  # radians per position of each of D / 2 channel pairs; empty: from rope_theta
+    rope_speed: Tensor | None = field(default=None, compare=False)  # [B,D/2], radians per position, shared with the
+    # model, which sets a row's before its prompt; None: from rope_theta
 
     @property
     def planned(self) -> int:
@@ -88,10 +89,6 @@ class Method(ABC):
     def build(self, shape: Shape, budget: int | None) -> list[nn.Module]:
         """A KV (kv/base.py) per layer, for a budget in tokens per KV head."""
 
-    def memory(self, shape: Shape, budget: int | None) -> int:
-        """Bytes of all layers and rows by the paper's formula; by default, of the budget's tokens."""
-        return shape.bytes(budget)
-
     def minimum(self, shape: Shape) -> int:
         """The smallest budget, in tokens per KV head."""
         return 1
@@ -100,15 +97,3 @@ class Method(ABC):
     def takes_budget(self) -> bool:
         """Whether the method needs a budget with these options."""
         return self.budgeted and (self.instead is None or getattr(self, self.instead) is None)
-
-    def approximation(self) -> str | None:
-        """How the method with these options approximates even with a budget for every token, or None."""
-        return self.approximates if self._has(self.approximates_with) else None
-
-    def keeps_all(self, shape: Shape, budget: int | None) -> bool:
-        """Whether the budget covers every token and no option other than `bits` is lossy."""
-        lossless = {name: value for name, value in self.lossless.items() if name != "bits"}
-        return budget is not None and budget >= shape.planned and self._has(lossless)
-
-    def _has(self, options: dict) -> bool:
-        return all(getattr(self, name) == value for name, value in options.items())

@@ -109,7 +109,6 @@ class WindowMethod(Method):
 @dataclass(frozen=True)
 class SnapKVMethod(WindowMethod):
     help = "what the prompt's last queries attend to"
-    approximates, approximates_with = "the query heads of a group share the budget", {"gqa": False}
     kernel: int = KERNEL
     gqa: bool = option(False, "the query heads of a group share their tokens")
     deduct: bool = DEDUCT

@@ -18,7 +18,6 @@ class Kept(KV):
         super().__init__(shape)
         self.kept = min(kept, shape.max_prompt)
         self.allocate_slots(self.kept + shape.max_new_tokens, width)
-        self.beyond["generated"] = shape.max_new_tokens * shape.slot_bytes
         self.allocate_state("dropped")  # how many tokens of each row's prompt are gone, [B]
         self.allocate_state("position", shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept tokens
 
@@ -57,5 +56,5 @@ class Kept(KV):
         """The inverse of `coded`."""
         return x
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         return min(length, self.kept + new)
