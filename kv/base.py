@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from kv.method import Shape
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 
 
 class Held(NamedTuple):
@@ -189,8 +189,8 @@ class KV(Buffers, ABC):
     # Slots
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
-        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; ops.span explains the extra slot."""
-        self.slots, self.span = slots, ops.number(slots, self.shape.device)
+        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: inductor.covering."""
+        self.slots, self.span = slots, inductor.symbol(slots, self.shape.device)
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
@@ -207,7 +207,9 @@ class KV(Buffers, ABC):
         """
         if not self.slots:
             return ()
-        self.span = ops.span(self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device)
+        self.span = inductor.covering(
+            self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device
+        )
         on_cuda = self.shape.device.type == "cuda"  # where another compile takes long
         self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
         return self.span.shape[0], self.past_context

@@ -30,7 +30,7 @@ from kv.base import KV, Buffers, Held
 from kv.full import Full
 from kv.h2o import H2O, allocate_tokens
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import attention, inductor, ops
 from kv.streaming import SINKS
 
 LEAST = 4  # the fewest tokens of a layer besides the sinks
@@ -118,7 +118,7 @@ class D2O(H2O):
         for name in ("k", "v", "position", *self.sums):
             self.hold(name, getattr(shared, name))
         most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        self.slots, self.span = most + 1, ops.number(most + 1, shape.device)
+        self.slots, self.span = most + 1, inductor.symbol(most + 1, shape.device)
         self.allocate_state("first", fill=index * (shared.budget + 1))
         self.allocate_state("allotted", fill=shared.budget)
         self.allocate_state("spare", shape.n_kv_head)
@@ -200,7 +200,7 @@ class D2O(H2O):
     def nearest(self, gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Each evicted key's [m,D] highest cosine similarity with a kept key [n,D], and that key's index: both [m]."""
         kept, found = F.normalize(kept.float(), dim=1), []
-        for part in gone.split(max(1, ops.SCORES // len(kept))):
+        for part in gone.split(max(1, attention.SCORES // len(kept))):
             found.append((F.normalize(part.float(), dim=1) @ kept.mT).max(1))
         return tuple(torch.cat(x) for x in zip(*found, strict=True))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class ExactTopK(Full):
@@ -21,7 +21,7 @@ class ExactTopK(Full):
         super().__init__(shape)
         self.recent, self.shared = 0, shared
         self.budget = min(budget, self.size)
-        self.least = ops.least(self.size, self.budget, shape.device)
+        self.least = inductor.min_scores(self.size, self.budget, shape.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

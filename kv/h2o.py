@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kv.base import KV, Buffers, Held
 from kv.method import Method, Shape, option
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 from kv.streaming import SINKS
 
 
@@ -190,7 +190,7 @@ class H2O(KV):
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
         """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
         held = self.read(buffer)
-        new = ops.realized(held + change)  # else torch 2.11 computes it again from slots that have changed
+        new = inductor.realized(held + change)  # else torch 2.11 computes it again from slots that have changed
         held.copy_(new)
         return new
 
@@ -245,7 +245,9 @@ class CaM(H2O):
         self.follow = self.least = min(spread, size)
 
     def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
-        evicted = ops.realized(position.gather(2, slot[..., None]))  # [B,Hk,1]; else Triton's code cannot be compiled
+        evicted = inductor.realized(
+            position.gather(2, slot[..., None])
+        )  # [B,Hk,1]; else Triton's code cannot be compiled
         later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
         following = later.topk(self.follow, largest=False)  # the next m kept tokens
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 from kv.parts.quant import Packed, channels
 
 GROUP, RECENT = 64, 128  # tokens
@@ -37,7 +37,7 @@ class Quantized(KV):
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim, beyond="tokens that wait")
         self.beyond["group past the end"] = shape.batch * shape.n_kv_head * self.packed.group_bytes
-        self.span = ops.number(max(1, self.packed.groups), shape.device)
+        self.span = inductor.symbol(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
         """P(length) / group: how many groups are packed."""
@@ -78,7 +78,7 @@ class Quantized(KV):
         if self.packed.groups:
             read = self.span.shape[0]  # groups
             empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
-            empty = ops.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
+            empty = inductor.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
             logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
             sums.append(lambda weight: self.packed.weighted_sum(weight, read))
         return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
@@ -98,8 +98,8 @@ class Quantized(KV):
         self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
 
     def fit(self, length: int, new: int) -> tuple:
-        step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
-        self.span = ops.span(self.span, max(1, self.groups(length)), most, self.shape.device, step)
+        step, most = max(2, inductor.STEP // self.group), max(1, self.packed.groups)
+        self.span = inductor.covering(self.span, max(1, self.groups(length)), most, self.shape.device, step)
         return (self.span.shape[0],)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from kv.full_bits import full_layer, full_layer_bytes
 from kv.method import Shape, option
 from kv.omnikv_bank import ContextBank
 from kv.omnikv_prefill import Chunks, highest_attention
-from kv.parts import offload, ops, quant
+from kv.parts import inductor, offload, ops, quant
 from kv.parts.fetched import Parts
 
 
@@ -203,7 +203,7 @@ class Sparse(Full):
         super().__init__(shape)
         self.segment, self.exact_prompt = segment, segment.chunks is None
         self.recent, self.keeps_prompts = 1, False
-        self.new = ops.number(shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
@@ -216,7 +216,7 @@ class Sparse(Full):
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def fit(self, length: int, new: int) -> tuple:
-        self.new = ops.span(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        self.new = inductor.covering(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
         return (self.new.shape[0],)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.method import Shape, option
-from kv.parts import offload, ops
+from kv.parts import attention, inductor, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
@@ -33,7 +33,7 @@ class PQCache(FetchedTokens):
         self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
         self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
         self.beyond["code past the end"] = self.codes[..., 0].nbytes
-        self.code_span = ops.number(shape.planned, shape.device)
+        self.code_span = inductor.symbol(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -81,7 +81,7 @@ class PQCache(FetchedTokens):
         super().append(row, k, v, pos)
         prompt = int(self.prompt[row])
         first, end = (max(0, at - self.recent - prompt) for at in (pos, pos + k.shape[2]))  # no longer recent
-        step = max(1, ops.SCORES // self.centroids[row].numel())
+        step = max(1, attention.SCORES // self.centroids[row].numel())
         for at in range(first, end, step):
             keys = self.k[row, :, self.first_generated + at : self.first_generated + min(at + step, end)]
             code = self.nearest(keys.transpose(0, 1), self.centroids[row, None])
@@ -109,8 +109,8 @@ class PQCache(FetchedTokens):
 
     def fit(self, length: int, new: int) -> tuple:
         planned, device = self.shape.planned, self.shape.device
-        least = ops.least(planned, self.count, device)
-        self.code_span = ops.span(self.code_span, max(length, least), planned, device)
+        least = inductor.min_scores(planned, self.count, device)
+        self.code_span = inductor.covering(self.code_span, max(length, least), planned, device)
         return *super().fit(length, new), self.code_span.shape[0]
 
     def choices(self, length: int) -> int:
@@ -127,7 +127,7 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
     centroids = x[torch.arange(count, device=x.device) * len(x) // count]
 
     def nearest() -> Tensor:
-        step = max(1, ops.SCORES // count)
+        step = max(1, attention.SCORES // count)
         return torch.cat([(centroids.square().sum(1) - 2 * part @ centroids.mT).argmin(1) for part in x.split(step)])
 
     for _ in range(rounds):

@@ -14,7 +14,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class SparQ(Full):
@@ -22,7 +22,7 @@ class SparQ(Full):
         super().__init__(shape)
         self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
         self.chosen = max(1, budget // 2)
-        self.least = ops.least(self.size, self.chosen, shape.device)
+        self.least = inductor.min_scores(self.size, self.chosen, shape.device)
         self.recent = self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.beyond["slot past the end"] += self.kt[..., 0].nbytes

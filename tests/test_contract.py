@@ -304,8 +304,8 @@ def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
 def test_law_2_compiled_equals_eager(name, monkeypatch):
     """The compiled steps attend by fused products and sums; those of other tests, by torch's kernel."""
     torch._dynamo.reset()  # it stops compiling a function that was compiled too often
-    monkeypatch.setattr("kv.parts.ops.FUSED", {(torch.float32, DIM): 2})
-    monkeypatch.setattr("kv.parts.ops.TILE", 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.inductor.FUSED", {(torch.float32, DIM): 2})
+    monkeypatch.setattr("kv.parts.inductor.TILE", 2)  # at 8, these caches are too small for tiles
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     texts = make_texts(shape)
     eager, compiled = (Cache(name, shape, compiled=c).run(texts, 20) for c in (False, True))

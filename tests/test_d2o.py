@@ -14,7 +14,7 @@ import kv
 from kv.base import Held
 from kv.d2o import D2O, layer_budgets, most_slots
 from kv.h2o import H2O
-from kv.parts import attention, ops
+from kv.parts import attention, inductor
 
 PROMPTS = (100, 61, 30, 9)
 CASES = [
@@ -36,8 +36,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
-    monkeypatch.setattr(ops, "SCORES", 1500)  # several blocks of queries and of evicted keys
+    monkeypatch.setattr(inductor, "STEP", 8)
+    monkeypatch.setattr(attention, "SCORES", 1500)  # several blocks of queries and of evicted keys
 
 
 def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: list) -> slow.SlowEvict:
@@ -351,7 +351,7 @@ def test_cam_spreads_no_value_at_the_end_of_the_prompt():
 
 
 def test_a_prompt_allocates_no_square_matrix(monkeypatch):
-    monkeypatch.setattr(ops, "SCORES", 1 << 16)
+    monkeypatch.setattr(attention, "SCORES", 1 << 16)
     shape = replace(make_shape(), n_layer=1, max_prompt=3000)
     layer = kv.build("d2o", shape, 100, {})[0]
     inputs = tokens(shape, 1, 3000, torch.Generator())

@@ -12,7 +12,7 @@ import kv
 from engine import Engine
 from kv import Shape
 from kv.omnikv import BankSparse, Filter, Sparse, default_filters
-from kv.parts import offload, ops, quant
+from kv.parts import inductor, offload, ops, quant
 
 PROMPTS = (100, 97, 33, 7)
 CASES = [
@@ -41,7 +41,7 @@ class Omni(Run):
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)
