@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from kv.method import Shape
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 
 
 class Held(NamedTuple):
@@ -108,6 +108,8 @@ class KV(Buffers, ABC):
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # prefilling a prefix and extending it leaves the state of prefilling the whole prompt
+    reads_all = False  # every step attends to all that the row holds
+    evicts_by_chunk = False  # what stays of tokens that extend a row depends on how many are added at once
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
     rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
     statistics: tuple[str, ...] = ()  # of a prompt's attention: `attend_prompt` returns them, `keep` takes them
@@ -184,8 +186,8 @@ class KV(Buffers, ABC):
     # Slots
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
-        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; ops.span explains the extra slot."""
-        self.slots, self.read_slots = slots, ops.number(slots, self.shape.device)
+        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: inductor.covering."""
+        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
@@ -201,15 +203,16 @@ class KV(Buffers, ABC):
         """
         if not self.slots:
             return ()
-        slots = max(self.slots_to_read(length, new), self.min_slots)
-        self.read_slots = ops.span(self.read_slots, slots, self.slots, self.shape.device)
+        self.read_slots = inductor.covering(
+            self.read_slots, max(self.slots_to_read(length, new), self.min_slots), self.slots, self.shape.device
+        )
         on_cuda = self.shape.device.type == "cuda"  # where another compile takes long
         self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
-        return self.read_slots.shape[0], self.past_context
+        return inductor.value(self.read_slots), self.past_context
 
     def read(self, buffer: Tensor) -> Tensor:
         """The slots of a buffer [B,Hk,S,...] that the current step reads."""
-        return buffer.narrow(2, 0, self.read_slots.shape[0])
+        return buffer.narrow(2, 0, inductor.value(self.read_slots))
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
         """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]."""

@@ -34,6 +34,8 @@ class Ahead(Full):
 class Loaded(Parts):
     """A layer whose prompt is on the host and is loaded whole; generated tokens stay on the device."""
 
+    reads_all = True
+
     def __init__(self, shape: Shape, pool: ThreadedPool):
         super().__init__(shape, sinks=0, ends=0, chosen=0)
         self.recent, self.loads, self.pool, self.pools = shape.planned, (), pool, [pool]

@@ -25,7 +25,7 @@ from kv.streaming import Streaming
 class Duo(KV):
     """One layer. `retrieval` says for each KV head whether it keeps everything."""
 
-    rewinds = True
+    rewinds = reads_all = True
 
     def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
         super().__init__(shape)

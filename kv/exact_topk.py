@@ -13,15 +13,15 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class ExactTopK(Full):
     def __init__(self, shape: Shape, budget: int, shared: bool):
         super().__init__(shape)
-        self.recent, self.shared = 0, shared
+        self.reads_all, self.recent, self.shared = False, 0, shared
         self.budget = min(budget, self.size)
-        self.min_slots = ops.least(self.size, self.budget, shape.device)
+        self.min_slots = inductor.min_scores(self.size, self.budget, shape.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

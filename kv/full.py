@@ -13,7 +13,7 @@ from torch import Tensor
 from kv.base import KV, Held
 from kv.kivi import RECENT, Quantized
 from kv.method import Method, Shape
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 from kv.parts.quant import BITS, Bits
 
 
@@ -24,7 +24,7 @@ class Full(KV):
     more slots, so that those tokens overwrite nothing that is still needed.
     """
 
-    rewinds = True
+    rewinds = reads_all = True
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
         super().__init__(shape)
@@ -65,7 +65,7 @@ class Full(KV):
 
     def in_window(self, pos: Tensor) -> Tensor:
         """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
-        slot, pos = torch.arange(self.read_slots.shape[0], device=pos.device), pos[:, None]
+        slot, pos = torch.arange(inductor.value(self.read_slots), device=pos.device), pos[:, None]
         age = (pos - slot) % (self.slots - self.sinks)  # of the newest token up to pos that a slot can hold
         ring = (age < self.recent) & (pos - age >= self.sinks)
         return torch.where(slot < self.sinks, slot <= pos, ring)

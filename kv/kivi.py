@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 from kv.parts.quant import Packed
 
 GROUP, RECENT = 64, 128  # tokens
@@ -25,7 +25,7 @@ GROUP, RECENT = 64, 128  # tokens
 class Quantized(KV):
     """Of n tokens the first P(n) = (n - unpacked) // group * group are packed; the others wait in a ring."""
 
-    rewinds = True
+    rewinds = reads_all = True
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
@@ -36,7 +36,7 @@ class Quantized(KV):
         self.packed = Packed(shape, max(0, shape.planned - self.unpacked) // group, group, bits)
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim)
-        self.read_groups = ops.number(max(1, self.packed.groups), shape.device)
+        self.read_groups = inductor.symbol(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
         """P(length) / group: how many groups are packed."""
@@ -75,9 +75,9 @@ class Quantized(KV):
         logits = [ops.dots(queries, self.k).masked_fill(~waits[:, None, None], -torch.inf)]
         sums = [lambda weight: ops.weighted_sum(weight, self.v.float())]
         if self.packed.groups:
-            read = self.read_groups.shape[0]  # groups
+            read = inductor.value(self.read_groups)  # groups
             empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
-            empty = ops.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
+            empty = inductor.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
             logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
             sums.append(lambda weight: self.packed.weighted_sum(weight, read))
         return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
@@ -97,9 +97,11 @@ class Quantized(KV):
         self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
 
     def before_step(self, length: int, new: int) -> tuple:
-        step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
-        self.read_groups = ops.span(self.read_groups, max(1, self.groups(length)), most, self.shape.device, step)
-        return (self.read_groups.shape[0],)
+        step, most = max(2, inductor.STEP // self.group), max(1, self.packed.groups)
+        self.read_groups = inductor.covering(
+            self.read_groups, max(1, self.groups(length)), most, self.shape.device, step
+        )
+        return (inductor.value(self.read_groups),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Every step reads the whole ring, and a second time the group that it may pack."""

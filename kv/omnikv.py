@@ -31,7 +31,7 @@ from kv.full import Full, full_layer
 from kv.method import Shape, option
 from kv.omnikv_bank import ContextBank
 from kv.omnikv_prefill import Chunks, highest_attention
-from kv.parts import offload, ops, quant
+from kv.parts import inductor, offload, ops, quant
 from kv.parts.fetched import Parts
 
 
@@ -200,22 +200,22 @@ class Sparse(Full):
     def __init__(self, shape: Shape, segment: Segment):
         super().__init__(shape)
         self.segment, self.exact_prompt = segment, segment.chunks is None
-        self.recent, self.keeps_prompts = 1, False
-        self.new = ops.number(shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.recent, self.reads_all, self.keeps_prompts = 1, False, False
+        self.new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        chosen, generated = self.segment.index, ops.following(self.segment.prompt, self.new.shape[0])
+        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.new))
         index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
         mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def before_step(self, length: int, new: int) -> tuple:
-        self.new = ops.span(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
-        return (self.new.shape[0],)
+        self.new = inductor.covering(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        return (inductor.value(self.new),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)

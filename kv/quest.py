@@ -14,13 +14,13 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class Quest(Full):
     def __init__(self, shape: Shape, page: int, pages: int):
         super().__init__(shape)
-        self.recent = 1
+        self.reads_all, self.recent = False, 1
         count = -(-self.size // page)
         self.page, self.pages = page, min(pages, count)
         self.min_slots = self.pages * page
@@ -51,7 +51,7 @@ class Quest(Full):
 
     def score(self, q: Tensor, pos: Tensor) -> Tensor:
         """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""
-        used = -(-self.read_slots.shape[0] // self.page)
+        used = -(-inductor.value(self.read_slots) // self.page)
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
         queries = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
         bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in queries], dim=2) * q.shape[-1] ** -0.5
@@ -74,7 +74,7 @@ class QuestMethod(Method):
     def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
         """Tokens per page, and pages attended to."""
         if self.page is not None:
-            return self.page, budget // self.page
+            return self.page, (-(-budget // self.page) if budget >= shape.planned else budget // self.page)
         page = max(1, math.floor(2 * shape.planned / budget + 0.5))  # the bounds of S / page pages are half the budget
         return page, max(1, budget // 2 // page)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kv.base import KV, Buffers, Held
 from kv.method import Method, Shape, option
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 
 
 def threshold_of(shape: Shape) -> float:
@@ -46,7 +46,7 @@ class Shared(Buffers):
         self.large, self.window, self.planned = large, window, shape.planned
         self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
         self.sinks = min(options.sinks, window - 1)
-        whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
+        whole = inductor.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
         capacities = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
         for name in ("k", "v"):
@@ -83,11 +83,13 @@ class Shared(Buffers):
 
 
 class SimLayer(KV):
+    reads_all = True
+
     def __init__(self, shape: Shape, shared: Shared, index: int):
         super().__init__(shape)
         self.shared, self.index = shared, index
         self.recent = shared.window - shared.sinks
-        self.slots, self.read_slots = shape.planned, ops.number(shape.planned, shape.device)
+        self.slots, self.read_slots = shape.planned, inductor.symbol(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
@@ -103,8 +105,8 @@ class SimLayer(KV):
         ops.store(shared.v, v, slot, active)
         length = torch.minimum(pos + 1, size)
         if torch.compiler.is_compiling() and q.device.type == "cuda":
-            return ops.flex_prefix(q, shared.k, shared.v, length, first)
-        offset = torch.arange(self.read_slots.shape[0], device=q.device)
+            return inductor.flex_prefix(q, shared.k, shared.v, length, first)
+        offset = torch.arange(inductor.value(self.read_slots), device=q.device)
         index = (first[:, None] + offset).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
         return ops.attend_rows(q, shared.k, shared.v, index, (offset < length[:, None])[:, None])
 

@@ -14,16 +14,17 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
-        self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
+        channels = (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned)  # D t / S, rounded half up
+        self.channels = min(max(1, channels), shape.head_dim)
         self.chosen = max(1, budget // 2)
-        self.min_slots = ops.least(self.size, self.chosen, shape.device)
-        self.recent = self.chosen // 4
+        self.min_slots = inductor.min_scores(self.size, self.chosen, shape.device)
+        self.reads_all, self.recent = False, self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.
         self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
@@ -68,7 +69,7 @@ class SparQ(Full):
     def approximate_weights(self, queries: Tensor, pos: Tensor) -> Tensor:
         """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
         channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
-        table = self.kt.narrow(3, 0, self.read_slots.shape[0])
+        table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
         later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
         return ops.sparq_weights(queries, channel, ops.gather(table, channel), later)
 

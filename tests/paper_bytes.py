@@ -8,18 +8,17 @@ token, and with which options: a slow reference judges such a method.
 from collections import Counter
 from collections.abc import Callable
 
-
 from kv import KV, METHODS, Method, Shape
 from kv.d2o import D2O
 from kv.duo import Duo
 from kv.full import Full
-from kv.h2o import H2O
 from kv.infllm import InfLLM
 from kv.kivi import GROUP, Quantized
 from kv.omnikv import BankSparse, Filter, Plan
+from kv.parts.evicting import Evicting
 from kv.parts.fetched import FetchedTokens, Parts
-from kv.parts.kept import Kept
 from kv.parts.quant import channels, stored_bytes
+from kv.parts.scored import Scored
 from kv.parts.speculation import Speculation
 from kv.pqcache import PQCache
 from kv.rocketkv import RocketKV, Sizes
@@ -192,7 +191,7 @@ def overhead(layer: KV) -> Counter[str]:
     if isinstance(layer, Full):
         named["tokens given back"] = (layer.slots - layer.size) * slot
         buffers("unmoved sinks", "sink_keys")
-    if isinstance(layer, Kept) and not isinstance(layer, RocketKV):  # rocketkv's n1 slots include them
+    if isinstance(layer, Scored) and not isinstance(layer, RocketKV):  # rocketkv's n1 slots include them
         named["generated"] = shape.max_new_tokens * slot
     if isinstance(layer, Quantized):
         buffers("tokens that wait", "k", "v")
@@ -200,11 +199,10 @@ def overhead(layer: KV) -> Counter[str]:
     if isinstance(layer, SparQ):
         named["slot past the end"] += layer.kt[..., 0].nbytes
         buffers("mean of V", "mean")
-    if isinstance(layer, H2O):
+    if isinstance(layer, Evicting):
         named["spare slot"] = slot
-        tokens = layer.shared if isinstance(layer, D2O) else layer
-        if not isinstance(layer, D2O) or layer.index == 0:
-            named["sums and positions"] = sum(getattr(tokens, x).nbytes for x in (*layer.sums, "position"))
+        if not isinstance(layer, D2O) or layer.index == 0:  # d2o's layers share them
+            buffers("sums and positions", *layer.sums, "position")
     if isinstance(layer, SimLayer) and layer.index == 0:
         shared = layer.shared
         capacity = shared.large * shape.planned + (shape.n_layer - shared.large) * shared.window

@@ -6,14 +6,14 @@ from references_omni import SlowInfLLM
 from runs import HEADS, Run, compare, generations, make_shape, tokens
 
 import kv
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 PROMPTS = (100, 97, 33, 14, 7)
 
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -12,7 +12,7 @@ from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both,
 from torch._inductor.utils import run_and_get_code
 
 import kv
-from kv.parts import ops, quant
+from kv.parts import inductor, ops, quant
 
 PROMPTS = (100, 61, 16, 9, 5)
 META = torch.device("meta")
@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 def same_codes(layer, slow: SlowQuantized, index: int) -> None:
@@ -126,7 +126,7 @@ LONG, PART = 4031, 256  # tokens of a prompt, one short of a full group; at most
 @pytest.fixture
 def long_step(monkeypatch):
     """A layer, its prompt's K and V, and the inputs of the next step."""
-    monkeypatch.setattr(ops, "SPAN", 256)
+    monkeypatch.setattr(inductor, "STEP", 256)
     monkeypatch.setattr(quant, "SLICE", PART)
     shape = replace(make_shape(), n_layer=1, head_dim=64, max_prompt=LONG, max_new_tokens=500)
     layer, generator = kv.build("kivi", shape, None, {"recent": 0})[0], torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from runs import HEADS, Run, compare, make_shape, tokens
 
 import kv
 from engine import Engine
-from kv.parts import offload, ops
+from kv.parts import inductor, offload
 from kv.parts.fetched import Fetched
 from kv.tailorkv import Tailored
 from model import Attention
@@ -33,7 +33,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 def foreseen(q: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Tailor(Run):
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
-    monkeypatch.setattr("kv.parts.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
     shape = replace(make_shape(heads, batch=2), n_layer=4)
     run = Tailor(shape, budget, options)
     known = {key: value for key, value in options.items() if key not in THREADS | HERE}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Shape, option
-from kv.parts import offload, ops
+from kv.parts import inductor, offload, ops
 from kv.parts.offload import Pool, Staged
 
 
@@ -100,7 +100,7 @@ class Parts(KV):
     def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens up to pos [B], hold a token: two of [B,n]."""
         ends = torch.arange(self.ends, device=pos.device) < self.prompt[:, None]
-        slot = torch.arange(self.read_slots.shape[0] - self.first_generated, device=pos.device)
+        slot = torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
         return ends, slot <= self.generated(pos)[:, None]
 
     def store_chosen(self, buffer: Tensor, new: Tensor, active: Tensor) -> None:
@@ -146,7 +146,9 @@ class Fetched(Parts):
     def bring(self, wanted: Tensor, active: Tensor, q: Tensor) -> Tensor:
         """Fetches pool rows wanted [B,Hk,count], below 0 none, to the chosen slots; returns q, see Pool.issue."""
         ticket, q = self.pool.issue(wanted.flatten(), active, q)
-        rows = ops.stored(self.pool.take(self.pool.wait(ticket, q))).unflatten(0, wanted.shape)  # [B,Hk,count,2,...,D]
+        rows = inductor.stored(self.pool.take(self.pool.wait(ticket, q))).unflatten(
+            0, wanted.shape
+        )  # [B,Hk,count,2,...,D]
         for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
             self.store_chosen(buffer, new.flatten(2, -2), active)
         return q
