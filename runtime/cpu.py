@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv.method import Shape
-from kv.parts import ops
+from kv.parts import inductor, ops
 from runtime.compile import compiled
 from runtime.device import machine
 
@@ -244,7 +244,7 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
     name = f"{str(shape.dtype).removeprefix('torch.')} attention, {rows} x {shape.head_dim}, {tokens} tokens"
     times = {}
     if shape.device.type != "cpu":
-        ops.CUDA_FORM = fixed if fixed in ("kernel", "fused") else "flex"
+        inductor.CUDA_FORM = fixed if fixed in ("kernel", "fused") else "flex"
         return {}
     if fixed == "auto":
         if is_small(model) and shape.full_bytes() < LEAST:
@@ -257,28 +257,28 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
 
 def choose_attention(dtype: torch.dtype, dim: int, rows: int, form: str) -> None:
     """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
-    most = ops.FUSED.get((dtype, dim), 0)
-    ops.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
+    most = inductor.FUSED.get((dtype, dim), 0)
+    inductor.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
 
 
 def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
     """Milliseconds of each form, the least of several rounds over as many caches as a model has layers, within READ."""
     heads, dim, dtype, found = shape.n_kv_head, shape.head_dim, shape.dtype, {}
-    before = ops.FUSED.get((dtype, dim), 0)
+    before = inductor.FUSED.get((dtype, dim), 0)
     count = max(1, min(shape.n_layer, READ // 2 // (tokens * heads * shape.unit_bytes)))
     caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype).unbind() for _ in range(count)]
     q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
     runs = {"kernel": Parts(), "fused": Parts()}
     for turn in range(1 + ROUNDS):  # the first compiles
         for name in ("kernel", "fused"):
-            ops.FUSED[dtype, dim] = rows if name == "fused" else 0
+            inductor.FUSED[dtype, dim] = rows if name == "fused" else 0
             begin = time.perf_counter()
             for k, v in caches:
                 runs[name](attend, None, q, k, v, mask)
             ms = 1e3 * (time.perf_counter() - begin) / count
             if turn:
                 found[name] = min(ms, found.get(name, ms))
-    ops.FUSED[dtype, dim] = before
+    inductor.FUSED[dtype, dim] = before
     return found
 
 

@@ -68,7 +68,7 @@ def power_of_two(n: int) -> int:
 
 
 def check_memory(shape: Shape, method: tuple, spare: float = 0.0) -> None:
-    """Raises ValueError if caches would leave less than the share `spare` of the free memory; `method` as in `grown`."""
+    """Raises ValueError if caches would leave less than the share `spare` of the free memory; `method`: see `grown`."""
     name, budget, options, profile = method
     device, host = methods.planned_bytes(name, shape, budget, options, profile)
     apart = shape.device.type != "cpu"
@@ -77,6 +77,6 @@ def check_memory(shape: Shape, method: tuple, spare: float = 0.0) -> None:
         if least(shape.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
                 f"the {name} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on {place} "
-                f"and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or --budget, or "
-                "choose a --kv that keeps less"
+                f"and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or --budget, "
+                "or choose a --kv that keeps less"
             )
