@@ -14,7 +14,7 @@ from kv import METHODS, Shape
 from kv.base import Held
 from kv.kivi import Quantized
 from kv.parts import inductor, offload
-from runtime.region import Region
+from runtime.cpu import Parts
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16
@@ -107,22 +107,23 @@ class Step:
     """One decode step of all layers: q [L,B,Hq,1,D], k and v [L,B,Hk,1,D] -> [L,B,Hq,1,D]."""
 
     def __init__(self, layers: list[kv.KV], compiled: bool):
-        self.layers, self.region = layers, Region(decode) if compiled else None
+        self.layers, self.parts, self.sizes = layers, Parts() if compiled else None, None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor, fitted: list[tuple]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor, sizes: list[tuple]) -> Tensor:
         out = []
+        if self.parts is not None and sizes != self.sizes:
+            self.parts.forget()
+        self.sizes = sizes
         for i, layer in enumerate(self.layers):
             after = self.layers[i + 1] if i + 1 < len(self.layers) and self.layers[i + 1].wants_lookahead else None
-            inputs = q[i], k[i], v[i], pos, active, q[i if after is None else i + 1]
-            if self.region is None:
-                out.append(decode(*inputs, layer, after))
-            else:
-                out.append(self.region(i, fitted[i], inputs, layer, after))
+            inputs = (layer, after), q[i], k[i], v[i], pos, active, q[i if after is None else i + 1]
+            out.append(decode(*inputs) if self.parts is None else self.parts(decode, *inputs))
         return torch.stack(out)
 
 
-def decode(q, k, v, pos, active, following: Tensor, layer: kv.KV, after: kv.KV | None) -> Tensor:
-    """One layer's step; `following` is the query of the layer after it."""
+def decode(layers: tuple, q, k, v, pos, active, following: Tensor) -> Tensor:
+    """The step of a layer, given with the layer above it if that looks ahead, whose query is `following`."""
+    layer, after = layers
     if after is not None:
         q = after.lookahead(following, q, active)
     return layer.decode(q, k, v, pos, active)
@@ -175,8 +176,8 @@ class Cache:
                 for x, source in ((q, text.q), (k, text.k), (v, text.v)):
                     x[:, row, :, 0] = source[:, :, text.prompt + i]
             longest = max((text.prompt for text in texts.values()), default=3)
-            fitted = [layer.before_step(longest + i + 1, i + 1) for layer in self.layers]
-            y = self.step(q, k, v, torch.tensor(self.newest), active, fitted)
+            sizes = [layer.before_step(longest + i + 1, i + 1) for layer in self.layers]
+            y = self.step(q, k, v, torch.tensor(self.newest), active, sizes)
             for row in texts:
                 found[row].append(y[:, row].clone())
         return {row: torch.cat(ys, dim=2) for row, ys in found.items()}
