@@ -34,6 +34,13 @@ class Stats:
         """With speculation: drafted tokens that a row accepts per step, on average."""
         return self.decoded / self.fed - 1 if self.fed else None
 
+    def count(self, extended: int, seconds: float) -> None:
+        """Counts the time that gave an answer's first token, after a question of `extended` tokens or a prompt."""
+        if extended:
+            self.extend_s, self.extend_tokens = self.extend_s + seconds, self.extend_tokens + extended
+        else:
+            self.prefill_s += seconds
+
     def next_call(self) -> "Stats":
         """The figures with which another call begins."""
         return Stats(self.load_s, self.load_bytes, self.compile_s, self.compiles, self.products)
