@@ -114,13 +114,11 @@ class D2O(H2O):
         self.shared, self.index, self.options = shared, index, options
         # tau (Equation 10); -inf: nothing was evicted
         self.allocate_state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)
-        if index == 0:
-            self.beyond += shared.slots.beyond
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
+        """The variance [Hq] is Equation 4's, the sums [Hk,T] are Equation 6's."""
         if self.index == 0:
             self.shared.parked.clear()
-        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4
         waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
         self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
@@ -205,7 +203,7 @@ class D2O(H2O):
     def restored(self, row: int) -> None:
         self.shared.sizes[row][self.index] = int(self.allotted[row])
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         """The slots of the layer's largest row; on CUDA, of the largest possible row."""
         largest = max(sizes[self.index] for sizes in self.shared.sizes) + 1
         return min(length, self.slots if self.shape.device.type == "cuda" else largest)
@@ -216,7 +214,7 @@ class D2O(H2O):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
-        return self.shape.n_kv_head * self.reads(length, 0) * (unit + 12), 0
+        return self.shape.n_kv_head * self.slots_to_read(length, 0) * (unit + 12), 0
 
 
 @dataclass(frozen=True)
@@ -267,10 +265,6 @@ class D2OMethod(Method):
     def minimum(self, shape: Shape) -> int:
         sharing, full, uncounted = self.layers(shape)
         return -(-((self.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        _, _, uncounted = self.layers(shape)
-        return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)

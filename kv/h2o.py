@@ -30,18 +30,18 @@ from kv.streaming import SINKS
 class H2O(Evicting):
     """A token's importance is the attention that it has received."""
 
+    statistics = ("variance", "received")
     sums = ("received",)  # the received attention, and in roco its squares, summed over queries
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, *self.observed = attention.observed_attention(q, k, v, len(self.sums))
-        return y
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y, sums, variance = attention.observed_attention(q, k, v, len(self.sums))
+        return y, variance, *sums
 
-    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
+    def skip_prompt(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         sums = [torch.rand(k.shape[1:3], device=k.device) for _ in self.sums]
-        self.observed = sums, torch.rand(q.shape[1], device=k.device)
+        return torch.rand(q.shape[1], device=k.device), *sums
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        (sums, _), self.observed = self.observed, None
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
         self.compress(row, tokens, *self.ranked(sums, tokens.position), prompt=True)
 
@@ -68,11 +68,12 @@ class H2O(Evicting):
 
 
 class RoCo(H2O):
+    statistics = ("variance", "received", "squares")
     sums = ("received", "squares")
 
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks, min(10, size // 2))
-        self.varied = self.least = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
+        self.varied = self.min_slots = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
 
     def worth(self, sums: list[Tensor], position: Tensor, pos: Tensor) -> Tensor:
         """The mean attention; infinite for the `varied` evictable tokens with the highest standard deviation."""
@@ -92,7 +93,7 @@ class CaM(H2O):
     def __init__(self, shape: Shape, layer: int, size: int, spread: int):
         super().__init__(shape, size, 0, size // 2)
         self.layer, self.spread = layer, spread
-        self.follow = self.least = min(spread, size)
+        self.follow = self.min_slots = min(spread, size)
 
     def merge(
         self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, importance: Tensor

@@ -103,7 +103,7 @@ def build(name: str, device: torch.device, batch: int, speculate: int = 0, ranks
         kind = Speculator if speculate else Decoder
         decoder = kind(model, layers, shape, [2], True, Stats(), None)
     for layer in layers:
-        layer.fit(1024, 1)
+        layer.before_step(1024, 1)
     return decoder
 
 

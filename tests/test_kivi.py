@@ -132,7 +132,7 @@ def long_step(monkeypatch):
     layer, generator = kv.build("kivi", shape, None, {"recent": 0})[0], torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, LONG + 1, 64, generator=generator) for h in (6, 2, 2))
     layer.prefill(0, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1])
-    layer.fit(LONG + 1, 1)
+    layer.before_step(LONG + 1, 1)
     inputs = [x[:, :, -1:].contiguous() for x in (q, k, v)]
     return layer, k[0, :, :-1], v[0, :, :-1], (*inputs, torch.tensor([LONG]), torch.tensor([True]))
 
@@ -160,10 +160,10 @@ def test_a_compiled_step_allocates_nothing_larger_than_the_attention_weights(lon
     for x, old, new in zip(layer.packed.buffers(), before, packed, strict=True):
         assert torch.equal(x, new) and not torch.equal(old, new)
     sizes = re.findall(r" = empty_strided_cpu\((\(.*?\)), \(", code)
-    variable = defaultdict(lambda: layer.span.shape[0])  # the only size that the code leaves open
+    variable = defaultdict(lambda: layer.read_groups.shape[0])  # the only size that the code leaves open
     sizes = [math.prod(eval(size, {}, variable)) for size in sizes]
     assert len(sizes) > 10
-    assert max(sizes) <= inputs[0].shape[1] * (layer.span.shape[0] * layer.group + layer.ring)
+    assert max(sizes) <= inputs[0].shape[1] * (layer.read_groups.shape[0] * layer.group + layer.ring)
 
 
 # The other methods' bits

@@ -117,7 +117,7 @@ class Both:
         for layer, slow in zip(self.layers, self.slow, strict=True):
             self.chosen = None
             q, k, v = self.tokens(1)
-            layer.fit(self.length, self.new)
+            layer.before_step(self.length, self.new)
             y = layer.decode(q, k, v, torch.tensor([self.length - 1]), torch.tensor([True]))
             expected = slow.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
             positions = None

@@ -56,7 +56,7 @@ class Tailor(Run):
         active = torch.ones(self.shape.batch, dtype=torch.bool) if active is None else torch.tensor(active)
         pos, found = torch.tensor(self.position) - ~active * 1, []
         for layer in self.layers:
-            layer.fit(max(self.position) + 1, max(self.generated) + 1)
+            layer.before_step(max(self.position) + 1, max(self.generated) + 1)
         for layer, (q, k, v), after in zip(self.layers, inputs, [*range(1, len(inputs)), None], strict=True):
             if after is not None and self.layers[after].wants_lookahead:
                 q = self.layers[after].lookahead(foreseen(inputs[after][0]), q, active)
@@ -263,7 +263,7 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
         inputs = tokens(shape, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
-            layer.fit(101 + i, i + 1)
+            layer.before_step(101 + i, i + 1)
         log.clear()
         assert (fast(inputs, torch.tensor([100 + i]), torch.tensor([True])) - expected).abs().max() <= 1e-5
     begun, needed = (log.index(f"{what} the channels of layer 1") for what in ("start", "finish"))

@@ -240,7 +240,7 @@ def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
     monkeypatch.setattr(inductor, "FUSED", {})
     monkeypatch.setattr(tune, "measure_attention", measure)
     small = make_shape()
-    large = replace(small, max_prompt=tune.LEAST // small.bytes(1))
+    large = replace(small, max_prompt=tune.LEAST // (small.n_layer * small.slot_bytes))
     assert tune.tune_attention(model, small, 1) == {} and not measured  # a small model with a small cache
     for queries in (1, 4, 1):
         found = tune.tune_attention(model, large, queries)

@@ -18,8 +18,8 @@ class Slots(Buffers):
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
         for name in sums:
-            self.allocate(name, shape.n_kv_head, count, dtype=torch.float32, beyond="sums and positions")
-        self.allocate("position", shape.n_kv_head, count, dtype=torch.int64, fill=-1, beyond="sums and positions")
+            self.allocate(name, shape.n_kv_head, count, dtype=torch.float32)
+        self.allocate("position", shape.n_kv_head, count, dtype=torch.int64, fill=-1)
 
 
 class Region(NamedTuple):
@@ -40,18 +40,16 @@ class Evicting(KV):
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
 
-    endless = True
+    endless = reads_all = evicts_by_chunk = True
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
         super().__init__(shape)
         self.size, self.sinks, self.recent, self.region = size, sinks, recent, region
         self.slots = (size if region is None else region.most) + 1  # one is spare
-        self.span = inductor.symbol(self.slots, shape.device)
+        self.read_slots = inductor.symbol(self.slots, shape.device)
         if region is None:
             slots = Slots(shape, self.slots + 1, self.sums)
-            self.beyond += slots.beyond
-            self.beyond["slot past the end"] = 2 * slots.k[:, :, 0].nbytes
         else:
             slots = region.slots
             self.allocate_state("first", fill=region.first)
@@ -59,8 +57,7 @@ class Evicting(KV):
         for name, buffer in slots.named_buffers():
             self.hold(name, buffer)
         self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
-        self.allocate_speeds()
-        self.beyond["spare slot"] = shape.slot_bytes
+        self.hold_rope_speed()
 
     # What a method implements
 
@@ -187,7 +184,7 @@ class Evicting(KV):
 
     def in_region(self) -> Tensor:
         """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""
-        index = self.first[:, None] + torch.arange(inductor.value(self.span), device=self.first.device)
+        index = self.first[:, None] + torch.arange(inductor.value(self.read_slots), device=self.first.device)
         return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
 
     def read(self, buffer: Tensor) -> Tensor:
@@ -237,7 +234,7 @@ class Evicting(KV):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)
-        return self.shape.n_kv_head * self.reads(length, 0) * unit, 0
+        return self.shape.n_kv_head * self.slots_to_read(length, 0) * unit, 0
 
 
 def select(importance: Tensor, size: int, sinks: int, newest: int) -> Tensor:

@@ -58,7 +58,7 @@ class Parts(KV):
         else:
             self.hold("prompt", prompt)
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         return self.first_generated + max(new, 1)
 
     def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
@@ -100,7 +100,7 @@ class Parts(KV):
     def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens up to pos [B], hold a token: two of [B,n]."""
         ends = torch.arange(self.ends, device=pos.device) < self.prompt[:, None]
-        slot = torch.arange(self.span.shape[0] - self.first_generated, device=pos.device)
+        slot = torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
         return ends, slot <= self.generated(pos)[:, None]
 
     def store_chosen(self, buffer: Tensor, new: Tensor, active: Tensor) -> None:
@@ -127,9 +127,6 @@ class Parts(KV):
     def fetched(self) -> tuple[int, int]:
         wanted, fetched = zip((0, 0), *(pool.counts for pool in self.pools), strict=True)
         return sum(wanted), sum(fetched)
-
-    def overhead(self) -> dict[str, int]:
-        return super().overhead() | {"staging": sum(pool.overhead() for pool in self.pools)}
 
     def close(self) -> None:
         for pool in self.pools:
@@ -175,7 +172,6 @@ class FetchedTokens(Fetched):
         rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
         super().__init__(shape, options.initial, ends, count, per_row=1, pool=pool)
-        self.beyond["slots"] = self.slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
