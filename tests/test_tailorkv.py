@@ -292,7 +292,7 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
         inputs = tokens(shape, 2, 1, generator)
         with monkeypatch.context() as broken:
             broken.setattr(getattr(there.layers[2], pool), "gather", fails)
-            with pytest.raises(RuntimeError, match=rf"^{what}: rows \d+ to \d+ could not be fetched \(bus error\)$"):
+            with pytest.raises(RuntimeError, match=rf"^{what}: entries \d+ to \d+ could not be fetched \(bus error\)$"):
                 there.step(inputs)
         assert torch.equal(there.step(inputs), here.step(inputs))
     assert offload_threads()

@@ -102,6 +102,20 @@ def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
     return torch.stack(sums)
 
 
+def highest_attention(q: Tensor, k: Tensor, n: int) -> Tensor:
+    """The attention of the last n queries to each token, the maximum over the heads: [n,T] fp32.
+
+    q [Hq,N,D] are the last N of T queries, k [Hk,T,D]. One KV head at a time.
+    """
+    length = k.shape[1]
+    later = torch.arange(length, device=q.device) > torch.arange(length - n, length, device=q.device)[:, None]
+    scores = torch.zeros(n, length, device=q.device)
+    for rows, keys in zip(q[:, q.shape[1] - n :].unflatten(0, (k.shape[0], -1)), k, strict=True):
+        logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
+        scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
+    return scores
+
+
 def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
     """The attention that tokens receive from the last n queries, fp32: q [1,Hq,n,D], k [1,Hk,T,D] -> `powers` of
     [Hk,T], and [Hq].

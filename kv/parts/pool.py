@@ -1,4 +1,4 @@
-"""A pool of rows in memory that the device can address: its own, or pinned host memory."""
+"""A pool of entries in memory that the device can address: its own, or pinned host memory."""
 
 import resource
 from collections import deque
@@ -17,19 +17,30 @@ BACKLOG = 4  # writes that may be in flight
 
 
 class Pool:
-    """[rows, *width] on the device or, with `host`, in pinned host memory; `what` names it in errors."""
+    """`count` entries of size `width` for each row of the batch, on the device or, with `host`, in pinned host memory.
 
-    counts = (0, 0)  # rows requested from threads, and rows they fetched
-    staged_bytes = 0  # bytes of the device buffer where fetched rows arrive
+    `what` names the pool in errors.
+    """
+
+    counts = (0, 0)  # entries requested from threads, and entries they fetched
+    staged_bytes = 0  # bytes of the device buffer where fetched entries arrive
 
     def __init__(
-        self, what: str, rows: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool = False
+        self,
+        what: str,
+        batch: int,
+        count: int,
+        width: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        host: bool = False,
     ):
-        self.what, self.device, self.on_host = what, device, host
+        self.what, self.batch, self.count, self.device, self.on_host = what, batch, count, device, host
+        size = (batch * count, *width)
         if host:
-            self.memory, self.rows = host_memory(what, (rows, *width), dtype, device)
+            self.memory, self.entries = host_memory(what, size, dtype, device)
         else:
-            self.memory = self.rows = torch.zeros(rows, *width, dtype=dtype, device=device)
+            self.memory = self.entries = torch.zeros(size, dtype=dtype, device=device)
         self.stream = torch.cuda.Stream(device) if host and device.type == "cuda" else None
         self.writing: deque[torch.cuda.Event | Future] = deque()
 
@@ -40,11 +51,12 @@ class Pool:
     @property
     def buffer(self) -> Tensor | None:
         """The pool's memory on the device, for its owner to register; None if there is none."""
-        return None if self.on_host else self.rows
+        return None if self.on_host else self.entries
 
-    def write(self, start: int, values: Tensor, *column: int | slice) -> None:
-        """Writes values [n, ...] to `column` of n rows from `start` on; later layers may compute meanwhile."""
-        target = self.rows[(slice(start, start + len(values)), *column)]
+    def write(self, row: int, start: int, values: Tensor, *column: int | slice) -> None:
+        """Writes values [n, ...] to `column` of a row's entries from `start` on; later layers may compute meanwhile."""
+        first = row * self.count + start
+        target = self.entries[(slice(first, first + len(values)), *column)]
         if self.stream is None:
             target.copy_(values)
             return
@@ -54,14 +66,14 @@ class Pool:
             values.record_stream(self.stream)
             self.pend(self.stream.record_event())
 
-    def part(self, start: int, count: int) -> Tensor:
-        """A view of `count` rows from `start` on, where the pool is: [count, *width]. Waits for writes and fetches."""
+    def part(self, row: int, count: int) -> Tensor:
+        """A view of a row's first `count` entries, where the pool is: [count, *width]. Waits for writes and fetches."""
         self.settle()
-        return self.memory[start : start + count]
+        return self.memory[row * self.count :][:count]
 
-    def read(self, start: int, count: int) -> Tensor:
-        """`count` rows from `start` on, on the device: [count, *width]."""
-        return self.part(start, count).to(self.device)
+    def read(self, row: int, count: int) -> Tensor:
+        """A row's first `count` entries, on the device: [count, *width]."""
+        return self.part(row, count).to(self.device)
 
     def pend(self, write: torch.cuda.Event | Future) -> None:
         self.writing.append(write)
@@ -73,30 +85,36 @@ class Pool:
             write = self.writing.popleft()
             write.result() if isinstance(write, Future) else write.synchronize()
 
-    def issue(self, ids: Tensor, active: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Requests rows ids [N] int64 (below 0: none), as many for each of active [B]; inactive ones are not fetched.
+    def issue(self, index: Tensor, active: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Requests of each row the entries index [B,...] int64 (below 0: none); of inactive rows nothing is fetched.
 
-        Returns a ticket for `wait`, and y. The fetch starts after `after` (default: ids) is known and before the
+        Returns a ticket for `wait`, and y. The fetch starts after `after` (default: the index) is known and before the
         returned y is used: the caller continues with that one, because only a data dependence makes a compiler keep
         the order of two ops.
         """
-        return ids, y
+        return self.numbers(index), y
+
+    def numbers(self, index: Tensor) -> Tensor:
+        """The entries index [B,...] of each row, numbered over all rows: [N]; below 0: none."""
+        index = index.flatten(1)
+        first = torch.arange(len(index), device=index.device)[:, None] * self.count
+        return torch.where(index < 0, -1, index + first).flatten()
 
     def wait(self, ticket: Tensor, before: Tensor) -> Tensor:
         """Returns the input of `take`. Waits only when `before` is known: its computation overlaps with the fetch."""
         return ticket
 
     def ticket(self, count: int) -> Tensor:
-        """A tensor of the size and dtype of what `issue` and `wait` return for `count` rows.
+        """A tensor of the size and dtype of what `issue` and `wait` return for `count` entries of each row.
 
         A layer that leaves it for another layer copies it to a registered buffer of that size.
         """
-        return torch.zeros(count, dtype=torch.int64, device=self.device)
+        return torch.zeros(self.batch * count, dtype=torch.int64, device=self.device)
 
     def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
-        """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
-        rows = inductor.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read rows more slowly
-        return self.rows[(rows, *column)]
+        """`column` of the requested entries, [N, ...]; undefined where none was requested."""
+        at = inductor.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read more slowly
+        return self.entries[(at, *column)]
 
     def overhead(self) -> int:
         """Bytes of buffers beside the pool itself, on the device and on the host."""
