@@ -2,12 +2,14 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import references_d2o as slow
 import test_contract as contract
 import torch
+from paper_bytes import overhead, paper_bytes
 from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
 
 import kv
@@ -289,9 +291,9 @@ def test_uncounted_layers_stay_full_beyond_the_budget():
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
     assert layers[2].shared.budget == 20
     device, host = kv.total_bytes(layers)
-    paper = kv.paper_bytes(kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
+    paper = paper_bytes("d2o", kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
     assert paper == (5 * 20 + 3 * shape.planned) * shape.slot_bytes
-    assert paper <= device + host <= paper + sum(sum(layer.overhead().values()) for layer in layers)
+    assert paper <= device + host <= paper + sum(map(overhead, layers), Counter()).total()
     both = {"uncounted": [0], "full_layers": [1]}
     assert kv.build("d2o", shape, 60, both)[2].shared.budget == (60 * (LAYERS - 1) - shape.planned) // 6
     for options, words in (

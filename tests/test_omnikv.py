@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import write_random
+from paper_bytes import overhead
 from references_omni import SlowOmni
 from references_omni_prefill import choose, full_prompt, sparse_prompt
 from runs import HEADS, LAYERS, D, Run, TensorSizes, compare, generations, make_shape, prefill_both, step_both, tokens
@@ -146,7 +147,7 @@ def test_memory_is_the_papers_share_to_the_byte(engine):
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
-        declared = [layer.overhead() for layer in layers]
+        declared = [overhead(layer) for layer in layers]
         pool = sparse[0].segment.bank.pool
         device, host = kv.total_bytes(layers)
         assert [sum(d.pop("staging", 0) for d in declared)] == [pool.overhead()]

@@ -1,12 +1,14 @@
 """TailorKV against a slow reference; the queries that the layer below predicts, and the fetches it overlaps with."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
+from paper_bytes import overhead, paper_bytes
 from references_tailor import SlowTailorKV
 from runs import HEADS, Run, compare, make_shape, tokens
 
@@ -329,11 +331,11 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     rows, unit = shape.batch * heads, shape.unit_bytes
     table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
     layers = kv.build("tailorkv", shape, t, {"engine": "threads"})
-    over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
+    over = sum(map(overhead, layers), Counter())
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
-    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels and ticket")
+    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels", "ticket")
     beside = staged + sum(over.pop(name) for name in small)
     device, host = kv.planned_bytes("tailorkv", shape, t, {"engine": "threads"})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
@@ -346,7 +348,7 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
 
 def test_a_layer_that_is_named_twice_is_counted_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
-    assert kv.paper_bytes(twice, make_shape(), 24) == kv.paper_bytes(once, make_shape(), 24)
+    assert paper_bytes("tailorkv", twice, make_shape(), 24) == paper_bytes("tailorkv", once, make_shape(), 24)
 
 
 def test_only_fetching_threads_need_buffers():
