@@ -104,7 +104,7 @@ class KV(Buffers, ABC):
     """One layer's cache. Subclasses allocate their buffers in `__init__`."""
 
     wants_lookahead = False  # the model calls `lookahead` before the layer below attends
-    endless = False  # the cache has a fixed size: a row may generate any number of tokens
+    endless = False  # its size, smaller than the plan, is fixed: a row may generate any number of tokens
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # prefilling a prefix and extending it leaves the state of prefilling the whole prompt

@@ -38,7 +38,7 @@ class Duo(KV):
             if n
         )
         self.counts = [part.shape.n_kv_head for part in self.parts]
-        self.endless = not count
+        self.endless = all(part.endless for part in self.parts)
         self.recent = min(part.recent for part in self.parts)
         heads = torch.tensor(order, device=shape.device)
         self.hold("order", heads)
