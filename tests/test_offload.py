@@ -21,9 +21,9 @@ ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
 
 
-def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
+def make_pool(count: int = 3, delta: bool = True, batch: int = 1) -> offload.ThreadedPool:
     staged = offload.Staged(SLOTS, WIDTH, torch.float32, CPU)
-    return offload.ThreadedPool("layers 2, 3", 1, ROWS, WIDTH, staged, offload.Workers(count), delta)
+    return offload.ThreadedPool("layers 2, 3", batch, ROWS // batch, WIDTH, staged, offload.Workers(count), delta)
 
 
 def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_thread
     pools[0].issue(ids[None] + 1, ids[:1] >= 0, ids)
     assert torch.equal(fetch(pools[1], ids), rows[1][ids])  # in the same buffer
     pools[0].issue(ids[None], ids[:1] >= 0, ids)
-    pools[0].write(0, torch.zeros(5, 7), 0)  # fails, as may the fetch in flight; the pools can still be closed
+    pools[0].write(0, 0, torch.zeros(5, 7), 0)  # fails, as may the fetch in flight; the pools can still be closed
     for pool in pools:
         pool.close()
     assert not offload_threads()
@@ -149,13 +149,19 @@ def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_thread
 
 def test_slots_that_are_not_asked_for_are_left_alone():
     for delta in (False, True):
-        pool = make_pool(2, delta)
-        rows, ids, asked = fill(pool), torch.arange(SLOTS), torch.arange(SLOTS) % 2 == 0
-        first = fetch(pool, ids).clone()
-        token, _ = pool.issue(torch.where(asked, ids + 30, -1)[None], ids[:1] >= 0, ids)
-        found = pool.take(pool.wait(token, ids))
-        assert torch.equal(found[asked], rows[30 + ids[asked]]) and torch.equal(found[~asked], first[~asked])
-        assert pool.counts == (SLOTS + SLOTS // 2,) * 2
+        pool = make_pool(2, delta, batch=2)
+        entries, index = fill(pool).unflatten(0, (2, -1)), torch.arange(SLOTS // 2).expand(2, -1)
+        both = torch.ones(2, dtype=torch.bool)
+        token, _ = pool.issue(index, both, index)
+        first = pool.take(pool.wait(token, index)).unflatten(0, (2, -1)).clone()
+        assert torch.equal(first, entries[:, : SLOTS // 2])
+        asked = index[0] % 2 == 0
+        token, _ = pool.issue(torch.where(asked, index + 20, -1), both & torch.tensor([False, True]), index)
+        found = pool.take(pool.wait(token, index)).unflatten(0, (2, -1))
+        assert torch.equal(found[0], first[0])  # the row is inactive
+        assert torch.equal(found[1, asked], entries[1, 20 + index[1, asked]])
+        assert torch.equal(found[1, ~asked], first[1, ~asked])
+        assert pool.counts == (SLOTS + SLOTS // 4,) * 2
         pool.close()
 
 
