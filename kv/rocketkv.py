@@ -24,7 +24,7 @@ from kv.base import KV
 from kv.full import full_layer
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops, quant
-from kv.snapkv import PoolingMethod, SnapKV, is_longchat
+from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,9 @@ class Sizes:
 class RocketKV(SnapKV):
     """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        sizes: Sizes,
-        bits: int,
-        window: int = 1,
-        kernel: int = 1,
-        long_kernel: int = 1,
-        threshold: int | None = None,
-    ):
+    def __init__(self, shape: Shape, sizes: Sizes, bits: int, window: int, kernels: Kernels):
         width = quant.vector_bytes(shape.head_dim, bits) if bits < 16 else None
-        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold, width=width)
+        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, width=width)
         self.bits = bits
         self.page, self.channels = sizes.page, sizes.channels
         self.reads_all, self.recent = False, 0  # a step may leave out even the newest page
@@ -149,9 +140,9 @@ class HybridMethod(Method):
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
         return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
 
-    def stage1(self, shape: Shape) -> tuple:
-        """SnapKV's window, kernel, long_kernel and threshold; without stage 1 none: a row keeps every token."""
-        return ()
+    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+        """SnapKV's window and kernels; without stage 1 a row keeps every token, and neither matters."""
+        return 1, Kernels(1)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         skip, sizes, stage1 = self.skipped(shape), Sizes.of(shape, budget, self.split), self.stage1(shape)
@@ -166,6 +157,6 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )
 
-    def stage1(self, shape: Shape) -> tuple:
-        kernel, long_kernel, threshold = self.kernels(shape)
-        return self.window, kernel, long_kernel, threshold if self.split == "even" else self.threshold
+    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+        kernels = self.kernels(shape)
+        return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)

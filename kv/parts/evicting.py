@@ -40,12 +40,13 @@ class Evicting(KV):
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
 
-    endless = reads_all = evicts_by_chunk = True
+    reads_all = evicts_by_chunk = True
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
         super().__init__(shape)
         self.size, self.sinks, self.recent, self.region = size, sinks, recent, region
+        self.endless = size < shape.planned
         self.slots = (size if region is None else region.most) + 1  # one is spare
         self.read_slots = inductor.symbol(self.slots, shape.device)
         if region is None:

@@ -29,8 +29,8 @@ class Speculation(KV):
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return self.draft.attend_prompt(q, k, v)
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, *seen: Tensor) -> None:
-        self.draft.keep(row, q, k, v, *seen)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, *statistics: Tensor) -> None:
+        self.draft.keep(row, q, k, v, *statistics)
         if not self.draft.holds_all:
             self.full.keep(row, q, k, v)
 
