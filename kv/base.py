@@ -62,6 +62,11 @@ class Held(NamedTuple):
         """Consecutive tokens k and v [H,n,D], from position `pos` on."""
         return cls(k, v, torch.arange(pos, pos + k.shape[1], device=k.device).expand(k.shape[0], -1))
 
+    def at(self, index: Tensor) -> "Held":
+        """Copies of the tokens at index [H,n]."""
+        each = index[..., None].expand(-1, -1, self.k.shape[2])
+        return Held(self.k.gather(1, each), self.v.gather(1, each), self.position.gather(1, index))
+
 
 class Buffers(nn.Module):
     """Buffers with one entry per row, which compiled steps write in place and checkpoints leave out."""

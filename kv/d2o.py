@@ -130,7 +130,7 @@ class D2O(H2O):
         self.allotted[row], self.threshold[row] = sizes[self.index], -torch.inf
         sums, _, *parked = self.shared.parked[self.index]
         tokens = Held.new(*(x.to(self.k.device) for x in parked))
-        self.compress(row, tokens, *self.ranked(sums, tokens.position), prompt=True)
+        self.compress(row, tokens, *self.ranked(sums, tokens.position))
         if self.index == len(sizes) - 1:
             self.shared.parked.clear()
 
@@ -141,30 +141,27 @@ class D2O(H2O):
 
     # Merging: Equations 9 to 12
 
-    def merge_many(
-        self, row: int, tokens: Held, kept: Tensor, k: Tensor, v: Tensor, sums: list[Tensor], prompt: bool
-    ) -> None:
+    def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
         if self.options.merge == "none":
             return
         stays = torch.zeros_like(tokens.position, dtype=torch.bool).scatter(1, kept, True)
         for head, evicted in enumerate(~stays):
-            similarity, to = self.nearest(tokens.k[head, evicted], k[head])  # Equation 9
+            similarity, to = self.nearest(tokens.k[head, evicted], stay.k[head])  # Equation 9
             mean, tau = similarity.mean(), self.threshold[row, head].clone()
             self.threshold[row, head] = self.moving_average(mean, tau)  # Equation 10
             merges = similarity >= torch.where(tau.isinf(), mean, tau)
             weight = self.weight(similarity) * merges
-            total = torch.zeros(len(k[head]), device=k.device).index_add_(0, to, weight)
+            total = torch.zeros(kept.shape[1], device=kept.device).index_add_(0, to, weight)
             w_c = self.kept_weight(total)  # Equation 12
             w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
-            for stay, gone in ((k, tokens.k[head, evicted]), (v, tokens.v[head, evicted])):
-                kept_part, evicted_part = w_c[:, None] * stay[head].float(), w_e[:, None] * gone.float()
-                stay[head] = kept_part.index_add_(0, to, evicted_part).to(stay.dtype)  # Equation 11
+            for ours, gone in ((stay.k, tokens.k[head, evicted]), (stay.v, tokens.v[head, evicted])):
+                kept_part, evicted_part = w_c[:, None] * ours[head].float(), w_e[:, None] * gone.float()
+                ours[head] = kept_part.index_add_(0, to, evicted_part).to(ours.dtype)  # Equation 11
 
-    def merge(
-        self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, importance: Tensor
-    ) -> None:
+    def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
         if self.options.merge == "none":
             return
+        keys, values, position = held
         key, value = (ops.gather(x, slot[..., None])[:, :, 0].float() for x in (keys, values))  # [B,Hk,D]
         others = (position >= 0) & (torch.arange(position.shape[2], device=slot.device) != slot[..., None])
         products = ops.dots(key[:, :, None], keys)[:, :, 0]

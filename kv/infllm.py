@@ -31,10 +31,9 @@ class InfLLM(Fetched):
     def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", workers):
         ends, block = options.sinks + options.local, options.block
         blocks = -(-max(1, shape.max_prompt - ends) // block)
-        count, heads = min(count, blocks), shape.n_kv_head
-        width = (2, block, shape.head_dim)
-        staged = options.staged(heads * count, width, shape)
-        pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
+        count, entry = min(count, blocks), (2, block, shape.head_dim)
+        staged = options.staged((shape.n_kv_head * count, *entry), shape)
+        pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, *entry), staged, shape, workers)
         super().__init__(shape, options.sinks, ends, count, size=block, pool=pool)
         self.block, self.reps, self.blocks = block, options.reps, blocks
         self.joint = options.joint

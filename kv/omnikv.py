@@ -185,11 +185,11 @@ class ContextBank(Buffers):
         super().__init__(shape)
         self.layers, self.k, self.delta, self.bits = layers, k, options.delta, options.bits
         what = "layers " + ", ".join(map(str, layers))
-        width = (len(layers), 2, shape.n_kv_head, shape.head_dim)
+        entry = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
-            width, shape = (*width[:3], quant.vector_bytes(width[3], self.bits)), replace(shape, dtype=torch.uint8)
-        staged = options.staged(k, width, shape)
-        self.pool = options.pool(what, shape.max_prompt, width, staged, shape, workers, options.delta)
+            entry, shape = (*entry[:3], quant.vector_bytes(entry[3], self.bits)), replace(shape, dtype=torch.uint8)
+        staged = options.staged((k, *entry), shape)
+        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, workers, options.delta)
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 

@@ -42,8 +42,8 @@ class Tailored(FetchedTokens):
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
         what = f"the channels of layer {layer}"
         staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
-        entries = shape.n_kv_head * shape.head_dim
-        self.channel_pool = options.pool(what, entries, (shape.max_prompt,), staged, shape, workers)
+        size = (shape.n_kv_head * shape.head_dim, shape.max_prompt)
+        self.channel_pool = options.pool(what, size, staged, shape, workers)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
@@ -99,9 +99,9 @@ class Shared:
 
     def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
         self.channels = options.fetched_channels(shape)
-        slots = shape.n_kv_head * self.channels
+        size = (shape.n_kv_head * self.channels, shape.max_prompt)
         self.channel_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
-        self.staged_channels = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
+        self.staged_channels = [options.staged(size, shape, early=True) for _ in range(2)]
         self.rows = options.staged_rows(shape, budget)
 
 

@@ -206,7 +206,7 @@ def test_six_tokens_merge_as_computed_by_hand():
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
     (score,), _ = attention.column_sums(torch.zeros(1, 1, 6, 2), k[None])
     assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
-    layer.compress(0, Held.new(k, v), score, [score], prompt=True)
+    layer.compress(0, Held.new(k, v), score, [score])
     keys, values = layer.k[0, :, :4], layer.v[0, :, :4]
     assert layer.position[0, :, :4].tolist() == [[0, 1, 2, 3]]
     # Token 4 (60 degrees) is most similar to token 3 (45): cos 15 = 0.9659. Token 5 (270) to 0 and 2: cos 90 = 0.

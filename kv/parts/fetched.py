@@ -37,7 +37,7 @@ class FetchMethod(offload.OffloadMethod):
 
     def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
         """The buffer where fetched tokens arrive, which all layers use in turn; None unless threads fetch."""
-        return self.staged(shape.n_kv_head * self.sizes(shape, budget)[1], (2, shape.head_dim), shape)
+        return self.staged((shape.n_kv_head * self.sizes(shape, budget)[1], 2, shape.head_dim), shape)
 
 
 class Parts(KV):
@@ -166,8 +166,8 @@ class FetchedTokens(Fetched):
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged, workers):
         ends, count = options.sizes(shape, budget)
-        entries, width = shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
-        pool = options.pool(f"layer {layer}", entries, width, staged, shape, workers)
+        size = (shape.max_prompt * shape.n_kv_head, 2, shape.head_dim)
+        pool = options.pool(f"layer {layer}", size, staged, shape, workers)
         super().__init__(shape, options.initial, ends, count, size=1, pool=pool)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:

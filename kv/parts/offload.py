@@ -46,24 +46,23 @@ class OffloadMethod(Method):
         auto = early and shape.device.type == "cuda"
         return self.offload and (self.engine == "threads" or (self.engine == "auto" and auto))
 
-    def staged(self, slots: int, width: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
-        """The buffer where at most `slots` entries of each row arrive in a step; None unless threads fetch them."""
-        return Staged(shape.batch * slots, width, shape.dtype, shape.device) if self.threaded(shape, early) else None
+    def staged(self, size: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
+        """The buffer [B,*size] where the entries that a step fetches arrive; None unless threads fetch them."""
+        return Staged((shape.batch, *size), shape.dtype, shape.device) if self.threaded(shape, early) else None
 
     def pool(
         self,
         what: str,
-        count: int,
-        width: tuple[int, ...],
+        size: tuple[int, ...],
         staged: "Staged | None",
         shape: Shape,
         workers: "Workers",
         delta: bool = False,
-    ) -> "Pool":
-        """A pool of `count` entries for each row, of the kind the options ask for; `delta`: see ThreadedPool."""
+    ) -> Pool:
+        """A pool [B,*size] of the kind the options ask for; `delta`: see ThreadedPool."""
         if staged is None:
-            return Pool(what, shape.batch, count, width, shape.dtype, shape.device, host=self.offload)
-        return ThreadedPool(what, shape.batch, count, width, staged, workers, delta)
+            return Pool(what, (shape.batch, *size), shape.dtype, shape.device, host=self.offload)
+        return ThreadedPool(what, (shape.batch, *size), staged, workers, delta)
 
 
 class Workers:
@@ -89,8 +88,8 @@ class Workers:
 class Staged:
     """A device buffer where fetched entries arrive; pools without `delta` that fetch in turn may share it."""
 
-    def __init__(self, slots: int, width: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self.slots = torch.zeros(slots, *width, dtype=dtype, device=device)
+    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.slots = torch.zeros(size, dtype=dtype, device=device).flatten(0, 1)
         if device.type == "cuda":
             torch._dynamo.mark_static_address(self.slots)
         self.user: ref[ThreadedPool] = lambda: None  # the pool that fetched last
@@ -100,18 +99,9 @@ class Staged:
 class ThreadedPool(Pool):
     """Threads fetch entries to the slots of `staged`; with `delta`, only those that a slot does not already hold."""
 
-    def __init__(
-        self,
-        what: str,
-        batch: int,
-        count: int,
-        width: tuple[int, ...],
-        staged: Staged,
-        workers: Workers,
-        delta: bool = False,
-    ):
+    def __init__(self, what: str, size: tuple[int, ...], staged: Staged, workers: Workers, delta: bool = False):
         dtype, device, slots = staged.slots.dtype, staged.slots.device, len(staged.slots)
-        super().__init__(what, batch, count, width, dtype, device, host=True)
+        super().__init__(what, size, dtype, device, host=True)
         self.staged, self.workers, self.delta = staged, workers, delta
         threads, entry = min(workers.threads, slots), self.memory[:1].nbytes
         self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]

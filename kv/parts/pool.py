@@ -17,7 +17,7 @@ BACKLOG = 4  # writes that may be in flight
 
 
 class Pool:
-    """`count` entries of size `width` for each row of the batch, on the device or, with `host`, in pinned host memory.
+    """Entries of each row, size [B,count,...], on the device or, with `host`, in pinned host memory.
 
     `what` names the pool in errors.
     """
@@ -25,18 +25,9 @@ class Pool:
     counts = (0, 0)  # entries requested from threads, and entries they fetched
     staged_bytes = 0  # bytes of the device buffer where fetched entries arrive
 
-    def __init__(
-        self,
-        what: str,
-        batch: int,
-        count: int,
-        width: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        host: bool = False,
-    ):
-        self.what, self.batch, self.count, self.device, self.on_host = what, batch, count, device, host
-        size = (batch * count, *width)
+    def __init__(self, what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool = False):
+        self.what, (self.batch, self.count), self.device, self.on_host = what, size[:2], device, host
+        size = (self.batch * self.count, *size[2:])  # [B count,...]
         if host:
             self.memory, self.entries = host_memory(what, size, dtype, device)
         else:
