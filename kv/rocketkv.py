@@ -3,7 +3,7 @@
 Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) stores the
 minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
 query's r largest channels and attends to the tokens of the best pages. Half of the budget t is read to select, half to
-attend. `hybrid` is stage 2 alone, n1 = S.
+attend, even if the budget covers every token. `hybrid` is stage 2 alone, n1 = S.
 
 The default, split=adaptive, is the authors' current choice: the higher the compression ratio, the larger stage 1's
 share of it, and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages

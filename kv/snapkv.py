@@ -4,8 +4,8 @@ The attention of the last `window` queries, summed over them and max-pooled alon
 keep besides the window itself. Every generated token is kept too. Memory and traffic: the budget and the generated
 tokens.
 
-- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens. With `gqa`, the query heads of
-  a group share `budget` tokens.
+- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens, so only a budget of G times
+  the prompt keeps all of it. With `gqa`, the query heads of a group share `budget` tokens.
 - snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
   wide, and wider for long prompts.
 - pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
