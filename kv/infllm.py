@@ -137,8 +137,8 @@ class InfLLMMethod(offload.OffloadMethod):
 
     def minimum(self, shape: Shape) -> int:
         """One block, the sinks and the local tokens."""
-        least = self.block + (self.sinks or 0) + (self.local or 0)
-        return next(t for t in itertools.count(least) if self.blocks(t) >= 1)
+        smallest = self.block + (self.sinks or 0) + (self.local or 0)
+        return next(t for t in itertools.count(smallest) if self.blocks(t) >= 1)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         workers, count = offload.Workers(self.threads), self.blocks(budget)

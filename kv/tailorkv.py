@@ -61,7 +61,11 @@ class Tailored(FetchedTokens):
         return super().views(row, length) | {"channels": channels, "largest": self.largest[row]}
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
+        """Prefetches the channels with the largest |q| max |K| (Equation 10).
+
+        The model calls it before the layer below attends, with the query [B,Hq,1,D], RoPE applied, that this layer's
+        weights predict from the input of that layer (Equation 12), which continues with the x returned: see Pool.issue.
+        """
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
         self.channel.copy_(torch.where(active[:, None, None], channel, self.channel))
         heads, size = self.largest.shape[1:]
