@@ -186,7 +186,7 @@ class KV(Buffers, ABC):
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: inductor.covering."""
-        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)
+        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)  # those that a step reads
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)

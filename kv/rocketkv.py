@@ -56,9 +56,7 @@ class RocketKV(SnapKV):
     """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
     def __init__(self, shape: Shape, sizes: Sizes, bits: int, window: int, kernels: Kernels):
-        width = quant.vector_bytes(shape.head_dim, bits) if bits < 16 else None
-        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, width=width)
-        self.bits = bits
+        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, bits=bits)
         self.page, self.channels = sizes.page, sizes.channels
         self.reads_all, self.recent = False, 0  # a step may leave out even the newest page
         self.keeps_prompts = self.holds_all = self.slots == shape.planned and bits == 16
@@ -86,12 +84,6 @@ class RocketKV(SnapKV):
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         pages = -(-(length - int(self.dropped[row])) // self.page)
         return super().views(row, length) | {"bounds": self.bounds[row, :, :, :pages]}
-
-    def coded(self, x: Tensor) -> Tensor:
-        return quant.encode(x, self.bits)
-
-    def decoded(self, x: Tensor) -> Tensor:
-        return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

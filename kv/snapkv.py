@@ -41,10 +41,8 @@ class Kernels(NamedTuple):
 class SnapKV(Scored):
     """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
-    def __init__(
-        self, shape: Shape, kept: int, window: int, kernels: Kernels, per_query=False, width: int | None = None
-    ):
-        super().__init__(shape, kept, window, per_query=per_query, width=width)
+    def __init__(self, shape: Shape, kept: int, window: int, kernels: Kernels, per_query=False, bits=16):
+        super().__init__(shape, kept, window, per_query=per_query, bits=bits)
         self.kernels = kernels
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
