@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kv.parts.pool as pool_module
 from kv.parts import offload
-from kv.parts.offload import Staged, ThreadedPool, Workers
-from kv.parts.pool import Pool
+from kv.parts.offload import Pool, Staged, ThreadedPool, Workers
 
 Clock = dict  # {actor: how many of its actions are known to have happened}
 
@@ -257,10 +255,10 @@ BREAKS = {
 def test_every_wait_is_needed(machine, monkeypatch, what):
     """The model sees a race as soon as one of the waits is left out."""
     name, wait = BREAKS[what]
-    owner, module = (ThreadedPool, offload) if name != "settle" else (Pool, pool_module)
+    owner = ThreadedPool if name != "settle" else Pool
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert source.count(wait) == 1
-    scope = dict(vars(module))
+    scope = dict(vars(offload))
     exec(source.replace(wait, "pass"), scope)
     monkeypatch.setattr(owner, name, scope[name])
     if name == "settle":
