@@ -140,6 +140,11 @@ class InfLLMMethod(offload.OffloadMethod):
         smallest = self.block + (self.sinks or 0) + (self.local or 0)
         return next(t for t in itertools.count(smallest) if self.blocks(t) >= 1)
 
+    def most(self, shape: Shape) -> int:
+        """Beyond what covers every token, the sinks and the local tokens still grow, up to a budget of 1,024."""
+        return shape.planned + 1024
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
         workers, count = offload.Workers(self.threads), self.blocks(budget)
+        count += budget >= shape.planned  # a block that is filled in part
         return [InfLLM(shape, layer, count, self.at(budget), workers) for layer in range(shape.n_layer)]

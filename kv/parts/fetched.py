@@ -26,6 +26,10 @@ class FetchMethod(offload.OffloadMethod):
         local = min(max(local, self.initial), budget - 1)
         return local, budget - local
 
+    def most(self, shape: Shape) -> int:
+        """Beyond what covers every token, n_local still grows, up to 128."""
+        return shape.planned + 3 * 128
+
     def reach(self, shape: Shape) -> int:
         """How many tokens of a row can be chosen from, those that stay included: by default, the prompt's."""
         return shape.max_prompt
