@@ -188,8 +188,8 @@ class ContextBank(Buffers):
         entry = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
             entry, shape = (*entry[:3], quant.vector_bytes(entry[3], self.bits)), replace(shape, dtype=torch.uint8)
-        staged = options.staged((k, *entry), shape)
-        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, workers, options.delta)
+        staged = options.staged((k, *entry), shape, workers)
+        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, options.delta)
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 

@@ -24,8 +24,8 @@ LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 
 
 class PQCache(FetchedTokens):
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged, workers):
-        super().__init__(shape, layer, budget, options, staged, workers)
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged: offload.Staged | None):
+        super().__init__(shape, layer, budget, options, staged)
         self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.local
         if shape.head_dim % self.partitions:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
@@ -157,5 +157,5 @@ class PQCacheMethod(FetchMethod):
         return max(8, self.initial + 2)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        workers, staged = offload.Workers(self.threads), self.staged_rows(shape, budget)
-        return [PQCache(shape, layer, budget, self, staged, workers) for layer in range(shape.n_layer)]
+        staged = self.staged_tokens(shape, budget)
+        return [PQCache(shape, layer, budget, self, staged) for layer in range(shape.n_layer)]

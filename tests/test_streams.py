@@ -196,8 +196,8 @@ ROWS, WIDTH = 32, 4
 def run(machine: Machine, delta: bool, threads: int = 2, slots: int = 16) -> list[Tensor]:
     """Two pools fetch in turn, as the segments of omnikv do; returns what each step took."""
     cpu, workers = torch.device("cpu"), Workers(threads)
-    shared = [Staged((1, slots, WIDTH), torch.float32, cpu) for _ in range(2 if delta else 1)]
-    pools = [ThreadedPool("entries", (1, ROWS, WIDTH), shared[i % len(shared)], workers, delta) for i in range(2)]
+    shared = [Staged((1, slots, WIDTH), torch.float32, cpu, workers) for _ in range(2 if delta else 1)]
+    pools = [ThreadedPool("entries", (1, ROWS, WIDTH), shared[i % len(shared)], delta) for i in range(2)]
     workers.executor, workers.free = Executor(machine, workers.executor), Queue(machine, workers.free)
     values = [torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH) + 1000 * i for i in range(2)]
     ids = [torch.tensor([(i + 3 * slot) % ROWS for slot in range(slots)]) for i in range(4)]

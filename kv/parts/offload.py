@@ -205,9 +205,10 @@ class Workers:
 
 
 class Staged:
-    """A device buffer where fetched entries arrive; pools without `delta` that fetch in turn may share it."""
+    """A device buffer [B,n,...] where `workers` put entries; pools without `delta` that fetch in turn may share it."""
 
-    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, workers: Workers):
+        self.workers = workers
         self.slots = torch.zeros(size, dtype=dtype, device=device).flatten(0, 1)
         if device.type == "cuda":
             torch._dynamo.mark_static_address(self.slots)
@@ -218,17 +219,17 @@ class Staged:
 class ThreadedPool(Pool):
     """Threads fetch entries to the slots of `staged`; with `delta`, only those that a slot does not already hold."""
 
-    def __init__(self, what: str, size: tuple[int, ...], staged: Staged, workers: Workers, delta: bool = False):
+    def __init__(self, what: str, size: tuple[int, ...], staged: Staged, delta: bool = False):
         dtype, device, slots = staged.slots.dtype, staged.slots.device, len(staged.slots)
         super().__init__(what, size, dtype, device, host=True)
-        self.staged, self.workers, self.delta = staged, workers, delta
-        threads, entry = min(workers.threads, slots), self.memory[:1].nbytes
+        self.staged, self.workers, self.delta = staged, staged.workers, delta
+        threads, entry = min(self.workers.threads, slots), self.memory[:1].nbytes
         self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]
         self.chunk = min(max(1, CHUNK // entry), -(-slots // threads))  # entries per staging buffer
         self.handle = next(_handles)
         self.symbol = inductor.symbol(self.handle, device)
         staged.owner = self.handle if staged.owner is None else staged.owner
-        workers.reserve(self, self.chunk * entry if entry < WIDE else 1)
+        self.workers.reserve(self, self.chunk * entry if entry < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
         # For each slot, the entry requested and the entry held; and slot numbers that are copied to the device.
         self.ids, self.held, self.arrived = (torch.full((slots,), -1, **where) for _ in range(3))
@@ -436,20 +437,16 @@ class OffloadMethod(Method):
         auto = early and shape.device.type == "cuda"
         return self.offload and (self.engine == "threads" or (self.engine == "auto" and auto))
 
-    def staged(self, size: tuple[int, ...], shape: Shape, early: bool = False) -> Staged | None:
+    def staged(
+        self, size: tuple[int, ...], shape: Shape, workers: Workers | None = None, early: bool = False
+    ) -> Staged | None:
         """The buffer [B,*size] where the entries that a step fetches arrive; None unless threads fetch them."""
-        return Staged((shape.batch, *size), shape.dtype, shape.device) if self.threaded(shape, early) else None
+        if not self.threaded(shape, early):
+            return None
+        return Staged((shape.batch, *size), shape.dtype, shape.device, workers or Workers(self.threads))
 
-    def pool(
-        self,
-        what: str,
-        size: tuple[int, ...],
-        staged: Staged | None,
-        shape: Shape,
-        workers: Workers,
-        delta: bool = False,
-    ) -> Pool:
+    def pool(self, what: str, size: tuple[int, ...], staged: Staged | None, shape: Shape, delta: bool = False) -> Pool:
         """A pool [B,*size] of the kind the options ask for; `delta`: see ThreadedPool."""
         if staged is None:
             return Pool(what, (shape.batch, *size), shape.dtype, shape.device, host=self.offload)
-        return ThreadedPool(what, (shape.batch, *size), staged, workers, delta)
+        return ThreadedPool(what, (shape.batch, *size), staged, delta)
