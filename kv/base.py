@@ -109,7 +109,7 @@ def copy_state(views: dict[str, Tensor], state: dict[str, Tensor]) -> None:
 class KV(Buffers, ABC):
     """One layer's cache. Subclasses allocate their buffers in `__init__`."""
 
-    wants_lookahead = False  # the model calls `lookahead` before the layer below attends
+    wants_lookahead = False  # the model calls `lookahead` (kv/tailorkv.py) before the layer below attends
     endless = False  # its size, smaller than the plan, is fixed: a row may generate any number of tokens
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
@@ -154,13 +154,6 @@ class KV(Buffers, ABC):
 
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill, for methods that shrink layers by the statistics of all."""
-
-    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Receives the query [B,Hq,1,D], RoPE applied, that the input of the layer below predicts for this layer.
-
-        Returns x, with which the layer below continues: the data dependence fixes the order for a compiler.
-        """
-        return x
 
     # The prompt
 

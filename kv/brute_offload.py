@@ -89,10 +89,10 @@ class BruteOffloadMethod(Method):
         count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)
         first, workers = shape.n_layer - count, Workers(self.threads)
         size = (shape.batch, shape.max_prompt, 2, shape.n_kv_head, shape.head_dim)
-        ring = [Staged(size, shape.dtype, shape.device) for _ in range(min(self.ahead + 1, count))]
+        ring = [Staged(size, shape.dtype, shape.device, workers) for _ in range(min(self.ahead + 1, count))]
         layers: list[KV] = [Ahead(shape) for _ in range(first)]
         for layer in range(first, shape.n_layer):
-            layers.append(Loaded(shape, ThreadedPool(f"layer {layer}", size, ring[layer % len(ring)], workers)))
+            layers.append(Loaded(shape, ThreadedPool(f"layer {layer}", size, ring[layer % len(ring)])))
             begins = layers[max(0, layer - self.ahead)]
             begins.loads = (*begins.loads, layers[-1])
         return layers

@@ -28,15 +28,11 @@ from kv.parts.fetched import Fetched
 class InfLLM(Fetched):
     """An entry of the pool is one block of one KV head."""
 
-    def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", workers):
-        ends, block = options.sinks + options.local, options.block
-        blocks = -(-max(1, shape.max_prompt - ends) // block)
-        count, entry = min(count, blocks), (2, block, shape.head_dim)
-        staged = options.staged((shape.n_kv_head * count, *entry), shape)
-        pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, *entry), staged, shape, workers)
-        super().__init__(shape, options.sinks, ends, count, size=block, pool=pool)
-        self.block, self.reps, self.blocks = block, options.reps, blocks
-        self.joint = options.joint
+    def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", staged: offload.Staged | None):
+        blocks, block = options.most_blocks(shape), options.block
+        pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, 2, block, shape.head_dim), staged, shape)
+        super().__init__(shape, options.sinks, options.sinks + options.local, count, size=block, pool=pool)
+        self.block, self.reps, self.blocks, self.joint = block, options.reps, blocks, options.joint
         if self.joint:
             self.hold_rope_speed()
         size = (shape.n_kv_head, blocks, shape.head_dim)
@@ -135,16 +131,22 @@ class InfLLMMethod(offload.OffloadMethod):
         sized = self.at(budget)
         return (budget - sized.sinks - sized.local) // self.block
 
+    def most_blocks(self, shape: Shape) -> int:
+        """Blocks of the longest prompt, once `sinks` and `local` are set."""
+        return -(-max(1, shape.max_prompt - self.sinks - self.local) // self.block)
+
     def minimum(self, shape: Shape) -> int:
         """One block, the sinks and the local tokens."""
-        least = self.block + (self.sinks or 0) + (self.local or 0)
-        return next(t for t in itertools.count(least) if self.blocks(t) >= 1)
+        smallest = self.block + (self.sinks or 0) + (self.local or 0)
+        return next(t for t in itertools.count(smallest) if self.blocks(t) >= 1)
 
     def most(self, shape: Shape) -> int:
         """Beyond what covers every token, the sinks and the local tokens still grow, up to a budget of 1,024."""
         return shape.planned + 1024
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        workers, count = offload.Workers(self.threads), self.blocks(budget)
-        count += budget >= shape.planned  # a block that is filled in part
-        return [InfLLM(shape, layer, count, self.at(budget), workers) for layer in range(shape.n_layer)]
+        sized = self.at(budget)
+        count = self.blocks(budget) + (budget >= shape.planned)  # a block that is filled in part
+        count = min(count, sized.most_blocks(shape))
+        staged = self.staged((shape.n_kv_head * count, 2, self.block, shape.head_dim), shape)
+        return [InfLLM(shape, layer, count, sized, staged) for layer in range(shape.n_layer)]

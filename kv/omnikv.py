@@ -154,21 +154,21 @@ class Sparse(Full):
         super().__init__(shape)
         self.segment, self.exact_prompt = segment, segment.chunks is None
         self.recent, self.reads_all, self.keeps_prompts = 1, False, False
-        self.new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.read_new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.new))
+        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.read_new))
         index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
         mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def before_step(self, length: int, new: int) -> tuple:
-        self.new = inductor.covering(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
-        return (inductor.value(self.new),)
+        self.read_new = inductor.covering(self.read_new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        return (inductor.value(self.read_new),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
@@ -188,8 +188,8 @@ class ContextBank(Buffers):
         entry = (len(layers), 2, shape.n_kv_head, shape.head_dim)
         if self.bits < 16:
             entry, shape = (*entry[:3], quant.vector_bytes(entry[3], self.bits)), replace(shape, dtype=torch.uint8)
-        staged = options.staged((k, *entry), shape)
-        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, workers, options.delta)
+        staged = options.staged((k, *entry), shape, workers)
+        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, options.delta)
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 

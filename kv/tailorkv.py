@@ -37,13 +37,12 @@ class Tailored(FetchedTokens):
     wants_lookahead = True
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
-        super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
+        super().__init__(shape, layer, budget, options, shared.tokens)
         self.channels = shared.channels
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
         what = f"the channels of layer {layer}"
-        staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
         size = (shape.n_kv_head * shape.head_dim, shape.max_prompt)
-        self.channel_pool = options.pool(what, size, staged, shape, workers)
+        self.channel_pool = options.pool(what, size, shared.staged_channels[layer % 2], shape)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
@@ -61,7 +60,11 @@ class Tailored(FetchedTokens):
         return super().views(row, length) | {"channels": channels, "largest": self.largest[row]}
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
+        """Prefetches the channels with the largest |q| max |K| (Equation 10).
+
+        The model calls it before the layer below attends, with the query [B,Hq,1,D], RoPE applied, that this layer's
+        weights predict from the input of that layer (Equation 12), which continues with the x returned: see Pool.issue.
+        """
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
         self.channel.copy_(torch.where(active[:, None, None], channel, self.channel))
         heads, size = self.largest.shape[1:]
@@ -95,14 +98,14 @@ class Tailored(FetchedTokens):
 
 
 class Shared:
-    """What layers use in turn: threads, and the buffers where rows and channels arrive."""
+    """The buffers where tokens and channels arrive, which layers use in turn."""
 
     def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
         self.channels = options.fetched_channels(shape)
         size = (shape.n_kv_head * self.channels, shape.max_prompt)
-        self.channel_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
-        self.staged_channels = [options.staged(size, shape, early=True) for _ in range(2)]
-        self.rows = options.staged_rows(shape, budget)
+        workers = offload.Workers(options.threads)
+        self.staged_channels = [options.staged(size, shape, workers, early=True) for _ in range(2)]
+        self.tokens = options.staged_tokens(shape, budget)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 def make_pool(count: int = 3, delta: bool = True, batch: int = 1) -> offload.ThreadedPool:
-    staged = offload.Staged((1, SLOTS, *WIDTH), torch.float32, CPU)
-    return offload.ThreadedPool("layers 2, 3", (batch, ROWS // batch, *WIDTH), staged, offload.Workers(count), delta)
+    staged = offload.Staged((1, SLOTS, *WIDTH), torch.float32, CPU, offload.Workers(count))
+    return offload.ThreadedPool("layers 2, 3", (batch, ROWS // batch, *WIDTH), staged, delta)
 
 
 def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeyp
 
 def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_threads):
     """An error elsewhere or Ctrl-C may abort a step between issue and wait."""
-    staged, workers = offload.Staged((1, SLOTS, *WIDTH), torch.float32, CPU), offload.Workers(2)
-    pools = [offload.ThreadedPool(f"layer {i}", (1, ROWS, *WIDTH), staged, workers, delta=i == 0) for i in range(2)]
+    staged = offload.Staged((1, SLOTS, *WIDTH), torch.float32, CPU, offload.Workers(2))
+    pools = [offload.ThreadedPool(f"layer {i}", (1, ROWS, *WIDTH), staged, delta=i == 0) for i in range(2)]
     ids, rows = torch.arange(SLOTS), [fill(pool, seed) for seed, pool in enumerate(pools)]
     for pool in pools:
         slow = pool.gather
@@ -180,8 +180,8 @@ def test_python_exits_while_a_fetch_is_under_way():
     code = """
         import time, torch
         from kv.parts import offload
-        staged = offload.Staged((1, 4, 2), torch.float32, torch.device("cpu"))
-        pool = offload.ThreadedPool("x", (1, 8, 2), staged, offload.Workers(2))
+        staged = offload.Staged((1, 4, 2), torch.float32, torch.device("cpu"), offload.Workers(2))
+        pool = offload.ThreadedPool("x", (1, 8, 2), staged)
         pool.gather = lambda *_: time.sleep(0.5)
         ids = torch.arange(4)
         pool.issue(ids[None], ids[:1] >= 0, ids)
@@ -216,8 +216,8 @@ def test_fetched_rows_on_a_gpu_are_those_that_were_written(kind):
         pool = offload.Pool("layers 2", (1, 4096, 2, 8, 64), torch.bfloat16, device, host=True)
         assert pool.memory.is_pinned() and pool.entries.is_cuda
     else:
-        staged = offload.Staged((1, 500, 2, 8, 64), torch.bfloat16, device)
-        pool = offload.ThreadedPool("layers 2", (1, 4096, 2, 8, 64), staged, offload.Workers(4), kind == "delta")
+        staged = offload.Staged((1, 500, 2, 8, 64), torch.bfloat16, device, offload.Workers(4))
+        pool = offload.ThreadedPool("layers 2", (1, 4096, 2, 8, 64), staged, kind == "delta")
     for column in range(2):
         pool.write(0, 0, rows[:, column], column)
     pool.settle()

@@ -239,17 +239,17 @@ def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ({}, {"engine": "direct"}, {"engine": "threads"}, {"engine": "threads", "delta": True}))
-@pytest.mark.parametrize("kv", ("omnikv", "infllm", "brute_offload"))
-def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, kv, how):
+@pytest.mark.parametrize("name", ("omnikv", "infllm", "brute_offload"))
+def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, name, how):
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
-    budget = {"omnikv": 12, "infllm": 24}.get(kv)
-    options = {"infllm": {"block": 6}}.get(kv, {})
-    if kv == "brute_offload":
+    budget = {"omnikv": 12, "infllm": 24}.get(name)
+    options = {"infllm": {"block": 6}}.get(name, {})
+    if name == "brute_offload":
         how = {}
-    elif kv == "infllm":
+    elif name == "infllm":
         how = {key: value for key, value in how.items() if key != "delta"}
     expected, found = (
-        answers(Engine.load(folder, kv, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
+        answers(Engine.load(folder, name, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
         for more, compiled in ((options, False), (options | (how and {"offload": True} | how), True))
     )
     assert found == expected

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kv.parts.pool as pool_module
 from kv.parts import offload
-from kv.parts.offload import Staged, ThreadedPool, Workers
-from kv.parts.pool import Pool
+from kv.parts.offload import Pool, Staged, ThreadedPool, Workers
 
 Clock = dict  # {actor: how many of its actions are known to have happened}
 
@@ -198,8 +196,8 @@ ROWS, WIDTH = 32, 4
 def run(machine: Machine, delta: bool, threads: int = 2, slots: int = 16) -> list[Tensor]:
     """Two pools fetch in turn, as the segments of omnikv do; returns what each step took."""
     cpu, workers = torch.device("cpu"), Workers(threads)
-    shared = [Staged((1, slots, WIDTH), torch.float32, cpu) for _ in range(2 if delta else 1)]
-    pools = [ThreadedPool("entries", (1, ROWS, WIDTH), shared[i % len(shared)], workers, delta) for i in range(2)]
+    shared = [Staged((1, slots, WIDTH), torch.float32, cpu, workers) for _ in range(2 if delta else 1)]
+    pools = [ThreadedPool("entries", (1, ROWS, WIDTH), shared[i % len(shared)], delta) for i in range(2)]
     workers.executor, workers.free = Executor(machine, workers.executor), Queue(machine, workers.free)
     values = [torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH) + 1000 * i for i in range(2)]
     ids = [torch.tensor([(i + 3 * slot) % ROWS for slot in range(slots)]) for i in range(4)]
@@ -257,10 +255,10 @@ BREAKS = {
 def test_every_wait_is_needed(machine, monkeypatch, what):
     """The model sees a race as soon as one of the waits is left out."""
     name, wait = BREAKS[what]
-    owner, module = (ThreadedPool, offload) if name != "settle" else (Pool, pool_module)
+    owner = ThreadedPool if name != "settle" else Pool
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert source.count(wait) == 1
-    scope = dict(vars(module))
+    scope = dict(vars(offload))
     exec(source.replace(wait, "pass"), scope)
     monkeypatch.setattr(owner, name, scope[name])
     if name == "settle":

@@ -165,10 +165,10 @@ def test_the_query_is_predicted_from_the_attention_input_of_the_layer_below(name
         layer.attention_norm.register_forward_hook(lambda module, x, y, i=i: normed.update({i: y.clone()}))
     lookahead, query = Tailored.lookahead, Attention.query
 
-    def noted(kv, q, x, active):
-        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is kv)
+    def noted(cache, q, x, active):
+        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is cache)
         theirs.append((i, q.clone(), normed.get(i - 1)))
-        return lookahead(kv, q, x, active)
+        return lookahead(cache, q, x, active)
 
     monkeypatch.setattr(Tailored, "lookahead", noted)
     monkeypatch.setattr(Attention, "query", lambda a, *args: asked.append(a) or query(a, *args))
@@ -200,11 +200,11 @@ def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypat
     """Threads deliver no channel before its layer waits for it, so waiting anywhere earlier would fail."""
     expected = steps(engine_of(tmp_path / "here", {}, HERE), 5)
     engine, log = engine_of(tmp_path / "there", {}, THREADS), []
-    kvs = [layer.attention.kv for layer in engine.model.layers]
-    for i, layer in enumerate(kvs):
+    caches = [layer.attention.kv for layer in engine.model.layers]
+    for i, layer in enumerate(caches):
         monkeypatch.setattr(layer, "decode", lambda *a, i=i, f=layer.decode: (f(*a), log.append(("decoded", i)))[0])
     for i in (2, 3):
-        pool, needed = kvs[i].channel_pool, threading.Event()
+        pool, needed = caches[i].channel_pool, threading.Event()
 
         def gather(*args, needed=needed, gather=pool.gather):
             assert needed.wait(30), "nobody waits for it"

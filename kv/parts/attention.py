@@ -126,7 +126,7 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
     """
     length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
     block = max(1, min(n, SCORES // (groups * length)))
-    found = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
+    totals = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
     variance = torch.empty(k.shape[1], groups, device=q.device)
     for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):
         keys = keys.float().mT * q.shape[-1] ** -0.5
@@ -138,10 +138,10 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
             later = torch.arange(seen, device=q.device) > torch.arange(first, seen, device=q.device)[:, None]
             weight = logits.masked_fill_(later, -torch.inf).softmax(-1)
             own[:, :seen] += weight.sum(1)
-            for power, sums in enumerate(found[1:], 2):
+            for power, sums in enumerate(totals[1:], 2):
                 sums[head, :seen] += (weight.sum(0) ** power).sum(0)
-        found[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
-    return found, variance.flatten()
+        totals[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
+    return totals, variance.flatten()
 
 
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -219,7 +219,9 @@ class Evicting(KV):
 
     def reset(self, row: int) -> None:
         super().reset(row)
-        self.position[row, :, self.region_of(row)] = -1
+        region = self.region_of(row)
+        self.position[row, :, region] = -1
+        self.k[row, :, region], self.v[row, :, region] = 0, 0  # a NaN would reach the output: 0 x NaN is NaN
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)

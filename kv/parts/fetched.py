@@ -39,7 +39,7 @@ class FetchMethod(offload.OffloadMethod):
         local, count = self.split(budget)
         return local, min(count, max(1, self.reach(shape) - local))
 
-    def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
+    def staged_tokens(self, shape: Shape, budget: int) -> Staged | None:
         """The buffer where fetched tokens arrive, which all layers use in turn; None unless threads fetch."""
         return self.staged((shape.n_kv_head * self.sizes(shape, budget)[1], 2, shape.head_dim), shape)
 
@@ -168,10 +168,10 @@ class Fetched(Parts):
 class FetchedTokens(Fetched):
     """An entry is one token of one KV head, [max_prompt,Hk] of them in each row: every head chooses its own."""
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged, workers):
+    def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged: Staged | None):
         ends, count = options.sizes(shape, budget)
         size = (shape.max_prompt * shape.n_kv_head, 2, shape.head_dim)
-        pool = options.pool(f"layer {layer}", size, staged, shape, workers)
+        pool = options.pool(f"layer {layer}", size, staged, shape)
         super().__init__(shape, options.initial, ends, count, size=1, pool=pool)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Pools of K and V, on the device or on the host, from which a step fetches a few entries.
 
-`Pool` (pool.py) is memory that the device can address: its own, or pinned host memory, which a gather on a GPU reads
+`Pool` is memory that the device can address: its own, or pinned host memory, which a gather on a GPU reads
 through a view (the direct engine: no host round trip, all of it inside a captured graph). `ThreadedPool` is host
 memory: threads gather the requested entries into pinned staging buffers, two per thread, and copy them to the device on
 the pool's own stream.
@@ -13,56 +13,175 @@ Without a GPU everything runs in ordinary memory.
 
 import itertools
 import queue
+import resource
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 import torch
 from torch import Tensor
 
 from kv.method import Method, Shape, option
 from kv.parts import inductor
-from kv.parts.pool import Pool
+from runtime.device import free_bytes
 
+BACKLOG = 4  # writes that may be in flight
 CHUNK = 4 << 20  # the most bytes of a staging buffer
 WIDE = 64 << 10  # bytes from which an entry gets a copy of its own, without staging
 
 
-@dataclass(frozen=True)
-class OffloadMethod(Method):
-    """A method that may keep most of the prompt on the host."""
+class Pool:
+    """Entries of each row, size [B,count,...], on the device or, with `host`, in pinned host memory.
 
-    offload: bool = option(False, "most of the prompt lives on the host")
-    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the device, or host threads")
-    threads: int = option(4, "host threads that fetch", min=1, max=256)
+    `what` names the pool in errors.
+    """
 
-    def threaded(self, shape: Shape, early: bool = False) -> bool:
-        """Whether threads fetch. With engine=auto they fetch what is issued `early` to a GPU.
+    counts = (0, 0)  # entries requested from threads, and entries they fetched
+    staged_bytes = 0  # bytes of the device buffer where fetched entries arrive
 
-        On a CPU they would compete for the cores that compute; engine=threads is for those with cores to spare.
+    def __init__(self, what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool = False):
+        self.what, (self.batch, self.count), self.device, self.on_host = what, size[:2], device, host
+        size = (self.batch * self.count, *size[2:])  # [B count,...]
+        if host:
+            self.memory, self.entries = host_memory(what, size, dtype, device)
+        else:
+            self.memory = self.entries = torch.zeros(size, dtype=dtype, device=device)
+        self.stream = torch.cuda.Stream(device) if host and device.type == "cuda" else None
+        self.writing: deque[torch.cuda.Event | Future] = deque()
+
+    @property
+    def host_bytes(self) -> int:
+        return self.memory.nbytes if self.on_host else 0
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The pool's memory on the device, for its owner to register; None if there is none."""
+        return None if self.on_host else self.entries
+
+    def write(self, row: int, start: int, values: Tensor, *column: int | slice) -> None:
+        """Writes values [n, ...] to `column` of a row's entries from `start` on; later layers may compute meanwhile."""
+        first = row * self.count + start
+        target = self.entries[(slice(first, first + len(values)), *column)]
+        if self.stream is None:
+            target.copy_(values)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(values)
+            values.record_stream(self.stream)
+            self.pend(self.stream.record_event())
+
+    def part(self, row: int, count: int) -> Tensor:
+        """A view of a row's first `count` entries, where the pool is: [count, *width]. Waits for writes and fetches."""
+        self.settle()
+        return self.memory[row * self.count :][:count]
+
+    def read(self, row: int, count: int) -> Tensor:
+        """A row's first `count` entries, on the device: [count, *width]."""
+        return self.part(row, count).to(self.device)
+
+    def pend(self, write: torch.cuda.Event | Future) -> None:
+        self.writing.append(write)
+        self.settle(BACKLOG)
+
+    def settle(self, left: int = 0) -> None:
+        """Waits until at most `left` writes are in flight. Raises what a write raised."""
+        while len(self.writing) > left:
+            write = self.writing.popleft()
+            write.result() if isinstance(write, Future) else write.synchronize()
+
+    def issue(self, index: Tensor, active: Tensor, y: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Requests of each row the entries index [B,...] int64 (below 0: none); of inactive rows nothing is fetched.
+
+        Returns a ticket for `wait`, and y. The fetch starts after `after` (default: the index) is known and before the
+        returned y is used: the caller continues with that one, because only a data dependence makes a compiler keep
+        the order of two ops.
         """
-        auto = early and shape.device.type == "cuda"
-        return self.offload and (self.engine == "threads" or (self.engine == "auto" and auto))
+        return self.numbers(index), y
 
-    def staged(self, size: tuple[int, ...], shape: Shape, early: bool = False) -> "Staged | None":
-        """The buffer [B,*size] where the entries that a step fetches arrive; None unless threads fetch them."""
-        return Staged((shape.batch, *size), shape.dtype, shape.device) if self.threaded(shape, early) else None
+    def numbers(self, index: Tensor) -> Tensor:
+        """The entries index [B,...] of each row, numbered over all rows: [N]; below 0: none."""
+        index = index.flatten(1)
+        first = torch.arange(len(index), device=index.device)[:, None] * self.count
+        return torch.where(index < 0, -1, index + first).flatten()
 
-    def pool(
-        self,
-        what: str,
-        size: tuple[int, ...],
-        staged: "Staged | None",
-        shape: Shape,
-        workers: "Workers",
-        delta: bool = False,
-    ) -> Pool:
-        """A pool [B,*size] of the kind the options ask for; `delta`: see ThreadedPool."""
-        if staged is None:
-            return Pool(what, (shape.batch, *size), shape.dtype, shape.device, host=self.offload)
-        return ThreadedPool(what, (shape.batch, *size), staged, workers, delta)
+    def wait(self, ticket: Tensor, before: Tensor) -> Tensor:
+        """Returns the input of `take`. Waits only when `before` is known: its computation overlaps with the fetch."""
+        return ticket
+
+    def ticket(self, count: int) -> Tensor:
+        """A tensor of the size and dtype of what `issue` and `wait` return for `count` entries of each row.
+
+        A layer that leaves it for another layer copies it to a registered buffer of that size.
+        """
+        return torch.zeros(self.batch * count, dtype=torch.int64, device=self.device)
+
+    def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
+        """`column` of the requested entries, [N, ...]; undefined where none was requested."""
+        at = inductor.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read more slowly
+        return self.entries[(at, *column)]
+
+    def overhead(self) -> int:
+        """Bytes of buffers beside the pool itself, on the device and on the host."""
+        return 0
+
+    def close(self) -> None:
+        """Ends background work, and discards what a write raised."""
+        for write in self.writing:
+            write.exception() if isinstance(write, Future) else write.synchronize()
+        self.writing.clear()
+
+
+def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Host memory, and the same memory as a tensor on `device`; pinned if that is a GPU.
+
+    Raises ValueError, with the bytes needed and free, if it cannot be allocated or pinned.
+    """
+    if device.type == "meta":
+        memory = torch.empty(size, dtype=dtype, device=device)
+        return memory, memory
+    needed = torch.empty(size, dtype=dtype, device="meta").nbytes
+    free = free_bytes(torch.device("cpu"))
+    asked = f"{what} need {needed / 1e9:.2f} GB of host memory"
+    if needed > free:
+        raise ValueError(f"{asked} and {free / 1e9:.2f} GB are free: shorten the prompt, or lower --batch")
+    try:
+        memory = torch.zeros(size, dtype=dtype)
+    except RuntimeError as error:
+        raise ValueError(f"{asked}, which cannot be allocated ({str(error).splitlines()[0]})") from None
+    if device.type != "cuda":
+        return memory, memory
+    cuda = torch.cuda.cudart()  # torch would round pinned memory up to a power of two
+    if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 2)):
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e9:.2f} GB"
+        with suppress(RuntimeError):  # else the next call of CUDA would report the error again
+            torch.zeros(1, device=device)
+        raise ValueError(f"{asked}: pinning failed (CUDA error {error}, {free / 1e9:.2f} GB free, ulimit -l {limit})")
+    finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
+    return memory, as_device(memory, device)
+
+
+def as_device(memory: Tensor, device: torch.device) -> Tensor:
+    """Pinned host memory as a tensor on a GPU, which reads and writes it over the bus."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[memory.dtype.itemsize]  # the interface has no bfloat16
+
+    interface = {
+        "shape": tuple(memory.shape),
+        "typestr": f"<i{memory.dtype.itemsize}",
+        "strides": None,
+        "version": 3,
+        "data": (memory.data_ptr(), False),
+    }
+    view = torch.as_tensor(SimpleNamespace(owner=memory, __cuda_array_interface__=interface), device=device)
+    assert view.dtype == integer and view.data_ptr() == memory.data_ptr()
+    view = view.view(memory.dtype)
+    torch._dynamo.mark_static_address(view)
+    return view
 
 
 class Workers:
@@ -86,9 +205,10 @@ class Workers:
 
 
 class Staged:
-    """A device buffer where fetched entries arrive; pools without `delta` that fetch in turn may share it."""
+    """A device buffer [B,n,...] where `workers` put entries; pools without `delta` that fetch in turn may share it."""
 
-    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, workers: Workers):
+        self.workers = workers
         self.slots = torch.zeros(size, dtype=dtype, device=device).flatten(0, 1)
         if device.type == "cuda":
             torch._dynamo.mark_static_address(self.slots)
@@ -99,17 +219,17 @@ class Staged:
 class ThreadedPool(Pool):
     """Threads fetch entries to the slots of `staged`; with `delta`, only those that a slot does not already hold."""
 
-    def __init__(self, what: str, size: tuple[int, ...], staged: Staged, workers: Workers, delta: bool = False):
+    def __init__(self, what: str, size: tuple[int, ...], staged: Staged, delta: bool = False):
         dtype, device, slots = staged.slots.dtype, staged.slots.device, len(staged.slots)
         super().__init__(what, size, dtype, device, host=True)
-        self.staged, self.workers, self.delta = staged, workers, delta
-        threads, entry = min(workers.threads, slots), self.memory[:1].nbytes
+        self.staged, self.workers, self.delta = staged, staged.workers, delta
+        threads, entry = min(self.workers.threads, slots), self.memory[:1].nbytes
         self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]
         self.chunk = min(max(1, CHUNK // entry), -(-slots // threads))  # entries per staging buffer
         self.handle = next(_handles)
         self.symbol = inductor.symbol(self.handle, device)
         staged.owner = self.handle if staged.owner is None else staged.owner
-        workers.reserve(self, self.chunk * entry if entry < WIDE else 1)
+        self.workers.reserve(self, self.chunk * entry if entry < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
         # For each slot, the entry requested and the entry held; and slot numbers that are copied to the device.
         self.ids, self.held, self.arrived = (torch.full((slots,), -1, **where) for _ in range(3))
@@ -299,3 +419,34 @@ def _wait(ticket: Tensor, before: Tensor, pool: int) -> Tensor:
 @_wait.register_fake
 def _(ticket: Tensor, before: Tensor, pool: int) -> Tensor:
     return ticket.new_empty(1)
+
+
+@dataclass(frozen=True)
+class OffloadMethod(Method):
+    """A method that may keep most of the prompt on the host."""
+
+    offload: bool = option(False, "most of the prompt lives on the host")
+    engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the device, or host threads")
+    threads: int = option(4, "host threads that fetch", min=1, max=256)
+
+    def threaded(self, shape: Shape, early: bool = False) -> bool:
+        """Whether threads fetch. With engine=auto they fetch what is issued `early` to a GPU.
+
+        On a CPU they would compete for the cores that compute; engine=threads is for those with cores to spare.
+        """
+        auto = early and shape.device.type == "cuda"
+        return self.offload and (self.engine == "threads" or (self.engine == "auto" and auto))
+
+    def staged(
+        self, size: tuple[int, ...], shape: Shape, workers: Workers | None = None, early: bool = False
+    ) -> Staged | None:
+        """The buffer [B,*size] where the entries that a step fetches arrive; None unless threads fetch them."""
+        if not self.threaded(shape, early):
+            return None
+        return Staged((shape.batch, *size), shape.dtype, shape.device, workers or Workers(self.threads))
+
+    def pool(self, what: str, size: tuple[int, ...], staged: Staged | None, shape: Shape, delta: bool = False) -> Pool:
+        """A pool [B,*size] of the kind the options ask for; `delta`: see ThreadedPool."""
+        if staged is None:
+            return Pool(what, (shape.batch, *size), shape.dtype, shape.device, host=self.offload)
+        return ThreadedPool(what, (shape.batch, *size), staged, delta)
