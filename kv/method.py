@@ -88,7 +88,7 @@ class Method(ABC):
         return 1
 
     def most(self, shape: Shape) -> int:
-        """The budget that covers every token: a larger one changes nothing."""
+        """The largest budget that changes anything: by default, the one that covers every token."""
         return shape.planned
 
     @property

@@ -79,7 +79,7 @@ def guard(tmp_path_factory) -> None:
 @pytest.fixture
 def gpu(monkeypatch, guard):
     """Tensors are fake, and some of them on a GPU that is not here."""
-    monkeypatch.setattr("kv.parts.pool.host_memory", fake_host_memory)
+    monkeypatch.setattr("kv.parts.offload.host_memory", fake_host_memory)
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from paper_bytes import overhead
 from references_omni import SlowInfLLM
 from runs import HEADS, Run, compare, generations, make_shape, tokens
 
@@ -117,7 +118,7 @@ def test_infllm_needs_room_for_a_block():
 def test_brute_offload_declares_its_memory_where_layers_share_buffers():
     shape, options = make_shape(), {"ahead": 1}
     layers = kv.build("brute_offload", shape, None, options)  # five on the host, and buffers for two
-    over = [layer.overhead() for layer in layers]
+    over = [overhead(layer) for layer in layers]
     assert all(n >= 0 for named in over for n in named.values())
     declared = sum(sum(named.values()) for named in over)
     assert sum(kv.total_bytes(layers)) == shape.full_bytes() + declared
