@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import kv as methods
-from config import ModelConfig, rope_frequencies
 from decoder import Decoder, compiled_graphs
 from kv import Shape
 from kv.parts.ranks import ALONE, Ranks
-from model import SLICE, Transformer
+from model import SLICE, ModelConfig, Transformer, rope_frequencies
 from runtime import processes
 from runtime.device import compile_errors
 from runtime.prefix import Prefix, Setting

@@ -21,11 +21,10 @@ from torch import Tensor
 
 import kv as methods
 from caches import Caches, check_count, exclusive
-from config import ModelConfig
 from decoder import SLEEP, Sampling
 from kv.parts.ranks import ALONE, Ranks
 from loop import Loop
-from model import Transformer
+from model import ModelConfig, Transformer
 from quantize import pack, read_quantization
 from runtime import processes, tp
 from runtime.checkpoint import fingerprint, load_checkpoint, present, read_config, read_eos_ids, read_json
@@ -116,7 +115,7 @@ class Engine(Caches):
     ) -> "Engine":
         """An engine without caches; arguments and errors as in `load`."""
         device, config = pick_device(device), read_config(folder)
-        sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)
+        sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
         model = tp.skeleton(sizes, quantization, ranks)
         whole = tp.skeleton(sizes, quantization, ALONE) if ranks.count > 1 else None
         eos = read_eos_ids(folder, config, sizes.vocab_size)

@@ -4,12 +4,13 @@ Every linear layer's weight becomes int8 with a scale for each output channel, o
 for each group of input channels. With --embeddings, the embedding table and the head also become int8, with a scale
 for each token. Norms and biases do not change. Weights round to nearest, with an error of at most half their scale.
 
-The result loads like any checkpoint. Tensors are read, quantized and written one at a time.
+The result loads like any checkpoint. One shard is in memory at a time.
 """
 
 import runtime.startup  # noqa: F401
 
 import argparse
+import math
 import sys
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import ModelConfig
-from model import Transformer
+from model import ModelConfig, Transformer
 from runtime.checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
 from runtime.linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
 from terminal.cli import run
 
 MODES = ("int8", "int4")
+GROUPS = (128, 64, 32)  # int4 group sizes that are tried where none is named
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
 
 # The numbers
@@ -67,20 +68,39 @@ def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embed
     """
     if mode not in MODES:
         raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
-    for path, parent in list(model.named_modules()):
+    if mode == "int4" and (
+        not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or channels(model) % groupsize
+    ):
+        raise ValueError(
+            f"groupsize {groupsize} must be even and divide the layers' input channels, which are multiples of "
+            f"{channels(model)}: {advice(model)}"
+        )
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear) and (embeddings or child is not model.output):
-                if mode == "int8" or child is model.output:
-                    setattr(parent, name, Int8Linear(child))
-                    continue
-                if not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or child.in_features % groupsize:
-                    raise ValueError(
-                        f"groupsize {groupsize} must be even and divide the {child.in_features} input "
-                        f"channels of {path}.{name}"
-                    )
-                setattr(parent, name, Int4Linear(child, groupsize))
+                eight = mode == "int8" or child is model.output
+                setattr(parent, name, Int8Linear(child) if eight else Int4Linear(child, groupsize))
             elif isinstance(child, Embedding) and embeddings:
                 setattr(parent, name, Int8Embedding(child))
+
+
+def channels(model: Transformer) -> int:
+    """The greatest common divisor of the layers' input channels, which an int4 group size must divide."""
+    return math.gcd(*(m.in_features for m in model.layers.modules() if isinstance(m, Linear)))
+
+
+def default_groupsize(model: Transformer) -> int:
+    """The largest of GROUPS that divides all input channels. Raises ValueError if none does."""
+    fitting = [size for size in GROUPS if channels(model) % size == 0]
+    if not fitting:
+        raise ValueError(f"none of {GROUPS} divides all layers' input channels: {advice(model)}")
+    return fitting[0]
+
+
+def advice(model: Transformer) -> str:
+    """What to do where a group size does not fit: the largest power of two that does, up to the largest of GROUPS."""
+    largest = min(GROUPS[0], channels(model) & -channels(model))
+    return f"use --groupsize {largest}" if largest > 1 else "use int8"
 
 
 def pack(model: Transformer) -> None:
@@ -107,11 +127,11 @@ def quantize(
     checkpoint: str | Path,
     out: str | Path,
     mode: str,
-    groupsize: int = 128,
+    groupsize: int | None = None,
     embeddings: bool = False,
     force: bool = False,
 ) -> None:
-    """Writes the quantized checkpoint `out`.
+    """Writes the quantized checkpoint `out`; `groupsize` (int4): None, the largest of GROUPS that fits.
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
@@ -120,8 +140,12 @@ def quantize(
     config = read_config(folder)
     if found := read_quantization(config):
         raise ValueError(f"{folder} is quantized already ({found['mode']}); quantize the checkpoint it was made from")
+    sizes = ModelConfig(**config["kv_fast"]["model"])
     with torch.device("meta"):
-        source, model = (Transformer(ModelConfig.from_dict(config)) for _ in range(2))
+        source, model = (Transformer(sizes) for _ in range(2))
+    if mode == "int4" and groupsize is None:
+        groupsize = default_groupsize(model)
+        print(f"groups of {groupsize} channels, the largest of {GROUPS} that fit this model", file=sys.stderr)
     quantize_modules(model, mode, groupsize, embeddings)
     stored, plain = open_weights(folder), source.state_dict()
     check_weights(stored, {name: tuple(t.shape) for name, t in plain.items()}, folder)
@@ -145,14 +169,14 @@ def quantize(
         return parts(module)[part] if f"{module}.scales" in layout and part != "bias" else stored[name].read()
 
     about = {"mode": mode, "groupsize": groupsize if mode == "int4" else None, "embeddings": embeddings}
-    write_checkpoint(out, config, layout, read, copy_from=folder, quantization=about, force=force)
+    write_checkpoint(out, config, sizes, layout, read, copy_from=folder, quantization=about, force=force)
 
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
     p.add_argument("--mode", required=True, choices=MODES)
-    p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
+    p.add_argument("--groupsize", type=int, help="int4: input channels that share a scale (default: 128, 64 or 32)")
     p.add_argument("--embeddings", action="store_true", help="also quantize the embedding table and the head, to int8")
     p.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     p.add_argument("--force", action="store_true", help="replace an existing checkpoint")

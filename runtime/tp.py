@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
 from kv.parts.ranks import Ranks
-from model import Transformer
+from model import ModelConfig, Transformer
 from quantize import quantize_modules
 from runtime.checkpoint import Stored
 from runtime.linear import Embedding, Int8Linear, Linear
@@ -68,7 +67,7 @@ def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tens
     if not split:
         tensor = stored.read()
         once = stored.name.endswith(("wo.bias", "w2.bias"))  # added to a sum over the ranks
-        return tensor.zero_() if once and ranks.rank else tensor
+        return torch.zeros_like(tensor) if once and ranks.rank else tensor
     dim, sizes = split[0], [own.shape[split[0]]]
     if ".wqkv." in stored.name:
         sizes = [heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]
@@ -77,8 +76,8 @@ def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tens
         start = begin + ranks.rank * size
         spans.append((min(start, whole), min(start + size, whole)))
         begin += ranks.count * size
-    tensor = stored.read_spans(dim, spans)
-    return padded(tensor, dim, own.shape[dim])
+    parts = [stored.read(*[slice(None)] * dim, slice(start, stop)) for start, stop in spans]
+    return padded(torch.cat(parts, dim), dim, own.shape[dim])
 
 
 def padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -31,6 +31,7 @@ from bench import compare
 from engine import Engine
 from runtime.checkpoint import open_weights, write_checkpoint
 from runtime.device import resident_bytes
+from runtime.hf_config import from_hf
 from terminal import cli
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +119,7 @@ def whole(text_checkpoint, tmp_path_factory) -> Path:
     config = json.loads((single / "config.json").read_text())
     config |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     del config["kv_fast"]
-    write_checkpoint(root / "whole", config, tensors, tensors.__getitem__, shard_bytes=400_000)
+    write_checkpoint(root / "whole", config, from_hf(config), tensors, tensors.__getitem__, shard_bytes=400_000)
     whole = root / "whole"
     assert len(list(whole.glob("*.safetensors"))) > 1
     shutil.copy(text_checkpoint / "tokenizer.model", whole)
