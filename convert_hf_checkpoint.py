@@ -10,6 +10,7 @@ checkpoint of format 1 becomes one of format 2.
 import runtime.startup  # noqa: F401
 
 import argparse
+import os
 import pickle
 import re
 import sys
@@ -33,7 +34,6 @@ from runtime.checkpoint import (
     check_output,
     check_weights,
     open_weights,
-    present,
     read_hf_config,
     write_checkpoint,
 )
@@ -99,12 +99,10 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
 
 def open_source(folder: Path) -> dict[str, Stored]:
     """The tensors of the safetensors files or, without these, of the .bin files."""
-    names = ("model.safetensors", "pytorch_model.bin")
-    if not any(present(folder / f"{name}{end}") for name in names for end in ("", ".index.json")):
-        raise FileNotFoundError(f"{folder} holds no weights: no {' or '.join(names)}, and no index of these")
-    if any(present(folder / f"{names[0]}{end}") for end in ("", ".index.json")):
-        return open_weights(folder)
-    return open_weights(folder, names[1], read_bin_header)
+    if any(os.path.lexists(folder / name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+        if not any(os.path.lexists(folder / name) for name in ("model.safetensors", "model.safetensors.index.json")):
+            return open_weights(folder, "pytorch_model.bin", read_bin_header)
+    return open_weights(folder)
 
 
 def read_source(folder: Path) -> tuple[dict, ModelConfig]:

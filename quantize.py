@@ -71,10 +71,7 @@ def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embed
     if mode == "int4" and (
         not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or channels(model) % groupsize
     ):
-        raise ValueError(
-            f"groupsize {groupsize} must be even and divide the layers' input channels, which are multiples of "
-            f"{channels(model)}: {advice(model)}"
-        )
+        raise ValueError(f"groupsize {groupsize} must be even and divide the layers' input channels: {advice(model)}")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear) and (embeddings or child is not model.output):
@@ -90,17 +87,16 @@ def channels(model: Transformer) -> int:
 
 
 def default_groupsize(model: Transformer) -> int:
-    """The largest of GROUPS that divides all input channels. Raises ValueError if none does."""
-    fitting = [size for size in GROUPS if channels(model) % size == 0]
-    if not fitting:
-        raise ValueError(f"none of {GROUPS} divides all layers' input channels: {advice(model)}")
-    return fitting[0]
+    """The largest of GROUPS that divides all layers' input channels. Raises ValueError if none does."""
+    for size in GROUPS:
+        if channels(model) % size == 0:
+            return size
+    raise ValueError(f"none of {GROUPS} divides all layers' input channels: {advice(model)}")
 
 
 def advice(model: Transformer) -> str:
-    """What to do where a group size does not fit: the largest power of two that does, up to the largest of GROUPS."""
     largest = min(GROUPS[0], channels(model) & -channels(model))
-    return f"use --groupsize {largest}" if largest > 1 else "use int8"
+    return f"use --groupsize {largest}" if largest > 1 else "use --mode int8"
 
 
 def pack(model: Transformer) -> None:

@@ -107,31 +107,26 @@ def open_weights(
             raise ValueError(f"{index} places tensors in {shard}, which is not in its folder")
         if not present(file):
             raise FileNotFoundError(f"{file} is missing, and {index.name} places tensors in it; download it again")
-        for name, tensor in header(file).items():
-            if name in stored:
-                raise ValueError(f"tensor {name} is in two files: {stored[name].file} and {file}")
-            stored[name] = tensor
-    for name, shard in places.items():
-        if name not in stored or stored[name].file != index.parent / shard:
-            raise ValueError(f"{index} places tensor {name} in {shard}, which does not hold it")
+        tensors, named = header(file), {name for name, place in places.items() if place == shard}
+        if tensors.keys() != named:
+            raise ValueError(
+                f"{index} and {shard} disagree on tensor {min(tensors.keys() ^ named)}; download both again"
+            )
+        stored |= tensors
     return stored
 
 
 def check_weights(stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]], folder: str | Path) -> None:
     """Raises ValueError unless `stored` has exactly the names and shapes in `shapes`, which follow from config.json."""
-
-    def some(names: list[str]) -> str:
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-    missing, unknown = [n for n in shapes if n not in stored], [n for n in stored if n not in shapes]
-    if missing or unknown:
-        wrong = [f"{what} {some(names)}" for what, names in (("missing:", missing), ("unknown:", unknown)) if names]
-        raise ValueError(f"the tensors in {folder} are not those of its config.json; {'; '.join(wrong)}")
+    for what, names in (("lack", shapes.keys() - stored.keys()), ("must not have", stored.keys() - shapes.keys())):
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            some = ", ".join(sorted(names)[:4])
+            raise ValueError(f"the weights in {folder} are not those of its config.json: they {what} {some}{more}")
     for name, shape in shapes.items():
-        if stored[name].shape != tuple(shape):
+        if (found := stored[name]).shape != tuple(shape):
             raise ValueError(
-                f"{stored[name].file}: tensor {name} has shape {list(stored[name].shape)}, but config.json needs "
-                f"{list(shape)}"
+                f"{found.file}: tensor {name} has shape {list(found.shape)}, but config.json needs {list(shape)}"
             )
 
 
@@ -200,14 +195,11 @@ def read_config(folder: str | Path) -> dict:
         )
     section = config["kv_fast"]
     version = section.get("format") if isinstance(section, dict) else None
-    if version == 1:
-        raise ValueError(
-            f"{folder} has checkpoint format 1 and this code reads format {FORMAT}; convert it again: "
-            f"python convert_hf_checkpoint.py {folder} --out {folder}-{FORMAT}"
-        )
     if version != FORMAT:
+        again = f"convert it again: python convert_hf_checkpoint.py {folder} --out {folder}-{FORMAT}"
         raise ValueError(
-            f"{folder} has checkpoint format {shortened(version)} and this code reads format {FORMAT}; update kv-fast"
+            f"{folder} has checkpoint format {shortened(version)} and this code reads format {FORMAT}; "
+            f"{again if version == 1 else 'update kv-fast'}"
         )
     try:
         check_model(section.get("model"))
@@ -333,14 +325,11 @@ def write_checkpoint(
 ) -> None:
     """Writes a checkpoint folder, one shard in memory at a time.
 
-    `layout` gives names, shapes and dtypes (meta tensors will do); `read(name)` returns the tensor itself. For a model
-    in memory, pass `state_dict()` and its `__getitem__`. `config`, the Hugging Face config.json, is written with a
-    "kv_fast" section that holds `model` and whose dtype is that of the first floating-point tensor. COMPANIONS such as
-    tokenizer files are copied from `copy_from`.
+    `layout` gives names, shapes and dtypes (meta tensors will do); `read(name)` returns the tensor. `config`, the
+    Hugging Face config.json, gains the section. COMPANIONS are copied from `copy_from`.
 
-    Everything is written to a hidden sibling of `out`, which is renamed to `out` at the end. A killed run leaves only
-    that sibling, and the next run removes it. With `force`, the old checkpoint stays until the new one replaces it. If
-    two runs write the same `out` at once, the first one fails.
+    Everything is written to a hidden sibling of `out`, which is renamed at the end. A killed run leaves only that
+    sibling, and the next run removes it. With `force`, the old checkpoint stays until the new one replaces it.
     Raises ValueError as `check_output` and `present` do, and OSError if the disk is too small.
     """
     out = check_output(out, copy_from, force)

@@ -93,8 +93,10 @@ def from_hf(config: dict) -> ModelConfig:
 
 def _positive(key: str, value: object) -> float:
     """As a float, within bounds that keep every formula of RoPE finite."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 1e-15 < value < 1e15:
-        raise ValueError(f"config.json: {key} must be a positive number (1e-15 to 1e15), not {shortened(value)}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"config.json: {key} must be a positive number, not {shortened(value)}")
+    if not 1e-15 < value < 1e15:
+        raise ValueError(f"config.json: {key} must be between 1e-15 and 1e15, not {shortened(value)}")
     return float(value)
 
 

@@ -251,7 +251,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path
         file = folder / name
         file.write_text(text)
     code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
-    assert code == 2 and file.name in said and ("too deeply" in said or "no valid safetensors header" in said)
+    assert code == 2 and file.name in said and ("too deeply" in said or "is damaged or cut off" in said)
 
 
 @pytest.mark.parametrize("shard", ("../single/model.safetensors", "a/../../single/model.safetensors", "/dev/zero"))

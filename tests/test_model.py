@@ -624,3 +624,23 @@ def test_unsupported_config_values_are_refused_by_name(changes, message):
     from_hf(LLAMA)
     with pytest.raises(ValueError, match=message):
         from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_values_of_any_kind_are_read_or_refused_in_one_line(scaling):
+    """Among them numbers at which a formula overflows, divides by zero or leaves its domain."""
+    values = (1e308, -1e308, 10**400, 1e-308, 5e-324, 2**63, 0, float("inf"), float("nan"), True, "x" * 10**6, [], {})
+    rope = {"rope_type": scaling, "rope_theta": 20000.0} | SCALINGS[scaling]
+    rope |= dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"), 1.0)
+    rope |= dict.fromkeys(("original_max_position_embeddings", "partial_rotary_factor"))
+    whole = LLAMA | {"layer_types": None, "use_sliding_window": False, "head_dim": 32} | {"rope_parameters": rope}
+    places = [(whole, key) for key in whole] + [(rope, key) for key in rope]
+    for place, key in places:
+        for value in values:
+            changed = whole | ({key: value} if place is whole else {"rope_parameters": rope | {key: value}})
+            try:
+                config = from_hf(changed)
+            except ValueError as error:
+                assert len(str(error).splitlines()) == 1 and len(str(error)) < 400, (key, value)
+            else:
+                assert rope_frequencies(config.rope, config.head_dim, config.max_length)[0].isfinite().all()
