@@ -302,7 +302,7 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
         (["--shape", "gpt-2"], ["gpt-2", "llama-3.1-8b"]),
         (["--kv", "lru"], ["lru", "streaming"]),
         (["--quantize", "int3"], ["int3", "int8"]),
-        (["--quantize", "int4", "--groupsize", "48"], ["48", "64"]),
+        (["--quantize", "int4", "--groupsize", "48"], ["48", "use --groupsize 32"]),
         (["--context", "many"], ["--context", "commas"]),
         (["--context", "0"], ["--context"]),
         (["--steps", "0"], ["--steps"]),
