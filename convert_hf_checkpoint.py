@@ -26,8 +26,6 @@ from torch import Tensor
 
 from kv.parts.ranks import ALONE
 from model import ModelConfig, Transformer
-from quantize import read_quantization
-from runtime import tp
 from runtime.checkpoint import (
     COMPANIONS,
     Stored,
@@ -39,6 +37,8 @@ from runtime.checkpoint import (
 )
 from runtime.device import DTYPES
 from runtime.hf_config import from_hf
+from runtime.linear import read_quantization
+from runtime.parallel import skeleton
 from terminal.cli import run
 from text.tokenizer import load_tokenizer
 
@@ -228,9 +228,9 @@ def convert(
         if dtype is not None:
             raise ValueError(f"{folder} is converted already and keeps its dtype; leave --dtype out")
         quantization = read_quantization(config)
-        skeleton = tp.skeleton(model, quantization, ALONE).state_dict()
-        check_weights(stored, {name: tuple(t.shape) for name, t in skeleton.items()}, folder)
-        layout = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in skeleton}
+        whole = skeleton(model, quantization, ALONE).state_dict()
+        check_weights(stored, {name: tuple(t.shape) for name, t in whole.items()}, folder)
+        layout = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in whole}
         config = {key: value for key, value in config.items() if key != "kv_fast"}
         read = lambda name: stored[name].read()  # noqa: E731
     else:

@@ -10,7 +10,6 @@ The result loads like any checkpoint. One shard is in memory at a time.
 import runtime.startup  # noqa: F401
 
 import argparse
-import math
 import sys
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,11 +19,9 @@ from torch import Tensor
 
 from model import ModelConfig, Transformer
 from runtime.checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
-from runtime.linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
+from runtime.linear import GROUPS, MODES, default_groupsize, quantize_modules, read_quantization
 from terminal.cli import run
 
-MODES = ("int8", "int4")
-GROUPS = (128, 64, 32)  # int4 group sizes that are tried where none is named
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
 
 # The numbers
@@ -56,67 +53,6 @@ def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = x.to(dtype)
     y = torch.where(y.float() < x, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
     return torch.where(y == 0, torch.finfo(dtype).tiny, y)
-
-
-# The modules
-
-
-def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:
-    """Replaces the linear layers of a model on the meta device with modules for quantized weights.
-
-    Raises ValueError for an unknown mode, or an int4 group size that is odd or does not divide a layer's input.
-    """
-    if mode not in MODES:
-        raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
-    if mode == "int4" and (
-        not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or channels(model) % groupsize
-    ):
-        raise ValueError(f"groupsize {groupsize} must be even and divide the layers' input channels: {advice(model)}")
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Linear) and (embeddings or child is not model.output):
-                eight = mode == "int8" or child is model.output
-                setattr(parent, name, Int8Linear(child) if eight else Int4Linear(child, groupsize))
-            elif isinstance(child, Embedding) and embeddings:
-                setattr(parent, name, Int8Embedding(child))
-
-
-def channels(model: Transformer) -> int:
-    """The greatest common divisor of the layers' input channels, which an int4 group size must divide."""
-    return math.gcd(*(m.in_features for m in model.layers.modules() if isinstance(m, Linear)))
-
-
-def default_groupsize(model: Transformer) -> int:
-    """The largest of GROUPS that divides all layers' input channels. Raises ValueError if none does."""
-    for size in GROUPS:
-        if channels(model) % size == 0:
-            return size
-    raise ValueError(f"none of {GROUPS} divides all layers' input channels: {advice(model)}")
-
-
-def advice(model: Transformer) -> str:
-    largest = min(GROUPS[0], channels(model) & -channels(model))
-    return f"use --groupsize {largest}" if largest > 1 else "use --mode int8"
-
-
-def pack(model: Transformer) -> None:
-    """Reorders a loaded model's int4 weights for the device's kernels."""
-    for module in model.modules():
-        if isinstance(module, Int4Linear):
-            module.pack()
-
-
-# The checkpoint
-
-
-def read_quantization(config: dict) -> dict | None:
-    """Arguments for `quantize_modules` from config.json; None if unquantized. Raises ValueError for an unknown mode."""
-    found = config["kv_fast"].get("quantization")
-    if not found:
-        return None
-    if not isinstance(found, dict) or found.get("mode") not in MODES:
-        raise ValueError(f"config.json: quantization {found!r} is not known; known modes: {', '.join(MODES)}")
-    return {"mode": found["mode"], "groupsize": found.get("groupsize"), "embeddings": bool(found.get("embeddings"))}
 
 
 def quantize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import LLAMA, write_random
+from torch.nn import Linear
 
 import quantize as q
 from engine import Engine
@@ -19,7 +20,7 @@ from model import Transformer
 from runtime import linear
 from runtime.checkpoint import open_weights, read_config, write_checkpoint
 from runtime.hf_config import from_hf
-from runtime.linear import Int4Linear, Int8Linear, Linear, levels_of, levels_of_packed
+from runtime.linear import Int4Linear, Int8Linear, levels_of, levels_of_packed
 from terminal.cli import run as run_main
 
 ROOT = Path(q.__file__).parent
