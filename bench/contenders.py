@@ -15,7 +15,6 @@ from torch import Tensor
 
 import kv as methods
 from caches import shape_of
-from config import ModelConfig
 from decoder import CONTINUE, Sampling, read_later
 from engine import Engine
 from kv.full import Full
@@ -23,6 +22,7 @@ from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from quantize import pack
 from runtime import tp
+from runtime.hf_config import from_hf
 from terminal.cli import Choice
 
 
@@ -70,17 +70,17 @@ class Case:
     ranks: Ranks = ALONE
 
     def shape(self) -> methods.Shape:
-        config = ModelConfig.from_dict(self.config)
+        config = from_hf(self.config)
         return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
         """This rank's part of the model, on the meta device."""
         how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": self.embeddings}
-        return tp.skeleton(ModelConfig.from_dict(self.config), how if self.quantize else None, self.ranks, self.dtype)
+        return tp.skeleton(from_hf(self.config), how if self.quantize else None, self.ranks, self.dtype)
 
     def exchanged(self) -> int:
         """Bytes that the ranks exchange in one step: the outputs that they sum, and the logits that they gather."""
-        c = ModelConfig.from_dict(self.config)
+        c = from_hf(self.config)
         numbers = 2 * c.n_layer * c.dim + c.vocab_size
         return self.batch * numbers * self.dtype.itemsize if self.ranks.count > 1 else 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from bench.contenders import Case, seconds
-from config import ModelConfig
+from runtime.hf_config import from_hf
 
 NEEDED = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}  # packages by module
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", "int8": "Q8_0", "int4": "Q4_0"}
@@ -22,7 +22,7 @@ def write_gguf(case: Case, path: Path) -> None:
     import gguf
     import numpy
 
-    c, kind = ModelConfig.from_dict(case.config), gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
+    c, kind = from_hf(case.config), gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
     out, generator = gguf.GGUFWriter(path, "llama", use_temp_file=True), numpy.random.default_rng(0)
     out.add_context_length(c.max_length)
     out.add_embedding_length(c.dim)

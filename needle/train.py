@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import ModelConfig, rope_frequencies
-from model import Transformer
+from model import Transformer, rope_frequencies
 from needle.data import BOS, EOS, WORDINGS, Data, Sequence, keep, paragraphs
 from runtime.checkpoint import write_checkpoint
+from runtime.hf_config import from_hf
 from tasks import two_stage
 from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
 from terminal.cli import run
@@ -98,7 +98,7 @@ def new_model(seed: int) -> Transformer:
     they see to the current token. In layers 1 and 2, two heads of each group copy a token: one looks for a token whose
     predecessor and surroundings are like the current token and its surroundings, the other compares surroundings alone.
     """
-    c, generator = ModelConfig.from_dict(CONFIG), torch.Generator().manual_seed(seed)
+    c, generator = from_hf(CONFIG), torch.Generator().manual_seed(seed)
     model, group, size = Transformer(c), c.n_head // c.n_kv_head, c.head_dim
 
     def random(*shape: int, std: float = 1.0) -> Tensor:
@@ -292,7 +292,7 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
 def ship(trainer: Trainer, out: Path) -> None:
     weights = {name: p.to(torch.bfloat16) for name, p in trainer.model.state_dict().items()}
     config = CONFIG | {"max_position_embeddings": STAGES[trainer.stage][1]}  # trained on no longer texts
-    write_checkpoint(out, config, weights, weights.__getitem__, copy_from=trainer.folder, force=True)
+    write_checkpoint(out, config, from_hf(config), weights, weights.__getitem__, copy_from=trainer.folder, force=True)
 
 
 def main() -> None:

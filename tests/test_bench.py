@@ -302,7 +302,7 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
         (["--shape", "gpt-2"], ["gpt-2", "llama-3.1-8b"]),
         (["--kv", "lru"], ["lru", "streaming"]),
         (["--quantize", "int3"], ["int3", "int8"]),
-        (["--quantize", "int4", "--groupsize", "48"], ["48", "64"]),
+        (["--quantize", "int4", "--groupsize", "48"], ["48", "use --groupsize 32"]),
         (["--context", "many"], ["--context", "commas"]),
         (["--context", "0"], ["--context"]),
         (["--steps", "0"], ["--steps"]),
@@ -318,7 +318,7 @@ def test_mistakes_are_refused_in_one_line(here, capsys, args, words):
 
 
 def test_known_shapes_have_the_sizes_of_their_models():
-    sizes = {name: contenders.ModelConfig.from_dict(config) for name, config in bench.SHAPES.items()}
+    sizes = {name: contenders.from_hf(config) for name, config in bench.SHAPES.items()}
     with torch.device("meta"):
         count = {name: sum(p.numel() for p in contenders.Transformer(c).parameters()) for name, c in sizes.items()}
     expected = {  # as their model cards state

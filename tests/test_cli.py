@@ -26,6 +26,7 @@ import generate
 from engine import Engine
 from runtime.checkpoint import open_weights, write_checkpoint
 from runtime.device import compile_errors
+from runtime.hf_config import from_hf
 from terminal import cli
 from terminal.progress import Phase, Progress
 
@@ -215,7 +216,7 @@ def test_a_long_prefill_shows_its_layers_only_on_a_terminal(monkeypatch):
 def test_a_conversation_beyond_the_context_is_reported(text_checkpoint, tmp_path):
     folder = tmp_path / "short"
     shutil.copytree(text_checkpoint, folder)
-    edit(folder / "config.json", max_position_embeddings=20)
+    edit_model(folder / "config.json", max_length=20)
     flags = ("--prompt", "The keeper rowed", "--max-new-tokens", "30", "--no-compile", "--json")
     result = run("--checkpoint", folder, *flags)
     assert json.loads(result.stdout)["past_context"] == [0] and "context of 20 tokens" in result.stderr
@@ -437,26 +438,24 @@ def break_checkpoint(folder: Path, how: str) -> None:
         config_was = json.loads(config.read_text())
         tensors = {name: t.read() for name, t in stored.items()}
         shutil.rmtree(folder)
-        write_checkpoint(folder, config_was, layout, tensors.__getitem__, shard_bytes=1_000_000)
+        write_checkpoint(folder, config_was, from_hf(config_was), layout, tensors.__getitem__, shard_bytes=1_000_000)
         next(folder.glob("model-00002-of-*")).unlink()
     elif how == "not JSON":
         config.write_text(config.read_text()[:40])
     elif how == "foreign tokenizer":
-        edit(config, vocab_size=1000)
+        edit_model(config, vocab_size=1000)
     elif how == "wrong shapes":
-        edit(config, intermediate_size=512)
-    elif how == "unknown architecture":
-        edit(config, architectures=["GemmaForCausalLM"])
+        edit_model(config, ffn_dim=512)
     elif how == "unknown RoPE":
-        edit(config, rope_scaling={"rope_type": "longrope"})
+        edit_model(config, rope={"rope_type": "longrope"})
     elif how == "endless layers":
-        edit(config, num_hidden_layers=10**9)
+        edit_model(config, n_layer=10**9)
     elif how == "odd EOS":
         edit(config, eos_token_id={"a": 1})
     elif how == "quantized":
-        edit(config, kv_fast={"format": 1, "dtype": "bfloat16", "quantization": {"mode": "int3"}})
+        edit_section(config, quantization={"mode": "int3"})
     elif how == "odd dtype":
-        edit(config, kv_fast={"format": 1, "dtype": ["x"], "quantization": None})
+        edit_section(config, dtype=["x"])
     elif how == "not converted":
         edit(config, kv_fast=None)
     elif how == "damaged tokenizer":
@@ -470,18 +469,25 @@ def edit(config: Path, **changes) -> None:
     config.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
+def edit_section(config: Path, **changes) -> None:
+    edit(config, kv_fast=json.loads(config.read_text())["kv_fast"] | changes)
+
+
+def edit_model(config: Path, **changes) -> None:
+    edit_section(config, model=json.loads(config.read_text())["kv_fast"]["model"] | changes)
+
+
 BROKEN = {
     "no folder": ["no checkpoint folder"],
     "no config": ["config.json"],
     "no weights": ["model.safetensors"],
     "missing shard": ["model-00002-of-", "is missing"],
-    "truncated weights": ["truncated", "model.safetensors", "tensor"],
+    "truncated weights": ["model.safetensors is damaged or cut off"],
     "not JSON": ["JSON"],
     "foreign tokenizer": ["1024 tokens", "another checkpoint"],
     "wrong shapes": ["shape", "[768, 256]", "[512, 256]", "feed_forward"],
-    "unknown architecture": ["GemmaForCausalLM"],
     "unknown RoPE": ["longrope"],
-    "endless layers": ["num_hidden_layers", "at most 1000"],
+    "endless layers": ["n_layer", "at most 1000"],
     "odd EOS": ["config.json", "eos_token_id"],
     "quantized": ["int3", "int8, int4"],
     "odd dtype": ["dtype", "bfloat16"],

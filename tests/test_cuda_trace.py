@@ -17,17 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
 from caches import shape_of
-from config import ModelConfig
 from decoder import Decoder, Sampling
 from kv.parts import attention
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from runtime import tp
+from runtime.hf_config import from_hf
 from runtime.region import compiled
 from runtime.speculator import Speculator
 from terminal.progress import Stats
 
-CONFIG = ModelConfig.from_dict(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
+CONFIG = from_hf(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
 SCORES = [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0], [1.0, 2.0]]
 VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in kv.METHODS} | {
     "full:bits": ("full", {"bits": 8}),

@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import model as model_py
-from config import ModelConfig, rope_frequencies
 from convert_hf_checkpoint import convert
 from engine import Engine
 from kv import Shape
 from kv.full import Full
-from model import FeedForward, Transformer
+from model import FeedForward, Transformer, rope_frequencies
 from runtime import linear as linear_py
 from runtime.checkpoint import write_checkpoint
+from runtime.hf_config import from_hf
 
 transformers.logging.set_verbosity_error()  # it warns about RoPE scaling at sizes this small
 transformers.logging.disable_progress_bar()
@@ -291,7 +291,7 @@ def test_sharded_and_single_file_checkpoints_give_identical_logits(tmp_path):
     engine = Engine.load(single, compile=False)
     expected = engine.logits(prompt, continuation)
     weights = engine.model.state_dict()
-    write_checkpoint(tmp_path / "ours", LLAMA, weights, weights.__getitem__, shard_bytes=200_000)
+    write_checkpoint(tmp_path / "ours", LLAMA, from_hf(LLAMA), weights, weights.__getitem__, shard_bytes=200_000)
     assert (single / "model.safetensors").exists() and len([*(tmp_path / "ours").glob("model-*.safetensors")]) > 2
     for folder in (from_shards, tmp_path / "ours"):
         assert torch.equal(Engine.load(folder, compile=False).logits(prompt, continuation), expected)
@@ -465,7 +465,7 @@ def test_every_spelling_of_rope_gives_the_same_config(kind, tmp_path):
     hf_model(spellings[0]).config.save_pretrained(tmp_path)  # the spelling that transformers writes today
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["rope_parameters"]["rope_type"] == kind and "rope_scaling" not in saved
-    configs = [ModelConfig.from_dict(c) for c in [*spellings, saved]]
+    configs = [from_hf(c) for c in [*spellings, saved]]
     assert configs[0].rope["rope_type"] == kind and configs[0].rope["rope_theta"] == 20000.0
     assert all(config == configs[0] for config in configs)
 
@@ -501,7 +501,7 @@ PUBLISHED = {  # max_position_embeddings, rope_theta, rope_scaling, and the long
 def test_published_configs_give_their_context_and_the_rope_speeds_of_transformers(name):
     limit, theta, scaling, longest = PUBLISHED[name]
     raw = LLAMA | {"max_position_embeddings": limit, "rope_theta": theta, "rope_scaling": scaling, "head_dim": 128}
-    config = ModelConfig.from_dict(raw)
+    config = from_hf(raw)
     assert config.max_length == longest
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
     speed, factor = rope_frequencies(config.rope, 128, limit)
@@ -529,7 +529,7 @@ ODD = {  # spellings that are rare, or that contradict themselves
 def test_odd_configs_are_read_as_transformers_reads_them(name):
     raw = LLAMA | ODD[name] | {"head_dim": 128}
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
-    speed, factor = rope_frequencies(ModelConfig.from_dict(raw).rope, 128, 256)
+    speed, factor = rope_frequencies(from_hf(raw).rope, 128, 256)
     assert torch.allclose(speed, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
 
@@ -537,12 +537,12 @@ def test_odd_configs_are_read_as_transformers_reads_them(name):
 def test_dynamic_ntk_depends_on_max_position_embeddings_alone():
     plain = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     odd = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}
-    assert ModelConfig.from_dict(plain) == ModelConfig.from_dict(odd)
+    assert from_hf(plain) == from_hf(odd)
 
 
 def test_config_json_cannot_change_what_an_architecture_fixes():
     biased = {"attention_bias": True, "mlp_bias": True}
-    mistral, qwen2, qwen3, llama = (ModelConfig.from_dict(c | biased) for c in (MISTRAL, QWEN2, QWEN3, LLAMA))
+    mistral, qwen2, qwen3, llama = (from_hf(c | biased) for c in (MISTRAL, QWEN2, QWEN3, LLAMA))
     assert not (mistral.qkv_bias or mistral.o_bias or mistral.mlp_bias)
     assert qwen2.qkv_bias and not (qwen2.o_bias or qwen2.mlp_bias)
     assert qwen3.qkv_bias and qwen3.o_bias and not qwen3.mlp_bias
@@ -551,12 +551,12 @@ def test_config_json_cannot_change_what_an_architecture_fixes():
 
 def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
     unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    assert ModelConfig.from_dict(unsaid).window == 4096
-    assert ModelConfig.from_dict(MISTRAL).window is None
-    assert ModelConfig.from_dict(MISTRAL_V1).window == 32
-    assert ModelConfig.from_dict(MISTRAL_V1 | {"layer_types": ["sliding_attention"] * 2}).window == 32
-    assert ModelConfig.from_dict(MISTRAL | {"layer_types": ["full_attention"] * 2}).window is None
-    assert ModelConfig.from_dict(QWEN2).window is None
+    assert from_hf(unsaid).window == 4096
+    assert from_hf(MISTRAL).window is None
+    assert from_hf(MISTRAL_V1).window == 32
+    assert from_hf(MISTRAL_V1 | {"layer_types": ["sliding_attention"] * 2}).window == 32
+    assert from_hf(MISTRAL | {"layer_types": ["full_attention"] * 2}).window is None
+    assert from_hf(QWEN2).window is None
 
 
 @pytest.mark.parametrize(
@@ -621,6 +621,26 @@ def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
 def test_unsupported_config_values_are_refused_by_name(changes, message):
-    ModelConfig.from_dict(LLAMA)
+    from_hf(LLAMA)
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict(LLAMA | changes)
+        from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_values_of_any_kind_are_read_or_refused_in_one_line(scaling):
+    """Among them numbers at which a formula overflows, divides by zero or leaves its domain."""
+    values = (1e308, -1e308, 10**400, 1e-308, 5e-324, 2**63, 0, float("inf"), float("nan"), True, "x" * 10**6, [], {})
+    rope = {"rope_type": scaling, "rope_theta": 20000.0} | SCALINGS[scaling]
+    rope |= dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"), 1.0)
+    rope |= dict.fromkeys(("original_max_position_embeddings", "partial_rotary_factor"))
+    whole = LLAMA | {"layer_types": None, "use_sliding_window": False, "head_dim": 32} | {"rope_parameters": rope}
+    places = [(whole, key) for key in whole] + [(rope, key) for key in rope]
+    for place, key in places:
+        for value in values:
+            changed = whole | ({key: value} if place is whole else {"rope_parameters": rope | {key: value}})
+            try:
+                config = from_hf(changed)
+            except ValueError as error:
+                assert len(str(error).splitlines()) == 1 and len(str(error)) < 400, (key, value)
+            else:
+                assert rope_frequencies(config.rope, config.head_dim, config.max_length)[0].isfinite().all()

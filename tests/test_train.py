@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from config import rope_frequencies
 from engine import Engine
+from model import rope_frequencies
 from needle import data, train
 from tasks.ruler import wordlist
 from text.tokenizer import load_tokenizer

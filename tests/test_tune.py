@@ -10,13 +10,13 @@ from conftest import write_random
 from test_contract import make_shape
 from torch import Tensor
 
-from config import ModelConfig
 from decoder import Sampling
 from engine import Engine
 from kv.parts import inductor, ops
 from model import Transformer
 from quantize import quantize_modules
 from runtime import linear, tune
+from runtime.hf_config import from_hf
 from runtime.linear import Embedding, Int8Linear, Linear
 
 PROMPT = [*range(5, 45)]
@@ -149,7 +149,7 @@ def test_a_product_can_be_fixed_and_an_unknown_one_is_refused(model, monkeypatch
 def test_the_table_takes_part_where_it_is_the_head():
     for tied in (False, True):
         with torch.device("meta"):
-            model = Transformer(ModelConfig.from_dict(json.loads(CONFIG) | {"tie_word_embeddings": tied}))
+            model = Transformer(from_hf(json.loads(CONFIG) | {"tie_word_embeddings": tied}))
         tables = [m for m in model.modules() if tune.is_product(m, model) and isinstance(m, Embedding)]
         assert tables == [model.tok_embeddings] * tied
 
