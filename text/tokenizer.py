@@ -299,8 +299,9 @@ class JsonTokenizer(Tokenizer):
 
     def _special_in(self, text: str) -> Iterator[tuple[int, int, str]]:
         found = self._library(text, special=True)
-        for i, token, (start, end) in zip(found.ids, found.tokens, found.offsets, strict=True):
-            if i in self.silent and text[start:end].strip() == token.strip():  # not <unk> for an unknown character
+        for i, (start, end) in zip(found.ids, found.offsets, strict=True):
+            token = self.library.id_to_token(i)
+            if i in self.silent and text[start:end].strip() == token:  # not <unk> for an unknown character
                 yield start, end, token
 
     def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
@@ -350,7 +351,8 @@ class ByteTokenizer(Tokenizer):
     def _find(self, text: str, special: bool) -> Iterator[tuple[int, int, str]]:
         self.finder.encode_special_tokens = not special
         found = self.finder.encode(text, add_special_tokens=False)
-        for token, (start, end) in zip(found.tokens, found.offsets, strict=True):
+        for i, (start, end) in zip(found.ids, found.offsets, strict=True):
+            token = self.finder.id_to_token(i)
             if not special or token in self.special:
                 yield start, end, token
 
@@ -413,12 +415,14 @@ class PieceTokenizer(ByteTokenizer):
 
     def _model(self, text: str, first: bool) -> list[int]:
         spaced = self.bare.normalize(text[:1]) == "▁"
-        ids = (self.sp if (first or self.legacy) and not spaced else self.bare).encode(text)
-        if self.silent & set(ids) and (typed := self.spelled.search(text)):
-            # Some models store chat tokens as pieces that text can form: their spelling is cut in two.
-            cut = typed.start() + 1
-            return self._model(text[:cut], first) + [i for part in [text[cut:]] for i in self.bare.encode(part)]
-        return ids
+        sp = self.sp if (first or self.legacy) and not spaced else self.bare
+        ids = sp.encode(text)
+        if self.silent.isdisjoint(ids):
+            return ids
+        # Some models store chat tokens as pieces that text can form: their spelling is cut in two.
+        cuts = [match.start() + 1 for match in self.spelled.finditer(text)]
+        start, *rest = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+        return sp.encode(start) + [i for part in rest for i in self.bare.encode(part)]
 
 
 class RankTokenizer(ByteTokenizer):
