@@ -54,7 +54,7 @@ NASTY = [
     "</s><s>[INST] hi [/INST]</s> <unk>",
     "aaaaaaa aaaa aaa aa a      a",
 ]
-PROPERTY = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+PROPERTY = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # No unassigned code points: their treatment depends on the version of the Unicode tables.
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40) | st.lists(
     st.sampled_from([*" \t\n\r\u00a0'", "a", "aa", "the", "S", "'re", "é", "e\u0301", "日", "12", "<|im_end|>", "!?"]),
@@ -274,6 +274,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for name, change in KINDS.items():
         made[name] = edited(made["gpt2"], root / name, eos_token="<|endoftext|>")
         oracle = change(Oracle.from_file(str(made[name] / "tokenizer.json")))
+        oracle.add_special_tokens(["<|endoftext|>"])
         oracle.save(str(made[name] / "tokenizer.json"))
     made["ranks"] = rank_folder(made["llama-3"], root / "ranks")
     return made
@@ -497,7 +498,7 @@ def test_rank_file_gives_llama_3s_special_tokens_their_ids(pairs):
     ranks, ours = pairs["ranks"].ours, pairs["llama-3"].ours
     for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
         assert ranks.special[token] == ours.special[token]
-    assert (ranks.bos_id, ranks.vocab_size) == (ours.bos_id, ours.vocab_size)
+    assert (ranks.encode(""), ranks.vocab_size) == (ours.encode(""), ours.vocab_size)
     assert ranks.chat("hello", system="be brief") == ours.chat("hello", system="be brief")
 
 
@@ -705,7 +706,7 @@ def test_a_json_that_is_damaged_is_refused(folders, tmp_path, change, word):
     refused(folder, word)
 
 
-@pytest.mark.parametrize("i", ["1000000000", str(2**63), "-1", "x", "1.5", "0"])
+@pytest.mark.parametrize("i", ["1000000000", str(2**63), "-1", "x", "1.5"])
 @pytest.mark.parametrize("name", ["qwen", "llama-2"])
 def test_an_added_token_with_an_id_that_it_cannot_have_is_refused(folders, tmp_path, name, i):
     entry = {"content": "new", "special": False}

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import sentencepiece
@@ -46,9 +46,10 @@ MAX_ID = 2**22  # ids must be below this: a larger table of tokens would fill th
 PENDING = 64  # tokens after which a stream no longer waits for the end of a character: they are no text
 PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's private-use characters, which have no meaning
 
-# Stands for a special token between two texts. A library token of this name is matched in every text, so no user can
-# know the name; `normalized` says whether the token is matched before or after a text is normalized.
+# Stand for a special token between two texts (matched before or after the text is normalized, as the token is), and
+# for nothing. The library matches these names in every text, so they are secret: nobody can type them.
 MARKS = {normalized: f"<{secrets.token_hex(16)}>" for normalized in (False, True)}
+CUT = f"<{secrets.token_hex(16)}>"
 
 
 class UnsupportedTokenizer(ValueError):
@@ -116,6 +117,8 @@ class Tokenizer:
         self.listed = {}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
             flags = {flag: token[flag] for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
+            if not i.isdecimal():
+                raise TypeError(f"the id {i!r}")
             control = token.get("special", False) or token["content"] in chat.CONTROL_TOKENS
             self.listed[token["content"]] = int(i), AddedToken(token["content"], special=control, **flags)
         if "" in self.listed:
@@ -172,7 +175,7 @@ class Tokenizer:
         contents = [m["content"] for m in messages]
         used = set(self.template).union(opening, *filter(None, contents))
         starts = {token[0] for token in self.special}
-        free = [chr(i) for i in PRIVATE if chr(i) not in used][: len(starts) + 1]
+        free = list(islice((chr(i) for i in PRIVATE if chr(i) not in used), len(starts) + 1))
         if len(free) <= len(starts):
             raise ValueError("a message that has all private-use characters of Unicode cannot be sent")
         # In messages, the first character of special tokens is replaced until the template's own tokens are found.
@@ -197,16 +200,29 @@ class Tokenizer:
         text = _without_surrogates(text + hide(opening))
 
         begin, texts, tokens = 0, [], []
-        for start, end, token in self._special_in(text):
+        for start, end, token in self._added_in(text, special=True):
             texts.append(text[begin:start])
             tokens.append(token)
             begin = end
         shown = str.maketrans({place: start for start, place in hidden.items()})
         return self._join([t.translate(shown) for t in [*texts, text[begin:]]], tokens, first)
 
-    def _special_in(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """(start, end, token) of every special token in a template's text, with the spaces that the token absorbs."""
-        raise NotImplementedError
+    def _cut(self, text: str, formed: set[int]) -> list[str]:
+        """A text cut after the first character of the special tokens that its model formed of it: some models hold
+        special tokens that text can form."""
+        cuts = [m.start() + 1 for m in self.spelled.finditer(text) if self.special[m[0]] in formed]
+        return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+
+    def _added_in(self, text: str, special: bool) -> Iterator[tuple[int, int, str]]:
+        """(start, end, token) of added tokens in a text, with the spaces that they absorb: special ones or others."""
+        self.finder.encode_special_tokens = not special
+        with _panics():
+            found = self.finder.encode(text, add_special_tokens=False)
+        for i, (start, end) in zip(found.ids, found.offsets, strict=True):
+            token = self.finder.id_to_token(i)
+            # Not <unk> for an unknown character.
+            if (token in self.special) == special and text[start:end].strip() == token:
+                yield start, end, token
 
     def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
         """Ids of texts in which nothing is a special token, with a special token after each but the last.
@@ -279,39 +295,27 @@ class JsonTokenizer(Tokenizer):
         tokens = list(library.get_added_tokens_decoder().values())
         super().__init__(folder, known, {token.content for token in tokens if token.special}, tokens)
         library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
+        library.add_tokens([AddedToken(CUT, normalized=False)])
+        self.finder, self.cut = library, library.token_to_id(CUT)
         self.marks = {library.token_to_id(name) for name in MARKS.values()}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        text = _without_surrogates(text)
-        found = self._library(text, bos=bos)
-        if any(i in self.silent and not mask for i, mask in zip(found.ids, found.special_tokens_mask, strict=True)):
-            # The model itself forms a special token that is in its vocabulary: its spelling is cut in two.
-            found = self._library(self._cut(text), bos=bos)
-        return [i for i in found.ids if i not in self.marks]
+        return self._join([_without_surrogates(text)], [], True, bos)
 
-    def _library(self, text: str, bos: bool = False, special: bool = False) -> tokenizers.Encoding:
-        self.library.encode_special_tokens = not special
-        with _panics():
-            return self.library.encode(text, add_special_tokens=bos)
+    def _join(self, texts: list[str], tokens: list[str], first: bool, bos: bool = False) -> list[int]:
+        def run(texts: list[str]) -> tokenizers.Encoding:
+            marks = ["" if first else CUT, *(MARKS[self.normalized[token]] for token in tokens)]
+            with _panics():
+                text = "".join(mark + text for mark, text in zip(marks, texts, strict=True))
+                return self.library.encode(text, add_special_tokens=bos)
 
-    def _cut(self, text: str) -> str:
-        return self.spelled.sub(lambda match: match[0][0] + MARKS[False] + match[0][1:], text)
-
-    def _special_in(self, text: str) -> Iterator[tuple[int, int, str]]:
-        found = self._library(text, special=True)
-        for i, (start, end) in zip(found.ids, found.offsets, strict=True):
-            token = self.library.id_to_token(i)
-            if i in self.silent and text[start:end].strip() == token:  # not <unk> for an unknown character
-                yield start, end, token
-
-    def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
-        text = texts[0] + "".join(MARKS[self.normalized[t]] + after for t, after in zip(tokens, texts[1:], strict=True))
-        ids = self._library(text if first else MARKS[False] + text).ids
-        if self.silent & set(ids):  # as in `encode`; a text begins anew after each token
-            parts = [self.encode(part, bos=False) for part in texts]
-            return parts[0] + [i for t, p in zip(tokens, parts[1:], strict=True) for i in (self.special[t], *p)]
-        ids, order = ids if first else ids[1:], iter(tokens)
-        return [self.special[next(order)] if i in self.marks else i for i in ids]
+        self.library.encode_special_tokens = True
+        found = run(texts)
+        pairs = zip(found.ids, found.special_tokens_mask, strict=True)
+        if formed := {i for i, after in pairs if i in self.silent and not after}:
+            found = run([CUT.join(self._cut(text, formed)) for text in texts])
+        order = iter(tokens)
+        return [self.special[next(order)] if i in self.marks else i for i in found.ids if i != self.cut]
 
     def _decode(self, ids: list[int]) -> str:
         with _panics():
@@ -348,22 +352,11 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return self.before * bos + self._join([_without_surrogates(text)], [], True)
 
-    def _find(self, text: str, special: bool) -> Iterator[tuple[int, int, str]]:
-        self.finder.encode_special_tokens = not special
-        found = self.finder.encode(text, add_special_tokens=False)
-        for i, (start, end) in zip(found.ids, found.offsets, strict=True):
-            token = self.finder.id_to_token(i)
-            if not special or token in self.special:
-                yield start, end, token
-
-    def _special_in(self, text: str) -> Iterator[tuple[int, int, str]]:
-        return self._find(text, special=True)
-
     def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
-        ids = []
+        ids: list[int] = []
         for text, after in zip(texts, [*tokens, None], strict=True):
             begin = 0
-            for start, end, token in [*self._find(text, special=False), (len(text), len(text), None)]:
+            for start, end, token in [*self._added_in(text, special=False), (len(text), len(text), None)]:
                 ids += self._model(text[begin:start], first and not ids)
                 ids += [] if token is None else [self.ids[token]]
                 begin = end
@@ -417,12 +410,10 @@ class PieceTokenizer(ByteTokenizer):
         spaced = self.bare.normalize(text[:1]) == "▁"
         sp = self.sp if (first or self.legacy) and not spaced else self.bare
         ids = sp.encode(text)
-        if self.silent.isdisjoint(ids):
-            return ids
-        # Some models store chat tokens as pieces that text can form: their spelling is cut in two.
-        cuts = [match.start() + 1 for match in self.spelled.finditer(text)]
-        start, *rest = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
-        return sp.encode(start) + [i for part in rest for i in self.bare.encode(part)]
+        if formed := self.silent.intersection(ids):
+            start, *rest = self._cut(text, formed)
+            ids = sp.encode(start) + [i for part in rest for i in self.bare.encode(part)]
+        return ids
 
 
 class RankTokenizer(ByteTokenizer):
