@@ -91,8 +91,8 @@ class Tokenizer:
         self.special = {token: vocab[token] for token in special}
         self.silent = set(self.special.values())
         self.vocab_size = max(vocab.values()) + 1
-        ends = {*END_TOKENS, self.variables.get("eos_token")}
-        self.eos_ids = {i for token, i in self.special.items() if token in ends}
+        ends = {token for token in END_TOKENS if token in special} | {self.variables.get("eos_token")}
+        self.eos_ids = {vocab[token] for token in ends if token in vocab}
         fitting = (template for tokens, template in chat.DEFAULTS.values() if self.special.keys() >= set(tokens))
         self.template = self.template or next(fitting, "")
         self.normalized = {token.content: bool(token.normalized) for token in added}
