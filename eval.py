@@ -22,7 +22,7 @@ from kv.parts.ranks import ALONE, Ranks
 from runtime import processes
 from runtime.checkpoint import COMPANIONS, fingerprint
 from runtime.device import DTYPES
-from tasks import Setting, shipped_haystack, texts
+from tasks import Recipe, shipped_haystack, texts
 from tasks.answers import Job, Reference, answer, digest, force, later_turn
 from tasks.registry import GROUPS, TASKS
 from tasks.report import Progress, summary, table
@@ -135,14 +135,14 @@ def prepare(
         graded = TASKS[task]
         chat = args.chat and graded.chat
         around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if chat else 0
-        setting = Setting(
+        recipe = Recipe(
             length - around, engine.encode, engine.tokenizer.decode, args.seed, args.questions, haystack, args.data
         )
-        count = args.samples if graded.size is None else min(args.samples, graded.size(setting))
+        count = args.samples if graded.size is None else min(args.samples, graded.size(recipe))
         if not count:
             raise ValueError(f"{task}: its file holds no sample")
         try:
-            items = [graded.sample(setting, i) for i in range(count)]
+            items = [graded.sample(recipe, i) for i in range(count)]
         except ValueError as error:
             raise ValueError(f"{task}: {error}") from None
         except KeyError as error:

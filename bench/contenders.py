@@ -7,7 +7,7 @@ random tokens.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -19,7 +19,7 @@ from config import ModelConfig
 from decoder import CONTINUE, Sampling, read_later
 from engine import Engine
 from kv.full import Full
-from kv.parts.ranks import ALONE, Ranks
+from kv.parts.ranks import Ranks
 from model import Transformer
 from quantize import pack
 from runtime import tp
@@ -41,6 +41,7 @@ def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
     }
 
 
+GROUPSIZES = (128, 64, 32)
 SHAPES = {  # the models' config.json, except the context length, which the benchmark chooses
     "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
     "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
@@ -52,37 +53,75 @@ SHAPES = {  # the models' config.json, except the context length, which the benc
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """The settings that all contenders share."""
 
+    name: str  # of the shape
     config: dict
-    quantize: str | None
-    groupsize: int
-    embeddings: bool  # whether the table and the head are quantized too
     dtype: torch.dtype
     device: torch.device
+    bandwidth: float  # bytes/s at which the device reads its memory
     context: int
-    batch: int
     steps: int  # tokens planned after the context
     compile: bool
     prefill: bool
-    ranks: Ranks = ALONE
+    ranks: Ranks
+    batch: int = 1
+    quantize: str | None = None
+    groupsize: int | None = None  # int4: input channels that share a scale
+    embeddings: bool = False  # whether the table and the head are quantized too
+
+    @property
+    def sizes(self) -> ModelConfig:
+        return ModelConfig.from_dict(self.config)
 
     def shape(self) -> methods.Shape:
-        config = ModelConfig.from_dict(self.config)
-        return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
+        return shape_of(self.sizes, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
-        """This rank's part of the model, on the meta device."""
+        """This rank's part of the model, on the meta device. Raises ValueError if it cannot be quantized so."""
         how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": self.embeddings}
-        return tp.skeleton(ModelConfig.from_dict(self.config), how if self.quantize else None, self.ranks, self.dtype)
+        return tp.skeleton(self.sizes, how if self.quantize else None, self.ranks, self.dtype)
+
+    def floor_ms(self, device_bytes: int, host_bytes: int) -> float:
+        """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
+        if self.device.type == "cpu" or not host_bytes:
+            return 1e3 * (device_bytes + host_bytes) / self.bandwidth
+        return 1e3 * max(device_bytes / self.bandwidth, host_bytes / copy_bandwidth(self.device))
 
     def exchanged(self) -> int:
         """Bytes that the ranks exchange in one step: the outputs that they sum, and the logits that they gather."""
-        c = ModelConfig.from_dict(self.config)
-        numbers = 2 * c.n_layer * c.dim + c.vocab_size
+        numbers = 2 * self.sizes.n_layer * self.sizes.dim + self.sizes.vocab_size
         return self.batch * numbers * self.dtype.itemsize if self.ranks.count > 1 else 0
+
+    def about(self) -> dict:
+        """The keys that every row of the JSON object has."""
+        return {
+            "shape": self.name,
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantize": self.quantize,
+            "groupsize": self.groupsize if self.quantize == "int4" else None,
+            "embeddings": bool(self.quantize) and self.embeddings,
+        }
+
+
+def checked(case: Case) -> Case:
+    """The case; for int4 without a group size, with the largest of GROUPSIZES that divides the model's channels.
+
+    Raises ValueError if the model cannot be quantized so or divided among the ranks.
+    """
+    sizes = GROUPSIZES if case.quantize == "int4" and case.groupsize is None else [case.groupsize]
+    for groupsize in sizes:
+        grouped = replace(case, groupsize=groupsize)
+        try:
+            grouped.model()
+            return grouped
+        except ValueError:
+            if groupsize == sizes[-1]:
+                raise
 
 
 def random_weights(case: Case) -> dict[str, Tensor]:
@@ -110,13 +149,6 @@ def seconds(what: Callable[[], object]) -> float:
     begin = time.perf_counter()
     what()
     return time.perf_counter() - begin
-
-
-def floor_ms(device: torch.device, device_bytes: int, host_bytes: int, bandwidth: float) -> float:
-    """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
-    if device.type == "cpu" or not host_bytes:
-        return 1e3 * (device_bytes + host_bytes) / bandwidth
-    return 1e3 * max(device_bytes / bandwidth, host_bytes / copy_bandwidth(device))
 
 
 @cache
@@ -164,18 +196,16 @@ class Ours:
 
     def start(self) -> float | None:
         """Fills every row; returns the seconds from the first row's prompt to its first token, None if not timed."""
-        case, engine, seconds, first = self.case, self.engine, None, 0
+        case, engine, prefill_s = self.case, self.engine, None
         if case.prefill:
             ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
             engine.prefill(0, ids if case.device.type == "cuda" else ids[:64])  # a GPU also chooses kernels by length
-            begin = time.perf_counter()
-            engine.prefill(0, ids).argmax().item()
-            seconds, first = time.perf_counter() - begin, 1
-        for row in range(first, case.batch):
-            self.fill(row)
+            prefill_s = seconds(lambda: engine.prefill(0, ids).argmax().item())
         for row in range(case.batch):
+            if row or not case.prefill:
+                self.fill(row)
             engine.decoder.start(row, 1, case.context, row)
-        return seconds
+        return prefill_s
 
     def fill(self, row: int) -> None:
         """Fills a row with random keys and values, without the cost of a prefill."""
@@ -204,12 +234,12 @@ class Ours:
     def extend_s(self, n: int, repeats: int) -> float:
         """Seconds in which the first row takes n more tokens at once, the median of `repeats`."""
         engine, pos = self.engine, self.case.context + self.new
-        row = engine.copy(0, [0] * pos)
-        tokens, found = torch.randint(self.case.config["vocab_size"], (n,)).tolist(), []
+        row, tokens = engine.copy(0, [0] * pos), torch.randint(self.case.config["vocab_size"], (n,)).tolist()
+        times = []
         for _ in range(repeats):
-            found.append(seconds(lambda: engine.extend(0, tokens, pos).argmax().item()))
+            times.append(seconds(lambda: engine.extend(0, tokens, pos).argmax().item()))
             engine.restore(0, row)
-        return statistics.median(found)
+        return statistics.median(times)
 
     def about(self) -> dict:
         engine, batch = self.engine, self.case.batch
@@ -230,7 +260,7 @@ class Ours:
         }
 
 
-class Theirs:
+class Transformers:
     """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
 
     def __init__(self, case: Case, cache: str):
@@ -258,7 +288,3 @@ class Theirs:
         logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
         self.token = logits[:, -1:].argmax(-1)
         self.token[0].tolist()
-
-    def about(self) -> dict:
-        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, "profile": {}, "products": {}, **dict.fromkeys(none)}

@@ -110,7 +110,3 @@ class LlamaCpp:
 
     def step(self) -> None:
         self.feed([self.token])
-
-    def about(self) -> dict:
-        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, "profile": {}, "products": {}, **dict.fromkeys(none)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tasks import Sample, Setting, fit, two_stage
+from tasks import Sample, Recipe, fit, two_stage
 from tasks.ruler import NIAH, Drawer, Niah, Wording, join, tracking, variable_tracking
 from text.tokenizer import Tokenizer
 
@@ -133,21 +133,21 @@ class Data:
     def __init__(self, tokenizer: Tokenizer, text: list[str], seed: int):
         self.tokenizer, self.text, self.rng = tokenizer, text, random.Random(seed)
 
-    def setting(self, length: int, questions: int) -> Setting:
+    def recipe(self, length: int, questions: int) -> Recipe:
         start = self.rng.randrange(len(self.text) - length)
         haystack = " ".join(self.text[start : start + length])
         encode = partial(self.tokenizer.encode, bos=True)
-        return Setting(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
+        return Recipe(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
 
     def niah(self, kind: str, length: int, niah: Niah, questions: int) -> Episode:
-        setting = self.setting(length, questions)
+        recipe = self.recipe(length, questions)
         reserve = (40 if niah.value == "uuids" else 24) * niah.values * niah.queries + 60 * (questions - 1)
         drawer = Alike if self.rng.random() < (0.3 if kind in ("direct", "echo") else 0.6) else Drawer
 
         def make(n: int) -> Sample:
-            return niah.sample(setting, drawer(random.Random(setting.seed), keep), n)
+            return niah.sample(recipe, drawer(random.Random(recipe.seed), keep), n)
 
-        sample = fit(make, setting, reserve, least=max(niah.keys, niah.queries) * niah.values)
+        sample = fit(make, recipe, reserve, least=max(niah.keys, niah.queries) * niah.values)
         text, answers = sample.text, []
         for question in sample.questions:
             values = sorted(question.answers, key=text.index)
@@ -159,16 +159,16 @@ class Data:
         return Episode(kind, sample, answers)
 
     def tracking(self, length: int) -> Episode:
-        setting, hops, size = self.setting(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
+        recipe, hops, size = self.recipe(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
         if length >= 1024 and self.rng.random() < 0.6:  # as in RULER, with an example of another chain first
-            sample = variable_tracking(setting, 0)
+            sample = variable_tracking(recipe, 0)
         else:
-            sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
+            sample = fit(lambda n: tracking(random.Random(recipe.seed), n, hops, size), recipe, 30, least=hops + 1)
         return Episode("vt", sample, [" ".join(sample.questions[0].answers)])
 
     def lookup(self, length: int, questions: int) -> Episode:
-        setting = self.setting(length, questions)
-        sample = two_stage.two_stage(True, setting, 0, "train", 60 * questions)
+        recipe = self.recipe(length, questions)
+        sample = two_stage.two_stage(True, recipe, 0, "train", 60 * questions)
         answers = []
         for question in sample.questions:
             a, b = map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())

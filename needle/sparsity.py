@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from engine import Engine
 from kv.full import Full
-from tasks import Setting
+from tasks import Recipe
 from tasks.registry import TASKS
 from terminal.cli import run
 
@@ -35,13 +35,13 @@ class Watched(Full):
 
 def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:
     """The attention on the top 5% of the keys, [samples, layers, heads]."""
-    setting = Setting(length, engine.encode, engine.tokenizer.decode)
+    recipe = Recipe(length, engine.encode, engine.tokenizer.decode)
     shape = engine.use("full", max_prompt=length, max_new_tokens=1).shape
     layers = [Watched(shape) for _ in range(shape.n_layer)]
     engine.model.set_kv(layers, batch=1)
     found = []
     for i in tqdm(range(samples), unit="prompt", leave=False):
-        prompt = engine.encode(TASKS[task].sample(setting, i).prompt)
+        prompt = engine.encode(TASKS[task].sample(recipe, i).prompt)
         engine.model.prefill(torch.tensor(prompt, device=engine.device), 0)
         found.append(torch.stack([layer.mass for layer in layers]))
     return torch.stack(found)

@@ -12,7 +12,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from tasks import Question, Sample, Setting, Task, metrics
+from tasks import Question, Sample, Recipe, Task, metrics
 from tasks.jsonl import cut_middle, download, find, line_starts, record, split
 
 REPO = "xinrongzhang2022/InfiniteBench"
@@ -76,9 +76,9 @@ MAX_NEW_TOKENS_AND_SCORE = {
 }
 
 
-def path_of(name: str, setting: Setting) -> Path:
+def path_of(name: str, recipe: Recipe) -> Path:
     file = f"{name}.jsonl"
-    return download(REPO, file) if setting.data is None else find(setting.data, file, REPO)
+    return download(REPO, file) if recipe.data is None else find(recipe.data, file, REPO)
 
 
 def fields(name: str, found: dict) -> dict[str, str]:
@@ -109,10 +109,10 @@ def answers(name: str, found: dict) -> tuple[str, ...]:
     return answer
 
 
-def sample(name: str, setting: Setting, index: int) -> Sample:
-    found = record(path_of(name, setting), index)
+def sample(name: str, recipe: Recipe, index: int) -> Sample:
+    found = record(path_of(name, recipe), index)
     text, question = split(PROMPTS[name], found["context"], fields(name, found))
-    text, question = cut_middle(setting, text, question, MAX_NEW_TOKENS_AND_SCORE[name][0])
+    text, question = cut_middle(recipe, text, question, MAX_NEW_TOKENS_AND_SCORE[name][0])
     return Sample(text, (Question(question, answers(name, found)),))
 
 
@@ -121,8 +121,8 @@ def score(name: str, answer: str, question: Question) -> float:
     return metric(answer, question.answers)
 
 
-def size(name: str, setting: Setting) -> int:
-    return len(line_starts(path_of(name, setting)))
+def size(name: str, recipe: Recipe) -> int:
+    return len(line_starts(path_of(name, recipe)))
 
 
 TASKS = {

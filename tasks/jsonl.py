@@ -4,7 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tasks import Setting
+from tasks import Recipe
 
 PAGE = "https://huggingface.co/datasets/{}"
 
@@ -58,21 +58,21 @@ def record(path: Path, index: int) -> dict:
     return found
 
 
-def cut_middle(setting: Setting, text: str, question: str, reserve: int) -> tuple[str, str]:
-    """Cuts a prompt so that it plus `reserve` tokens takes at most setting.length tokens; returns (text, question).
+def cut_middle(recipe: Recipe, text: str, question: str, reserve: int) -> tuple[str, str]:
+    """Cuts a prompt so that it plus `reserve` tokens takes at most recipe.length tokens; returns (text, question).
 
     As published, an overlong prompt keeps as many tokens as fit, half from its beginning and half from its end. If the
     joined halves encode to more tokens, each half loses one token at a time. Raises ValueError if nothing fits.
     """
-    ids, room = setting.encode(text + question), setting.length - reserve
+    ids, room = recipe.encode(text + question), recipe.length - reserve
     if len(ids) <= room:
         return text, question
     for half in range(room // 2, 0, -1):
-        head, tail = setting.decode(ids[:half]), setting.decode(ids[-half:])
-        if len(setting.encode(head + tail)) <= room:
+        head, tail = recipe.decode(ids[:half]), recipe.decode(ids[-half:])
+        if len(recipe.encode(head + tail)) <= room:
             break
     else:
-        raise ValueError(f"a length of {setting.length} tokens is too short: {reserve} of them are for the answer")
+        raise ValueError(f"a length of {recipe.length} tokens is too short: {reserve} of them are for the answer")
     if tail.endswith(question):
         return head + tail.removesuffix(question), question
     return head, tail  # the cut reaches into the question

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from zipfile import ZipFile
 
-from tasks import Question, Sample, Setting, Task, metrics
+from tasks import Question, Sample, Recipe, Task, metrics
 from tasks.jsonl import cut_middle, download, find, line_starts, record, split
 
 REPO = "THUDM/LongBench"
@@ -123,9 +123,9 @@ FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
 CODE = ("lcc", "repobench-p")
 
 
-def path_of(name: str, setting: Setting) -> Path:
-    if setting.data is not None:
-        return find(setting.data, f"{name}.jsonl", REPO)
+def path_of(name: str, recipe: Recipe) -> Path:
+    if recipe.data is not None:
+        return find(recipe.data, f"{name}.jsonl", REPO)
     archive = download(REPO, "data.zip")
     path = archive.parent / "data" / f"{name}.jsonl"
     if not path.is_file():
@@ -137,13 +137,13 @@ def path_of(name: str, setting: Setting) -> Path:
     return path
 
 
-def sample(name: str, setting: Setting, index: int) -> Sample:
+def sample(name: str, recipe: Recipe, index: int) -> Sample:
     max_new_tokens, metric = MAX_NEW_TOKENS_AND_SCORE[name]
     if metric in (metrics.qa_f1_zh, metrics.rouge_l_zh):
         metrics.segmenter()  # if jieba is missing, fails now rather than after an answer
-    found = record(path_of(name, setting), index)
+    found = record(path_of(name, recipe), index)
     text, question = split(PROMPTS[name], found["context"], {"input": found["input"]})
-    text, question = cut_middle(setting, text, question, max_new_tokens)
+    text, question = cut_middle(recipe, text, question, max_new_tokens)
     return Sample(text, (Question(question, tuple(found["answers"]), tuple(found["all_classes"] or ())),))
 
 
@@ -155,8 +155,8 @@ def score(name: str, answer: str, question: Question) -> float:
     return metric(answer, question.answers, *rest)
 
 
-def size(name: str, setting: Setting) -> int:
-    return len(line_starts(path_of(name, setting)))
+def size(name: str, recipe: Recipe) -> int:
+    return len(line_starts(path_of(name, recipe)))
 
 
 TASKS = {

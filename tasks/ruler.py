@@ -19,7 +19,7 @@ from functools import cache, partial
 
 from wonderwords import RandomWord
 
-from tasks import Question, Sample, Setting, Task, fit, shipped_haystack, string_match_all, string_match_part
+from tasks import Question, Sample, Recipe, Task, fit, shipped_haystack, string_match_all, string_match_part
 from tasks.ruler_qa import answering, count_qa, opened
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -138,7 +138,7 @@ class Niah:
     queries: int = 1
     wording: Wording | None = None  # None: RULER's
 
-    def sample(self, setting: Setting, drawer: Drawer, n: int) -> Sample:
+    def sample(self, recipe: Recipe, drawer: Drawer, n: int) -> Sample:
         """n: words of the essay, lines of noise, or other needles."""
         rng, single = drawer.rng, self.queries * self.values == 1
         wording = self.wording or (ONE if single else MANY)
@@ -152,7 +152,7 @@ class Niah:
         needles = [needle(key, value) for key, values in facts.items() for value in values]
         rng.shuffle(needles)
         if self.haystack == "essay":
-            context = insert(rng, essay(setting.haystack, n), needles)
+            context = insert(rng, essay(recipe.haystack, n), needles)
         else:
             lines = [NOISE] * n
             if self.haystack == "needle":
@@ -163,7 +163,7 @@ class Niah:
             for at in sorted(rng.sample(range(n), len(needles)), reverse=True):
                 lines.insert(at, needles.pop())
             context = "\n".join(lines)
-        asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: setting.questions]
+        asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: recipe.questions]
         kind = self.value[:-1] if single else self.value
         questions = [
             wording.ask(kind, join(group), tuple(value for key in group for value in facts[key])) for group in asked
@@ -175,11 +175,11 @@ def join(names: list[str]) -> str:
     return ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
 
 
-def needles(name: str, niah: Niah, setting: Setting, index: int) -> Sample:
+def needles(name: str, niah: Niah, recipe: Recipe, index: int) -> Sample:
     def make(n: int) -> Sample:
-        return niah.sample(setting, Drawer(setting.rng(name, index)), n)
+        return niah.sample(recipe, Drawer(recipe.rng(name, index)), n)
 
-    return fit(make, setting, 128, least=max(niah.keys, niah.queries) * niah.values)
+    return fit(make, recipe, 128, least=max(niah.keys, niah.queries) * niah.values)
 
 
 # Variable tracking
@@ -209,15 +209,15 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
     return Sample(text, (opened(question, tuple(names)),))
 
 
-def variable_tracking(setting: Setting, index: int) -> Sample:
-    example = fit(lambda n: tracking(setting.rng("vt example", index), n, size=3), replace(setting, length=500), 0, 5)
+def variable_tracking(recipe: Recipe, index: int) -> Sample:
+    example = fit(lambda n: tracking(recipe.rng("vt example", index), n, size=3), replace(recipe, length=500), 0, 5)
     shown = example.prompt + " " + " ".join(example.questions[0].answers) + "\n\n"
 
     def make(n: int) -> Sample:
-        sample = tracking(setting.rng("vt", index), n)
+        sample = tracking(recipe.rng("vt", index), n)
         return replace(sample, text=shown + sample.text)
 
-    return fit(make, setting, 30, least=5)
+    return fit(make, recipe, 30, least=5)
 
 
 # Aggregation
@@ -247,16 +247,16 @@ def common_words(rng: random.Random, n: int, common: int, uncommon: int) -> Samp
     return Sample(text, (opened(question, tuple(words[:10])),))
 
 
-def common_words_extraction(setting: Setting, index: int) -> Sample:
-    small = setting.length < 4096
-    example = common_words(setting.rng("cwe example", index), *((20, 3, 1) if small else (40, 10, 3)))
+def common_words_extraction(recipe: Recipe, index: int) -> Sample:
+    small = recipe.length < 4096
+    example = common_words(recipe.rng("cwe example", index), *((20, 3, 1) if small else (40, 10, 3)))
     listed = " ".join(f"{i}. {word}" for i, word in enumerate(example.questions[0].answers, 1))
 
     def make(n: int) -> Sample:
-        sample = common_words(setting.rng("cwe", index), n, *((6, 1) if small else (30, 3)))
+        sample = common_words(recipe.rng("cwe", index), n, *((6, 1) if small else (30, 3)))
         return replace(sample, text=f"{example.prompt} {listed}\n{sample.text}")
 
-    return fit(make, setting, 120, least=11)
+    return fit(make, recipe, 120, least=11)
 
 
 def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
@@ -279,9 +279,9 @@ def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
     return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
 
-def frequent_words_extraction(setting: Setting, index: int) -> Sample:
-    vocabulary = max(4, (setting.length - 50) // 50)
-    return fit(lambda n: frequent_words(setting.rng("fwe", index), n, vocabulary), setting, 50, least=64)
+def frequent_words_extraction(recipe: Recipe, index: int) -> Sample:
+    vocabulary = max(4, (recipe.length - 50) // 50)
+    return fit(lambda n: frequent_words(recipe.rng("fwe", index), n, vocabulary), recipe, 50, least=64)
 
 
 NIAH = {

@@ -8,7 +8,7 @@ from engine import Engine
 from needle import train
 from needle.sparsity import sparsity
 from runtime.checkpoint import open_weights
-from tasks import Setting
+from tasks import Recipe
 from tasks.registry import TASKS
 
 NEEDLE = Path(train.__file__).parent
@@ -21,8 +21,8 @@ def engine():
 
 def accuracy(engine, task, length, samples, kv="full", budget=None, seed=1):
     engine.use(kv, budget, batch=4, max_new_tokens=32)
-    setting = Setting(length, engine.encode, engine.tokenizer.decode, seed)
-    asked = [TASKS[task].sample(setting, i) for i in range(samples)]
+    recipe = Recipe(length, engine.encode, engine.tokenizer.decode, seed)
+    asked = [TASKS[task].sample(recipe, i) for i in range(samples)]
     answers = engine.generate([sample.prompt for sample in asked])
     scores = [
         TASKS[task].score(answer.answers[0].text, sample.questions[0])
