@@ -39,12 +39,12 @@ def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:
     shape = engine.use("full", max_prompt=length, max_new_tokens=1).shape
     layers = [Watched(shape) for _ in range(shape.n_layer)]
     engine.model.set_kv(layers, batch=1)
-    found = []
+    masses = []
     for i in tqdm(range(samples), unit="prompt", leave=False):
         prompt = engine.encode(TASKS[task].sample(recipe, i).prompt)
         engine.model.prefill(torch.tensor(prompt, device=engine.device), 0)
-        found.append(torch.stack([layer.mass for layer in layers]))
-    return torch.stack(found)
+        masses.append(torch.stack([layer.mass for layer in layers]))
+    return torch.stack(masses)
 
 
 def main() -> None:

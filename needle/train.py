@@ -176,8 +176,8 @@ class Trainer:
         if (self.folder / "state.pt").exists():
             state = torch.load(self.folder / "state.pt", weights_only=True)
             self.model.load_state_dict(state.pop("model"))
-            for optimizer, found in zip(self.optimizers, state.pop("optimizers"), strict=True):
-                optimizer.load_state_dict(found)
+            for optimizer, saved in zip(self.optimizers, state.pop("optimizers"), strict=True):
+                optimizer.load_state_dict(saved)
             self.__dict__.update(state)
 
     def rate(self) -> float:
@@ -209,9 +209,9 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         for s, row in zip(batch, foreseen.tolist(), strict=True):
-            for kind, begin, end in s.spans:
-                span = row[begin:end]
-                right = sum(span) / len(span) if kind == "repeats" else all(span)
+            for kind, begin, end in s.answers:
+                hits = row[begin:end]
+                right = sum(hits) / len(hits) if kind == "repeats" else all(hits)
                 self.right[kind] = 0.98 * self.right.get(kind, 0.0) + 0.02 * right
         self.step, self.tokens = self.step + 1, self.tokens + tokens.numel()
         return loss.item()

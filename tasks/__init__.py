@@ -55,16 +55,15 @@ class Task:
     sample: Callable[[Recipe, int], Sample]  # (recipe, index) -> sample
     score: Callable[[str, Question], float]  # the score of an answer's text, 0 to 100
     size: Callable[[Recipe], int] | None = None  # the number of samples; None: unlimited
-    stop: tuple[str, ...] = ()  # texts that end an answer
     chat: bool = True  # whether the benchmark applies a chat model's template to the prompts
 
 
-def fit(make: Callable[[int], Sample], recipe: Recipe, reserve: int, least: int = 1) -> Sample:
-    """The longest make(n), n >= least, whose prompt plus `reserve` tokens takes at most recipe.length tokens.
+def fill_length(make: Callable[[int], Sample], recipe: Recipe, reserve: int, smallest: int = 1) -> Sample:
+    """The longest make(n), n >= smallest, whose prompt plus `reserve` tokens takes at most recipe.length tokens.
 
-    Each unit of n must add about the same number of tokens. Raises ValueError if make(least) is too long.
+    Each unit of n must add about the same number of tokens. Raises ValueError if make(smallest) is too long.
     """
-    room, low, high = recipe.length - reserve, least, None  # low fits, high does not
+    room, low, high = recipe.length - reserve, smallest, None  # low fits, high does not
     sample = make(low)
     used = len(recipe.encode(sample.prompt))
     if used > room:

@@ -73,17 +73,17 @@ def lcs(wanted: Sequence[str], said: Sequence[str], tie_to_said: bool) -> list[i
         for j, other in enumerate(said):
             row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
         lengths.append(row)
-    found, i, j = [], len(wanted), len(said)
+    common, i, j = [], len(wanted), len(said)
     while i and j:
         shorter_wanted, shorter_said = lengths[i - 1][j], lengths[i][j - 1]
         if wanted[i - 1] == said[j - 1]:
             i, j = i - 1, j - 1
-            found.append(i)
+            common.append(i)
         elif shorter_wanted > shorter_said or (tie_to_said and shorter_wanted == shorter_said):
             i -= 1
         else:
             j -= 1
-    return found
+    return common
 
 
 # LongBench
@@ -227,15 +227,15 @@ def longdialogue_qa_eng(answer: str, reference: str) -> float:
 
 def _lone_letter(answer: str, letters: str) -> str | None:
     """The last lone letter of the first line that has one."""
-    found = (re.findall(rf"\b[{letters}]\b", line) for line in answer.split("\n"))
-    return next((letter[-1] for letter in found if letter), None)
+    by_line = (re.findall(rf"\b[{letters}]\b", line) for line in answer.split("\n"))
+    return next((lone[-1] for lone in by_line if lone), None)
 
 
 def _after(answer: str, phrases: Sequence[str]) -> str | None:
     """The text one character after the first phrase, in the given order, that the answer contains; None without one."""
     for phrase in phrases:
-        _, found, rest = answer.partition(phrase)
-        if found:
+        _, said, rest = answer.partition(phrase)
+        if said:
             return rest[1:]
     return None
 

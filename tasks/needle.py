@@ -7,7 +7,7 @@ guessed.
 
 from itertools import accumulate
 
-from tasks import Question, Sample, Recipe, Task, fit, string_match_all
+from tasks import Question, Recipe, Sample, Task, fill_length, string_match_all
 from tasks.ruler import Drawer, essay
 
 DEPTHS = 11
@@ -29,7 +29,7 @@ def needle(recipe: Recipe, index: int) -> Sample:
         question, opening = QUESTION.format(key=key), OPENING.format(key=key)
         return Sample(" ".join(sentences), (Question(question + opening, (value,), opening=opening),), depth)
 
-    return fit(make, recipe, 32)
+    return fill_length(make, recipe, 32)
 
 
 TASKS = {"needle": Task("needle", 32, needle, string_match_all)}

@@ -19,7 +19,7 @@ from functools import cache, partial
 
 from wonderwords import RandomWord
 
-from tasks import Question, Sample, Recipe, Task, fit, shipped_haystack, string_match_all, string_match_part
+from tasks import Question, Recipe, Sample, Task, fill_length, shipped_haystack, string_match_all, string_match_part
 from tasks.ruler_qa import answering, count_qa, opened
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -41,10 +41,10 @@ class Drawer:
     drawn: set[str] = field(default_factory=set, init=False)
 
     def draw(self, kind: str) -> str:
-        while (found := getattr(self, kind)()) in self.drawn:
+        while (word := getattr(self, kind)()) in self.drawn:
             pass
-        self.drawn.add(found)
-        return found
+        self.drawn.add(word)
+        return word
 
     def words(self) -> str:
         return f"{self._kept(lambda: self.rng.choice(wordlist('adjective')))}-{self.noun()}"
@@ -59,9 +59,9 @@ class Drawer:
         return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
 
     def _kept(self, draw: Callable[[], str]) -> str:
-        while not self.keep(found := draw()):
+        while not self.keep(word := draw()):
             pass
-        return found
+        return word
 
 
 def split_sentences(text: str) -> list[str]:
@@ -179,7 +179,7 @@ def needles(name: str, niah: Niah, recipe: Recipe, index: int) -> Sample:
     def make(n: int) -> Sample:
         return niah.sample(recipe, Drawer(recipe.rng(name, index)), n)
 
-    return fit(make, recipe, 128, least=max(niah.keys, niah.queries) * niah.values)
+    return fill_length(make, recipe, 128, smallest=max(niah.keys, niah.queries) * niah.values)
 
 
 # Variable tracking
@@ -210,14 +210,15 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
 
 
 def variable_tracking(recipe: Recipe, index: int) -> Sample:
-    example = fit(lambda n: tracking(recipe.rng("vt example", index), n, size=3), replace(recipe, length=500), 0, 5)
+    short = replace(recipe, length=500)
+    example = fill_length(lambda n: tracking(recipe.rng("vt example", index), n, size=3), short, reserve=0, smallest=5)
     shown = example.prompt + " " + " ".join(example.questions[0].answers) + "\n\n"
 
     def make(n: int) -> Sample:
         sample = tracking(recipe.rng("vt", index), n)
         return replace(sample, text=shown + sample.text)
 
-    return fit(make, recipe, 30, least=5)
+    return fill_length(make, recipe, 30, smallest=5)
 
 
 # Aggregation
@@ -256,7 +257,7 @@ def common_words_extraction(recipe: Recipe, index: int) -> Sample:
         sample = common_words(recipe.rng("cwe", index), n, *((6, 1) if small else (30, 3)))
         return replace(sample, text=f"{example.prompt} {listed}\n{sample.text}")
 
-    return fit(make, recipe, 120, least=11)
+    return fill_length(make, recipe, 120, smallest=11)
 
 
 def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
@@ -281,7 +282,7 @@ def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
 
 def frequent_words_extraction(recipe: Recipe, index: int) -> Sample:
     vocabulary = max(4, (recipe.length - 50) // 50)
-    return fit(lambda n: frequent_words(recipe.rng("fwe", index), n, vocabulary), recipe, 50, least=64)
+    return fill_length(lambda n: frequent_words(recipe.rng("fwe", index), n, vocabulary), recipe, 50, smallest=64)
 
 
 NIAH = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tasks import Question, Sample, Recipe, fit
+from tasks import Question, Recipe, Sample, fill_length
 
 
 def opened(text: str, answers: tuple[str, ...]) -> Question:
@@ -101,4 +101,4 @@ def answering(dataset: str, recipe: Recipe, index: int) -> Sample:
         text = f"{order}\n\nThe following are given documents.\n\n{context}"
         return Sample(text, (opened(f"\n\n{order}\n\nQuestion: {ask.query} Answer:", ask.answers),))
 
-    return fit(make, recipe, 32, least=len(ask.support))
+    return fill_length(make, recipe, 32, smallest=len(ask.support))

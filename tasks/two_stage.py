@@ -8,7 +8,7 @@ dict has the keys 0, 1, 2, ... and grows with the requested length, to at most 2
 import re
 from functools import partial
 
-from tasks import Question, Sample, Recipe, Task, fit
+from tasks import Question, Recipe, Sample, Task, fill_length
 
 PAIRS = 200  # the most pairs in the dict
 COLOURS = (
@@ -43,13 +43,13 @@ def two_stage(given: bool, recipe: Recipe, index: int, name: str = "two_stage", 
     whole = make(PAIRS)  # the longest sample there is
     if len(recipe.encode(whole.prompt)) + reserve <= recipe.length:
         return whole
-    return fit(make, recipe, reserve)
+    return fill_length(make, recipe, reserve)
 
 
 def names_colour(answer: str, question: Question) -> float:
     """Whether the answer contains the color as a word (the paper's exact match), and no other color before it."""
-    found = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
-    return 100.0 * (found[:1] == [question.answers[0]])
+    named = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
+    return 100.0 * (named[:1] == [question.answers[0]])
 
 
 TASKS = {

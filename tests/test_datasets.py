@@ -199,22 +199,22 @@ def test_math_calc_counts_values_up_to_the_first_mistake():
 
 
 @pytest.mark.parametrize(
-    "prompts, digest",
+    "specs, digest",
     [
-        (longbench.PROMPTS, "a44e611ec60b24fd65e1c2ff9cc3df1205954b0efa69ead524837268126b6db4"),
-        (infinitebench.PROMPTS, "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
+        (longbench.SPECS, "a44e611ec60b24fd65e1c2ff9cc3df1205954b0efa69ead524837268126b6db4"),
+        (infinitebench.SPECS, "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
     ],
 )
-def test_templates_are_the_published_ones(prompts, digest):
+def test_templates_are_the_published_ones(specs, digest):
     """The digests are of the published files, with {question} renamed to {input}."""
-    assert hashlib.sha256("\0".join(prompts[name] for name in sorted(prompts)).encode()).hexdigest() == digest
+    assert hashlib.sha256("\0".join(specs[name]["prompt"] for name in sorted(specs)).encode()).hexdigest() == digest
 
 
 @pytest.mark.parametrize("name", longbench.TASKS)
 def test_a_longbench_prompt_is_its_template_filled_in_and_split_after_the_context(name, tmp_path, jieba):
     record = longbench_record()
     sample = only_sample(tmp_path, longbench.TASKS[name], record)
-    assert sample.prompt == longbench.PROMPTS[name].replace("{context}", record["context"]).replace(
+    assert sample.prompt == longbench.SPECS[name]["prompt"].replace("{context}", record["context"]).replace(
         "{input}", record["input"]
     )
     assert sample.text.endswith(record["context"])
@@ -244,7 +244,7 @@ INFINITEBENCH_PROMPTS = {
 @pytest.mark.parametrize("name", infinitebench.TASKS)
 def test_an_infinitebench_prompt_is_its_template_filled_in_and_split_after_the_context(name, tmp_path):
     sample = only_sample(tmp_path, infinitebench.TASKS[name], infinitebench_record(name))
-    filled = infinitebench.PROMPTS[name].replace("{context}", "Some {text}.").replace("{input}", "What?")
+    filled = infinitebench.SPECS[name]["prompt"].replace("{context}", "Some {text}.").replace("{input}", "What?")
     assert sample.prompt == INFINITEBENCH_PROMPTS.get(name, filled)
     assert sample.text.endswith("Some {text}.")
 

@@ -10,7 +10,19 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import Question, Sample, Recipe, fit, needle, registry, ruler, ruler_qa, shipped_haystack, texts, two_stage
+from tasks import (
+    Question,
+    Recipe,
+    Sample,
+    fill_length,
+    needle,
+    registry,
+    ruler,
+    ruler_qa,
+    shipped_haystack,
+    texts,
+    two_stage,
+)
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # roughly the tokens of English text
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -63,22 +75,22 @@ def growing(units: list[int]):
 @pytest.mark.parametrize("least", [1, 4])
 def test_fit_takes_the_longest_prompt_that_leaves_room_for_an_answer(units, least):
     for length in range(100, 400, 7):
-        made = fit(growing(units), Recipe(length, list, "".join), reserve=30, least=least)
+        made = fill_length(growing(units), Recipe(length, list, "".join), reserve=30, smallest=least)
         fitting = [n for n in range(length) if sum(units[:n]) <= length - 30]
         assert len(made.text) == sum(units[: fitting[-1]])
 
 
 def test_fit_makes_few_prompts_on_its_way():
     made = []
-    fit(lambda n: made.append(n) or growing([5] * n)(n), Recipe(100_000, list, "".join), reserve=30)
+    fill_length(lambda n: made.append(n) or growing([5] * n)(n), Recipe(100_000, list, "".join), reserve=30)
     assert len(made) < 10
 
 
 def test_fit_refuses_a_length_below_the_least_and_names_the_least():
     make = growing([10, 20, 30])
-    assert fit(make, Recipe(75, list, "".join), reserve=45, least=2).text == "x" * 30
+    assert fill_length(make, Recipe(75, list, "".join), reserve=45, smallest=2).text == "x" * 30
     with pytest.raises(ValueError, match="^a length of 74 tokens is too short: the least is 75$"):
-        fit(make, Recipe(74, list, "".join), reserve=45, least=2)
+        fill_length(make, Recipe(74, list, "".join), reserve=45, smallest=2)
 
 
 @pytest.mark.parametrize("length", [2048, 4096, 16384])
