@@ -20,10 +20,9 @@ from torch import Tensor
 from config import ModelConfig
 from model import Transformer
 from runtime.checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
-from runtime.linear import Embedding, Int4Linear, Int8Embedding, Int8Linear, Linear
+from runtime.linear import MODES, quantize_modules, read_quantization
 from terminal.cli import run
 
-MODES = ("int8", "int4")
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
 
 # The numbers
@@ -55,52 +54,6 @@ def _up(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = x.to(dtype)
     y = torch.where(y.float() < x, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
     return torch.where(y == 0, torch.finfo(dtype).tiny, y)
-
-
-# The modules
-
-
-def quantize_modules(model: Transformer, mode: str, groupsize: int | None, embeddings: bool) -> None:
-    """Replaces the linear layers of a model on the meta device with modules for quantized weights.
-
-    Raises ValueError for an unknown mode, or an int4 group size that is odd or does not divide a layer's input.
-    """
-    if mode not in MODES:
-        raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
-    for path, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Linear) and (embeddings or child is not model.output):
-                if mode == "int8" or child is model.output:
-                    setattr(parent, name, Int8Linear(child))
-                    continue
-                if not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or child.in_features % groupsize:
-                    raise ValueError(
-                        f"groupsize {groupsize} must be even and divide the {child.in_features} input "
-                        f"channels of {path}.{name}"
-                    )
-                setattr(parent, name, Int4Linear(child, groupsize))
-            elif isinstance(child, Embedding) and embeddings:
-                setattr(parent, name, Int8Embedding(child))
-
-
-def pack(model: Transformer) -> None:
-    """Reorders a loaded model's int4 weights for the device's kernels."""
-    for module in model.modules():
-        if isinstance(module, Int4Linear):
-            module.pack()
-
-
-# The checkpoint
-
-
-def read_quantization(config: dict) -> dict | None:
-    """Arguments for `quantize_modules` from config.json; None if unquantized. Raises ValueError for an unknown mode."""
-    found = config["kv_fast"].get("quantization")
-    if not found:
-        return None
-    if not isinstance(found, dict) or found.get("mode") not in MODES:
-        raise ValueError(f"config.json: quantization {found!r} is not known; known modes: {', '.join(MODES)}")
-    return {"mode": found["mode"], "groupsize": found.get("groupsize"), "embeddings": bool(found.get("embeddings"))}
 
 
 def quantize(

@@ -34,11 +34,13 @@ class Ahead(Full):
 class Loaded(Parts):
     """A layer whose prompt is on the host and is loaded whole; generated tokens stay on the device."""
 
+    reads_all = True
+
     def __init__(self, shape: Shape, pool: ThreadedPool):
         super().__init__(shape, sinks=0, ends=0, chosen=0)
         self.recent, self.loads, self.pool, self.pools = shape.planned, (), pool, [pool]
         self.hold("pool_buffer", pool.buffer)
-        self.hold("ticket", pool.ticket(shape.batch * shape.max_prompt), "ticket")
+        self.hold("ticket", pool.ticket(shape.batch * shape.max_prompt))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
@@ -84,9 +86,6 @@ class BruteOffloadMethod(Method):
     layers: int | None = option(None, "how many of the last layers are on the host; auto: 20 of 32", min=1)
     ahead: int = option(4, "how many layers before its use a load starts", min=1)
     threads: int = option(4, "host threads that load", min=1, max=256)
-
-    def memory(self, shape: Shape, budget: None) -> int:
-        return shape.full_bytes()
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)

@@ -8,7 +8,6 @@ x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffi
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from kv.streaming import Streaming
 class Duo(KV):
     """One layer. `retrieval` says for each KV head whether it keeps everything."""
 
-    rewinds = True
+    rewinds = reads_all = True
 
     def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
         super().__init__(shape)
@@ -42,8 +41,8 @@ class Duo(KV):
         self.endless = not count
         self.recent = min(part.recent for part in self.parts)
         heads = torch.tensor(order, device=shape.device)
-        self.hold("order", heads, "order of heads")
-        self.hold("back", heads.argsort(), "order of heads")
+        self.hold("order", heads)
+        self.hold("back", heads.argsort())
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Splits x [B,H,T,D], H = Hk or Hq, into the heads of each part."""
@@ -92,22 +91,15 @@ class Duo(KV):
         """The parts' tensors, each name with its part's number."""
         return {f"{i}.{name}": x for i, part in enumerate(found) for name, x in part.items()}
 
-    def set_speed(self, row: int, speed: Tensor) -> None:
-        for part in self.parts:
-            part.set_speed(row, speed)
-
     def reset(self, row: int) -> None:
         for part in self.parts:
             part.reset(row)
 
-    def fit(self, length: int, new: int) -> tuple:
-        return tuple(part.fit(length, new) for part in self.parts)
+    def before_step(self, length: int, new: int) -> tuple:
+        return tuple(part.before_step(length, new) for part in self.parts)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return sum(part.step_bytes(length)[0] for part in self.parts), 0
-
-    def overhead(self) -> dict[str, int]:
-        return dict(sum((Counter(part.overhead()) for part in self.parts), self.beyond))
 
 
 @dataclass(frozen=True)
@@ -146,13 +138,6 @@ class DuoMethod(Method):
 
     def minimum(self, shape: Shape) -> int:
         return 2
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        count, sinks, recent = self.plan(shape, budget)
-        count = sum(map(sum, self.choose(shape, count)))  # on this rank
-        rest = shape.n_layer * shape.n_kv_head - count
-        units = count * shape.planned + rest * min(sinks + recent, shape.planned)
-        return shape.batch * units * shape.unit_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         count, sinks, recent = self.plan(shape, budget)

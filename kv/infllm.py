@@ -39,15 +39,9 @@ class InfLLM(Fetched):
         self.block, self.reps, self.blocks = block, options.reps, blocks
         self.joint = options.joint
         if self.joint:
-            self.allocate_speeds()
+            self.hold_rope_speed()
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
-        for name, slots in (
-            ("chosen blocks", count * block),
-            ("ends of blocks", blocks * block - max(0, shape.max_prompt - ends)),
-            ("ends of a short prompt", max(0, ends - shape.max_prompt)),
-        ):
-            self.beyond[name] = slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
@@ -146,12 +140,6 @@ class InfLLMMethod(offload.OffloadMethod):
         """One block, the sinks and the local tokens."""
         least = self.block + (self.sinks or 0) + (self.local or 0)
         return next(t for t in itertools.count(least) if self.blocks(t) >= 1)
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        """The full cache, and one fp32 vector per block and KV head."""
-        sized = self.at(budget)
-        blocks = -(-max(1, shape.max_prompt - sized.sinks - sized.local) // self.block)
-        return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         workers, count = offload.Workers(self.threads), self.blocks(budget)

@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Buffers
-from kv.full import Full
-from kv.full_bits import full_layer, full_layer_bytes
+from kv.full import Full, full_layer
 from kv.method import Shape, option
 from kv.omnikv_bank import ContextBank
 from kv.omnikv_prefill import Chunks, highest_attention
-from kv.parts import offload, ops, quant
+from kv.parts import inductor, offload, ops, quant
 from kv.parts.fetched import Parts
 
 
@@ -128,11 +127,10 @@ class Filter(Full):
         self.segment, self.selector = segment, selector
         self.keeps_prompts = False  # only tokens of the prompt are chosen
         self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
-        self.beyond += segment.beyond if segment.bank is None else segment.beyond + segment.bank.beyond
-        self.least = segment.k
+        self.min_slots = segment.k
         self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
         if self.window > 1:  # scores of past queries, a ring by position
-            self.allocate("past", self.window, self.size + 1, dtype=torch.float32, beyond="past scores")
+            self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.segment.begin(row, k.shape[2])
@@ -141,7 +139,7 @@ class Filter(Full):
             self.look_back(row, q, k[0])
         super().keep(row, q, k, v)
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         if self.segment.chunks is not None:
             self.segment.chunks.choose(q, k)
         return super().attend_prompt(q, k, v)
@@ -202,22 +200,22 @@ class Sparse(Full):
     def __init__(self, shape: Shape, segment: Segment):
         super().__init__(shape)
         self.segment, self.exact_prompt = segment, segment.chunks is None
-        self.recent, self.keeps_prompts = 1, False
-        self.new = ops.number(shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.recent, self.reads_all, self.keeps_prompts = 1, False, False
+        self.new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        chosen, generated = self.segment.index, ops.following(self.segment.prompt, self.new.shape[0])
+        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.new))
         index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
         mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
-    def fit(self, length: int, new: int) -> tuple:
-        self.new = ops.span(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
-        return (self.new.shape[0],)
+    def before_step(self, length: int, new: int) -> tuple:
+        self.new = inductor.covering(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        return (inductor.value(self.new),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
@@ -234,15 +232,13 @@ class BankSparse(Parts):
         self.segment, self.bank, self.layer = segment, segment.bank, layer
         self.first = layer == self.bank.layers[0]
         column = torch.tensor([self.bank.layers.index(layer)], device=shape.device)
-        self.hold("column", column, "column")  # of the pool; a tensor: layers share compiled code
+        self.hold("column", column)  # of the pool; a tensor: layers share compiled code
         if self.first:  # the pool is the whole segment's: counted once
             self.pools = [self.bank.pool]
-        if not self.bank.pool.host_bytes:
-            self.beyond["chosen tokens"] = segment.k * shape.slot_bytes
         self.exact_prompt = segment.chunks is None
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend_prompt(q, k, v) if self.exact_prompt else self.segment.chunks.attend(q, k, v)
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.bank.write(row, self.layer, k[0], v[0])
@@ -270,7 +266,7 @@ class BankSparse(Parts):
 @dataclass(frozen=True)
 class OmniKVMethod(offload.OffloadMethod):
     help = "a few full layers choose what the others read; --offload"
-    instead, lossless = "mem", {"bits": 16, "prefill": None}
+    instead = "mem"
     filter_layers: list[int] | None = option(None, "layers that choose", min=0)
     selector: Literal["last", "uniform", "exp"] = option("last", "how the queries in the window are weighted")
     window: int = option(16, "queries in the window of uniform and exp", min=1)
@@ -279,17 +275,6 @@ class OmniKVMethod(offload.OffloadMethod):
     bits: quant.Bits = quant.BITS
     prefill: float | None = option(None, "r: sparse layers prefill with r x chunk chosen tokens; auto: all", min=0)
     chunk: int = option(4096, "tokens per chunk of `prefill`", min=1)
-
-    def memory(self, shape: Shape, budget: int | None) -> int:
-        """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""
-        plan = Plan.of(shape, budget, self)
-        sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
-        unit = 2 * quant.stored_bytes(shape, self.bits)
-        layer = shape.max_prompt * unit + shape.max_new_tokens * shape.unit_bytes
-        layer += self.offload * plan.k * shape.unit_bytes
-        whole, others = shape.full_bytes() // shape.n_layer, shape.n_layer - sparse - filters
-        layers = shape.batch * shape.n_kv_head * sparse * layer
-        return layers + filters * whole + others * full_layer_bytes(shape, self.bits)
 
     def build(self, shape: Shape, budget: int | None) -> list[KV]:
         plan = Plan.of(shape, budget, self)

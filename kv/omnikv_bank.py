@@ -26,7 +26,7 @@ class ContextBank(Buffers):
         staged = options.staged(slots, width, shape)
         self.pool = options.pool(what, rows, width, staged, shape, workers, options.delta)
         self.hold("pool_buffer", self.pool.buffer)
-        self.hold("ticket", self.pool.ticket(slots), "ticket")  # from layer to layer
+        self.hold("ticket", self.pool.ticket(slots))  # from layer to layer
 
     def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""

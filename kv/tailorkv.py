@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from kv.base import KV
-from kv.kivi import GROUP, Quantized, layer_bytes
+from kv.kivi import GROUP, Quantized
 from kv.method import Shape, option
-from kv.parts import offload, ops
+from kv.parts import inductor, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
@@ -39,7 +39,7 @@ class Tailored(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
         super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
         self.channels = shared.channels
-        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="max |K|")
+        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
         what = f"the channels of layer {layer}"
         rows, width = self.largest.numel(), (shape.max_prompt,)
         staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
@@ -48,9 +48,9 @@ class Tailored(FetchedTokens):
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
         # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's ticket.
-        self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64, beyond="channels and ticket")
+        self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64)
         slots = shape.batch * shape.n_kv_head * self.channels
-        self.hold("ticket", self.channel_pool.ticket(slots), "channels and ticket")
+        self.hold("ticket", self.channel_pool.ticket(slots))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -83,7 +83,7 @@ class Tailored(FetchedTokens):
             q = self.lookahead(q, q, active)
         waited = self.channel_pool.wait(self.ticket, q)
         keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
-        query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
+        query = inductor.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.weighted_sum(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - self.local)[:, None])
@@ -95,10 +95,6 @@ class Tailored(FetchedTokens):
         device, host = super().step_bytes(length)
         prefetched = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
         return device + prefetched, host + prefetched * (self.channel_pool.host_bytes > 0)
-
-    def overhead(self) -> dict[str, int]:
-        declared = super().overhead()
-        return declared | {"staging": declared["staging"] - self.channel_pool.staged_bytes}  # Table 2 counts those
 
 
 class Shared:
@@ -115,7 +111,6 @@ class Shared:
 @dataclass(frozen=True)
 class TailorKVMethod(FetchMethod):
     help = "dense layers in one bit, tokens of the others from the host by predicted queries"
-    lossless = {"quant_layers": []}
     quant_layers: list[int] | None = option(None, "layers that are quantized", min=0)
     bits: Literal[1, 2, 4, 8] = option(1, "bits of a stored value in them")
     group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
@@ -136,15 +131,6 @@ class TailorKVMethod(FetchMethod):
 
     def minimum(self, shape: Shape) -> int:
         return max(8, self.initial + 1)
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        """Table 2, and K, V and K again on the host."""
-        quantized = len(self.quantized_layers(shape))
-        sparse = shape.n_layer - quantized
-        prompt = shape.max_prompt * shape.slot_bytes
-        buffers = 2 * shape.batch * shape.n_kv_head * self.fetched_channels(shape) * shape.max_prompt
-        layers = quantized * layer_bytes(shape, self.bits, self.group) + sparse * prompt * 3 // 2
-        return layers + buffers * shape.dtype.itemsize * (sparse > 0)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         quantized, shared = self.quantized_layers(shape), Shared(shape, budget, self)

@@ -1,12 +1,11 @@
 """What the machine has: devices, dtypes and free memory."""
 
-import errno
 import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of weights and caches
 
@@ -65,38 +64,6 @@ def memory_errors() -> Iterator[None]:
         ) from None
 
 
-@contextmanager
-def compile_errors() -> Iterator[None]:
-    """Turns the known reasons why torch cannot compile here into a ValueError: one line with what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(_unwritable_cache(error.strerror)) from None
-    except RuntimeError as error:
-        from torch._dynamo.exc import BackendCompilerFailed
-        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-        if not isinstance(error, BackendCompilerFailed):
-            raise
-        inner, full = error.inner_exception, os.strerror(errno.ENOSPC)
-        if isinstance(inner, OSError) or full in str(inner):  # the C++ compiler reports a full disk as text
-            raise ValueError(_unwritable_cache(getattr(inner, "strerror", None) or full)) from None
-        if isinstance(inner, InvalidCxxCompiler | CppCompileError):
-            raise ValueError(
-                "the decode step cannot be compiled here: install g++ and Python's headers (Debian: g++ python3-dev), "
-                "or pass --no-compile"
-            ) from None
-        raise
-
-
-def _unwritable_cache(reason: str) -> str:
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_*"
-    return (
-        f"the compile cache {folder} cannot be written ({reason}): free space there, or set TORCHINDUCTOR_CACHE_DIR "
-        "to another folder"
-    )
-
-
 def pick_device(name: str | torch.device | None) -> torch.device:
     """The device of that name; None selects a GPU if there is one. Raises ValueError if it does not exist.
 
@@ -124,3 +91,15 @@ def pick_dtype(name: str | torch.dtype) -> torch.dtype:
     if dtype not in list(DTYPES.values()):
         raise ValueError(f"dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
     return dtype
+
+
+def read_later(tokens: Tensor) -> Callable[[], list[list[int]]]:
+    """Starts a copy of tokens to the host; the returned function waits for it and returns the tokens."""
+    if tokens.device.type != "cuda":
+        values = tokens.tolist()
+        return lambda: values
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: (event.synchronize(), host.tolist())[1]

@@ -1,75 +1,24 @@
-"""Linear layers in 16 bits, int8 and int4; each uses the product that is fastest on its device.
+"""Linear layers and embeddings with int8 and int4 weights.
 
-For the few rows of a decode step there are up to three products: "kernel", torch's own (F.linear, or its CPU kernels
-for quantized weights), "mv" (torch.mv, one row), and "fused", products and sums that Inductor compiles into one loop,
-which reads the weight once, as stored, for all rows. The fastest product depends on the CPU: runtime/tune.py finds it.
+A compiled step multiplies few rows by torch's kernels for quantized weights, or by products and sums that Inductor
+fuses into one loop over the weight as it is stored. On a GPU both modes are fused; on a CPU int4 takes torch's kernel,
+and runtime/cpu.py chooses for int8.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 8  # most rows for which a step chooses among the products
-MANY = 8  # fewest rows for which a dtype in WIDENED is widened
-WIDENED: list[torch.dtype] = []  # dtypes whose large products are faster in fp32 on this CPU, see runtime/tune.py
-Products = tuple[str, str]  # for one row and for 2 to FEW
+from runtime.cpu import FEW, Products, finish, fused, linear, rows_of
 
-# The custom op keeps Inductor from decomposing torch.mv.
-_library = torch.library.Library("kv_fast", "DEF")
-_library.define("mv(Tensor weight, Tensor x) -> Tensor")
-_library.impl("mv", torch.mv, "CPU")
-_library.impl("mv", lambda weight, x: x.new_empty(weight.shape[0]), "Meta")
+MODES = ("int8", "int4")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = ("mv", "kernel")) -> Tensor:
-    """x [...,I] times weight [O,I] -> [...,O]; on a CPU, in fp32 for MANY rows or more of a dtype in WIDENED."""
-    rows = x.numel() // x.shape[-1]
-    if x.device.type == "cpu" and rows <= FEW:
-        product = products[0] if rows == 1 else products[1]
-        if product == "fused" and torch.compiler.is_compiling():
-            return finish(fused(x, weight), x, bias)
-        if product == "mv" and rows == 1 and x.dtype == torch.bfloat16:
-            return finish(torch.ops.kv_fast.mv(weight, x.flatten()), x, bias)
-    if x.device.type == "cpu" and x.dtype in WIDENED and rows >= MANY:
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    return F.linear(x, weight, bias)
-
-
-def fused(x: Tensor, weight: Tensor) -> Tensor:
-    """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight."""
-    y = [(row * weight.float()).sum(-1) for row in rows_of(x)]
-    return torch.stack(y) if len(y) > 1 else y[0][None]  # a stack would end the loop: what follows could not join it
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x [...,I] as [rows,I] fp32; as_strided makes Inductor store it.
-
-    Otherwise Inductor recomputes x (the output of a norm, say), or widens it, for every row of a weight.
-    """
-    rows = x.numel() // x.shape[-1], x.shape[-1]
-    return x.float().contiguous().as_strided(rows, (x.shape[-1], 1))
-
-
-class Linear(nn.Linear):
-    products: Products = ("mv", "kernel")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.products)
-
-    def first(self, x: Tensor, rows: int) -> Tensor:
-        """Only the first `rows` output channels."""
-        return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows], self.products)
-
-
-class Embedding(nn.Embedding):
-    products: Products = ("mv", "kernel")
-
-    def reset_parameters(self) -> None:
-        """Does nothing: weights are loaded, and normal_ on a meta tensor imports torch's compiler (half a second)."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The table as the tied output head: x [...,C] -> [...,vocab]"""
-        return linear(x, self.weight, None, self.products)
+def first_rows(module: nn.Module, x: Tensor, rows: int) -> Tensor:
+    """Only the first `rows` output channels of a linear module of any kind."""
+    if hasattr(module, "first"):
+        return module.first(x, rows)
+    return F.linear(x, module.weight[:rows], None if module.bias is None else module.bias[:rows])
 
 
 class Int8Linear(nn.Module):
@@ -77,7 +26,7 @@ class Int8Linear(nn.Module):
 
     products: Products = ("kernel", "kernel")
 
-    def __init__(self, linear: Linear):
+    def __init__(self, linear: nn.Linear):
         super().__init__()
         self.register_buffer("weight", torch.empty_like(linear.weight, dtype=torch.int8))
         self.register_buffer("scales", torch.empty_like(linear.weight[:, 0]))
@@ -94,9 +43,7 @@ class Int8Linear(nn.Module):
 class Int8Embedding(nn.Module):
     """An Embedding whose table is int8 [vocab,C] with scales [vocab]."""
 
-    products: Products = ("kernel", "kernel")
-
-    def __init__(self, table: Embedding):
+    def __init__(self, table: nn.Embedding):
         super().__init__()
         self.register_buffer("weight", torch.empty_like(table.weight, dtype=torch.int8))
         self.register_buffer("scales", torch.empty_like(table.weight[:, 0]))
@@ -104,14 +51,11 @@ class Int8Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return self.weight[ids].to(self.scales.dtype) * self.scales[ids][..., None]
 
-    def logits(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.weight, self.scales, None, self.products)
-
 
 class Int4Linear(nn.Module):
     """A Linear whose weight is packed int4: uint8 [O,I/2], with scales and zeros [I/groupsize,O,2]."""
 
-    def __init__(self, linear: Linear, groupsize: int):
+    def __init__(self, linear: nn.Linear, groupsize: int):
         super().__init__()
         out, size = linear.weight.shape
         self.groupsize = groupsize
@@ -201,7 +145,44 @@ def restore(groups: Tensor, scales: Tensor) -> Tensor:
     return ((groups.to(scale.dtype) - 8) * scale + zero).flatten(1)
 
 
-def finish(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """y [rows,O] plus the bias -> [...,O], in the dtype and leading shape of x [...,I]"""
-    y = y if bias is None else y + bias
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+# Quantized models
+
+
+def quantize_modules(model: nn.Module, mode: str, groupsize: int | None, embeddings: bool) -> None:
+    """Replaces the linear layers of a model on the meta device with modules for quantized weights.
+
+    Raises ValueError for an unknown mode, or an int4 group size that is odd or does not divide a layer's input.
+    """
+    if mode not in MODES:
+        raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and (embeddings or child is not model.output):
+                if mode == "int8" or child is model.output:
+                    setattr(parent, name, Int8Linear(child))
+                    continue
+                if not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or child.in_features % groupsize:
+                    raise ValueError(
+                        f"groupsize {groupsize} must be even and divide the {child.in_features} input "
+                        f"channels of {path}.{name}"
+                    )
+                setattr(parent, name, Int4Linear(child, groupsize))
+            elif isinstance(child, nn.Embedding) and embeddings:
+                setattr(parent, name, Int8Embedding(child))
+
+
+def pack(model: nn.Module) -> None:
+    """Reorders a loaded model's int4 weights for the device's kernels."""
+    for module in model.modules():
+        if isinstance(module, Int4Linear):
+            module.pack()
+
+
+def read_quantization(config: dict) -> dict | None:
+    """Arguments for `quantize_modules` from config.json; None if unquantized. Raises ValueError for an unknown mode."""
+    found = config["kv_fast"].get("quantization")
+    if not found:
+        return None
+    if not isinstance(found, dict) or found.get("mode") not in MODES:
+        raise ValueError(f"config.json: quantization {found!r} is not known; known modes: {', '.join(MODES)}")
+    return {"mode": found["mode"], "groupsize": found.get("groupsize"), "embeddings": bool(found.get("embeddings"))}

@@ -1,11 +1,15 @@
-"""Prompts that are prefilled once and continued many times: kept in memory, or in a file.
+"""Rows as files: a prompt that is prefilled once, saved, and continued later in another process.
 
-A `Prefix` holds a prompt's tokens and what every layer holds of it. A file is a safetensors file. Its header says which
-weights, method, options, budget and plan the prompt was prefilled with, and has a checksum of each tensor.
+A file is a safetensors file of a row's tokens, its RoPE speeds and what every layer holds of it (`KV.state`). Its
+header says which weights, method, options, budget and plan the row belongs to, and has a checksum of each tensor. An
+engine that continues the row must have the same.
 """
 
+import dataclasses
 import json
 import os
+import types
+import typing
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,131 +19,139 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = "kv-fast prompt 4"
-LEAST = 256  # tokens that prompts must share to prefill them once
+import kv as methods
+
+FORMAT = "kv-fast prompt 5"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a prefix depends on besides its tokens: an engine that continues it must have the same."""
+class Header:
+    """What a saved row depends on besides its tensors."""
 
+    weights: str  # the checkpoint's fingerprint
     kv: str
     budget: int | float | None
     options: dict  # with those of the checkpoint's kv_profile.json
     max_prompt: int
     max_new_tokens: int
     dtype: str
-    speculate: int = 0
-    ranks: int = 1  # processes that share the model
+    speculate: int
+    prompt: int  # how many of the tokens were prefilled
+    chat: bool  # the tokens are `Tokenizer.chat_begin`'s: questions take `chat_end`
 
     @property
     def plan(self) -> tuple[int, int]:
         return self.max_prompt, self.max_new_tokens
 
-
-@dataclass
-class Prefix:
-    """`Engine.prefix` and `load` make it; `Engine.generate(prefix=...)` continues it."""
-
-    setting: Setting
-    tokens: list[int]
-    rope_speed: Tensor  # [D/2], radians per position
-    layers: list[dict[str, Tensor]]  # `KV.state` of each layer
-    chat: bool = False  # the tokens are `Tokenizer.chat_begin`'s: questions take `chat_end`
-
-    @property
-    def bytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors().values())
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = {"tokens": torch.tensor(self.tokens), "rope_speed": self.rope_speed}
-        return found | {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.items()}
-
-    def save(self, path: str | Path, weights: str) -> None:
-        """Writes a file, whole or not at all; `weights` is the checkpoint's `fingerprint`."""
-        if self.setting.ranks > 1:
-            raise ValueError("a prompt whose heads are on several ranks cannot be saved: save it in one process")
-        path = Path(path)
-        tensors = {name: x.cpu().contiguous() for name, x in self.tensors().items()}
-        about = asdict(self.setting) | {"layers": len(self.layers), "weights": weights, "chat": self.chat}
-        about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
-        header = {"format": FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            save_file(tensors, temporary, header)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@dataclass
-class Shared:
-    """The tokens that consecutive prompts begin with; the first prompt prefills them for all."""
-
-    tokens: list[int]
-    users: int  # prompts that have yet to start
-    prefix: Prefix | None = None
+    def check(self, engine) -> None:
+        """Raises ValueError if the engine differs in what the row depends on."""
+        for name, ours in asdict(Header.of(engine, self.prompt, self.chat)).items():
+            if (saved := getattr(self, name)) != ours:
+                raise ValueError(f"the prompt was saved with {name}={saved} and this engine has {name}={ours}")
 
     @classmethod
-    def find(cls, prompts: list[list[int]]) -> list["Shared | None"]:
-        """What each prompt shares with its neighbors: at least LEAST tokens, at most all but its last."""
-        found: list[Shared | None] = []
-        while len(found) < len(prompts):
-            group, common = 1, prompts[len(found)][:-1]
-            for other in prompts[len(found) + 1 :]:
-                fewer = os.path.commonprefix([common, other[:-1]])
-                if len(fewer) < LEAST or (group > 1 and 2 * len(fewer) < len(common)):
-                    break
-                group, common = group + 1, fewer
-            found += [cls(common, group) if group > 1 else None] * group
-        return found
+    def of(cls, engine, prompt: int, chat: bool = False) -> "Header":
+        shape, options = (
+            engine.shape,
+            asdict(methods.parse_options(engine.method, engine.options | engine.from_profile())),
+        )
+        dtype = str(engine.dtype).removeprefix("torch.")
+        plan = shape.max_prompt, shape.max_new_tokens
+        return cls(engine.weights, engine.method, engine.budget, options, *plan, dtype, engine.speculate, prompt, chat)
+
+    @classmethod
+    def parse(cls, about: object) -> "Header":
+        """From a file's JSON. Raises ValueError, TypeError or KeyError if a field is missing or has another type."""
+        values = {field.name: about[field.name] for field in dataclasses.fields(cls)}
+        for field in dataclasses.fields(cls):
+            kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+            if type(values[field.name]) not in kinds:
+                raise TypeError(field.name)
+        header = cls(**values)
+        if not 0 < header.prompt <= header.max_prompt < 2**40 or not 0 < header.max_new_tokens < 2**40:
+            raise ValueError("plan")
+        if header.speculate < 0:
+            raise ValueError("speculate")
+        return header
+
+
+def save(row, path: str | Path, chat: bool = False) -> int:
+    """Writes a `Row`, whole or not at all; returns the bytes of its tensors. chat: see `Header`."""
+    engine, path = row.engine, Path(path)
+    if engine.ranks.count > 1:
+        raise ValueError("a row whose heads are on several ranks cannot be saved: save it in one process")
+    tensors = {"tokens": torch.tensor(row.tokens), "rope_speed": engine.model.rope_speed[row.slot]}
+    for i, layer in enumerate(engine.layers):
+        tensors |= {f"{i}.{name}": x for name, x in layer.state(row.slot, len(row.tokens)).items()}
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    about = asdict(Header.of(engine, row.prompt, chat)) | {"checksums": {n: checksum(x) for n, x in tensors.items()}}
+    about = json.dumps(about)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary, {"format": FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))})
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be written ({error})") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return sum(x.nbytes for x in tensors.values())
+
+
+def read_header(path: str | Path) -> Header:
+    """The header of a file. Raises FileNotFoundError, or ValueError if it is no saved row."""
+    return _read(path, tensors=False)[0]
+
+
+def load(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict[str, Tensor]]]:
+    """A file's header, tokens, RoPE speeds and the state of each layer, before anything is allocated for them.
+
+    Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint.
+    """
+    header, tensors = _read(path)
+    if header.weights != engine.weights:
+        raise ValueError(f"{path} was saved with another checkpoint")
+    try:
+        tokens, speed = tensors.pop("tokens"), tensors.pop("rope_speed")
+        layers: list[dict[str, Tensor]] = [{} for _ in engine.model.layers]
+        for name, x in tensors.items():
+            layer, _, name = name.partition(".")
+            layers[range(len(layers))[int(layer)]][name] = x
+        fits = header.prompt <= tokens.numel() <= header.prompt + header.max_new_tokens
+        ids = tokens.dtype == torch.int64 and tokens.dim() == 1 and fits
+        ids = ids and 0 <= int(tokens.min()) and int(tokens.max()) < engine.config.vocab_size
+        if not ids or speed.dtype != torch.float32 or speed.shape != (engine.config.head_dim // 2,):
+            raise ValueError("tokens")
+        if any(x.is_floating_point() and x.isnan().any() for x in (speed, *tensors.values())):
+            raise ValueError("NaN")
+    except (KeyError, ValueError, IndexError) as error:
+        raise ValueError(f"{path} is damaged ({error}): save the prompt again") from None
+    return header, tokens.tolist(), speed, layers
+
+
+def _read(path: str | Path, tensors: bool = True) -> tuple[Header, dict[str, Tensor]]:
+    """The header and, if wanted, the tensors, whose checksums are right."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            about = (file.metadata() or {}).get("about", "")
+            if (file.metadata() or {}).get("format") != FORMAT:
+                raise ValueError("it is no saved prompt of this version")
+            if file.metadata().get("checksum") != str(zlib.crc32(about.encode())):
+                raise ValueError("its header")
+            fields = json.loads(about)
+            header, checksums = Header.parse(fields), fields["checksums"]
+            if set(checksums) != set(file.keys()):
+                raise ValueError("its tensors")
+            found = {name: file.get_tensor(name) for name in checksums if tensors}
+        if bad := [name for name, x in found.items() if checksum(x) != checksums[name]]:
+            raise ValueError(bad[0])
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not a saved prompt, or is damaged ({error}): save the prompt again") from None
+    return header, found
 
 
 def checksum(x: Tensor) -> int:
     """CRC-32 of a tensor's shape, dtype and bytes."""
     about = zlib.crc32(repr((list(x.shape), str(x.dtype))).encode())
     return zlib.crc32(x.reshape(-1).view(torch.uint8).numpy(), about) if x.numel() else about
-
-
-def read_about(path: str | Path) -> dict:
-    """The header of a file: the fields of `Setting`, layers, weights, chat, checksums. Raises ValueError."""
-    with opened(path) as file:
-        header = file.metadata() or {}
-        if header.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a saved prompt")
-        if header.get("checksum") != str(zlib.crc32(header.get("about", "").encode())):
-            raise ValueError(f"{path} is damaged: save the prompt again")
-        return json.loads(header["about"])
-
-
-def load(path: str | Path, weights: str) -> Prefix:
-    """Reads a file. Raises ValueError if it is damaged, or saved with weights of another fingerprint."""
-    about = read_about(path)
-    if about["weights"] != weights:
-        raise ValueError(f"{path} was saved with another checkpoint")
-    setting = Setting(**{name: about[name] for name in Setting.__dataclass_fields__})
-    layers: list[dict[str, Tensor]] = [{} for _ in range(about["layers"])]
-    with opened(path) as file:
-        found = {}
-        for name, expected in about["checksums"].items():
-            try:
-                found[name] = file.get_tensor(name)
-            except SafetensorError:
-                raise ValueError(f"{path} is damaged, it has no {name}: save the prompt again") from None
-            if checksum(found[name]) != expected:
-                raise ValueError(f"{path} is damaged in {name}: save the prompt again")
-    tokens, rope_speed = found.pop("tokens").tolist(), found.pop("rope_speed")
-    for name, x in found.items():
-        layer, _, name = name.partition(".")
-        layers[int(layer)][name] = x
-    return Prefix(setting, tokens, rope_speed, layers, about["chat"])
-
-
-def opened(path: str | Path):
-    """An open safetensors file. Raises FileNotFoundError, or ValueError if it is none."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a saved prompt, or is damaged ({error})") from None

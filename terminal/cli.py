@@ -5,22 +5,24 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tqdm import tqdm
+
 import kv as methods
-from runtime import processes, startup
+from runtime import parallel, startup
 from runtime.device import memory_errors
 
 
 def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
     """Runs main; exits with 0, 2 after `error: one line` for a user error (ValueError, OSError), or 130 for Ctrl-C.
 
-    ranks: whether torchrun may start it in several processes. Rank 0 alone prints then, and one rank reports an error.
+    ranks: whether torchrun may start it in several parallel. Rank 0 alone prints then, and one rank reports an error.
     """
-    if processes.launched():
+    if parallel.launched():
         return run_ranks(main, ranks)
     if signal.getsignal(signal.SIGINT) is startup.interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,25 +39,25 @@ def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
 
 
 def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
-    """`run` in one of several processes. If one fails, torchrun ends the others."""
+    """`run` in one of several parallel. If one fails, torchrun ends the others."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a process even while it waits for another
     stderr = sys.stderr
     try:
         with memory_errors():
-            if processes.join().rank:
+            if parallel.join().rank:
                 sys.stdout = sys.stderr = open(os.devnull, "w")
             if not ranks:
                 raise ValueError("this tool runs in one process: start it with python, not torchrun")
             main()
     except Exception as error:
         sys.stderr = stderr  # also for a traceback
-        if processes.first_to_fail():
+        if parallel.first_to_fail():
             if not isinstance(error, ValueError | OSError):
                 raise
             complain(error)
         stderr.flush()
         os._exit(2)  # at once: leaving torch.distributed in order would wait for the other ranks
-    processes.leave()
+    parallel.leave()
     sys.stdout.flush()
     stderr.flush()
     os._exit(0)  # torch.distributed's threads may abort a process that Python tears down
@@ -63,6 +65,15 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
 
 def complain(error: Exception) -> None:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
+
+
+def progress(items: Iterable, what: str, quiet: bool = False) -> Iterable:
+    """Shows on stderr that `what` is going on: a bar on a terminal, otherwise a line, unless `quiet`."""
+    if sys.stderr.isatty():
+        return tqdm(items, what, leave=False)
+    if not quiet:
+        print(f"-- {what}", file=sys.stderr, flush=True)
+    return items
 
 
 def check_output(name: str | None, flag: str) -> None:

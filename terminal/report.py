@@ -1,27 +1,25 @@
 """What generate.py reports: what was generated, how long it took, and how many bytes the cache takes."""
 
 import sys
-from pathlib import Path
 
 import torch
 
-from engine import Engine
+from engine import Completion, Engine
 from runtime.device import resident_bytes
 from terminal.cli import profile_lines
 
 
-def measured(engine: Engine, kv: str, budget: int | float | None, checkpoint: Path, completions: list) -> dict:
+def measured(engine: Engine, completions: list[Completion]) -> dict:
     """The report that --json writes (one method, one call of `generate`)."""
     stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
     wanted, fetched = engine.fetched()
     cuda = engine.device.type == "cuda"
     return {
-        "kv": kv,
-        "budget": budget,
+        "kv": engine.method,
+        "budget": engine.budget,
         "options": engine.options,
         "speculate": engine.speculate,
         "profile": engine.from_profile(),
-        "checkpoint": str(checkpoint),
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "ranks": engine.ranks.count,

@@ -6,14 +6,14 @@ from references_omni import SlowInfLLM
 from runs import HEADS, Run, compare, generations, make_shape, tokens
 
 import kv
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 PROMPTS = (100, 97, 33, 14, 7)
 
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -77,7 +77,7 @@ def test_dynamic_ntk_turns_a_rows_keys_by_its_own_speeds():
     layer = kv.build("infllm", shape, 24, {"block": 6, "reps": 6})[0]
     layer.prefill(0, q, k, v)
     before = layer.representative_sums[0].clone()
-    layer.set_speed(1, layer.rope_speed[0] / 2)
+    layer.rope_speed[1] /= 2
     layer.prefill(1, q, k, v)
     sums = layer.representative_sums
     assert torch.equal(sums[0], before) and (sums[1] - before).abs().max() > 0.1

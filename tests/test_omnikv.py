@@ -12,7 +12,7 @@ import kv
 from engine import Engine
 from kv import Shape
 from kv.omnikv import BankSparse, Filter, Sparse, default_filters
-from kv.parts import offload, ops, quant
+from kv.parts import inductor, offload, ops, quant
 
 PROMPTS = (100, 97, 33, 7)
 CASES = [
@@ -41,7 +41,7 @@ class Omni(Run):
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -211,7 +211,7 @@ def answers(engine: Engine) -> list:
 def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=2**21)
     engine = Engine.load(folder, compile=False)
-    monkeypatch.setattr("processes.free_bytes", lambda device: 10**8)
+    monkeypatch.setattr("runtime.processes.free_bytes", lambda device: 10**8)
     for options in ({"offload": True}, {}):
         with pytest.raises(ValueError, match=r"omnikv cache of 1 x .* needs 0.\d\d GB on cpu and 0.10 GB are free"):
             engine.use("omnikv", 1000, options, max_prompt=2**20)
@@ -300,7 +300,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
         inputs = tokens(shape, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
-            layer.fit(101 + i, i + 1)
+            layer.before_step(101 + i, i + 1)
         log.clear()
         found = fast(inputs, torch.tensor([100 + i]), torch.tensor([True]))
         assert (found - expected).abs().max() <= 1e-5

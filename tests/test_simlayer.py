@@ -8,14 +8,14 @@ import torch
 from runs import HEADS, MAX_PROMPT, Run, generations, make_shape, step_both, tokens
 
 import kv
-from kv.parts import ops
+from kv.parts import inductor
 
 WINDOW = {"sinks": 2, "recent": 10}
 
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 class Bounded(slow.SlowSimLayer):

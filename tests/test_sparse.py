@@ -10,7 +10,7 @@ from runs import TensorSizes, generations
 import kv
 from bench import papers
 from kv import METHODS, Shape
-from kv.parts import ops
+from kv.parts import inductor, ops
 from kv.rocketkv import Sizes
 from kv.snapkv import SnapKV
 from kv.snapkv import pyramid_budgets as our_pyramid
@@ -84,7 +84,7 @@ class Both:
             return attend(q, k, v, index, mask, read)
 
         monkeypatch.setattr(ops, "attend_rows", record)
-        monkeypatch.setattr(ops, "SPAN", 8)
+        monkeypatch.setattr(inductor, "STEP", 8)
 
     def reference(self, layer, budget, options):
         if self.name == "duo":
@@ -117,7 +117,7 @@ class Both:
         for layer, slow in zip(self.layers, self.slow, strict=True):
             self.chosen = None
             q, k, v = self.tokens(1)
-            layer.fit(self.length, self.new)
+            layer.before_step(self.length, self.new)
             y = layer.decode(q, k, v, torch.tensor([self.length - 1]), torch.tensor([True]))
             expected = slow.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
             positions = None
@@ -137,7 +137,7 @@ def test_every_sparse_method_equals_its_reference(name, options, budget, heads, 
     shape = make_shape(heads)
     if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):
         pytest.skip("the budget is below the method's minimum for this shape")
-    monkeypatch.setattr(ops, "TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr(inductor, "TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
     both = Both(name, shape, budget, options, monkeypatch)
     for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
         both.prefill(prompt)
@@ -392,9 +392,12 @@ def test_duo_without_retrieval_heads_streams_within_its_budget():
 @pytest.mark.parametrize("compiled", (False, True))
 def test_the_best_are_the_same_in_tiles(compiled):
     """Few values, so that ties lie in and across tiles and at the last place; also sizes that 8 does not divide."""
-    k, most = 5, ops.TILE**2 * 5
+    k, most = 5, inductor.TILE**2 * 5
     device = torch.device("cpu")
-    assert ops.least(most, k, device) == 8 * k + 1 and ops.least(most - 1, k, device) == ops.least(0, k, device) == k
+    assert (
+        inductor.min_scores(most, k, device) == 8 * k + 1
+        and inductor.min_scores(most - 1, k, device) == inductor.min_scores(0, k, device) == k
+    )
     torch._dynamo.reset()
     best = torch.compile(ops.top, fullgraph=True, dynamic=True) if compiled else ops.top
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from runs import HEADS, Run, compare, make_shape, tokens
 
 import kv
 from engine import Engine
-from kv.parts import offload, ops
+from kv.parts import inductor, offload
 from kv.parts.fetched import Fetched
 from kv.tailorkv import Tailored
 from model import Attention
@@ -33,7 +33,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 def foreseen(q: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Tailor(Run):
         active = torch.ones(self.shape.batch, dtype=torch.bool) if active is None else torch.tensor(active)
         pos, found = torch.tensor(self.position) - ~active * 1, []
         for layer in self.layers:
-            layer.fit(max(self.position) + 1, max(self.generated) + 1)
+            layer.before_step(max(self.position) + 1, max(self.generated) + 1)
         for layer, (q, k, v), after in zip(self.layers, inputs, [*range(1, len(inputs)), None], strict=True):
             if after is not None and self.layers[after].wants_lookahead:
                 q = self.layers[after].lookahead(foreseen(inputs[after][0]), q, active)
@@ -70,7 +70,7 @@ class Tailor(Run):
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
-    monkeypatch.setattr("kv.parts.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
     shape = replace(make_shape(heads, batch=2), n_layer=4)
     run = Tailor(shape, budget, options)
     known = {key: value for key, value in options.items() if key not in THREADS | HERE}
@@ -263,7 +263,7 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
         inputs = tokens(shape, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
-            layer.fit(101 + i, i + 1)
+            layer.before_step(101 + i, i + 1)
         log.clear()
         assert (fast(inputs, torch.tensor([100 + i]), torch.tensor([True])) - expected).abs().max() <= 1e-5
     begun, needed = (log.index(f"{what} the channels of layer 1") for what in ("start", "finish"))

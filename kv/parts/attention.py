@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.parts import ops
+SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -78,7 +78,7 @@ def ring_attention(
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Attention of queries to the keys they see, by `seen(query [n,1], key [N])`; a block of queries at a time."""
     y, groups, (n, length) = torch.empty_like(q), q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    block, key = max(1, ops.SCORES // length), torch.arange(length, device=q.device)
+    block, key = max(1, SCORES // length), torch.arange(length, device=q.device)
     for start in range(0, n, block):
         part = slice(start, start + block)
         mask = seen(torch.arange(n, device=q.device)[part, None], key)
@@ -111,7 +111,7 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
     never T x T.
     """
     length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
-    block = max(1, min(n, ops.SCORES // (groups * length)))
+    block = max(1, min(n, SCORES // (groups * length)))
     found = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
     variance = torch.empty(k.shape[1], groups, device=q.device)
     for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):

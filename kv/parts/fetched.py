@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Shape, option
-from kv.parts import offload, ops
+from kv.parts import inductor, offload, ops
 from kv.parts.offload import Pool, Staged
 
 
@@ -58,7 +58,7 @@ class Parts(KV):
         else:
             self.hold("prompt", prompt)
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         return self.first_generated + max(new, 1)
 
     def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
@@ -100,7 +100,7 @@ class Parts(KV):
     def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens up to pos [B], hold a token: two of [B,n]."""
         ends = torch.arange(self.ends, device=pos.device) < self.prompt[:, None]
-        slot = torch.arange(self.span.shape[0] - self.first_generated, device=pos.device)
+        slot = torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
         return ends, slot <= self.generated(pos)[:, None]
 
     def store_chosen(self, buffer: Tensor, new: Tensor, active: Tensor) -> None:
@@ -128,9 +128,6 @@ class Parts(KV):
         wanted, fetched = zip((0, 0), *(pool.counts for pool in self.pools), strict=True)
         return sum(wanted), sum(fetched)
 
-    def overhead(self) -> dict[str, int]:
-        return super().overhead() | {"staging": sum(pool.overhead() for pool in self.pools)}
-
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
@@ -149,7 +146,9 @@ class Fetched(Parts):
     def bring(self, wanted: Tensor, active: Tensor, q: Tensor) -> Tensor:
         """Fetches pool rows wanted [B,Hk,count], below 0 none, to the chosen slots; returns q, see Pool.issue."""
         ticket, q = self.pool.issue(wanted.flatten(), active, q)
-        rows = ops.stored(self.pool.take(self.pool.wait(ticket, q))).unflatten(0, wanted.shape)  # [B,Hk,count,2,...,D]
+        rows = inductor.stored(self.pool.take(self.pool.wait(ticket, q))).unflatten(
+            0, wanted.shape
+        )  # [B,Hk,count,2,...,D]
         for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
             self.store_chosen(buffer, new.flatten(2, -2), active)
         return q
@@ -173,7 +172,6 @@ class FetchedTokens(Fetched):
         rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
         pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
         super().__init__(shape, options.initial, ends, count, per_row=1, pool=pool)
-        self.beyond["slots"] = self.slots * shape.slot_bytes
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor
 from kv.parts.pool import Pool
 
 CHUNK = 4 << 20  # the most bytes of a staging buffer
@@ -109,7 +109,7 @@ class ThreadedPool(Pool):
         row = self.memory[:1].nbytes
         self.chunk = min(max(1, CHUNK // row), -(-slots // count))  # rows per staging buffer
         self.handle = next(_handles)
-        self.number = ops.number(self.handle, device)
+        self.number = inductor.symbol(self.handle, device)
         staged.owner = self.handle if staged.owner is None else staged.owner
         workers.reserve(self, self.chunk * row if row < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}

@@ -10,7 +10,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from kv.parts import ops
+from kv.parts import inductor
 from runtime.device import free_bytes
 
 BACKLOG = 4  # writes that may be in flight
@@ -95,7 +95,7 @@ class Pool:
 
     def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         """`column` of the requested rows, [N, ...]; undefined where no row was requested."""
-        rows = ops.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read rows more slowly
+        rows = inductor.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read rows more slowly
         return self.rows[(rows, *column)]
 
     def overhead(self) -> int:

@@ -1,0 +1,44 @@
+"""Checks of what callers from Python pass to the engine."""
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+Prompt = str | Iterable[int]  # a text, or token ids: a list, an array or a tensor
+
+
+def is_prompt(x: object) -> bool:
+    """Whether x is one prompt, a text or token ids, rather than a list of prompts."""
+    if hasattr(x, "tolist"):
+        return x.ndim == 1
+    return isinstance(x, str) or (isinstance(x, list | tuple | range) and (not x or isinstance(x[0], Integral)))
+
+
+def token_ids(prompt: Prompt, vocab: int) -> list[int]:
+    """The ids as a list. Raises ValueError if they are none, or not below `vocab`."""
+    if not is_prompt(prompt) or isinstance(prompt, str):
+        raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty")
+    if not all(isinstance(i, Integral) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
+        raise ValueError(f"token ids must be integers from 0 to {vocab - 1}")
+    return [int(i) for i in ids]
+
+
+def check_count(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_sampling(temperature: object, top_k: object, top_p: object, seed: object) -> None:
+    for name, value, kind in (("temperature", temperature, Real), ("top-p", top_p, Real), ("seed", seed, Integral)):
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise ValueError(f"the {name} must be a {'whole ' * (kind is Integral)}number, not {value!r}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"the temperature must be 0 or more, not {temperature}")
+    if top_k is not None:
+        check_count("top-k", top_k)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top-p must lie between 0 and 1, not {top_p}")
+    if temperature == 0 and (top_p is not None or top_k not in (None, 1)):
+        raise ValueError("temperature 0 takes the best token: top-k and top-p need a --temperature above 0")

@@ -1,0 +1,62 @@
+"""torch.compile as the engine uses it."""
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+import torch
+
+
+def compiled(function: Callable, **how) -> Callable:
+    """torch.compile of a copy of the function: recompiles are counted, and limited, per code object.
+
+    A size that differs from an earlier compilation (of a smaller cache, say) stays a constant.
+    """
+
+    def call(*inputs):
+        return function(*inputs)
+
+    own = FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=False, **how)
+
+
+def compiled_graphs() -> int:
+    """The number of graphs torch has compiled in this process. Imports the compiler, which takes a second."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def compile_errors() -> Iterator[None]:
+    """Turns the known reasons why torch cannot compile here into a ValueError: one line with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(_unwritable_cache(error.strerror)) from None
+    except RuntimeError as error:
+        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+        if not isinstance(error, BackendCompilerFailed):
+            raise
+        inner, full = error.inner_exception, os.strerror(errno.ENOSPC)
+        if isinstance(inner, OSError) or full in str(inner):  # the C++ compiler reports a full disk as text
+            raise ValueError(_unwritable_cache(getattr(inner, "strerror", None) or full)) from None
+        if isinstance(inner, InvalidCxxCompiler | CppCompileError):
+            raise ValueError(
+                "the decode step cannot be compiled here: install g++ and Python's headers (Debian: g++ python3-dev), "
+                "or pass --no-compile"
+            ) from None
+        raise
+
+
+def _unwritable_cache(reason: str) -> str:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_*"
+    return (
+        f"the compile cache {folder} cannot be written ({reason}): free space there, or set TORCHINDUCTOR_CACHE_DIR "
+        "to another folder"
+    )

@@ -1,0 +1,303 @@
+"""Ranks: the processes that torchrun starts connect, agree on values and errors, and share one model.
+
+Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank holds a part of every layer, some KV heads with their
+query heads, a share of the MLP's columns and of the head's vocabulary; the embedding table is whole. A KV method sees
+fewer heads and no other change. A layer sums the ranks' outputs twice, after attention and after the MLP, inside the
+compiled step. The logits are gathered, and every rank samples the same token from them. Rank 0 alone reads prompts,
+prints and writes files.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kv as methods
+from config import ModelConfig
+from kv.parts.ranks import ALONE, Ranks
+from model import Transformer
+from runtime import cpu
+from runtime.checkpoint import Stored, load_checkpoint, present, read_config, read_eos_ids, read_json
+from runtime.device import free_bytes, pick_device, pick_dtype
+from runtime.linear import Int8Linear, pack, quantize_modules, read_quantization
+from text.tokenizer import Tokenizer, load_tokenizer
+
+ARRIVE = timedelta(seconds=60)  # time limit for all ranks to start
+ANSWER = timedelta(minutes=30)  # time limit for all ranks to join a collective: one may load for longer than another
+
+
+def launched() -> bool:
+    """Whether this process is one of several, started by torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def join() -> Ranks:
+    """Connects the ranks on its first call.
+
+    Raises ValueError if a rank does not start, or if its arguments differ from those of rank 0.
+    """
+    if not launched():
+        return ALONE
+    if not dist.is_initialized():
+        store, rank, count = check_in()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=ANSWER)
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+
+
+stores: list[dist.Store] = []  # shared by the ranks; empty until they are connected
+
+
+def check_in() -> tuple[dist.Store, int, int]:
+    """The store that the ranks share, this rank, and how many there are."""
+    try:
+        rank, count, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        address = os.environ["MASTER_ADDR"]
+    except KeyError as missing:
+        raise ValueError(f"WORLD_SIZE is set and {missing.args[0]} is not: start all ranks with torchrun") from None
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun hosts it itself
+    waited, arguments = "rank 0", []
+    try:
+        store = dist.TCPStore(address, port, None, hosts, ARRIVE, wait_for_workers=False)
+        stores[:] = [store := dist.PrefixStore("kv-fast", store)]
+        store.set(f"arguments of {rank}", json.dumps(sys.argv[1:]))
+        for other in range(count):
+            waited = f"rank {other}"
+            store.wait([f"arguments of {other}"], ARRIVE)
+            arguments.append(json.loads(store.get(f"arguments of {other}")))
+    except RuntimeError:  # torch's DistStoreError and DistNetworkError
+        raise ValueError(
+            f"{waited} of {count} did not start within {ARRIVE.seconds} s: start all with torchrun, with "
+            "the same address and port"
+        ) from None
+    for other, given in enumerate(arguments):
+        if given != arguments[0]:
+            raise ValueError(f"rank {other} has other arguments than rank 0: {' '.join(given)}")
+    return store, rank, count
+
+
+def leave() -> None:
+    """Disconnects this process from the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has called this: the one that reports an error for all."""
+    try:
+        return not stores or stores[0].add("failed", 1) == 1
+    except RuntimeError:  # the store went with rank 0
+        return False
+
+
+def same(ranks: Ranks, value):
+    """Rank 0's value, on every rank."""
+    if ranks.count == 1:
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def free_share(device: torch.device) -> int:
+    """Bytes that this process may still allocate on the device: the ranks of a machine share its memory."""
+    return free_bytes(device) // (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1)
+
+
+def everyone(ranks: Ranks, value) -> list:
+    """The value of each rank, on every rank."""
+    if ranks.count == 1:
+        return [value]
+    found = [None] * ranks.count
+    dist.all_gather_object(found, value)
+    return found
+
+
+def least(ranks: Ranks, value: float) -> float:
+    """The least of the ranks' values."""
+    return min(everyone(ranks, value))
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """If the block raises ValueError or OSError on any rank, every rank raises ValueError after it."""
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as found:
+        error = found
+    if ranks.count == 1 and error is not None:
+        raise error
+    errors = everyone(ranks, error and str(error))
+    if failed := [rank for rank, text in enumerate(errors) if text is not None]:
+        text = errors[failed[0]]
+        raise ValueError(text if errors == [text] * ranks.count else f"rank {failed[0]}: {text}")
+
+
+def first(ranks: Ranks, what: Callable):
+    """Runs what() on rank 0 alone; every rank returns its result, or raises its ValueError or OSError."""
+    with together(ranks):
+        value = what() if ranks.rank == 0 else None
+    return same(ranks, value)
+
+
+# The model
+
+
+@dataclass
+class Loaded:
+    """What a checkpoint folder holds; the model is this rank's part."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    no_tokenizer: str  # why there is none
+    eos: set[int]  # ids that end an answer
+    profile: dict  # of kv_profile.json, see kv.read_profile
+    bytes: int  # of the weights
+
+
+def load_model(
+    folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None, ranks: Ranks
+) -> Loaded:
+    """Loads a converted checkpoint. Raises ValueError or FileNotFoundError with one line that says what to do."""
+    device, config = pick_device(device), read_config(folder)
+    sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)
+    model = skeleton(sizes, quantization, ranks)
+    whole = skeleton(sizes, quantization, ALONE) if ranks.count > 1 else None
+    eos = read_eos_ids(folder, config, sizes.vocab_size)
+    tokenizer, no_tokenizer = None, ""
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (ValueError, FileNotFoundError) as error:
+        no_tokenizer = str(error)  # token ids work without one
+    if tokenizer is not None:
+        eos |= tokenizer.eos_ids
+        used = max(set(range(tokenizer.vocab_size)) - set(tokenizer.special.values()))  # <pad> may be larger
+        if used >= sizes.vocab_size:
+            tokens = f"{tokenizer.vocab_size} tokens and the model {sizes.vocab_size}"
+            raise ValueError(f"the tokenizer in {folder} has {tokens}: it belongs to another checkpoint")
+    dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
+    tensors = model.state_dict().values()
+    needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
+    free = free_share(device)
+    if needed > free:
+        raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
+    read = partial(read_part, c=model.config, ranks=ranks)
+    load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
+    profile = folder / "kv_profile.json"
+    profile = methods.read_profile(read_json(profile)) if present(profile) else {}
+    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, needed)
+
+
+def prepared(model: Transformer, ranks: Ranks = ALONE) -> Transformer:
+    """Makes a model with loaded weights ready for its device and connects it to the other ranks' parts."""
+    pack(model)
+    connect(model, ranks)
+    if model.norm.weight.device.type == "cpu":
+        cpu.prepare(model, model.norm.weight.dtype)
+    return model
+
+
+def share(c: ModelConfig, ranks: Ranks) -> ModelConfig:
+    """The sizes of one rank's part. Raises ValueError if heads or MLPs do not divide."""
+    for size, what in ((c.n_kv_head, "KV heads"), (c.ffn_dim, "MLP channels")):
+        if size % ranks.count:
+            fit = [str(n) for n in range(1, ranks.count) if not c.n_kv_head % n and not c.ffn_dim % n]
+            raise ValueError(f"{size} {what} do not divide among {ranks.count} ranks: start {' or '.join(fit)}")
+    return replace(
+        c, n_head=c.n_head // ranks.count, n_kv_head=c.n_kv_head // ranks.count, ffn_dim=c.ffn_dim // ranks.count
+    )
+
+
+def skeleton(
+    c: ModelConfig, quantization: dict | None, ranks: Ranks, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """One rank's part of the model, on the meta device. Raises ValueError if the model does not divide."""
+    with torch.device("meta"):
+        model = Transformer(share(c, ranks))
+        if ranks.count > 1 and model.output is not None:
+            model.output = nn.Linear(c.dim, -(-c.vocab_size // ranks.count), bias=False)
+        model.to(dtype)
+    if quantization:
+        if quantization["mode"] == "int4":
+            check_groups(model, quantization["groupsize"], ranks)
+        quantize_modules(model, **quantization)
+    return model
+
+
+def check_groups(model: Transformer, groupsize: int, ranks: Ranks) -> None:
+    """Raises ValueError if a rank's part of an int4 weight would begin or end within a group."""
+    if ranks.count == 1 or not isinstance(groupsize, int) or groupsize < 2:
+        return
+    parts = model.layers[0].attention.wo.in_features, model.layers[0].feed_forward.w2.in_features
+    common = math.gcd(*parts)
+    if common % groupsize:
+        fits = min(groupsize, common & -common)
+        raise ValueError(
+            f"int4 groups of {groupsize} channels do not divide among {ranks.count} ranks, which have "
+            f"{parts[0]} and {parts[1]} channels: quantize with --groupsize {fits}"
+        )
+
+
+def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tensor:
+    """This rank's part of a stored tensor, in the shape of `own`; `c` describes the rank's part of the model."""
+    split = [dim for dim, (whole, part) in enumerate(zip(stored.shape, own.shape, strict=True)) if whole != part]
+    if not split:
+        tensor = stored.read()
+        once = stored.name.endswith(("wo.bias", "w2.bias"))  # added to a sum over the ranks
+        return tensor.zero_() if once and ranks.rank else tensor
+    dim, sizes = split[0], [own.shape[split[0]]]
+    if ".wqkv." in stored.name:
+        sizes = [heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]
+    whole, begin, spans = stored.shape[dim], 0, []
+    for size in sizes:  # of the query, key and value heads: all ranks have equally many of each
+        start = begin + ranks.rank * size
+        spans.append((min(start, whole), min(start + size, whole)))
+        begin += ranks.count * size
+    tensor = stored.read_spans(dim, spans)
+    return padded(tensor, dim, own.shape[dim])
+
+
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros up to `size` along dimension `dim`: the last rank's part of a vocabulary that does not divide."""
+    missing = size - x.shape[dim]
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+def connect(model: Transformer, ranks: Ranks) -> None:
+    """Gives a model its tied head, and makes a rank's part exchange its outputs with the other parts."""
+    vocab = model.config.vocab_size
+    if model.output is None:
+        model.output = tied_head(model.tok_embeddings, -(-vocab // ranks.count), ranks.rank)
+    if ranks.count > 1:
+        for layer in model.layers:
+            for linear in (layer.attention.wo, layer.feed_forward.w2):
+                linear.register_forward_hook(lambda module, x, y: ranks.sum(y))
+        model.output.register_forward_hook(lambda module, x, y: ranks.gather(y, -1)[..., :vocab])
+
+
+def tied_head(table: nn.Module, rows: int, rank: int) -> nn.Module:
+    """A rank's rows of the embedding table as a linear layer, padded with zeros; without padding it copies nothing."""
+
+    def part(x: Tensor) -> Tensor:
+        return padded(x[rank * rows : (rank + 1) * rows], 0, rows)
+
+    with torch.device("meta"):
+        head = nn.Linear(table.weight.shape[1], rows, bias=False)
+        head = head if isinstance(table, nn.Embedding) else Int8Linear(head)
+    if isinstance(table, nn.Embedding):
+        head.weight = nn.Parameter(part(table.weight), requires_grad=False)
+    else:
+        head.weight, head.scales = part(table.weight), part(table.scales)
+    return head

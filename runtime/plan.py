@@ -1,0 +1,82 @@
+"""How large caches are: what a KV method receives about a model and a plan, and whether memory suffices."""
+
+from dataclasses import replace
+
+import torch
+
+import kv as methods
+from kv import Shape
+from kv.parts.ranks import ALONE, Ranks
+from model import ModelConfig
+from runtime.parallel import free_share, least
+
+
+def shape_of(
+    c: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int,
+    max_prompt: int,
+    max_new_tokens: int,
+    rewind: int = 0,
+    ranks: Ranks = ALONE,
+) -> Shape:
+    """What KV methods receive about a model and a plan. Raises ValueError if no machine could hold it."""
+    if batch * (max_prompt + max_new_tokens) > 2**40:
+        raise ValueError(
+            f"{batch} x {max_prompt + max_new_tokens} tokens exceed the memory of any machine; lower --max-new-tokens "
+            "or --batch"
+        )
+    heads = {"n_layer": c.n_layer, "n_head": c.n_head, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim, "dim": c.dim}
+    rope = {"rope_type": c.rope["rope_type"], "rope_theta": c.rope["rope_theta"]}
+    plan = {"batch": batch, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
+    limits = {"window": c.window, "max_length": c.max_length}
+    return Shape(**heads, **rope, **plan, **limits, dtype=dtype, device=device, rewind=rewind, ranks=ranks)
+
+
+def longest_prompt(c: ModelConfig, new: int) -> int:
+    """The longest prompt every method accepts: with `new` more tokens it fits the model's window, if any."""
+    return min(c.max_length, max(1, c.window - new)) if c.window else c.max_length
+
+
+def grown(shape: Shape, method: tuple, prompt: int, new: int, c: ModelConfig) -> Shape:
+    """A plan for longer prompts, or for more new tokens, than those of `shape`; `method`: kv.build's other arguments.
+
+    A size that grows becomes a power of two, so that a slightly longer prompt needs no recompile, but stays as
+    requested if that would not leave half of the free memory for prefill. The prompt also stays as requested if the
+    budget is a share of it: rounding would change the method's sizes.
+    """
+    name, budget, *_ = method
+    prompt, new = max(prompt, shape.max_prompt), max(new, shape.max_new_tokens)
+    longest = c.max_length if methods.METHODS[name].windowed else longest_prompt(c, new)
+    share = isinstance(budget, float) and budget != 1.0
+    rounded = replace(
+        shape,
+        max_prompt=prompt if share or prompt == shape.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
+        max_new_tokens=new if new == shape.max_new_tokens else power_of_two(new),
+    )
+    try:
+        check_memory(rounded, method, spare=0.5)
+        return rounded
+    except ValueError:
+        return replace(shape, max_prompt=prompt, max_new_tokens=new)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def check_memory(shape: Shape, method: tuple, spare: float = 0.0) -> None:
+    """Raises ValueError if caches would leave less than the share `spare` of the free memory; `method`: see `grown`."""
+    name, budget, options, profile = method
+    device, host = methods.planned_bytes(name, shape, budget, options, profile)
+    apart = shape.device.type != "cpu"
+    for place, needed in ((shape.device, device), ("cpu", host)) if apart else ((shape.device, device + host),):
+        free = free_share(torch.device(place))
+        if least(shape.ranks, (1 - spare) * free - needed) < 0:
+            raise ValueError(
+                f"the {name} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on {place} "
+                f"and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or --budget, "
+                "or choose a --kv that keeps less"
+            )
