@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from caches import shape_of
 from engine import Engine
 from kv.base import KV
 from kv.duo import DuoMethod
@@ -41,6 +40,7 @@ from kv.parts import ops
 from model import Block
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES
+from runtime.plan import shape_of
 from terminal.cli import check_output, columns, load_pyplot, read_text, run
 
 QUERIES = 32  # how many of the text's last queries are measured
@@ -129,9 +129,10 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
     shape = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0)
     probes = [Probe(shape, sinks, recent, chosen) for _ in engine.model.layers]
     engine.close()
-    engine.model.set_kv(probes, 1)
+    engine.model.set_rows(1)
+    engine.model.set_kv(probes)
     similarities = watch(engine.model.layers)
-    engine.model.prefill(torch.tensor(ids, device=engine.device), 0)
+    engine.model.prefill(0, torch.tensor(ids, device=engine.device))
     if not all(math.isfinite(x) for p in probes for x in (p.dense, *p.head_scores, *p.caught)):
         raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
     caught = [[probe.caught[layer] for probe in probes[layer + 1 :]] for layer in range(len(probes))]

@@ -27,10 +27,10 @@ import kv as methods
 from bench import generations, llama_cpp, papers, tables
 from bench.contenders import GROUPSIZES, SHAPES, Case, checked
 from bench.measure import measure, read_bandwidth
-from quantize import MODES
-from runtime import processes, tune
+from runtime import cpu, parallel
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
+from runtime.linear import MODES
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, write_json
 
 PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     ):
         if wrong:
             raise ValueError(why)
-    ranks = processes.join()
+    ranks = parallel.join()
     if ranks.count > 1 and (args.peer or args.paper or args.generate):
         raise ValueError("--peer, --paper and --generate need one process: start it with python, not torchrun")
     if ranks.rank:
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)
     if args.memory_cap is not None:
         cap_memory(int(args.memory_cap * 1e9), device)
-    args.shape = processes.same(ranks, args.shape or default_shape(device))
+    args.shape = parallel.same(ranks, args.shape or default_shape(device))
     contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
     batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
     budgets = numbers(args.budget, "--budget", number) if args.budget else []
@@ -168,7 +168,7 @@ def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
         each = ", ".join(f"{size / 1e6:.2f} MB with batch {batch}" for batch, size in sizes)
         notes.append(f"{rows[0]['ranks']} ranks, bytes are those of one; they exchange {each} a step")
     notes += sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
-    notes += tune.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
+    notes += cpu.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
     if not args.generate and any(map(tables.is_wide, rows)):
         notes.append("! the spread is too wide to conclude: is the machine idle?")
     for note in notes:

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 import kv as methods
-from caches import shape_of
 from config import ModelConfig
-from decoder import CONTINUE, Sampling, read_later
-from engine import Engine
+from engine import CONTINUE, Engine, Sampling, read_later
 from kv.full import Full
 from kv.parts.ranks import Ranks
 from model import Transformer
-from quantize import pack
-from runtime import tp
+from runtime import parallel
+from runtime.plan import shape_of
 from terminal.cli import Choice
 
 
@@ -42,6 +40,7 @@ def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
 
 
 GROUPSIZES = (128, 64, 32)
+ENDLESS = 2**40  # more steps than any row is given
 SHAPES = {  # the models' config.json, except the context length, which the benchmark chooses
     "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
     "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
@@ -82,7 +81,7 @@ class Case:
     def model(self) -> Transformer:
         """This rank's part of the model, on the meta device. Raises ValueError if it cannot be quantized so."""
         how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": self.embeddings}
-        return tp.skeleton(self.sizes, how if self.quantize else None, self.ranks, self.dtype)
+        return parallel.skeleton(self.sizes, how if self.quantize else None, self.ranks, self.dtype)
 
     def floor_ms(self, device_bytes: int, host_bytes: int) -> float:
         """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
@@ -183,15 +182,16 @@ class Ours:
         self.case, self.method, self.label = case, method, "naive" if naive else method.label
         model = case.model()
         model.load_state_dict(weights, assign=True)
-        pack(model)  # reorders shared weights again each time, which does not matter: they are random
-        model = tp.connect(model.requires_grad_(False), case.ranks)
-        profile = case.config.get("kv_profile", {})
-        self.engine = engine = Engine(model, None, set(), profile, case.compile, seed=0, ranks=case.ranks)
+        # This reorders shared weights again each time, which does not matter: they are random.
+        model = parallel.prepared(model.requires_grad_(False), case.ranks)
+        how = {"profile": case.config.get("kv_profile"), "compile": case.compile, "seed": 0, "ranks": case.ranks}
+        self.engine = engine = Engine(model, **how)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
-            model.set_kv(engine.layers, case.batch)
-        engine.decoder.warm_up(Sampling(), case.context)
+            model.set_kv(engine.layers)
+        engine._begin_answers(None, Sampling(), None)
+        engine._warm_up(case.context)
         self.new = 0
 
     def start(self) -> float | None:
@@ -199,12 +199,14 @@ class Ours:
         case, engine, prefill_s = self.case, self.engine, None
         if case.prefill:
             ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
-            engine.prefill(0, ids if case.device.type == "cuda" else ids[:64])  # a GPU also chooses kernels by length
-            prefill_s = seconds(lambda: engine.prefill(0, ids).argmax().item())
+            warm = ids if case.device.type == "cuda" else ids[:64]  # a GPU also chooses kernels by length
+            engine.start(warm)[0].close()
+            prefill_s = seconds(lambda: engine.start(ids)[0].logits.argmax().item())
         for row in range(case.batch):
             if row or not case.prefill:
                 self.fill(row)
-            engine.decoder.start(row, 1, case.context, row)
+            engine.state.wake(row, 1, case.context, ENDLESS, row)
+        engine._forget()
         return prefill_s
 
     def fill(self, row: int) -> None:
@@ -225,19 +227,22 @@ class Ours:
         does not change the time of a round."""
         self.new += 1
         engine = self.engine
-        for row in range(engine.batch if engine.speculate else 0):
-            engine.decoder.allow(row, 1)
-        length = self.case.context + self.new
-        read_later(engine.decoder.launch([CONTINUE] * engine.batch, length, self.new)[0])()
+        if engine.speculate:
+            engine.state.left.fill_(1)
+        tokens, _ = engine._step([CONTINUE] * engine.batch, self.case.context + self.new, self.new)
+        read_later(tokens)()
 
     def extend_s(self, n: int, repeats: int) -> float:
         """Seconds in which the first row takes n more tokens at once, the median of `repeats`."""
-        engine, pos = self.engine, self.case.context + self.new
-        row, tokens = engine.copy(0, [0] * pos), torch.randint(self.case.config["vocab_size"], (n,)).tolist()
-        times = []
+        engine, pos, times = self.engine, self.case.context + self.new, []
+        tokens = torch.randint(self.case.config["vocab_size"], (n,), device=self.case.device)
+        states = [layer.state(0, pos) for layer in engine.layers]
         for _ in range(repeats):
-            times.append(seconds(lambda: engine.extend(0, tokens, pos).argmax().item()))
-            engine.restore(0, row)
+            times.append(seconds(lambda: engine.model.extend(0, tokens, pos).argmax().item()))
+            for layer in engine.layers:
+                layer.reset(0)
+            for layer, state in zip(engine.layers, states, strict=True):
+                layer.restore(0, pos, state)
         return statistics.median(times)
 
     def about(self) -> dict:

@@ -45,7 +45,7 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
     contender.start()
     times, floors, lengths = [], [], [case.context + (new - 1) * i // (POINTS - 1) for i in range(POINTS)]
     for length in lengths:
-        engine.decoder.pos.fill_(length)
+        engine.state.pos.fill_(length)
         contender.new = length - case.context
         contender.step()  # not timed: warms up
         times.append(1e3 * statistics.median(seconds(contender.step) for _ in range(steps)))

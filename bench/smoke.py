@@ -21,12 +21,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.contenders import seconds
+from bench.contenders import ENDLESS, seconds
 from bench.measure import replays
-from decoder import CONTINUE, compiled_graphs
-from engine import Engine
+from engine import CONTINUE, Engine
 from generate import NEEDLE
 from kv.parts.offload import ThreadedPool
+from runtime.compile import compiled_graphs
 from runtime.device import pick_device
 from terminal.cli import Choice, choices, number, numbers, run
 
@@ -58,11 +58,12 @@ def differences(logits: Tensor, expected: Tensor) -> dict:
 def steps(engine: Engine, count: int) -> dict:
     """Milliseconds per step, the graphs that one replays, and graphs compiled meanwhile."""
     length, before, pos = engine.shape.max_prompt, compiled_graphs(), itertools.count(1)
-    engine.decoder.start(0, 1, length, 0)
+    engine.state.wake(0, 1, length, ENDLESS, 0)
+    engine._forget()
 
     def step() -> None:
         new = next(pos)
-        engine.decoder.launch([CONTINUE], length + new, new)[0].tolist()
+        engine._step([CONTINUE], length + new, new)[0].tolist()
 
     times = [1e3 * seconds(step) for _ in range(count)]
     measured = {"ms": sorted(times)[count // 2], "recompiles": compiled_graphs() - before}

@@ -281,7 +281,7 @@ class Data:
 
 
 class Sequence:
-    """Tokens, the token that should follow each, that prediction's weight in the loss; (kind, begin, end) of answers."""
+    """Tokens, what should follow each, that prediction's weight in the loss, and (kind, begin, end) of answers."""
 
     def __init__(self):
         self.ids, self.follow, self.weights, self.answers = [], [], [], []

@@ -38,11 +38,11 @@ def sparsity(engine: Engine, task: str, length: int, samples: int) -> Tensor:
     recipe = Recipe(length, engine.encode, engine.tokenizer.decode)
     shape = engine.use("full", max_prompt=length, max_new_tokens=1).shape
     layers = [Watched(shape) for _ in range(shape.n_layer)]
-    engine.model.set_kv(layers, batch=1)
+    engine.model.set_kv(layers)
     masses = []
     for i in tqdm(range(samples), unit="prompt", leave=False):
         prompt = engine.encode(TASKS[task].sample(recipe, i).prompt)
-        engine.model.prefill(torch.tensor(prompt, device=engine.device), 0)
+        engine.model.prefill(0, torch.tensor(prompt, device=engine.device))
         masses.append(torch.stack([layer.mass for layer in layers]))
     return torch.stack(masses)
 

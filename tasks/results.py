@@ -10,11 +10,11 @@ from terminal.cli import Choice, columns, read_text
 
 
 @dataclass
-class Progress:
-    """The results so far; with a path, also kept in that file, one line of JSON per sample."""
+class Journal:
+    """The results so far, by key; with a path, also kept in that file, one line of JSON per sample."""
 
     path: Path | None
-    known: dict[str, dict] = field(default_factory=dict)
+    results: dict[str, dict] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.path is None or not self.path.exists():
@@ -23,18 +23,18 @@ class Progress:
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
-                self.known[entry["key"]] = entry["found"]
+                self.results[entry["key"]] = entry["result"]
             except (ValueError, LookupError, TypeError, RecursionError):
                 continue  # a line cut off when the run was stopped, or one that eval.py did not write
         if text and not text.endswith("\n"):
             with open(self.path, "a") as file:
                 file.write("\n")
 
-    def add(self, key: str, found: dict) -> None:
-        self.known[key] = found
+    def add(self, key: str, result: dict) -> None:
+        self.results[key] = result
         if self.path is not None:
             with open(self.path, "ab", buffering=0) as file:  # a line at once: other ranks add theirs
-                file.write(json.dumps({"key": key, "found": found}).encode() + b"\n")
+                file.write(json.dumps({"key": key, "result": result}).encode() + b"\n")
 
 
 def mean(values: list[float]) -> float | None:
@@ -45,11 +45,11 @@ def summary(job: Job, results: list[dict]) -> dict:
     """Means over a job's samples; `later` is the mean over all later questions."""
     if job.task == "perplexity":
         return {"n": len(results), "score": math.exp(mean([r["nll"] for r in results])), "first": None, "later": None}
-    found = {"n": len(results), "score": mean([r["score"] for r in results])}
+    means = {"n": len(results), "score": mean([r["score"] for r in results])}
     if job.task == "fidelity":
-        return found | {"first": None, "later": None, "kl": mean([r["kl"] for r in results])}
+        return means | {"first": None, "later": None, "kl": mean([r["kl"] for r in results])}
     later = [question["score"] for r in results for question in r["later"]]
-    return found | {"first": mean([r["first"] for r in results]), "later": mean(later)}
+    return means | {"first": mean([r["first"] for r in results]), "later": mean(later)}
 
 
 def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
