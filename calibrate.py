@@ -41,13 +41,14 @@ from model import Block
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES
 from runtime.plan import shape_of
-from terminal.cli import check_output, columns, load_pyplot, read_text, run
+from terminal.cli import check_output, load_pyplot, read_text, run, table
 
 QUERIES = 32  # how many of the text's last queries are measured
 CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text
 SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
 AFTER = 8  # a layer's choice is judged by the attention of this many next layers
 FILTERS = 3  # the most filter layers
+MEASURES = "filter ability", "dense preference", "query similarity"  # the printed columns
 
 
 class Probe(KV):
@@ -225,14 +226,13 @@ def main(argv: list[str] | None = None) -> None:
     partial.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
     partial.replace(path)
     filters, quantized = profile.get("filter_layers", []), profile["quant_layers"]
-    heads = [f"head {h}" for h in range(len(profile["head_scores"][0]))]
-    lines = [["layer", "filter ability", "dense preference", "query similarity", *heads]]
-    names = ("filter_ability", "dense_preference", "query_similarity", "head_scores")
-    for layer, (*shares, scores) in enumerate(zip(*map(profile.get, names), strict=True)):
-        mark = "*" * (layer in filters) + "q" * (layer in quantized)
-        cells = ["-" if share is None else f"{100 * share:.1f}%" for share in (*shares, *scores)]
-        lines.append([str(layer) + mark, *cells])
-    print(columns(lines))
+    lines = []
+    for layer, heads in enumerate(profile["head_scores"]):
+        cells = {name: profile[name.replace(" ", "_")][layer] for name in MEASURES}
+        cells |= {f"head {head}": score for head, score in enumerate(heads)}
+        shares = {name: "-" if share is None else f"{100 * share:.1f}%" for name, share in cells.items()}
+        lines.append({"layer": f"{layer}{'*' * (layer in filters)}{'q' * (layer in quantized)}", **shares})
+    print(table(lines))
     print("* proposed as filter layers" if filters else "too few layers for filter layers")
     print("q proposed as quantized layers" if quantized else f"no layer's dense preference is above {args.tau}")
     if args.plot:

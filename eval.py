@@ -26,7 +26,7 @@ from tasks import Recipe, shipped_haystack, texts
 from tasks.answers import Job, Reference, answer, digest, force, later_turn
 from tasks.prefill_once import prefill_once
 from tasks.registry import GROUPS, TASKS
-from tasks.results import Journal, summary, table
+from tasks.results import Journal, accuracy_table, summary
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
 
 ROUND = 128  # a job's new tokens are rounded up to a multiple of this, so that jobs can share caches
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     if ranks.rank:
         return
     out = sys.stderr if args.json == "-" else sys.stdout
-    print("\n".join([table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
+    print("\n".join([accuracy_table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     result = {"args": arguments, "ranks": ranks.count, "rows": rows, "samples": samples}
     write_json(args.json, result)

@@ -31,7 +31,7 @@ from runtime import cpu, parallel
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from runtime.linear import MODES
-from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, write_json
+from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
 
 PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
 
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
                     write_json(args.json, result)
     finally:  # whatever was measured is shown
         if lines:
-            print(tables.table(lines), file=out)
+            print(table(lines), file=out)
         if result["rows"]:
             show(args, result["rows"], out)
         if args.json == "-":

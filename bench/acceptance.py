@@ -21,7 +21,7 @@ from engine import Engine
 from runtime.device import DTYPES
 from tasks import Recipe, shipped_haystack
 from tasks.registry import TASKS
-from terminal.cli import Choice, check_output, choices, number, numbers, read_text, run, write_json
+from terminal.cli import Choice, check_output, choices, number, numbers, read_text, run, table, write_json
 
 LOOKUP = "niah_multikey_1"
 
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append(row)
     finally:  # whatever was measured is shown
         if rows:
-            print(tables.table(list(map(line, rows))), file=sys.stderr if args.json == "-" else sys.stdout)
+            print(table(list(map(line, rows))), file=sys.stderr if args.json == "-" else sys.stdout)
         write_json(args.json, {"args": {k: str(v) for k, v in vars(args).items()}, "rows": rows})
 
 

@@ -3,15 +3,10 @@
 import itertools
 from collections import defaultdict
 
-from terminal.cli import Choice, columns, load_pyplot
+from terminal.cli import Choice, load_pyplot, table
 
 STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
 WIDE = 0.25  # share of the median; a row is marked if its 10th and 90th percentiles are further apart
-
-
-def table(lines: list[dict[str, object]]) -> str:
-    """A table as text; each line maps a column's heading to its cell."""
-    return columns([list(lines[0]), *([str(cell) for cell in line.values()] for line in lines)])
 
 
 def cell(x: float | None, form: str = ".2f") -> str:

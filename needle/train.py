@@ -33,29 +33,15 @@ from torch import Tensor
 
 from config import ModelConfig, rope_frequencies
 from model import Transformer
-from needle.data import BOS, EOS, WORDINGS, Data, Sequence, keep, paragraphs
+from needle.data import WORDINGS, Data, Sequence, keep, paragraphs
 from runtime.checkpoint import write_checkpoint
 from tasks import two_stage
 from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
 from terminal.cli import run
 from text.tokenizer import load_tokenizer
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e7,
-    "tie_word_embeddings": True,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-}
+SHIPPED = json.loads(Path(__file__).with_name("config.json").read_text())  # sizes of the checkpoint of this folder
+CONFIG = {key: SHIPPED[key] for key in SHIPPED if key != "kv_fast"} | {"max_position_embeddings": 8192}
 LEARNING_RATE = 8e-4
 STAGES = (  # data, sequence length, and the share of the total time at which the next stage begins at the latest
     ("repeats", 256, 0.05),

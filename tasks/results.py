@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.answers import Job
-from terminal.cli import Choice, columns, read_text
+from terminal.cli import Choice, read_text, table
 
 
 @dataclass
@@ -52,12 +52,9 @@ def summary(job: Job, results: list[dict]) -> dict:
     return means | {"first": mean([r["first"] for r in results]), "later": mean(later)}
 
 
-def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
-    """One row per method, one column per task; cells are `first / later` where a task has later questions."""
-    lengths = {job.length for job in jobs}
-    names = {(j.task, j.length): j.task + (f"@{j.length}" if len(lengths) > 1 else "") for j in jobs}
-    graded = [(j.task, j.length) for j in jobs if j.graded]
-    lines = [["method", *names.values(), *["average"] * (len(graded) > 1), "KV bytes", "of full"]]
+def accuracy_table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
+    """One line per method, one column per task; cells are `first / later` where a task has later questions."""
+    several, graded = len({job.length for job in jobs}) > 1, [job for job in jobs if job.graded]
 
     def cell(row: dict) -> str:
         if row["score"] is None:
@@ -67,18 +64,18 @@ def table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
         later = "" if row["later"] is None else f" / {row['later']:.1f}"
         return f"{row['score'] if row['first'] is None else row['first']:.1f}{later}"
 
+    lines = []
     for method in chosen:
-        own = {
-            (r["task"], r["length"]): r
-            for r in rows
-            if (r["kv"], r["budget"], r["options"]) == (method.kv, method.budget, method.options)
-        }
-        scores = [own[key]["score"] for key in graded]
-        sized = [r for r in own.values() if r["score"] is not None]
-        average = "-" if None in scores or not scores else f"{mean(scores):.1f}"
-        most = max(sized, key=lambda r: r["kv_device_bytes"] + r["kv_host_bytes"], default=None)
-        size = "-" if most is None else f"{(most['kv_device_bytes'] + most['kv_host_bytes']) / 1e6:.2f} MB"
-        share = "-" if most is None else f"{100 * most['share_of_full']:.1f}%"
-        lines.append([method.label, *(cell(own[key]) for key in names), *[average] * (len(graded) > 1), size, share])
+        own = [r for r in rows if (r["kv"], r["budget"], r["options"]) == (method.kv, method.budget, method.options)]
+        by_job = {(r["task"], r["length"]): r for r in own}
+        line = {"method": method.label}
+        line |= {j.task + f"@{j.length}" * several: cell(by_job[j.task, j.length]) for j in jobs}
+        if len(graded) > 1:
+            scores = [by_job[job.task, job.length]["score"] for job in graded]
+            line["average"] = "-" if None in scores else f"{mean(scores):.1f}"
+        sizes = [(r["kv_device_bytes"] + r["kv_host_bytes"], r["share_of_full"]) for r in own if r["score"] is not None]
+        line |= {"KV bytes": f"{max(sizes)[0] / 1e6:.2f} MB" if sizes else "-"}
+        line |= {"of full": f"{100 * max(sizes)[1]:.1f}%" if sizes else "-"}
+        lines.append(line)
     chat = ", ".join(dict.fromkeys(job.task for job in jobs if job.chat))
-    return columns(lines) + f"\nin the checkpoint's chat template: {chat}" * bool(chat)
+    return table(lines) + f"\nin the checkpoint's chat template: {chat}" * bool(chat)
