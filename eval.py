@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from engine import Engine
@@ -23,7 +24,7 @@ from runtime import parallel
 from runtime.checkpoint import COMPANIONS, fingerprint
 from runtime.device import DTYPES
 from tasks import Recipe, shipped_haystack, texts
-from tasks.answers import Job, Reference, answer, digest, force, later_turn
+from tasks.answers import Job, answer, digest, force, forced, later_turn, parts
 from tasks.prefill_once import prefill_once
 from tasks.registry import GROUPS, TASKS
 from tasks.results import Journal, accuracy_table, summary
@@ -153,7 +154,8 @@ def evaluate(
     args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], journal: Journal, ranks: Ranks
 ) -> tuple[list[dict], list[dict]]:
     """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples."""
-    rows, samples, reference, common = [], [], Reference(engine), conditions(args, engine)
+    rows, samples, common = [], [], conditions(args, engine)
+    reference: dict[tuple[int, int], torch.Tensor] = {}  # for fidelity: the full cache's logits, on the host
     with tqdm(total=len(chosen) * sum(len(job.items) for job in jobs), unit="sample") as bar:
         for method in chosen:
             for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # groups jobs with equal caches
@@ -165,8 +167,11 @@ def evaluate(
                 about["chat"] = job.chat
                 missing = [i for i, key in enumerate(keys) if key not in journal.results]
                 mine = missing[ranks.rank :: ranks.count]
-                if job.task == "fidelity":
-                    reference.prepare(job, mine, args.batch)
+                unknown = [i for i in mine if (job.length, i) not in reference] if job.task == "fidelity" else []
+                if unknown:
+                    engine.use("full", batch=args.batch, max_prompt=job.prompt, max_new_tokens=job.new)
+                for part in parts(unknown, args.batch):
+                    reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
                 try:
                     bytes_ = use(engine, method, job, args.batch + args.fork, args.speculate)
                 except BudgetTooSmall as error:  # the cell has no score, and the run continues
@@ -176,8 +181,7 @@ def evaluate(
                     continue
                 bar.update(len(job.items) - len(missing))
                 before, counts, new = engine.fetched(), Counter(), {}
-                for at in range(0, len(mine), args.batch):
-                    part = mine[at : at + args.batch]
+                for part in parts(mine, args.batch):
                     if job.graded:
                         results = answer(engine, job, [job.items[i] for i in part], args, counts)
                     else:

@@ -80,20 +80,18 @@ def ask(
         counts.update(decoded=engine.stats.decoded, fed=engine.stats.fed)
         return given
 
+    prompts, questions = zip(*(turns(engine, sample, job.chat, args.blind) for sample in samples), strict=True)
     results = []
-    for sample in samples if args.fork else ():
-        text, questions = turns(engine, sample, job.chat, blind=True)
-        (whole,), own = engine.start([text]), []
-        for at in range(0, len(questions), args.batch):
-            part = questions[at : at + args.batch]
-            forks = [whole.fork() for _ in part]
-            own += answers(forks, part)
+    for prompt, own in zip(prompts, questions, strict=True) if args.fork else ():
+        (text,) = engine.start([prompt])
+        results.append((text.prompt, []))
+        for part in parts(own, args.batch):
+            forks = [text.fork() for _ in part]
+            results[-1][1].extend(answers(forks, part))
             close(forks)
-        results.append((whole.prompt, own))
-        whole.close()
+        close([text])
     if args.fork:
         return results
-    prompts, questions = zip(*(turns(engine, sample, job.chat, args.blind) for sample in samples), strict=True)
     rows = engine.start(list(prompts))
     results = [(row.prompt, []) for row in rows]
     if not args.blind:  # the prompt asks the first question
@@ -105,6 +103,11 @@ def ask(
             results[i][1].append(given)
     close(rows)
     return results
+
+
+def parts(items: list, size: int) -> list[list]:
+    """Consecutive parts of `size` items, the last of fewer."""
+    return [items[at : at + size] for at in range(0, len(items), size)]
 
 
 def close(rows: list[Row]) -> None:
@@ -129,30 +132,14 @@ def answer(engine: Engine, job: Job, samples: list[Sample], args: argparse.Names
     return results
 
 
-class Reference:
-    """The full cache's logits for forced texts, computed once: samples x 128 x vocab fp32 on the host."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.logits = engine, {}
-
-    def prepare(self, job: Job, indices: list[int], batch: int) -> None:
-        missing = [i for i in indices if (job.length, i) not in self.logits]
-        if missing:
-            self.engine.use("full", batch=batch, max_prompt=job.prompt, max_new_tokens=job.new)
-        for at in range(0, len(missing), batch):
-            part = missing[at : at + batch]
-            for i, logits in zip(part, forced(self.engine, job, part), strict=True):
-                self.logits[job.length, i] = logits
-
-
 def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
     """Logits [128, vocab] of each forced text, decoded together, on the host."""
     prompts, continuations = zip(*(job.items[i] for i in indices), strict=True)
     return [logits.cpu() for logits in engine.logits(list(prompts), list(continuations))]
 
 
-def force(engine: Engine, job: Job, indices: list[int], reference: Reference) -> list[dict]:
-    """Scores of the engine's predictions on forced texts."""
+def force(engine: Engine, job: Job, indices: list[int], reference: dict[tuple[int, int], Tensor]) -> list[dict]:
+    """Scores of the engine's predictions on forced texts; `reference`: the full cache's logits by (length, index)."""
     results = []
     for i, logits in zip(indices, forced(engine, job, indices), strict=True):
         prompt, continuation = job.items[i]
@@ -161,7 +148,7 @@ def force(engine: Engine, job: Job, indices: list[int], reference: Reference) ->
             nll = texts.negative_log_likelihood(logits, continuation)
             result |= {"score": math.exp(nll), "nll": nll}
         else:  # without the first row, which prefill computes for every method
-            kl, same = texts.divergence(logits[1:], reference.logits[job.length, i][1:])
+            kl, same = texts.divergence(logits[1:], reference[job.length, i][1:])
             result |= {"score": 100 * same, "kl": kl}
         results.append(result)
     return results

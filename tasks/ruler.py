@@ -176,10 +176,8 @@ def join(names: list[str]) -> str:
 
 
 def needles(name: str, niah: Niah, recipe: Recipe, index: int) -> Sample:
-    def make(n: int) -> Sample:
-        return niah.sample(recipe, Drawer(recipe.rng(name, index)), n)
-
-    return fill_length(make, recipe, 128, smallest=max(niah.keys, niah.queries) * niah.values)
+    smallest = max(niah.keys, niah.queries) * niah.values
+    return fill_length(lambda n: niah.sample(recipe, Drawer(recipe.rng(name, index)), n), recipe, 128, smallest)
 
 
 # Variable tracking
@@ -193,8 +191,7 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
     """One chain of hops + 1 variables, with names of `size` letters, in n lines of noise."""
     names: list[str] = []
     while len(names) <= hops:
-        name = letters(rng, size)
-        names += [name] * (name not in names)
+        names = list(dict.fromkeys([*names, letters(rng, size)]))
     value = str(rng.randint(10000, 99998))
     lines, chain = [NOISE] * n, [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
@@ -260,14 +257,8 @@ def common_words_extraction(recipe: Recipe, index: int) -> Sample:
     return fill_length(make, recipe, 120, smallest=11)
 
 
-def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
+def frequent_words(recipe: Recipe, index: int) -> Sample:
     """Coded words, the k-th one n k^-2 / zeta(2) times, rounded down; the first one is written as dots."""
-    coded: dict[str, None] = {"...": None}
-    while len(coded) < vocabulary:
-        coded[letters(rng, 6, string.ascii_lowercase)] = None
-    words = list(coded)
-    text = [word for k, word in enumerate(words, 1) for _ in range(int(n * k**-2.0 / (math.pi**2 / 6)))]
-    rng.shuffle(text)
     intro = (
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         "appeared coded words. "
@@ -277,12 +268,17 @@ def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         "appeared words are:"
     )
-    return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
+    def make(n: int) -> Sample:
+        rng, coded = recipe.rng("fwe", index), {"...": None}
+        while len(coded) < max(4, (recipe.length - 50) // 50):
+            coded[letters(rng, 6, string.ascii_lowercase)] = None
+        words = list(coded)
+        text = [word for k, word in enumerate(words, 1) for _ in range(int(n * k**-2.0 / (math.pi**2 / 6)))]
+        rng.shuffle(text)
+        return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
-def frequent_words_extraction(recipe: Recipe, index: int) -> Sample:
-    vocabulary = max(4, (recipe.length - 50) // 50)
-    return fill_length(lambda n: frequent_words(recipe.rng("fwe", index), n, vocabulary), recipe, 50, smallest=64)
+    return fill_length(make, recipe, 50, smallest=64)
 
 
 NIAH = {
@@ -299,7 +295,7 @@ TASKS = {name: Task(name, 128, partial(needles, name, niah), string_match_all) f
 TASKS |= {
     "vt": Task("vt", 30, variable_tracking, string_match_all),
     "cwe": Task("cwe", 120, common_words_extraction, string_match_all),
-    "fwe": Task("fwe", 50, frequent_words_extraction, string_match_all),
+    "fwe": Task("fwe", 50, frequent_words, string_match_all),
     "qa_1": Task("qa_1", 32, partial(answering, "squad"), string_match_part, partial(count_qa, "squad")),
     "qa_2": Task("qa_2", 32, partial(answering, "hotpotqa"), string_match_part, partial(count_qa, "hotpotqa")),
 }
