@@ -60,16 +60,35 @@ def test_fidelity_of_the_full_cache_to_itself_is_perfect_and_of_a_small_one_is_n
     assert found["streaming", 64, "fidelity"]["kl"] > 0
 
 
+def excerpt(engine: Engine, i: int) -> tuple[list[int], list[int]]:
+    """The prompt and the 128 forced tokens of the i-th forced text of 600 tokens."""
+    bos, *ids = engine.encode(evaluation.shipped_haystack())
+    own = ids[i * 599 : (i + 1) * 599]
+    return [bos, *own[:-128]], own[-128:]
+
+
+def samples_of(out, task: str, kv: str) -> list[dict]:
+    return [s for s in json.loads(out.read_text())["samples"] if (s["task"], s["kv"]) == (task, kv)]
+
+
 def test_perplexity_is_computed_through_the_decode_path(result, tiny_checkpoint):
-    samples = [s for s in json.loads(result.read_text())["samples"] if (s["task"], s["kv"]) == ("perplexity", "full")]
     engine = Engine.load(tiny_checkpoint, compile=False, max_new_tokens=128)
-    text = evaluation.shipped_haystack()
-    bos, *ids = engine.encode(text)
-    for i, sample in enumerate(samples):
-        own = ids[i * 599 : (i + 1) * 599]
-        logits = engine.logits([bos, *own[:-128]], own[-128:])
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(own[-128:])).item()
-        assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == 472
+    for i, sample in enumerate(samples_of(result, "perplexity", "full")):
+        prompt, forced = excerpt(engine, i)
+        logits = engine.logits(prompt, forced)
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(forced)).item()
+        assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == len(prompt) == 472
+
+
+def test_fidelity_leaves_out_the_token_that_prefill_predicts(result, tiny_checkpoint):
+    engines = [
+        Engine.load(tiny_checkpoint, *kv, compile=False, max_prompt=472, max_new_tokens=128)
+        for kv in (("full",), ("streaming", 64))
+    ]
+    for i, sample in enumerate(samples_of(result, "fidelity", "streaming")):
+        full, small = (engine.logits(*excerpt(engine, i)).log_softmax(-1) for engine in engines)
+        rows = (full.exp() * (full - small)).sum(-1)
+        assert rows[0].abs() < 1e-6 and sample["kl"] == pytest.approx(rows[1:].mean().item(), rel=1e-4)
 
 
 def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, monkeypatch):
