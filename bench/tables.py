@@ -81,9 +81,9 @@ def tokens_per_round(drafted: int, accept: float) -> float:
 def speculations(rows: list[dict]) -> str:
     """What a round costs, and the share of accepted tokens at which it begins to pay."""
 
-    def ms(r: dict, kv: str, budget: float | None, options: dict) -> float | None:
+    def ms(r: dict, method: str, budget: float | None, options: dict) -> float | None:
         """The time of a step of another row, measured in the same case."""
-        wanted = {"kv": kv, "budget": budget, "options": options, "speculate": 0}
+        wanted = {"kv": method, "budget": budget, "options": options, "speculate": 0}
         wanted |= {key: r[key] for key in ("context", "batch", "quantize")}
         return next((x["ms_per_token"] for x in rows if all(x.get(key) == wanted[key] for key in wanted)), None)
 

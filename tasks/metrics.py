@@ -153,27 +153,12 @@ def code_similarity(answer: str, reference: str) -> float:
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
 
 
-def _share(answer: str, number: str) -> float:
+@best_reference
+def number_share(answer: str, reference: str) -> float:
+    """The share of the answer's numbers that are the reference's (LongBench count_score, retrieval_score and
+    retrieval_zh_score, whose references are 4, "Paragraph 4" and "段落4")."""
     numbers = re.findall(r"\d+", answer)
-    return numbers.count(number) / max(1, len(numbers))
-
-
-@best_reference
-def count(answer: str, reference: str) -> float:
-    """The share of the answer's numbers that are the right one (LongBench count_score)."""
-    return _share(answer, reference)
-
-
-@best_reference
-def retrieval(answer: str, reference: str) -> float:
-    """The share of the answer's numbers that are the n of a reference "Paragraph n" (LongBench retrieval_score)."""
-    return _share(answer, re.search(r"Paragraph (\d+)", reference)[1])
-
-
-@best_reference
-def retrieval_zh(answer: str, reference: str) -> float:
-    """The share of the answer's numbers that are the n of a reference "段落n" (LongBench retrieval_zh_score)."""
-    return _share(answer, re.search(r"段落(\d+)", reference)[1])
+    return numbers.count(re.search(r"\d+", reference)[0]) / max(1, len(numbers))
 
 
 # InfiniteBench; qa_f1 is its longbook_qa_eng
