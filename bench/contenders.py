@@ -23,20 +23,14 @@ from runtime import parallel
 from runtime.plan import shape_of
 from terminal.cli import Choice
 
+KEYS = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
+rope_theta""".split()
 
-def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "rope_theta": theta,
-        "max_position_embeddings": 2**20,
-        **more,
-    }
+
+def llama(*sizes: float, **more) -> dict:
+    """A config.json with `sizes` for KEYS."""
+    fixed = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2**20}
+    return {**fixed, **dict(zip(KEYS, sizes, strict=True)), **more}
 
 
 GROUPSIZES = (128, 64, 32)
@@ -47,8 +41,8 @@ SHAPES = {  # the models' config.json, except the context length, which the benc
     "mistral-7b": llama(4096, 32, 32, 8, 14336, 32000, 1e6),
     "yi-9b": llama(4096, 48, 32, 4, 11008, 64000, 1e4),
     "yi-6b": llama(4096, 32, 32, 4, 11008, 64000, 5e6),
-    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000),
-    "llama-160m": llama(768, 12, 12, 4, 3072, 32000),
+    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000, 1e4),
+    "llama-160m": llama(768, 12, 12, 4, 3072, 32000, 1e4),
 }
 
 

@@ -20,6 +20,8 @@ from terminal.cli import Choice
 
 NEEDED = 2**25  # bytes of free memory that measuring takes
 FULL = Choice("full", None, {})
+UNKNOWN = """budget compile_s kv_device_bytes kv_host_bytes step_device_bytes step_host_bytes floor_ms graphs
+peak_prefill_bytes peak_decode_bytes""".split()  # of other engines
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -86,7 +88,6 @@ def percentile(values: list[float], share: float) -> float:
 def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[dict]:
     """One row of the JSON object per contender, all timed in turns."""
     weights = random_weights(case)
-    weight_bytes, read_bytes = sum(t.nbytes for t in weights.values()), step_weights(case, weights)
     rows, contenders, begin = [], [], time.monotonic()
     for make in tqdm(makers(args, case, chosen, weights), unit="method", disable=None, leave=False):
         if args.limit is not None and time.monotonic() - begin > args.limit:
@@ -95,32 +96,10 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[
         try:
             with memory_errors():
                 contender = make()
-                prefill_s, prefill_rise = rise(case.device, contender.start)
-                for _ in range(3):
-                    contender.step()
-                _, decode_rise = rise(case.device, contender.step)
+                rows.append(prepare(case, contender, weights))
         except ValueError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        ours = isinstance(contender, Ours)
-        unknown = """budget compile_s kv_device_bytes kv_host_bytes step_device_bytes step_host_bytes floor_ms graphs
-        peak_prefill_bytes peak_decode_bytes""".split()
-        row = dict.fromkeys(unknown) | {"kv": contender.label, "options": {}, "profile": {}, "products": {}}
-        row |= case.about() | (contender.about() if ours else {}) | {"prefill_s": prefill_s}
-        row |= {"weight_bytes": weight_bytes, "step_weight_bytes": read_bytes}
-        row |= {"ranks": case.ranks.count, "step_exchanged_bytes": case.exchanged()}
-        if ours:
-            held = weight_bytes + row["kv_device_bytes"]
-            row["peak_decode_bytes"] = None if decode_rise is None else held + decode_rise
-            if case.prefill:  # otherwise the rise came from filling in random keys and values
-                row["peak_prefill_bytes"] = None if prefill_rise is None else held + prefill_rise
-            read = read_bytes * (1 + row["speculate"]) + row["step_device_bytes"]
-            row["floor_ms"] = case.floor_ms(read, row["step_host_bytes"])
-            if case.device.type == "cuda":
-                row["graphs"] = replays(contender.step)
-            if row["kv"] in ("full", "naive"):
-                row["kernel"] = attention_kernel(contender)
-        rows.append(row)
         contenders.append(contender)
     times = [[] for _ in contenders]
     for _ in range(args.repeats if contenders else 0):
@@ -147,6 +126,32 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[
         if args.extend and isinstance(contender, Ours):
             row |= {"extend": args.extend, "extend_ms": 1e3 * contender.extend_s(args.extend, args.repeats)}
     return rows
+
+
+def prepare(case: Case, contender, weights: dict) -> dict:
+    """Fills a contender's rows and warms it up; returns its row of the JSON object without the times of its steps."""
+    prefill_s, prefill_rise = rise(case.device, contender.start)
+    for _ in range(3):
+        contender.step()
+    _, decode_rise = rise(case.device, contender.step)
+    weight_bytes, read_bytes = sum(t.nbytes for t in weights.values()), step_weights(case, weights)
+    row = dict.fromkeys(UNKNOWN) | {"kv": contender.label, "options": {}, "profile": {}, "products": {}} | case.about()
+    row |= {"prefill_s": prefill_s, "weight_bytes": weight_bytes, "step_weight_bytes": read_bytes}
+    row |= {"ranks": case.ranks.count, "step_exchanged_bytes": case.exchanged()}
+    if not isinstance(contender, Ours):
+        return row
+    row |= contender.about()
+    held = weight_bytes + row["kv_device_bytes"]
+    row["peak_decode_bytes"] = None if decode_rise is None else held + decode_rise
+    if case.prefill:  # otherwise the rise came from filling in random keys and values
+        row["peak_prefill_bytes"] = None if prefill_rise is None else held + prefill_rise
+    read = read_bytes * (1 + row["speculate"]) + row["step_device_bytes"]
+    row["floor_ms"] = case.floor_ms(read, row["step_host_bytes"])
+    if case.device.type == "cuda":
+        row["graphs"] = replays(contender.step)
+    if row["kv"] in ("full", "naive"):
+        row["kernel"] = attention_kernel(contender)
+    return row
 
 
 def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list[Callable]:
