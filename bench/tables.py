@@ -21,7 +21,8 @@ def size(*parts: int | None) -> str:
 
 
 def label(row: dict) -> str:
-    return Choice(row["kv"], row["budget"], row["options"]).label
+    drafts = f", drafts {row['speculate']}" if row.get("speculate") else ""
+    return Choice(row["kv"], row["budget"], row["options"]).label + drafts
 
 
 def weights(row: dict) -> str:
@@ -32,7 +33,7 @@ def steps(rows: list[dict]) -> str:
     return table(
         [
             {
-                "method": label(r) + (f", drafts {r['speculate']}" if r.get("speculate") else ""),
+                "method": label(r),
                 "weights": weights(r),
                 "batch": r["batch"],
                 "context": r["context"],
@@ -96,7 +97,7 @@ def speculations(rows: list[dict]) -> str:
         pays = next((p for p in shares if r["round_ms"] <= full * tokens_per_round(n, p / 100)), None)
         lines.append(
             {
-                "drafts": label(r),
+                "drafts": label(r | {"speculate": 0}),
                 "a round": n,
                 "context": r["context"],
                 "batch": r["batch"],
