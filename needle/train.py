@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer, rope_frequencies
-from needle.data import BOS, EOS, WORDINGS, Data, Sequence, keep, paragraphs
+from needle.data import WORDINGS, Data, Sequence, keep, paragraphs
 from runtime.checkpoint import write_checkpoint
 from runtime.hf_config import from_hf
 from tasks import two_stage
@@ -40,22 +40,8 @@ from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
 from terminal.cli import run
 from text.tokenizer import load_tokenizer
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e7,
-    "tie_word_embeddings": True,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-}
+SHIPPED = json.loads(Path(__file__).with_name("config.json").read_text())  # sizes of the checkpoint of this folder
+CONFIG = {key: SHIPPED[key] for key in SHIPPED if key != "kv_fast"} | {"max_position_embeddings": 8192}
 LEARNING_RATE = 8e-4
 STAGES = (  # data, sequence length, and the share of the total time at which the next stage begins at the latest
     ("repeats", 256, 0.05),
@@ -176,8 +162,8 @@ class Trainer:
         if (self.folder / "state.pt").exists():
             state = torch.load(self.folder / "state.pt", weights_only=True)
             self.model.load_state_dict(state.pop("model"))
-            for optimizer, found in zip(self.optimizers, state.pop("optimizers"), strict=True):
-                optimizer.load_state_dict(found)
+            for optimizer, saved in zip(self.optimizers, state.pop("optimizers"), strict=True):
+                optimizer.load_state_dict(saved)
             self.__dict__.update(state)
 
     def rate(self) -> float:
@@ -209,9 +195,9 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         for s, row in zip(batch, foreseen.tolist(), strict=True):
-            for kind, begin, end in s.spans:
-                span = row[begin:end]
-                right = sum(span) / len(span) if kind == "repeats" else all(span)
+            for kind, begin, end in s.answers:
+                hits = row[begin:end]
+                right = sum(hits) / len(hits) if kind == "repeats" else all(hits)
                 self.right[kind] = 0.98 * self.right.get(kind, 0.0) + 0.02 * right
         self.step, self.tokens = self.step + 1, self.tokens + tokens.numel()
         return loss.item()

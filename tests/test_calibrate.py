@@ -25,8 +25,8 @@ def spy(engine: Engine, ids: list[int]) -> list[Spy]:
     """Layers that have recorded q and k of a prompt of 90 tokens."""
     engine.use("full", max_prompt=90, max_new_tokens=1)
     spies = [Spy(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(spies, 1)
-    engine.model.prefill(torch.tensor(ids), 0)
+    engine.model.set_kv(spies)
+    engine.model.prefill(0, torch.tensor(ids))
     return spies
 
 
@@ -112,11 +112,9 @@ def test_query_similarity_compares_predicted_with_true_queries(folder):
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)["query_similarity"]
     engine.use("full", max_prompt=90, max_new_tokens=40)
-    seekers = [Seeker(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(seekers, 1)
-    engine.model.prefill(torch.tensor(ids[:58]), 0)
-    for at in range(58, 90):
-        engine.model(torch.tensor([[ids[at]]]), torch.tensor([at]), torch.tensor([True]))
+    engine.layers[:] = seekers = [Seeker(engine.shape) for _ in engine.layers]
+    engine.model.set_kv(seekers)
+    engine.ask(engine.start(ids[:58]), [ids[58:]], 1, stepwise=True)
     assert found[0] is None
     for similarity, seeker in zip(found[1:], seekers[1:], strict=True):
         expected = torch.cosine_similarity(torch.stack(seeker.offered), torch.stack(seeker.true), dim=-1).mean().item()

@@ -304,8 +304,8 @@ def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length(
 
 
 def test_the_paper_settings_are_those_of_the_first_rocketkv_paper():
-    settings = [setting for setting in papers.SETTINGS if setting.kv == "rocketkv"]
-    assert settings and all(setting.options == {"split": "even"} for setting in settings)
+    methods = [p.method for p in papers.PUBLISHED if p.method.kv == "rocketkv"]
+    assert methods and all(method.options == {"split": "even"} for method in methods)
 
 
 def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
