@@ -241,7 +241,7 @@ def full_attention(text: Text, steps: int, window: int | None = None) -> Tensor:
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
     """Shortens spans to match the short sequences here, so that a step that reads too few slots is noticed."""
-    monkeypatch.setattr(kv.ops, "SPAN", 8)
+    monkeypatch.setattr(kv.parts.ops, "SPAN", 8)
 
 
 every_method = pytest.mark.parametrize("name", VARIANTS)
@@ -318,7 +318,7 @@ def test_law_2_compiled_equals_eager(name, monkeypatch):
 def test_law_3_rows_do_not_see_each_other(name, shape):
     texts, others = make_texts(shape), make_texts(shape, seed=500)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv.ops, "SPAN", shape.planned)  # a row's rounding depends on how many slots its neighbors read
+        patch.setattr(kv.parts.ops, "SPAN", shape.planned)  # a row's rounding depends on how many slots its neighbors read
         together = Cache(name, shape).run(texts, 20)
         for row, text in texts.items():
             among_others = Cache(name, shape).run(others | {row: text}, 20)[row]
@@ -563,7 +563,7 @@ def move(source: Cache, row: int, target: Cache, to: int) -> None:
 @every_method
 @every_shape
 def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch):
-    monkeypatch.setattr(kv.ops, "SPAN", 2 * shape.planned)  # a row's rounding depends on how many slots are read
+    monkeypatch.setattr(kv.parts.ops, "SPAN", 2 * shape.planned)  # a row's rounding depends on how many slots are read
     texts, batch = make_texts(shape), shape.batch
     source, elsewhere, back = Cache(name, shape), poison(Cache(name, shape)), poison(Cache(name, shape))
     source.run(texts, 7)
@@ -585,7 +585,7 @@ def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in FOLLOW_THE_PLAN])
 def test_law_12_a_restored_row_continues_in_another_batch_on_another_plan(name, monkeypatch):
-    monkeypatch.setattr(kv.ops, "SPAN", 1)  # so that a step that reads too few slots is noticed
+    monkeypatch.setattr(kv.parts.ops, "SPAN", 1)  # so that a step that reads too few slots is noticed
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     texts = make_texts(shape)
     source, target = Cache(name, shape), poison(Cache(name, replace(shape, batch=5, max_new_tokens=2 * MAX_NEW)))
