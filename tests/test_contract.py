@@ -318,7 +318,9 @@ def test_law_2_compiled_equals_eager(name, monkeypatch):
 def test_law_3_rows_do_not_see_each_other(name, shape):
     texts, others = make_texts(shape), make_texts(shape, seed=500)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv.parts.ops, "SPAN", shape.planned)  # a row's rounding depends on how many slots its neighbors read
+        patch.setattr(
+            kv.parts.ops, "SPAN", shape.planned
+        )  # a row's rounding depends on how many slots its neighbors read
         together = Cache(name, shape).run(texts, 20)
         for row, text in texts.items():
             among_others = Cache(name, shape).run(others | {row: text}, 20)[row]

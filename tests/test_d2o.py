@@ -5,9 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
-import references_d2o as slow
 import test_contract as contract
 import torch
+from references import eviction as slow
 from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
 
 import kv

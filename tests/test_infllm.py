@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references_omni import SlowInfLLM
+from references.infllm import SlowInfLLM
 from runs import HEADS, Run, compare, generations, make_shape, tokens
 
 import kv

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references_tailor import SlowQuantized
+from references.quantized import SlowQuantized
 from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens
 from torch._inductor.utils import run_and_get_code
 

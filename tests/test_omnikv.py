@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import write_random
-from references_omni import SlowOmni
+from references.omnikv import SlowOmni
 from runs import HEADS, LAYERS, D, Run, compare, generations, make_shape, prefill_both, step_both, tokens
 
 import kv

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from conftest import write_random
-from references_omni_prefill import choose, full_prompt, sparse_prompt
+from references.attention import causal, masked_attention
+from references.omnikv import choose_chunk, chunked_attention
 from runs import HEADS, TensorSizes, make_shape, tokens
 
 import kv
@@ -29,12 +30,12 @@ def test_chunks_equal_their_reference(heads, r, chunk):
     for prompt in (100, 97, 33, 7, 1):
         inputs = tokens(shape, 1, prompt, torch.Generator().manual_seed(prompt))
         found = prefill(layers, inputs)
-        expected = [full_prompt(*(x[0] for x in qkv)) for qkv in inputs]
+        expected = [masked_attention(*(x[0] for x in qkv), causal()) for qkv in inputs]
         q, k, _ = (x[0] for x in inputs[FILTER])
         starts = range(0, prompt, chunk)
-        chosen = [choose(q, k, start, min(start + chunk, prompt), count) for start in starts]
+        chosen = [choose_chunk(q, k, start, min(start + chunk, prompt), count) for start in starts]
         for layer in SPARSE:
-            expected[layer] = sparse_prompt(*(x[0] for x in inputs[layer]), chosen, chunk)
+            expected[layer] = chunked_attention(*(x[0] for x in inputs[layer]), chosen, chunk)
         for layer, y in enumerate(found):
             if layer <= SPARSE[-1]:
                 assert (y - expected[layer]).abs().max() <= 1e-5

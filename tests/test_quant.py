@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references_tailor import dequantize
-from references_tailor import quantize as slow_quantize
+from references.quantized import dequantize
+from references.quantized import quantize as slow_quantize
 from runs import make_shape
 
 from kv.parts import quant

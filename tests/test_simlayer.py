@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import references_d2o as slow
 import torch
+from references import eviction as slow
 from runs import HEADS, MAX_PROMPT, Run, generations, make_shape, step_both, tokens
 
 import kv

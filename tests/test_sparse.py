@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references import SLOW, pyramid_budgets, rocket_sizes
+from references.sparse import SLOW, pyramid_budgets, rocket_sizes
 from runs import TensorSizes, generations
 
 import kv

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
-from references_tailor import SlowTailorKV
+from references.quantized import SlowTailorKV
 from runs import HEADS, Run, compare, make_shape, tokens
 
 import kv
