@@ -211,7 +211,7 @@ def answers(engine: Engine) -> list:
 def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=2**21)
     engine = Engine.load(folder, compile=False)
-    monkeypatch.setattr("processes.free_bytes", lambda device: 10**8)
+    monkeypatch.setattr("runtime.processes.free_bytes", lambda device: 10**8)
     for options in ({"offload": True}, {}):
         with pytest.raises(ValueError, match=r"omnikv cache of 1 x .* needs 0.\d\d GB on cpu and 0.10 GB are free"):
             engine.use("omnikv", 1000, options, max_prompt=2**20)

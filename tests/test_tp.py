@@ -325,7 +325,7 @@ def test_a_tool_of_one_process_is_refused(tiny_checkpoint, tmp_path):
 def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport cli\nfrom engine import Engine\n"
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom terminal import cli\nfrom engine import Engine\n"
         f"folder = {str(tiny_checkpoint)!r} if os.environ['RANK'] == '0' else '/none'\n"
         "cli.run(lambda: Engine.load(folder), ranks=True)\n"
     )
@@ -336,7 +336,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_pa
 
 def by_hand(rank: int, port: int, *arguments: str, seconds: int = 60) -> subprocess.Popen:
     """generate.py as rank `rank` of 2, started without torchrun."""
-    code = f"import cli, processes, datetime; processes.ARRIVE = datetime.timedelta(seconds={seconds})\n"
+    code = f"import datetime; from terminal import cli; from runtime import processes; processes.ARRIVE = datetime.timedelta(seconds={seconds})\n"
     code += "import generate; cli.run(generate.main, ranks=True)"
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     return subprocess.Popen(

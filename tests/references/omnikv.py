@@ -2,9 +2,9 @@
 other.
 
 Its prefill in chunks follows Appendix D.10, with the uniform selector of Section 4.2; * marks what the paper leaves
-open. A prompt of T tokens is processed in consecutive chunks of C tokens; the last one may be shorter. Full layers and filter
-layers attend causally to everything. For the chunk of tokens [s, e), a filter layer also chooses min(n, s) of the
-positions 0..s-1, which all sparse layers of its segment use. n = max(1, floor(r C + 0.5))*, where r is the ratio of
+open. A prompt of T tokens is processed in consecutive chunks of C tokens; the last one may be shorter. Full layers and
+filter layers attend causally to everything. For the chunk of tokens [s, e), a filter layer also chooses min(n, s) of
+the positions 0..s-1, which all sparse layers of its segment use. n = max(1, floor(r C + 0.5))*, where r is the ratio of
 chosen tokens to chunk size; C is the full chunk size, for a shorter last chunk too*. Position j scores the sum over the
 last min(w, e - s) queries of the chunk (w = 16*) of the maximum over all query heads of that query's attention weight
 on j, over all keys that the query sees. All KV heads share the choice. In a sparse layer, the query at position i of
