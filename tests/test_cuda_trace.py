@@ -187,9 +187,9 @@ def test_rounds_are_two_graphs_on_the_device(gpu, name, variant):
     close(decoder)
 
 
-def test_a_plain_step_is_one_graph_on_the_device(gpu):
-    decoder = build("full", gpu, 2)
-    assert not problems(*trace(decoder.step.forward, "plain", gpu, 2))
+def test_a_plain_step_of_one_row_is_one_graph_on_the_device(gpu):
+    decoder = build("full", gpu, 1)
+    assert not problems(*trace(decoder.step.forward, "plain", gpu, 1))
     close(decoder)
 
 

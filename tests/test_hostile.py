@@ -481,7 +481,7 @@ def run_for(tool: str, args: list, seconds: float | None) -> tuple[int, float]:
 
 @pytest.mark.parametrize("tool", ("quantize", "convert_hf_checkpoint"))
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp_path, tool, kills):
-    _, args = lines_of[tool.removesuffix("_hf_checkpoint")]
+    main, args = lines_of[tool.removesuffix("_hf_checkpoint")]
     args = [tmp_path / "out" if str(arg).endswith(("/q", "/c")) else arg for arg in args if arg != "--force"]
     code, whole_run = run_for(tool, args, None)
     assert code == 0
@@ -493,7 +493,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp
         if (tmp_path / "out").exists():
             assert torch.equal(Engine.load(tmp_path / "out", compile=False).logits([1, 2, 3], [4, 5]), expected)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    assert run_for(tool, args, None)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert outcome(main, args)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_evaluation_that_is_killed_resumes_to_the_same_result(lines_of, tmp_path, kills):
@@ -509,5 +509,5 @@ def test_an_evaluation_that_is_killed_resumes_to_the_same_result(lines_of, tmp_p
     draw = random.Random(0)
     for _ in range(kills):
         run_for("eval", [*args, "--json", tmp_path / "out.json"], draw.uniform(0, 2 * whole_run / kills))
-    assert run_for("eval", [*args, "--json", tmp_path / "out.json"], None)[0] == 0
+    assert outcome(evaluation.main, [*args, "--json", tmp_path / "out.json"])[0] == 0
     assert results("out.json") == results("whole.json")

@@ -188,7 +188,7 @@ def test_a_saved_prompt_is_continued(checkpoint, eos, expected):
         assert outcome(found) == outcome(full)
 
 
-@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), ("streaming", 2), ("tailorkv", 0)))
+@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), ("tailorkv", 2)))
 def test_compiled(checkpoint, eos, expected, name, case):
     kv, options = DRAFTS[name]
     engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True)
