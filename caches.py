@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kv as methods
-from config import ModelConfig, rope_frequencies
+from config import ModelConfig
 from decoder import Decoder, compiled_graphs
 from kv import Shape
 from kv.parts.ranks import ALONE, Ranks
@@ -191,9 +191,10 @@ class Caches:
     def _allocate(self, shape: Shape) -> None:
         self._release()  # frees the old caches first
         self._check_memory(shape)
+        shape = dataclasses.replace(shape, rope_speed=self.model.rope_speeds(self.batch))
         self.layers = methods.build(self.method, shape, self.budget, self.options, self.profile)
         self.endless = processes.least(self.ranks, all(layer.endless for layer in self.layers)) > 0
-        self.model.set_kv(self.layers, self.batch)
+        self.model.set_kv(self.layers, self.batch, shape.rope_speed)
         self.decoder = (Speculator if self.speculate else Decoder)(
             self.model, self.layers, shape, sorted(self.eos), self.compile, self.stats, self.on_phase
         )
@@ -313,7 +314,6 @@ def shape_of(
         max_length=c.max_length,
         rewind=rewind,
         ranks=ranks,
-        rope_speeds=tuple(rope_frequencies(c.rope, c.head_dim, 1)[0].tolist()),
     )
 
 

@@ -183,7 +183,7 @@ class Decoder(nn.Module):
 
         Returns the sampled tokens [B,1] and the logits [B, vocab], valid until the next step.
         """
-        self.fitted = [layer.fit(length, new) for layer in self.layers]
+        self.fitted = [layer.before_step(length, new) for layer in self.layers]
         before = compiled_graphs()
         if commands != self.commands:  # pinned: a copy from other memory would wait for the last step
             pinned = torch.tensor(commands, pin_memory=self.device.type == "cuda")

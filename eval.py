@@ -205,7 +205,7 @@ def evaluate(
                     bytes_ = use(engine, method, job, args.batch, args.speculate)
                 except BudgetTooSmall as error:  # the cell has no score, and the run continues
                     nothing = {"n": 0, "score": None, "first": None, "later": None}
-                    rows.append(about | nothing | {"why": str(error), "minimum": error.least})
+                    rows.append(about | nothing | {"why": str(error), "minimum": error.minimum})
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))

@@ -123,15 +123,19 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
 
-    def set_kv(self, modules: list[nn.Module], batch: int) -> None:
-        """Gives every layer its KV module and every row RoPE speeds (dynamic NTK adapts them to its length)."""
+    def rope_speeds(self, batch: int) -> Tensor:
+        """Every row's RoPE speeds [B,D/2], which layers may share (dynamic NTK adapts them to a row's length)."""
+        speed, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
+        return speed.to(self.tok_embeddings.weight.device).repeat(batch, 1)
+
+    def set_kv(self, modules: list[nn.Module], batch: int, rope_speed: Tensor | None = None) -> None:
+        """Gives every layer its KV module, and rows the RoPE speeds that the modules share, or new ones."""
         for layer, kv in zip(self.layers, modules, strict=True):
             layer.attention.kv = kv
         for function in (torch.cos, torch.sin, torch.exp):  # MKL's first call, if multithreaded, can lose precision
             function(torch.ones(1))
-        speed, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
-        speed = speed.to(self.tok_embeddings.weight.device)
-        self.register_buffer("rope_speed", speed.repeat(batch, 1), persistent=False)  # [B, D/2]
+        rope_speed = self.rope_speeds(batch) if rope_speed is None else rope_speed
+        self.register_buffer("rope_speed", rope_speed, persistent=False)
 
     def cos_sin(self, pos: Tensor, speed: Tensor) -> tuple[Tensor, Tensor]:
         """pos [B,T], speed [B,D/2] -> cos and sin, [B,1,T,D/2] fp32"""
@@ -156,8 +160,6 @@ class Transformer(nn.Module):
         length = max(tokens.numel(), min(planned or 0, self.config.max_length))
         speed, _ = rope_frequencies(self.config.rope, self.config.head_dim, length)
         self.rope_speed[row] = speed.to(self.rope_speed.device)
-        for layer in self.layers:
-            layer.attention.kv.set_speed(row, self.rope_speed[row])
         cos, sin = self.cos_sin(torch.arange(tokens.numel(), device=tokens.device)[None], self.rope_speed[row, None])
         x = self.tok_embeddings(tokens[None])
         for layer in self.layers:

@@ -186,8 +186,7 @@ class Ours:
                 for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
             )
             layer.reset(row)
-            layer.skip_prompt(q, k)
-            layer.keep(row, q, k, v)
+            layer.keep(row, q, k, v, *layer.skip_prompt(q, k))
         for layer in self.engine.layers:
             layer.finish(row)
 

@@ -1,15 +1,9 @@
-"""The registry of KV methods: builds them by name, from a budget and options.
+"""The registry of KV methods: a new method is one file, its import and its line in METHODS."""
 
-A new method is one file, its import and its line in METHODS.
-"""
-
-import dataclasses
 import math
 import sys
-import types
-import typing
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -18,7 +12,7 @@ from kv import (
     d2o,
     duo,
     exact_topk,
-    full_bits,
+    full,
     h2o,
     infllm,
     kivi,
@@ -36,36 +30,8 @@ from kv.base import KV
 from kv.method import Method, Shape
 from kv.parts.speculation import speculative
 
-__all__ = [
-    "KV",
-    "METHODS",
-    "BudgetTooSmall",
-    "Method",
-    "Shape",
-    "build",
-    "describe",
-    "from_profile",
-    "paper_bytes",
-    "parse_options",
-    "planned_bytes",
-    "read_profile",
-    "total_bytes",
-]
-
-
-# The options that kv_profile.json may set: what calibrate.py measures of a model. Checkpoints are untrusted, so none of
-# these options names a file or changes how much is kept.
-PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores": list[list[float]]}
-
-
-class BudgetTooSmall(ValueError):
-    def __init__(self, name: str, least: int, tokens: int):
-        super().__init__(f"{name} needs a budget of at least {least} tokens, not {tokens}")
-        self.least = least
-
-
 METHODS: dict[str, type[Method]] = {
-    "full": full_bits.FullBitsMethod,
+    "full": full.FullMethod,
     "streaming": streaming.StreamingMethod,
     "rocketkv": rocketkv.RocketKVMethod,
     "hybrid": rocketkv.HybridMethod,
@@ -90,81 +56,57 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def _method(name: str) -> type[Method]:
-    if name not in METHODS:
-        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
-    return METHODS[name]
+class BudgetTooSmall(ValueError):
+    def __init__(self, name: str, minimum: int, tokens: int):
+        super().__init__(f"{name} needs a budget of at least {minimum} tokens, not {tokens}")
+        self.minimum = minimum
 
 
 def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
     """One KV module per layer; if rows may give tokens back (shape.rewind), the method drafts for the full cache.
 
     `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
-    method's defaults. Raises ValueError for an unknown name or option, a budget that does not fit the method, a planned
-    length beyond a sliding window that the method does not honour, and a method that cannot draft.
+    method's defaults. A budget beyond what covers every token is lowered to that. Raises ValueError for an unknown name
+    or option, a budget that does not fit the method, a planned length beyond a sliding window that the method does not
+    honour, and a method that cannot draft.
     """
     if shape.rewind:
         shape = replace(shape, max_new_tokens=shape.max_new_tokens + shape.rewind)  # tokens that may be rejected
-        return speculative(name, shape, _build(name, shape, budget, options, profile))
-    return _build(name, shape, budget, options, profile)
-
-
-def _build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None) -> list[KV]:
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
     if shape.window is not None and shape.planned > shape.window and not method.windowed:
         raise ValueError(
             f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
             "prompt and answer together"
         )
+    layers = method.build(shape, _tokens(name, method, shape, budget))
+    return speculative(name, shape, layers) if shape.rewind else layers
+
+
+def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None) -> int | None:
+    """The budget in tokens per KV head, None for a method that takes none."""
     if not method.takes_budget:
         if budget is not None:
             raise ValueError(f"{name} takes no budget" + f" beside {method.instead}" * method.budgeted)
-        return method.build(shape, None)
+        return None
     if budget is None:
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
     if not budget > 0 or isinstance(budget, float) and budget > 1:
         raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
-    tokens, least = shape.tokens(budget), method.minimum(shape)
-    if tokens < least:
-        raise BudgetTooSmall(name, least, tokens)
-    if method.keeps_all(shape, tokens):
-        return full_cache(method).build(shape, None)
-    return method.build(shape, tokens)
+    tokens, minimum = shape.tokens(budget), method.minimum(shape)
+    if tokens < minimum:
+        raise BudgetTooSmall(name, minimum, tokens)
+    return min(tokens, max(minimum, method.most(shape)))
 
 
-def full_cache(method: Method) -> Method:
-    """The full cache, with the method's bits, that replaces a method whose budget covers every token."""
-    return METHODS["full"](**({"bits": method.bits} if "bits" in method.lossless else {}))
+def parse_options(name: str, given: dict) -> Method:
+    """The method with the given options, typed values or strings; in a string + or commas separate list items."""
+    return _method(name).parse(name, given)
 
 
-def read_profile(content: dict) -> dict:
-    """The options of PROFILE that a kv_profile.json sets. Raises ValueError if one has the wrong type."""
-    found = {key: content[key] for key in PROFILE if key in content}
-    for key, value in found.items():
-        if not _is_a(value, PROFILE[key]):
-            what = "layers" if PROFILE[key] == list[int] else "lists of finite numbers"
-            raise ValueError(f"kv_profile.json: {key} must be a list of {what}; run calibrate.py again")
-    return found
-
-
-def _is_a(value: object, hint: object) -> bool:
-    """Whether a JSON value has the type `hint`: possibly nested lists of finite numbers, or of integers from 0 up."""
-    if typing.get_origin(hint) is list:
-        return isinstance(value, list) and all(_is_a(x, *typing.get_args(hint)) for x in value)
-    if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
-        return False
-    return value >= 0 if hint is int else math.isfinite(value)
-
-
-def from_profile(name: str, options: dict, profile: dict) -> dict:
-    """What `build` takes from the profile: the method's options that `options` does not set."""
-    known = {f.name for f in dataclasses.fields(_method(name))} & PROFILE.keys()
-    return {key: value for key, value in profile.items() if key in known and key not in options}
-
-
-def paper_bytes(method: Method, shape: Shape, budget: int | None) -> int:
-    """Bytes of all layers and rows by the paper's formula."""
-    return full_cache(method).memory(shape, None) if method.keeps_all(shape, budget) else method.memory(shape, budget)
+def _method(name: str) -> type[Method]:
+    if name not in METHODS:
+        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
+    return METHODS[name]
 
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
@@ -180,67 +122,33 @@ def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
     return sum(shared.values()), sum(layer.host_bytes() for layer in layers)
 
 
-def parse_options(name: str, given: dict) -> Method:
-    """The method with the given options, typed values or strings; in a string + or commas separate list items."""
-    cls = _method(name)
-    hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
-    values = {}
-    for key, value in given.items():
-        if key not in fields:
-            raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(fields) or 'none'}")
-        try:
-            values[key] = _convert(value, hints[key], *map(fields[key].metadata.get, ("min", "max")))
-        except ValueError as error:
-            raise ValueError(f"{name}: option {key}={value}: {error}") from None
-    return cls(**values)
+# Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
+# file or changes how much is kept.
+PROFILE = {"filter_layers": "layers", "quant_layers": "layers", "head_scores": "lists of finite numbers"}
 
 
-def _convert(value: object, hint: object, min: float | None, max: float | None) -> object:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None or value == "auto":
-            return None
-        return _convert(value, next(a for a in args if a is not type(None)), min, max)
-    if origin is typing.Literal:
-        if str(value) not in map(str, args):
-            raise ValueError(f"must be one of {', '.join(map(str, args))}")
-        return next(arg for arg in args if str(arg) == str(value))
-    if origin is list:
-        parts = [] if value == "none" else value.replace(",", "+").split("+") if isinstance(value, str) else value
-        if not isinstance(parts, list | tuple):
-            raise ValueError("must be a list")
-        return [_convert(part, args[0], min, max) for part in parts]
-    if hint is bool:
-        if str(value).lower() not in ("true", "false", "1", "0"):
-            raise ValueError("must be true or false")
-        return str(value).lower() in ("true", "1")
-    try:
-        number = hint(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"must be of type {hint.__name__}") from None
-    if not (min is None or number >= min) or not (max is None or number <= max):
-        raise ValueError(f"must be at least {min}" if max is None else f"must lie between {min} and {max}")
-    return number
+def read_profile(content: dict) -> dict:
+    """The options of PROFILE that a kv_profile.json sets. Raises ValueError if one has the wrong type."""
+    options = {key: content[key] for key in PROFILE if key in content}
+    for key, values in options.items():
+        lists, fits = ([values], _is_layer) if PROFILE[key] == "layers" else (values, _is_finite)
+        if not isinstance(values, list) or not all(isinstance(x, list) and all(map(fits, x)) for x in lists):
+            raise ValueError(f"kv_profile.json: {key} must be a list of {PROFILE[key]}; run calibrate.py again")
+    return options
 
 
-def drafts(name: str) -> bool:
-    """Whether the method, with its default options, can draft for the full cache."""
-    sizes = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128, "max_prompt": 1024}
-    shape = Shape(
-        **sizes,
-        max_new_tokens=64,
-        batch=1,
-        rope_type="default",
-        rope_theta=1e4,
-        dtype=torch.float32,
-        device=torch.device("meta"),
-        rewind=1,
-    )
-    try:
-        build(name, shape, max(64, _method(name)().minimum(shape)) if _method(name).budgeted else None, {})
-    except ValueError:
-        return False
-    return True
+def _is_layer(x: object) -> bool:
+    return type(x) is int and x >= 0
+
+
+def _is_finite(x: object) -> bool:
+    return type(x) in (int, float) and math.isfinite(x)
+
+
+def from_profile(name: str, options: dict, profile: dict) -> dict:
+    """What `build` takes from the profile: the method's options that `options` does not set."""
+    known = {f.name for f in fields(_method(name))} & PROFILE.keys()
+    return {key: value for key, value in profile.items() if key in known and key not in options}
 
 
 def describe(name: str) -> str:
@@ -248,14 +156,18 @@ def describe(name: str) -> str:
     method = _method(name)
     takes = "none" if not method.budgeted else "--budget, in tokens per KV head or as a share of the prompt"
     lines = [sys.modules[method.__module__].__doc__.strip(), "", f"budget: {takes}"]
-    if method.approximates:
-        given = "".join(f" and {key}={'auto' if x is None else x}" for key, x in method.approximates_with.items())
-        lines.append(f"with a budget for every token{given} the full cache replaces it, because {method.approximates}")
     if drafts(name):
         lines.append("--speculate N: drafts for the full cache, and shares its memory if the draft keeps every token")
-    for option in dataclasses.fields(method):
-        kind, meaning = getattr(option.type, "__name__", option.type), option.metadata.get("help", "")
-        if typing.get_origin(option.type) is typing.Literal:
-            kind = " or ".join(map(str, typing.get_args(option.type)))
-        lines.append(f"--kv-opt {option.name}=... ({kind}, default {option.default}): {meaning}")
-    return "\n".join(lines)
+    return "\n".join(lines + method.describe_options())
+
+
+def drafts(name: str) -> bool:
+    """Whether the method, with its default options, can draft for the full cache."""
+    plan = {"max_prompt": 1024, "max_new_tokens": 64, "batch": 1, "dtype": torch.float32, "rewind": 1}
+    model = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128}
+    shape = Shape(**model, **plan, rope_type="default", rope_theta=1e4, device=torch.device("meta"))
+    try:
+        build(name, shape, 1.0 if _method(name).budgeted else None, {})
+    except ValueError:
+        return False
+    return True

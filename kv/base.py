@@ -20,14 +20,15 @@ this only where it compares heads: `shape.ranks` sums or gathers over the proces
 The laws, which tests/test_contract.py, tests/test_speculation.py (13) and tests/test_tp.py (14) check for every
 registered method:
 
-1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off), the method that `build` returns
-   equals full attention. A method that approximates even then declares it, and equals its slow reference.
+1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off) the method equals full attention
+   or, if its paper approximates even then, its slow reference.
 2. Compiled equals eager.
 3. A row's output does not depend on the other rows.
 4. The contents of slots that hold no token change no output.
 5. No output depends on a later token.
 6. After `reset`, a row behaves like a row of a fresh cache.
-7. `device_bytes` + `host_bytes` equals the size of the buffers, at most the paper's formula plus declared `overhead`.
+7. `device_bytes` + `host_bytes` equals the size of the buffers, at most the paper's formula plus what
+   tests/paper_bytes.py names.
 8. A decode step allocates nothing that outlives it and moves no buffer.
 9. Every step attends to the `recent` newest tokens; generation stays within the allocation, for `endless` methods too.
 10. An inactive row's state does not change, whatever token it is fed.
@@ -40,14 +41,13 @@ registered method:
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kv.method import Shape
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 
 
 class Held(NamedTuple):
@@ -62,6 +62,11 @@ class Held(NamedTuple):
         """Consecutive tokens k and v [H,n,D], from position `pos` on."""
         return cls(k, v, torch.arange(pos, pos + k.shape[1], device=k.device).expand(k.shape[0], -1))
 
+    def at(self, index: Tensor) -> "Held":
+        """Copies of the tokens at index [H,n]."""
+        each = index[..., None].expand(-1, -1, self.k.shape[2])
+        return Held(self.k.gather(1, each), self.v.gather(1, each), self.position.gather(1, index))
+
 
 class Buffers(nn.Module):
     """Buffers with one entry per row, which compiled steps write in place and checkpoints leave out."""
@@ -70,22 +75,19 @@ class Buffers(nn.Module):
         super().__init__()
         self.shape = shape
         self.states: dict[str, float] = {}  # buffers that describe what a row holds, and their initial values
-        self.beyond: Counter[str] = Counter()  # bytes allocated beyond the paper's formula, by name
 
-    def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0, beyond: str = ""):
+    def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0):
         """Allocates and holds a buffer [B,*size], of the cache's dtype by default."""
         size, dtype = (self.shape.batch, *size), dtype or self.shape.dtype
-        self.hold(name, torch.full(size, fill, dtype=dtype, device=self.shape.device), beyond)
+        self.hold(name, torch.full(size, fill, dtype=dtype, device=self.shape.device))
 
-    def hold(self, name: str, buffer: Tensor | None, beyond: str = "") -> None:
-        """Registers a buffer; `beyond` names what the paper's formula leaves out."""
+    def hold(self, name: str, buffer: Tensor | None) -> None:
+        """Registers a buffer."""
         self.register_buffer(name, buffer, persistent=False)
-        if beyond:
-            self.beyond[beyond] += buffer.nbytes
 
     def allocate_state(self, name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
         """Allocates a buffer [B,*size] that describes what a row holds: `reset` restores its initial value."""
-        self.allocate(name, *size, dtype=dtype, fill=fill, beyond="row state")
+        self.allocate(name, *size, dtype=dtype, fill=fill)
         self.states[name] = fill
 
     def reset(self, row: int) -> None:
@@ -97,38 +99,38 @@ class Buffers(nn.Module):
 def copy_state(views: dict[str, Tensor], state: dict[str, Tensor]) -> None:
     """Copies the tensors of `state` into the views of the same names. Raises ValueError if one does not fit."""
     for name, view in views.items():
-        found = state.get(name)
-        if found is None or found.shape != view.shape or found.dtype != view.dtype:
-            has = "none" if found is None else f"{list(found.shape)}, {found.dtype}"
+        saved = state.get(name)
+        if saved is None or saved.shape != view.shape or saved.dtype != view.dtype:
+            has = "none" if saved is None else f"{list(saved.shape)}, {saved.dtype}"
             raise ValueError(f"the saved {name} does not fit this cache: {list(view.shape)}, {view.dtype}, saved {has}")
-        view.copy_(found)
+        view.copy_(saved)
 
 
 class KV(Buffers, ABC):
     """One layer's cache. Subclasses allocate their buffers in `__init__`."""
 
-    wants_lookahead = False  # the model calls `lookahead` before the layer below attends
-    endless = False  # the cache has a fixed size: a row may generate any number of tokens
+    wants_lookahead = False  # the model calls `lookahead` (kv/tailorkv.py) before the layer below attends
+    endless = False  # its size, smaller than the plan, is fixed: a row may generate any number of tokens
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # prefilling a prefix and extending it leaves the state of prefilling the whole prompt
+    reads_all = False  # every step attends to all that the row holds
+    evicts_by_chunk = False  # what stays of tokens that extend a row depends on how many are added at once
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
     rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
+    statistics: tuple[str, ...] = ()  # of a prompt's attention: `attend_prompt` returns them, `keep` takes them
     recent = 0  # newest tokens, the current one included, that every step attends to
     slots = 0  # per KV head
-    least = 0  # the fewest slots a step may read, because it selects that many
-    sums: tuple[str, ...] = ()  # statistics of a prompt's attention that `keep` needs
-    observed: tuple | None = None  # where `attend_prompt` leaves them
-
-    def __init__(self, shape: Shape):
-        super().__init__(shape)
-        self.hold("rope_speed", None)
+    min_slots = 0  # the fewest slots a step may read, because it selects that many
 
     # What a method implements
 
-    @abstractmethod
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores a prompt, or what the method keeps of it, in row `row`: q [1,Hq,T,D], k and v [1,Hk,T,D]."""
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, *statistics: Tensor) -> None:
+        """Stores a prompt in row `row`, or what the method keeps of it, by default all.
+
+        q [1,Hq,T,D], k and v [1,Hk,T,D], and the `statistics` that `attend_prompt` returned.
+        """
+        self.append(row, k, v, 0)
 
     @abstractmethod
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -153,27 +155,21 @@ class KV(Buffers, ABC):
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill, for methods that shrink layers by the statistics of all."""
 
-    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Receives the query [B,Hq,1,D], RoPE applied, that the input of the layer below predicts for this layer.
-
-        Returns x, with which the layer below continues: the data dependence fixes the order for a compiler.
-        """
-        return x
-
     # The prompt
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attends to a whole prompt, then calls `keep`: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]."""
-        y = self.attend_prompt(q, k, v)
-        self.keep(row, q, k, v)
+        y, *statistics = self.attend_prompt(q, k, v)
+        self.keep(row, q, k, v, *statistics)
         return y
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Exact causal attention. Methods whose `keep` needs its statistics override it; omnikv may approximate it."""
-        return attention.causal_attention(q, k, v, self.shape.window)
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Causal attention of a prompt, exact if `exact_prompt`, and the statistics of it that `keep` takes, if any."""
+        return (attention.causal_attention(q, k, v, self.shape.window),)
 
-    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
-        """Replaces `attend_prompt` when a benchmark fills the cache with random tokens: invents the statistics."""
+    def skip_prompt(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Invented statistics for `keep`, for a benchmark that fills the cache without attending to a prompt."""
+        return ()
 
     # More tokens
 
@@ -189,32 +185,32 @@ class KV(Buffers, ABC):
     # Slots
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
-        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; ops.span explains the extra slot."""
-        self.slots, self.span = slots, ops.number(slots, self.shape.device)
+        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: inductor.covering."""
+        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)  # those that a step reads
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
-        self.beyond["slot past the end"] = 2 * self.k[:, :, 0].nbytes
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         """How many leading slots a step reads for rows of `length` tokens, `new` of them generated."""
         return min(length, self.slots)
 
-    def fit(self, length: int, new: int) -> tuple:
+    def before_step(self, length: int, new: int) -> tuple:
         """Runs on the host before a step: no row will hold more than `length` tokens, `new` of them generated.
 
         Returns what the step depends on besides tensors: while it is equal, a compiled step may run again.
         """
         if not self.slots:
             return ()
-        self.span = ops.span(self.span, max(self.reads(length, new), self.least), self.slots, self.shape.device)
+        slots = max(self.slots_to_read(length, new), self.min_slots)
+        self.read_slots = inductor.covering(self.read_slots, slots, self.slots, self.shape.device)
         on_cuda = self.shape.device.type == "cuda"  # where another compile takes long
         self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
-        return self.span.shape[0], self.past_context
+        return inductor.value(self.read_slots), self.past_context
 
     def read(self, buffer: Tensor) -> Tensor:
         """The slots of a buffer [B,Hk,S,...] that the current step reads."""
-        return buffer.narrow(2, 0, self.span.shape[0])
+        return buffer.narrow(2, 0, inductor.value(self.read_slots))
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
         """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]."""
@@ -242,8 +238,7 @@ class KV(Buffers, ABC):
 
     def registers(self, row: int) -> dict[str, Tensor]:
         """Views of what describes the row, by name; `views` may depend on it."""
-        found = {name: getattr(self, name)[row] for name in self.states}
-        return found if self.rope_speed is None else found | {"rope_speed": self.rope_speed[row]}
+        return {name: getattr(self, name)[row] for name in self.states}
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         """Views of what the row holds, by name, trimmed to its `length` tokens."""
@@ -253,18 +248,17 @@ class KV(Buffers, ABC):
     def restored(self, row: int) -> None:
         """Runs once `registers` are restored, for methods that know more of a row on the host."""
 
-    # RoPE, for methods that move keys to other positions
+    def hold_rope_speed(self) -> None:
+        """Registers rope_speed [B,D/2], radians per position, for methods that turn keys to other positions (ops.turn).
 
-    def allocate_speeds(self) -> None:
-        """Allocates rope_speed [B,D/2] fp32, in radians per position, for `ops.turn`."""
-        pairs, shape = self.shape.head_dim // 2, self.shape
-        speeds = shape.rope_speeds or [shape.rope_theta ** (-i / pairs) for i in range(pairs)]
-        self.hold("rope_speed", torch.tensor(speeds, device=shape.device).repeat(shape.batch, 1), "RoPE speeds")
-
-    def set_speed(self, row: int, speed: Tensor) -> None:
-        """Runs before a prompt: RoPE turns the keys of row `row` by speed [D/2] (dynamic NTK: a speed per length)."""
-        if self.rope_speed is not None:
-            self.rope_speed[row] = speed
+        It is the model's own tensor, in which the model sets a row's speeds before its prompt; without one, speeds
+        follow from rope_theta.
+        """
+        shape, pairs, speed = self.shape, self.shape.head_dim // 2, self.shape.rope_speed
+        if speed is None:
+            speed = torch.tensor([shape.rope_theta ** (-i / pairs) for i in range(pairs)], device=shape.device)
+            speed = speed.repeat(shape.batch, 1)
+        self.hold("rope_speed", speed)
 
     # Accounting
 
@@ -282,12 +276,8 @@ class KV(Buffers, ABC):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes one decode step reads for one row, which holds `length` tokens after it."""
-        read = self.reads(length, max(0, length - self.shape.max_prompt))
+        read = self.slots_to_read(length, max(0, length - self.shape.max_prompt))
         return self.shape.n_kv_head * read * self.shape.unit_bytes, 0
-
-    def overhead(self) -> dict[str, int]:
-        """Bytes allocated beyond the paper's formula, by name."""
-        return dict(self.beyond)
 
     def fetched(self) -> tuple[int, int]:
         """(requested, transferred) host rows over all steps; one layer reports those of a shared pool."""

@@ -26,14 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.base import KV, Buffers, Held
+from kv.base import KV, Held
 from kv.full import Full
-from kv.h2o import H2O, allocate_tokens
+from kv.h2o import H2O
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import attention, ops
+from kv.parts.evicting import Region, Slots
 from kv.streaming import SINKS
 
-LEAST = 4  # the fewest tokens of a layer besides the sinks
+FEWEST = 4  # the fewest tokens of a layer besides the sinks
 
 
 def scaled_mean(variances: list[float]) -> float:
@@ -50,23 +51,23 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     """
     if prompt <= budget or allocation == "uniform":
         return [budget] * len(variances)
-    least, most, means = sinks + LEAST, prompt, [sum(heads) / len(heads) for heads in variances]
+    smallest, largest, means = sinks + FEWEST, prompt, [sum(heads) / len(heads) for heads in variances]
     if allocation == "exponential":  # of the budget (the paper prints: of the prompt), not scaled to the sum
-        return [int(min(max(round(budget * math.exp(-f), 6), least), most)) for f in means]
+        return [int(min(max(round(budget * math.exp(-f), 6), smallest), largest)) for f in means]
     shares = [1 / max(f, 1e-12) for f in means]
     if allocation == "softmax":
         shares = [math.exp(-scaled_mean(heads)) for heads in variances]
-    return [int(round(size, 6)) for size in within(shares, budget * len(variances), least, most)]
+    return [int(round(size, 6)) for size in within(shares, budget * len(variances), smallest, largest)]
 
 
-def within(shares: list[float], total: float, least: float, most: float) -> list[float]:
+def within(shares: list[float], total: float, smallest: float, largest: float) -> list[float]:
     """Sizes proportional to `shares` that sum to `total`, each within the bounds (Equation 15)."""
     fixed: dict[int, float] = {}  # at a bound; the others share the rest
     while True:
         free = [i for i in range(len(shares)) if i not in fixed]
         scale = (total - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
         wanted = {i: scale * shares[i] for i in free}
-        clipped = {i: min(max(size, least), most) for i, size in wanted.items()}
+        clipped = {i: min(max(size, smallest), largest) for i, size in wanted.items()}
         change = sum(clipped.values()) - sum(wanted.values())  # above 0: raised sizes are final, else lowered ones
         at_bound = {i: size for i, size in clipped.items() if (size > wanted[i] if change > 0 else size < wanted[i])}
         if not at_bound:
@@ -79,19 +80,16 @@ def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> 
     if options.allocation == "softmax":  # F is 0 in one layer, 1 in all others
         return max(budget, min(shape.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
     if options.allocation == "reciprocal":
-        return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + LEAST)))
+        return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + FEWEST)))
     return budget
 
 
-class Shared(Buffers):
-    """The slots of all layers, one region per layer and row, and the prompt's K and V until every layer has seen it."""
+class Shared:
+    """The slots of all layers, and the prompt's K and V until every layer has seen it."""
 
     def __init__(self, shape: Shape, layers: int, budget: int, options: "D2OMethod"):
-        super().__init__(shape)
-        self.budget, self.options, self.total = budget, options, layers * (budget + 1)
-        for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.total, shape.head_dim)
-        allocate_tokens(self, self.total, D2O.sums)
+        self.budget, self.options = budget, options
+        self.slots = Slots(shape, layers * (budget + 1), D2O.sums)
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [[budget] * layers for _ in range(shape.batch)]  # S_l by row and layer, on the host
 
@@ -99,40 +97,28 @@ class Shared(Buffers):
         """Divides the row's slots among the layers, by the variances of the parked prompt."""
         variances = torch.stack([variance for _, variance, *_ in self.parked]).tolist()
         prompt = self.parked[0][2].shape[1]
-        self.position[row] = -1
+        self.slots.position[row] = -1
         self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
 
 
 class D2O(H2O):
-    """One layer: its region of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one.
+    """One layer: its part of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one.
 
-    H2O does the rest: `select` (Equations 7 and 8) and `decode` (Equation 6), which calls `merge`.
+    H2O does the rest: what is kept (Equations 7 and 8), and `decode` (Equation 6), which calls `merge`.
     """
 
-    recent = 1  # a lower bound: the layer keeps the newest M, see `newest`
-
     def __init__(self, shape: Shape, shared: Shared, index: int, options: "D2OMethod"):
-        KV.__init__(self, shape)
-        self.shared, self.index, self.options = shared, index, options
-        self.sinks, self.size, self.parts = options.sinks, shared.budget, options.parts
-        for name in ("k", "v", "position", *self.sums):
-            self.hold(name, getattr(shared, name))
         most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        self.slots, self.span = most + 1, ops.number(most + 1, shape.device)
-        self.allocate_state("first", fill=index * (shared.budget + 1))
-        self.allocate_state("allotted", fill=shared.budget)
-        self.allocate_state("spare", shape.n_kv_head)
+        region = Region(shared.slots, first=index * (shared.budget + 1), most=most)
+        super().__init__(shape, shared.budget, options.sinks, region=region)  # recent 1: a lower bound, see `newest`
+        self.shared, self.index, self.options = shared, index, options
         # tau (Equation 10); -inf: nothing was evicted
         self.allocate_state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)
-        self.allocate_speeds()
-        self.beyond["spare slot"] = shape.slot_bytes
-        if index == 0:
-            self.beyond += shared.beyond
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
+        """The variance [Hq] is Equation 4's, the sums [Hk,T] are Equation 6's."""
         if self.index == 0:
             self.shared.parked.clear()
-        (sums, variance), self.observed = self.observed, None  # Equations 6 and 4
         waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
         self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
@@ -142,43 +128,40 @@ class D2O(H2O):
         sizes = self.shared.sizes[row]
         self.first[row] = sum(sizes[: self.index]) + self.index
         self.allotted[row], self.threshold[row] = sizes[self.index], -torch.inf
-        sums, _, *kv = self.shared.parked[self.index]
-        self.compress(row, sums, Held.new(*(x.to(self.k.device) for x in kv)), prompt=True)
+        sums, _, *parked = self.shared.parked[self.index]
+        tokens = Held.new(*(x.to(self.k.device) for x in parked))
+        self.compress(row, tokens, *self.ranked(sums, tokens.position))
         if self.index == len(sizes) - 1:
             self.shared.parked.clear()
 
-    def newest(self, size: Tensor | int) -> Tensor | int:
+    def newest(self, kept: Tensor | int) -> Tensor | int:
         """M of the N + M tokens besides the sinks (Equation 8)."""
-        important, newest = self.parts
-        return (size - self.sinks) * newest // (important + newest)
+        important, newest = self.options.parts
+        return (kept - self.sinks) * newest // (important + newest)
 
     # Merging: Equations 9 to 12
 
-    def kept_vectors(
-        self, row: int, tokens: Held, kept: Tensor, sums: list[Tensor], prompt: bool
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().kept_vectors(row, tokens, kept, sums, prompt)
+    def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
         if self.options.merge == "none":
-            return keys, values
-        k, v, _ = tokens
-        stays = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device).scatter(1, kept, True)
+            return
+        stays = torch.zeros_like(tokens.position, dtype=torch.bool).scatter(1, kept, True)
         for head, evicted in enumerate(~stays):
-            similarity, to = self.nearest(k[head, evicted], keys[head])  # Equation 9
+            similarity, to = self.nearest(tokens.k[head, evicted], stay.k[head])  # Equation 9
             mean, tau = similarity.mean(), self.threshold[row, head].clone()
             self.threshold[row, head] = self.moving_average(mean, tau)  # Equation 10
             merges = similarity >= torch.where(tau.isinf(), mean, tau)
             weight = self.weight(similarity) * merges
-            total = torch.zeros(len(keys[head]), device=k.device).index_add_(0, to, weight)
+            total = torch.zeros(kept.shape[1], device=kept.device).index_add_(0, to, weight)
             w_c = self.kept_weight(total)  # Equation 12
             w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
-            for stay, gone in ((keys, k[head, evicted]), (values, v[head, evicted])):
-                kept_part, evicted_part = w_c[:, None] * stay[head].float(), w_e[:, None] * gone.float()
-                stay[head] = kept_part.index_add_(0, to, evicted_part).to(stay.dtype)  # Equation 11
-        return keys, values
+            for ours, gone in ((stay.k, tokens.k[head, evicted]), (stay.v, tokens.v[head, evicted])):
+                kept_part, evicted_part = w_c[:, None] * ours[head].float(), w_e[:, None] * gone.float()
+                ours[head] = kept_part.index_add_(0, to, evicted_part).to(ours.dtype)  # Equation 11
 
-    def merge(self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, sums: Tensor) -> None:
+    def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
         if self.options.merge == "none":
             return
+        keys, values, position = held
         key, value = (ops.gather(x, slot[..., None])[:, :, 0].float() for x in (keys, values))  # [B,Hk,D]
         others = (position >= 0) & (torch.arange(position.shape[2], device=slot.device) != slot[..., None])
         products = ops.dots(key[:, :, None], keys)[:, :, 0]
@@ -199,10 +182,10 @@ class D2O(H2O):
 
     def nearest(self, gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Each evicted key's [m,D] highest cosine similarity with a kept key [n,D], and that key's index: both [m]."""
-        kept, found = F.normalize(kept.float(), dim=1), []
-        for part in gone.split(max(1, ops.SCORES // len(kept))):
-            found.append((F.normalize(part.float(), dim=1) @ kept.mT).max(1))
-        return tuple(torch.cat(x) for x in zip(*found, strict=True))
+        kept, best = F.normalize(kept.float(), dim=1), []
+        for part in gone.split(max(1, attention.SCORES // len(kept))):
+            best.append((F.normalize(part.float(), dim=1) @ kept.mT).max(1))
+        return tuple(torch.cat(x) for x in zip(*best, strict=True))
 
     def weight(self, similarity: Tensor) -> Tensor:
         return similarity.exp() if self.options.merge == "weighted" else torch.ones_like(similarity)
@@ -212,50 +195,23 @@ class D2O(H2O):
         own = math.e if self.options.merge == "weighted" else 1.0
         return torch.where(total > 0, (own / (own + total)).clamp(min=self.options.keep), 1.0)
 
-    # The region
-
-    def sizes(self) -> Tensor:
-        return self.allotted[:, None, None]
+    # The part of the shared slots
 
     def restored(self, row: int) -> None:
         self.shared.sizes[row][self.index] = int(self.allotted[row])
 
-    def region_of(self, row: int) -> slice:
-        first = int(self.first[row])
-        return slice(first, first + int(self.allotted[row]) + 1)
-
-    def region(self) -> Tensor:
-        """Where the first n slots of the region lie in the shared buffers, [B,Hk,n]."""
-        index = self.first[:, None] + torch.arange(self.span.shape[0], device=self.first.device)
-        return index.clamp(max=self.shared.total - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
-
-    def read(self, buffer: Tensor) -> Tensor:
-        found = ops.gather(buffer, self.region())
-        if buffer is not self.position:
-            return found
-        beyond = torch.arange(found.shape[2], device=found.device) > self.allotted[:, None]  # another layer's slots
-        return found.masked_fill(beyond[:, None], -1)
-
-    def add(self, buffer: Tensor, change: Tensor) -> Tensor:
-        buffer.scatter_add_(2, self.region(), change)
-        return ops.gather(buffer, self.region())
-
-    def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
-        super().put(buffer, slot + self.first[:, None], live, new)
-
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         """The slots of the layer's largest row; on CUDA, of the largest possible row."""
         largest = max(sizes[self.index] for sizes in self.shared.sizes) + 1
         return min(length, self.slots if self.shape.device.type == "cuda" else largest)
 
     def reset(self, row: int) -> None:
-        KV.reset(self, row)
+        super().reset(row)
         self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
-        self.position[row, :, self.region_of(row)] = -1
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
-        return self.shape.n_kv_head * self.reads(length, 0) * (unit + 12), 0
+        return self.shape.n_kv_head * self.slots_to_read(length, 0) * (unit + 12), 0
 
 
 @dataclass(frozen=True)
@@ -305,14 +261,10 @@ class D2OMethod(Method):
 
     def minimum(self, shape: Shape) -> int:
         sharing, full, uncounted = self.layers(shape)
-        return -(-((self.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        _, _, uncounted = self.layers(shape)
-        return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
+        return -(-((self.sinks + FEWEST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)
         shared = Shared(shape, len(layers), self.tokens(shape, budget), self)
-        found = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
-        return [found.get(layer) or Full(shape) for layer in range(shape.n_layer)]
+        evicting = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
+        return [evicting.get(layer) or Full(shape) for layer in range(shape.n_layer)]

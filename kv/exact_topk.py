@@ -13,15 +13,15 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class ExactTopK(Full):
     def __init__(self, shape: Shape, budget: int, shared: bool):
         super().__init__(shape)
-        self.recent, self.shared = 0, shared
+        self.reads_all, self.recent, self.shared = False, 0, shared
         self.budget = min(budget, self.size)
-        self.least = ops.least(self.size, self.budget, shape.device)
+        self.min_slots = inductor.min_scores(self.size, self.budget, shape.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -42,9 +42,6 @@ class ExactTopK(Full):
 class ExactTopKMethod(Method):
     help = "the best tokens by exact scores: an oracle"
     shared: bool = option(False, "a group's query heads attend to the same tokens")
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        return shape.full_bytes()
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [ExactTopK(shape, budget, self.shared) for _ in range(shape.n_layer)]

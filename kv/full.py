@@ -1,7 +1,8 @@
 """full: every token's K and V. The baseline, and the base class of methods that store everything and read a part.
 
 Memory and traffic: one K and one V vector per token and KV head. If the model has a sliding window, the slots are a
-ring of that many tokens.
+ring of that many tokens. With bits=8 or 4, K and V are quantized as in kv/kivi.py: bits / 16 of that memory, 16-bit
+scales and zero points, and the newest tokens unquantized.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held
+from kv.kivi import RECENT, Quantized
 from kv.method import Method, Shape
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
+from kv.parts.quant import BITS, Bits
 
 
 class Full(KV):
@@ -21,19 +24,15 @@ class Full(KV):
     more slots, so that those tokens overwrite nothing that is still needed.
     """
 
-    rewinds = True
+    rewinds = reads_all = True
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
         super().__init__(shape)
         self.size = min(size or shape.planned, shape.planned)
         self.sinks = min(sinks, self.size - 1)
         self.allocate_slots(min(self.size + shape.rewind, shape.planned))
-        self.beyond["tokens given back"] = (self.slots - self.size) * shape.slot_bytes
         self.recent = self.size - self.sinks
         self.keeps_prompts = self.holds_all = self.size == shape.planned
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.append(row, k, v, 0)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device, pos)
@@ -63,7 +62,7 @@ class Full(KV):
 
     def in_window(self, pos: Tensor) -> Tensor:
         """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
-        slot, pos = torch.arange(self.span.shape[0], device=pos.device), pos[:, None]
+        slot, pos = torch.arange(inductor.value(self.read_slots), device=pos.device), pos[:, None]
         age = (pos - slot) % (self.slots - self.sinks)  # of the newest token up to pos that a slot can hold
         ring = (age < self.recent) & (pos - age >= self.sinks)
         return torch.where(slot < self.sinks, slot <= pos, ring)
@@ -77,16 +76,20 @@ class Full(KV):
         return self.attend(q, pos + 1)
 
 
+def full_layer(shape: Shape, bits: int) -> KV:
+    """One layer that stores every token in `bits` bits per value."""
+    if bits == 16:
+        return Full(shape, shape.window)
+    if shape.window is not None and shape.window < shape.planned:
+        raise ValueError(f"a cache in {bits} bits does not honour this model's sliding window: leave out --kv-bits")
+    return Quantized(shape, bits, recent=RECENT)
+
+
 @dataclass(frozen=True)
 class FullMethod(Method):
-    """Registered as FullBitsMethod, which adds --kv-bits."""
-
-    help = "every token's K and V"
+    help = "every token's K and V; quantized with --kv-bits"
     budgeted, windowed = False, True
-
-    def memory(self, shape: Shape, budget: None) -> int:
-        """2 L B Hk S D values, S at most the model's window."""
-        return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
+    bits: Bits = BITS
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
-        return [Full(shape, shape.window) for _ in range(shape.n_layer)]
+        return [full_layer(shape, self.bits) for _ in range(shape.n_layer)]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.parts import ops
-from kv.parts.quant import Packed, channels
+from kv.parts import inductor, ops
+from kv.parts.quant import Packed
 
 GROUP, RECENT = 64, 128  # tokens
 
@@ -25,7 +25,7 @@ GROUP, RECENT = 64, 128  # tokens
 class Quantized(KV):
     """Of n tokens the first P(n) = (n - unpacked) // group * group are packed; the others wait in a ring."""
 
-    rewinds = True
+    rewinds = reads_all = True
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
@@ -35,17 +35,13 @@ class Quantized(KV):
         self.ring = -(-waits // group) * group + group
         self.packed = Packed(shape, max(0, shape.planned - self.unpacked) // group, group, bits)
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim, beyond="tokens that wait")
-        self.beyond["group past the end"] = shape.batch * shape.n_kv_head * self.packed.group_bytes
-        self.span = ops.number(max(1, self.packed.groups), shape.device)
+            self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim)
+        self.read_groups = inductor.symbol(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
         """P(length) / group: how many groups are packed."""
         left = length - self.unpacked
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.append(row, k, v, 0)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         length, done = pos + k.shape[2], self.groups(pos)
@@ -76,9 +72,9 @@ class Quantized(KV):
         logits = [ops.dots(queries, self.k).masked_fill(~waits[:, None, None], -torch.inf)]
         sums = [lambda weight: ops.weighted_sum(weight, self.v.float())]
         if self.packed.groups:
-            read = self.span.shape[0]  # groups
+            read = inductor.value(self.read_groups)  # groups
             empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
-            empty = ops.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
+            empty = inductor.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
             logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
             sums.append(lambda weight: self.packed.weighted_sum(weight, read))
         return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
@@ -97,10 +93,12 @@ class Quantized(KV):
         index = slot[:, None].expand(-1, self.k.shape[1], -1)
         self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
 
-    def fit(self, length: int, new: int) -> tuple:
-        step, most = max(2, ops.SPAN // self.group), max(1, self.packed.groups)
-        self.span = ops.span(self.span, max(1, self.groups(length)), most, self.shape.device, step)
-        return (self.span.shape[0],)
+    def before_step(self, length: int, new: int) -> tuple:
+        step, most = max(2, inductor.STEP // self.group), max(1, self.packed.groups)
+        self.read_groups = inductor.covering(
+            self.read_groups, max(1, self.groups(length)), most, self.shape.device, step
+        )
+        return (inductor.value(self.read_groups),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Every step reads the whole ring, and a second time the group that it may pack."""
@@ -109,23 +107,13 @@ class Quantized(KV):
         return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
 
 
-def layer_bytes(shape: Shape, bits: int, group: int = GROUP) -> int:
-    """Bytes of one layer, by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values if K and V share `group`."""
-    vector = shape.head_dim * bits / 8
-    unit = 2 * vector + 4 * shape.head_dim / group + 4 * shape.head_dim / channels(shape.head_dim)
-    return int(shape.batch * shape.n_kv_head * shape.planned * unit)
-
-
 @dataclass(frozen=True)
 class KIVIMethod(Method):
     help = "every token's K and V in 4 bits"
-    budgeted, lossless = False, {"recent": 2**30}
+    budgeted = False
     bits: Literal[1, 2, 4, 8] = option(4, "bits of a stored value")
     group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
     recent: int = option(RECENT, "newest tokens that are not quantized", min=0)
-
-    def memory(self, shape: Shape, budget: None) -> int:
-        return shape.n_layer * layer_bytes(shape, self.bits, self.group)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         return [Quantized(shape, self.bits, self.group, self.recent) for _ in range(shape.n_layer)]

@@ -17,23 +17,22 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.method import Shape, option
-from kv.parts import offload, ops
+from kv.parts import attention, inductor, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 
 
 class PQCache(FetchedTokens):
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged, workers):
-        super().__init__(shape, layer, budget, options, staged, workers)
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged: offload.Staged | None):
+        super().__init__(shape, layer, budget, options, staged)
         self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.local
         if shape.head_dim % self.partitions:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
         heads, size = shape.n_kv_head, shape.head_dim // self.partitions
         self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
         self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
-        self.beyond["code past the end"] = self.codes[..., 0].nbytes
-        self.code_span = ops.number(shape.planned, shape.device)
+        self.read_codes = inductor.symbol(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -47,7 +46,7 @@ class PQCache(FetchedTokens):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        n = self.code_span.shape[0]
+        n = inductor.value(self.read_codes)
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.partitions, -1))  # [B,Hk,parts,d]
         table = (queries[:, :, :, None] * self.centroids).sum(4)  # [B,Hk,parts,centroids]
         first = torch.arange(table[..., 0].numel(), device=q.device, dtype=torch.int32).view(table.shape[:3])
@@ -81,7 +80,7 @@ class PQCache(FetchedTokens):
         super().append(row, k, v, pos)
         prompt = int(self.prompt[row])
         first, end = (max(0, at - self.recent - prompt) for at in (pos, pos + k.shape[2]))  # no longer recent
-        step = max(1, ops.SCORES // self.centroids[row].numel())
+        step = max(1, attention.SCORES // self.centroids[row].numel())
         for at in range(first, end, step):
             keys = self.k[row, :, self.first_generated + at : self.first_generated + min(at + step, end)]
             code = self.nearest(keys.transpose(0, 1), self.centroids[row, None])
@@ -103,15 +102,15 @@ class PQCache(FetchedTokens):
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
         slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
         end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))  # positions
-        new = prompt + torch.arange(self.span.shape[0] - self.first_generated, device=pos.device)
+        new = prompt + torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
         near_end, near_new = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
-    def fit(self, length: int, new: int) -> tuple:
+    def before_step(self, length: int, new: int) -> tuple:
         planned, device = self.shape.planned, self.shape.device
-        least = ops.least(planned, self.count, device)
-        self.code_span = ops.span(self.code_span, max(length, least), planned, device)
-        return *super().fit(length, new), self.code_span.shape[0]
+        fewest = inductor.min_scores(planned, self.count, device)
+        self.read_codes = inductor.covering(self.read_codes, max(length, fewest), planned, device)
+        return *super().before_step(length, new), inductor.value(self.read_codes)
 
     def choices(self, length: int) -> int:
         return max(0, length - self.ends)
@@ -127,7 +126,7 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
     centroids = x[torch.arange(count, device=x.device) * len(x) // count]
 
     def nearest() -> Tensor:
-        step = max(1, ops.SCORES // count)
+        step = max(1, attention.SCORES // count)
         return torch.cat([(centroids.square().sum(1) - 2 * part @ centroids.mT).argmin(1) for part in x.split(step)])
 
     for _ in range(rounds):
@@ -157,12 +156,6 @@ class PQCacheMethod(FetchMethod):
     def minimum(self, shape: Shape) -> int:
         return max(8, self.initial + 2)
 
-    def memory(self, shape: Shape, budget: int) -> int:
-        """K and V of the prompt, one byte per part and token, and the centroids in fp32."""
-        heads = shape.n_layer * shape.batch * shape.n_kv_head
-        codes = self.partitions * shape.planned + 4 * 2**self.codebits * shape.head_dim
-        return heads * (shape.max_prompt * shape.unit_bytes + codes)
-
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        workers, staged = offload.Workers(self.threads), self.staged_rows(shape, budget)
-        return [PQCache(shape, layer, budget, self, staged, workers) for layer in range(shape.n_layer)]
+        staged = self.staged_tokens(shape, budget)
+        return [PQCache(shape, layer, budget, self, staged) for layer in range(shape.n_layer)]

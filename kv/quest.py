@@ -14,16 +14,16 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class Quest(Full):
     def __init__(self, shape: Shape, page: int, pages: int):
         super().__init__(shape)
-        self.recent = 1
+        self.reads_all, self.recent = False, 1
         count = -(-self.size // page)
         self.page, self.pages = page, min(pages, count)
-        self.least = self.pages * page
+        self.min_slots = self.pages * page
         for name in ("low", "high"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
 
@@ -51,7 +51,7 @@ class Quest(Full):
 
     def score(self, q: Tensor, pos: Tensor) -> Tensor:
         """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""
-        used = -(-self.span.shape[0] // self.page)
+        used = -(-inductor.value(self.read_slots) // self.page)
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
         queries = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
         bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in queries], dim=2) * q.shape[-1] ** -0.5
@@ -68,15 +68,13 @@ class Quest(Full):
 @dataclass(frozen=True)
 class QuestMethod(Method):
     help = "the pages with the highest bounds on their scores"
-    approximates = "half of the budget is read to select, and a step attends to the other half"
-    approximates_with = {"page": None}
     page: int | None = option(16, "tokens per page; auto: half of the budget is for the bounds", min=1)
     skip_layers: int = option(2, "first layers that stay full", min=0)
 
     def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
         """Tokens per page, and pages attended to."""
         if self.page is not None:
-            return self.page, budget // self.page
+            return self.page, (-(-budget // self.page) if budget >= shape.planned else budget // self.page)
         page = max(1, math.floor(2 * shape.planned / budget + 0.5))  # the bounds of S / page pages are half the budget
         return page, max(1, budget // 2 // page)
 
@@ -86,11 +84,6 @@ class QuestMethod(Method):
             return 2 * self.page
         allowed = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.sizes(shape, t)[0])
         return next(allowed, shape.planned)
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        """S units per KV head, and one more per page."""
-        pages = -(-shape.planned // self.sizes(shape, budget)[0])
-        return shape.full_bytes() + max(0, shape.n_layer - self.skip_layers) * pages * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         full = min(self.skip_layers, shape.n_layer)

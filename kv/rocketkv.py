@@ -3,7 +3,7 @@
 Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) stores the
 minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
 query's r largest channels and attends to the tokens of the best pages. Half of the budget t is read to select, half to
-attend. `hybrid` is stage 2 alone, n1 = S.
+attend, even if the budget covers every token. `hybrid` is stage 2 alone, n1 = S.
 
 The default, split=adaptive, is the authors' current choice: the higher the compression ratio, the larger stage 1's
 share of it, and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from kv.base import KV
-from kv.full_bits import full_layer, full_layer_bytes
+from kv.full import full_layer
 from kv.method import Method, Shape, option
-from kv.parts import ops, quant
-from kv.snapkv import PoolingMethod, SnapKV, is_longchat
+from kv.parts import inductor, ops, quant
+from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sizes:
     @classmethod
     def of(cls, shape: Shape, budget: int, split: str | None) -> "Sizes":
         """`split` is None for stage 2 alone."""
-        planned, new = shape.planned, shape.max_new_tokens
+        planned, new, budget = shape.planned, shape.max_new_tokens, min(budget, shape.planned)
         c, slots = planned / budget, planned
         if split is not None:
             power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(c), 0.8)
@@ -53,28 +53,16 @@ class Sizes:
 
 
 class RocketKV(SnapKV):
-    """Stage 1 is `SnapKV.choose`. Of stage 2, `insert` is step 1, `score` step 2 and `attend_pages` step 3."""
+    """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        sizes: Sizes,
-        bits: int,
-        window: int = 1,
-        kernel: int = 1,
-        long_kernel: int = 1,
-        threshold: int | None = None,
-    ):
-        width = quant.vector_bytes(shape.head_dim, bits) if bits < 16 else None
-        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold, width=width)
-        del self.beyond["generated"]  # generated tokens take some of the n1 slots
-        self.bits = bits
+    def __init__(self, shape: Shape, sizes: Sizes, bits: int, window: int, kernels: Kernels):
+        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, bits=bits)
         self.page, self.channels = sizes.page, sizes.channels
-        self.recent = 0  # a step may leave out even the newest page
+        self.reads_all, self.recent = False, 0  # a step may leave out even the newest page
         self.keeps_prompts = self.holds_all = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
-        self.least = self.pages * self.page
+        self.min_slots = self.pages * self.page
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
 
@@ -97,16 +85,10 @@ class RocketKV(SnapKV):
         pages = -(-(length - int(self.dropped[row])) // self.page)
         return super().views(row, length) | {"bounds": self.bounds[row, :, :, :pages]}
 
-    def coded(self, x: Tensor) -> Tensor:
-        return quant.encode(x, self.bits)
-
-    def decoded(self, x: Tensor) -> Tensor:
-        return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
-
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         slot = pos - self.dropped
-        best = ops.top(self.score(q, slot), self.pages)
+        best = ops.top(self.page_scores(q, slot), self.pages)
         return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.decoded)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -117,20 +99,20 @@ class RocketKV(SnapKV):
         row = torch.arange(pos.shape[0], device=pos.device)[:, None]
         self.bounds[row, :, :, at] = torch.where(active[:, None, None, None], new, self.bounds[row, :, :, at])
 
-    def score(self, q: Tensor, slot: Tensor) -> Tensor:
+    def page_scores(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""
         queries = ops.grouped(q, self.bounds.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
         index = channel
         if self.page > 1:  # a page's maximum where the group's q sums to 0 or more, else its minimum
             index = channel + q.shape[-1] * (queries.sum(2) >= 0).gather(2, channel)
-        used = -(-self.span.shape[0] // self.page)
+        used = -(-inductor.value(self.read_slots) // self.page)
         empty = torch.arange(used, device=q.device) > (slot // self.page)[:, None]
         bounds = ops.gather(self.bounds.narrow(3, 0, used), index)
         return ops.sparq_weights(queries, channel, bounds, empty).sum(2)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        pages = -(-self.reads(length, max(0, length - self.shape.max_prompt)) // self.page)
+        pages = -(-self.slots_to_read(length, max(0, length - self.shape.max_prompt)) // self.page)
         choose = self.channels * pages * self.shape.dtype.itemsize
         attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.bits)
         return self.shape.n_kv_head * (choose + attend), 0
@@ -139,7 +121,6 @@ class RocketKV(SnapKV):
 @dataclass(frozen=True)
 class HybridMethod(Method):
     help = "rocketkv's page selection alone"
-    approximates, lossless = "half of the budget is read to select, and a step attends to the other half", {"bits": 16}
     split: ClassVar[str | None] = None  # no stage 1
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
@@ -151,16 +132,9 @@ class HybridMethod(Method):
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
         return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
 
-    def stage1(self, shape: Shape) -> tuple:
-        """SnapKV's window, kernel, long_kernel and threshold; without stage 1 none: a row keeps every token."""
-        return ()
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1."""
-        skip, sizes = self.skipped(shape), Sizes.of(shape, budget, self.split)
-        bounds = (1 if sizes.page == 1 else 2) * -(-sizes.slots // sizes.page) * shape.unit_bytes // 2
-        sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * quant.stored_bytes(shape, self.bits) + bounds)
-        return (shape.n_layer - skip) * sparse + skip * full_layer_bytes(shape, self.bits)
+    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+        """SnapKV's window and kernels; without stage 1 a row keeps every token, and neither matters."""
+        return 1, Kernels(1)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         skip, sizes, stage1 = self.skipped(shape), Sizes.of(shape, budget, self.split), self.stage1(shape)
@@ -175,6 +149,6 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )
 
-    def stage1(self, shape: Shape) -> tuple:
-        kernel, long_kernel, threshold = self.kernels(shape)
-        return self.window, kernel, long_kernel, threshold if self.split == "even" else self.threshold
+    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+        kernels = self.kernels(shape)
+        return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)

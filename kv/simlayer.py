@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kv.base import KV, Buffers, Held
 from kv.method import Method, Shape, option
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 
 
 def threshold_of(shape: Shape) -> float:
@@ -46,15 +46,14 @@ class Shared(Buffers):
         self.large, self.window, self.planned = large, window, shape.planned
         self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
         self.sinks = min(options.sinks, window - 1)
-        whole = ops.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
+        whole = inductor.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
         capacities = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
-        self.beyond["whole blocks"] = (self.starts[-1] - sum(capacities)) * shape.slot_bytes
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
         table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
-        self.hold("first", table, "regions")  # slot where a layer's region begins, [L,B]
-        self.hold("size", table + window, "regions")  # slots it uses there, as a ring, [L,B]
+        self.hold("first", table)  # slot where a layer's region begins, [L,B]
+        self.hold("size", table + window)  # slots it uses there, as a ring, [L,B]
         self.regions, self.sizes = ([[0] * shape.n_layer for _ in range(shape.batch)] for _ in range(2))  # on the host
         self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled
 
@@ -84,13 +83,13 @@ class Shared(Buffers):
 
 
 class SimLayer(KV):
+    reads_all = True
+
     def __init__(self, shape: Shape, shared: Shared, index: int):
         super().__init__(shape)
         self.shared, self.index = shared, index
         self.recent = shared.window - shared.sinks
-        self.slots, self.span = shape.planned, ops.number(shape.planned, shape.device)
-        if index == 0:
-            self.beyond += shared.beyond
+        self.slots, self.read_slots = shape.planned, inductor.symbol(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
@@ -106,8 +105,8 @@ class SimLayer(KV):
         ops.store(shared.v, v, slot, active)
         length = torch.minimum(pos + 1, size)
         if torch.compiler.is_compiling() and q.device.type == "cuda":
-            return ops.flex_prefix(q, shared.k, shared.v, length, first)
-        offset = torch.arange(self.span.shape[0], device=q.device)
+            return inductor.flex_prefix(q, shared.k, shared.v, length, first)
+        offset = torch.arange(inductor.value(self.read_slots), device=q.device)
         index = (first[:, None] + offset).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
         return ops.attend_rows(q, shared.k, shared.v, index, (offset < length[:, None])[:, None])
 
@@ -119,9 +118,12 @@ class SimLayer(KV):
 
     def slots_of(self, row: int, position: Tensor) -> Tensor:
         """Where the tokens at `position` lie in the shared buffers."""
-        shared = self.shared
-        first = shared.starts[shared.regions[row][self.index]]
-        return first + ops.ring(position, shared.sizes[row][self.index], shared.sinks)
+        first, size = self.region(row)
+        return first + ops.ring(position, size, self.shared.sinks)
+
+    def region(self, row: int) -> tuple[int, int]:
+        """The slot where a row's region begins, and how many slots it uses there."""
+        return self.shared.starts[self.shared.regions[row][self.index]], self.shared.sizes[row][self.index]
 
     def held(self, row: int, length: int) -> Held:
         shared = self.shared
@@ -146,15 +148,14 @@ class SimLayer(KV):
         shared.sizes[row][self.index] = int(shared.size[self.index, row])
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        shared = self.shared
-        first = shared.starts[shared.regions[row][self.index]]
-        used = slice(first, first + min(length, shared.sizes[row][self.index]))
-        return {"k": shared.k[row, :, used], "v": shared.v[row, :, used]}
+        first, size = self.region(row)
+        used = slice(first, first + min(length, size))
+        return {"k": self.shared.k[row, :, used], "v": self.shared.v[row, :, used]}
 
     def reset(self, row: int) -> None:
         self.shared.sizes[row][self.index] = 0  # stale slots can stay: the row's length masks them
 
-    def reads(self, length: int, new: int) -> int:
+    def slots_to_read(self, length: int, new: int) -> int:
         """Slots of the row for which the layer keeps the most; as planned if no row holds a prompt."""
         planned = self.shape.planned if self.index < self.shared.large else self.shared.window
         return min(length, max(sizes[self.index] for sizes in self.shared.sizes) or planned)
@@ -163,7 +164,6 @@ class SimLayer(KV):
 @dataclass(frozen=True)
 class SimLayerMethod(Method):
     help = "everything in some layers, chosen for each prompt; streaming in the others"
-    lossless = {"threshold": 1.0}
     threshold: float | None = option(
         None, "attention above which a layer is lazy; 1: none is; auto: by model", min=0, max=1
     )
@@ -179,10 +179,6 @@ class SimLayerMethod(Method):
 
     def minimum(self, shape: Shape) -> int:
         return self.sinks + 1
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        large, window = self.plan(shape, budget)
-        return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         shared = Shared(shape, *self.plan(shape, budget), self)

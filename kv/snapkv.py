@@ -4,8 +4,8 @@ The attention of the last `window` queries, summed over them and max-pooled alon
 keep besides the window itself. Every generated token is kept too. Memory and traffic: the budget and the generated
 tokens.
 
-- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens. With `gqa`, the query heads of
-  a group share `budget` tokens.
+- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens, so only a budget of G times
+  the prompt keeps all of it. With `gqa`, the query heads of a group share `budget` tokens.
 - snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
   wide, and wider for long prompts.
 - pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
@@ -13,75 +13,44 @@ tokens.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV
 from kv.method import Method, Shape, option
-from kv.parts import attention, ops
-from kv.parts.kept import Kept
+from kv.parts import attention
+from kv.parts.scored import Scored
 
-# Options that methods share
-KERNEL = option(7, "width of the max-pooling in tokens", min=1)
-THRESHOLD = "prompt length from which long_kernel applies; auto: by model, in rocketkv only with split=even"
-DEDUCT = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
+KERNEL = option(7, "width of the max-pooling in tokens", min=1)  # an option of several methods
 
 
-class SnapKV(Kept):
-    """Keeps `kept` tokens of a prompt, including the last `window`, and every generated token.
+class Kernels(NamedTuple):
+    """Widths of the max-pooling in tokens: `long` for prompts of `threshold` tokens and more."""
 
-    Each KV head keeps its own tokens or, with `per_query`, each query head.
-    """
+    short: int
+    long: int = 0
+    threshold: int | None = None
 
-    def __init__(
-        self,
-        shape: Shape,
-        kept: int,
-        window: int,
-        kernel: int,
-        long_kernel: int = 0,
-        threshold: int | None = None,
-        per_query: bool = False,
-        width: int | None = None,
-    ):
-        super().__init__(replace(shape, n_kv_head=shape.n_head) if per_query else shape, kept, width)
-        self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
-        self.repeats = shape.n_head // shape.n_kv_head if per_query else 1  # stored copies per KV head
-        self.recent = self.window = min(window, self.kept)
+    def at(self, length: int) -> int:
+        return self.long if self.threshold is not None and length >= self.threshold else self.short
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.fill(row, k, v, self.choose(q, k))
 
-    def choose(self, q: Tensor, k: Tensor) -> Tensor:
-        """The kept positions [heads,n], ascending."""
-        heads, length = k.shape[1] * self.repeats, k.shape[2]
-        if length <= self.kept:
-            return torch.arange(length, device=k.device).expand(heads, -1)
-        scores = attention.window_scores(q, k, self.window)  # [Hk,G,T-window]
-        scores = scores.flatten(0, 1) if self.repeats > 1 else scores.sum(1)
-        long = self.threshold is not None and length >= self.threshold
-        kernel = self.long_kernel if long else self.kernel
-        pooled = F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)[:, : scores.shape[1]]
-        best = ops.top(pooled, self.kept - self.window).sort().values
-        window = torch.arange(length - self.window, length, device=k.device).expand(heads, -1)
-        return torch.cat((best, window), dim=1)
+class SnapKV(Scored):
+    """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
-    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        super().append(row, *self.repeated(k, v), pos)
+    def __init__(self, shape: Shape, kept: int, window: int, kernels: Kernels, per_query=False, bits=16):
+        super().__init__(shape, kept, window, per_query=per_query, bits=bits)
+        self.kernels = kernels
 
-    def repeated(self, *kv: Tensor) -> tuple[Tensor, ...]:
-        """New K and V [B,Hk,n,D] for each head that stores tokens."""
-        return kv if self.repeats == 1 else tuple(x.repeat_interleave(self.repeats, dim=1) for x in kv)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.insert(k, v, pos, active)
-        return self.attend(q, pos - self.dropped + 1)
-
-    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        super().insert(*self.repeated(k, v), pos, active)
+    def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sums = attention.window_scores(q, k, self.window)  # [Hk,G,T-window]
+        sums = sums.sum(1) if self.copies == 1 else sums.flatten(0, 1)
+        kernel = self.kernels.at(k.shape[2])
+        pooled = F.max_pool1d(sums, kernel, stride=1, padding=kernel // 2)[:, : sums.shape[1]]
+        return F.pad(pooled, (0, self.window))  # the window is kept whatever its score
 
 
 def threshold_of(shape: Shape) -> int | None:
@@ -107,22 +76,40 @@ class WindowMethod(Method):
 
 
 @dataclass(frozen=True)
-class SnapKVMethod(WindowMethod):
-    help = "what the prompt's last queries attend to"
-    approximates, approximates_with = "the query heads of a group share the budget", {"gqa": False}
-    kernel: int = KERNEL
-    gqa: bool = option(False, "the query heads of a group share their tokens")
-    deduct: bool = DEDUCT
+class DeductMethod(WindowMethod):
+    """A method whose budget may include the generated tokens."""
+
+    deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
+
+    def deducted(self, shape: Shape) -> int:
+        """Tokens of the budget that are not the prompt's."""
+        return self.deduct * shape.max_new_tokens
 
     def minimum(self, shape: Shape) -> int:
-        return 2 * shape.n_head // shape.n_kv_head + self.deduct * shape.max_new_tokens
+        return 2 + self.deducted(shape)
+
+
+@dataclass(frozen=True)
+class SnapKVMethod(DeductMethod):
+    help = "what the prompt's last queries attend to"
+    kernel: int = KERNEL
+    gqa: bool = option(False, "the query heads of a group share their tokens")
+
+    def shares(self, shape: Shape) -> int:
+        """Heads of a group among which the budget is divided."""
+        return 1 if self.gqa else shape.n_head // shape.n_kv_head
+
+    def minimum(self, shape: Shape) -> int:
+        return 2 * shape.n_head // shape.n_kv_head + self.deducted(shape)
+
+    def most(self, shape: Shape) -> int:
+        return shape.planned * self.shares(shape) + self.deducted(shape)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        kept, group = budget - self.deduct * shape.max_new_tokens, shape.n_head // shape.n_kv_head
-        per_query = not self.gqa
-        kept = kept // group if per_query else kept
+        kept = (budget - self.deducted(shape)) // self.shares(shape)
         window = min(self.window, kept // 2)
-        return [SnapKV(shape, kept, window, self.kernel, per_query=per_query) for _ in range(shape.n_layer)]
+        kernels, per_query = Kernels(self.kernel), not self.gqa
+        return [SnapKV(shape, kept, window, kernels, per_query=per_query) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -131,26 +118,25 @@ class PoolingMethod(WindowMethod):
 
     kernel: int = option(63, "width of the max-pooling in tokens", min=1)
     long_kernel: int = option(511, "the same, for long prompts", min=1)
-    threshold: int | None = option(None, THRESHOLD)
+    threshold: int | None = option(
+        None, "prompt length from which long_kernel applies; auto: by model, in rocketkv only with split=even"
+    )
 
-    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
-        """SnapKV's kernel, long_kernel and threshold."""
-        threshold = threshold_of(shape) if self.threshold is None else self.threshold
-        return self.kernel, self.long_kernel, threshold
+    def kernels(self, shape: Shape) -> Kernels:
+        return Kernels(self.kernel, self.long_kernel, threshold_of(shape) if self.threshold is None else self.threshold)
 
 
 @dataclass(frozen=True)
-class SnapKVPlusMethod(PoolingMethod):
+class SnapKVPlusMethod(PoolingMethod, DeductMethod):
     help = "snapkv shared by the heads of a group, with wide pooling"
-    deduct: bool = DEDUCT
 
-    def minimum(self, shape: Shape) -> int:
-        return 2 + self.deduct * shape.max_new_tokens
+    def most(self, shape: Shape) -> int:
+        return shape.planned + self.deducted(shape)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        kept = budget - self.deduct * shape.max_new_tokens
+        kept = budget - self.deducted(shape)
         window = min(self.window, kept // 2)
-        return [SnapKV(shape, kept, window, *self.kernels(shape)) for _ in range(shape.n_layer)]
+        return [SnapKV(shape, kept, window, self.kernels(shape)) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -160,7 +146,7 @@ class PyramidKVMethod(WindowMethod):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         kept = pyramid_budgets(shape.n_layer, budget, self.window, shape.max_prompt)
-        return [SnapKV(shape, n, min(self.window, budget // 2), self.kernel) for n in kept]
+        return [SnapKV(shape, n, min(self.window, budget // 2), Kernels(self.kernel)) for n in kept]
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
@@ -170,9 +156,9 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
     """
     window = min(window, budget // 2)
     n = budget - window  # the mean
-    least = n / 20
-    most = min(2 * n - least, prompt - window)
-    least = min(2 * n - most, most)
+    fewest = n / 20
+    most = min(2 * n - fewest, prompt - window)
+    fewest = min(2 * n - most, most)
     falls = [0.5 if n_layer == 1 else layer / (n_layer - 1) for layer in range(n_layer)]
-    sizes = [most - fall * (most - least) for fall in falls]
+    sizes = [most - fall * (most - fewest) for fall in falls]
     return [(math.floor(x + 0.5) if x > n else math.ceil(x - 0.5)) + window for x in sizes]  # the mean stays n

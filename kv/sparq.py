@@ -1,9 +1,9 @@
 """sparq: scores tokens by the query's largest channels, attends to the best (SparQ, Ribar et al., arXiv 2312.04985).
 
 K is stored a second time, channel by channel. A step reads the r channels in which the group's query is largest and
-approximates every token's attention weight from them. It attends to t / 2 tokens: the newest take a quarter of these,
-the best the rest. The mean of all V gets the weight of the other tokens. Memory: one and a half times the full cache.
-Traffic: t / 2 units to select, t / 2 to attend.
+approximates every token's attention weight from them. It attends to t / 2 tokens, even if t covers every token: the
+newest take a quarter of these, the best the rest. The mean of all V gets the weight of the other tokens. Memory: one
+and a half times the full cache. Traffic: t / 2 units to select, t / 2 to attend.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 
 class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
-        self.channels = max(1, (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned))  # D t / S, half up
+        channels = (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned)  # D t / S, rounded half up
+        self.channels = min(max(1, channels), shape.head_dim)
         self.chosen = max(1, budget // 2)
-        self.least = ops.least(self.size, self.chosen, shape.device)
-        self.recent = self.chosen // 4
+        self.min_slots = inductor.min_scores(self.size, self.chosen, shape.device)
+        self.reads_all, self.recent = False, self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
-        self.beyond["slot past the end"] += self.kt[..., 0].nbytes
         # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.
         self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
-        self.allocate("mean", shape.n_kv_head, self.ring, shape.head_dim, dtype=torch.float32, beyond="mean of V")
+        self.allocate("mean", shape.n_kv_head, self.ring, shape.head_dim, dtype=torch.float32)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
@@ -69,7 +69,7 @@ class SparQ(Full):
     def approximate_weights(self, queries: Tensor, pos: Tensor) -> Tensor:
         """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
         channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
-        table = self.kt.narrow(3, 0, self.span.shape[0])
+        table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
         later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
         return ops.sparq_weights(queries, channel, ops.gather(table, channel), later)
 
@@ -82,14 +82,9 @@ class SparQ(Full):
 @dataclass(frozen=True)
 class SparQMethod(Method):
     help = "the best tokens by the query's largest channels"
-    approximates = "a step attends to half of the budget, and the mean of V replaces the other tokens"
 
     def minimum(self, shape: Shape) -> int:
         return 2
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        """1.5 S units per KV head."""
-        return shape.full_bytes() * 3 // 2
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [SparQ(shape, budget) for _ in range(shape.n_layer)]

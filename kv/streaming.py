@@ -22,14 +22,12 @@ SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of 
 class Streaming(Full):
     """`Full` with `size` slots, of which all but the sinks are a ring; past the context the sinks move along."""
 
-    endless = True
-
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
-        self.keeps_prompts = False
-        self.allocate_speeds()
+        self.endless, self.keeps_prompts = self.size < shape.planned, False
+        self.hold_rope_speed()
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
-        self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim, beyond="unmoved sinks")
+        self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         if self.past_context and self.sinks:
@@ -56,7 +54,7 @@ class Streaming(Full):
         active[row] = True
         for i in range(k.shape[2]):  # decode steps: each token moves the sinks
             at[row] = pos + i
-            self.fit(pos + i + 1, pos + i + 1)
+            self.before_step(pos + i + 1, pos + i + 1)
             inputs = (x[:, :, i : i + 1].expand(self.shape.batch, -1, -1, -1) for x in (q, k, v))
             ys.append(self.decode(*inputs, at, active)[row, None])
         return torch.cat(ys, dim=2)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from kv.base import KV
-from kv.kivi import GROUP, Quantized, layer_bytes
+from kv.kivi import GROUP, Quantized
 from kv.method import Shape, option
-from kv.parts import offload, ops
+from kv.parts import inductor, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
@@ -37,38 +37,38 @@ class Tailored(FetchedTokens):
     wants_lookahead = True
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
-        super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
+        super().__init__(shape, layer, budget, options, shared.tokens)
         self.channels = shared.channels
-        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32, beyond="max |K|")
+        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
         what = f"the channels of layer {layer}"
-        rows, width = self.largest.numel(), (shape.max_prompt,)
-        staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
-        self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
+        size = (shape.n_kv_head * shape.head_dim, shape.max_prompt)
+        self.channel_pool = options.pool(what, size, shared.staged_channels[layer % 2], shape)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
         # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's ticket.
-        self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64, beyond="channels and ticket")
-        slots = shape.batch * shape.n_kv_head * self.channels
-        self.hold("ticket", self.channel_pool.ticket(slots), "channels and ticket")
+        self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64)
+        self.hold("ticket", self.channel_pool.ticket(shape.n_kv_head * self.channels))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
-        first = row * self.largest[row].numel()
-        self.channel_pool.write(first, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
+        self.channel_pool.write(row, 0, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
         self.largest[row] = k[0].abs().amax(1)
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        heads = self.largest[row].numel()
-        channels = self.channel_pool.part(row * heads, heads)[:, : int(self.prompt[row])]
+        channels = self.channel_pool.part(row, self.channel_pool.count)[:, : int(self.prompt[row])]
         return super().views(row, length) | {"channels": channels, "largest": self.largest[row]}
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
+        """Prefetches the channels with the largest |q| max |K| (Equation 10).
+
+        The model calls it before the layer below attends, with the query [B,Hq,1,D], RoPE applied, that this layer's
+        weights predict from the input of that layer (Equation 12), which continues with the x returned: see Pool.issue.
+        """
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
-        b, h, d = self.largest.shape
         self.channel.copy_(torch.where(active[:, None, None], channel, self.channel))
-        wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + self.channel).flatten()
+        heads, size = self.largest.shape[1:]
+        wanted = torch.arange(heads, device=q.device)[:, None] * size + self.channel
         ticket, x = self.channel_pool.issue(wanted, active, x)
         self.ticket.copy_(ticket)
         return x
@@ -83,7 +83,7 @@ class Tailored(FetchedTokens):
             q = self.lookahead(q, q, active)
         waited = self.channel_pool.wait(self.ticket, q)
         keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
-        query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
+        query = inductor.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.weighted_sum(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= self.sinks) & (position < (self.prompt - self.local)[:, None])
@@ -96,26 +96,21 @@ class Tailored(FetchedTokens):
         prefetched = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
         return device + prefetched, host + prefetched * (self.channel_pool.host_bytes > 0)
 
-    def overhead(self) -> dict[str, int]:
-        declared = super().overhead()
-        return declared | {"staging": declared["staging"] - self.channel_pool.staged_bytes}  # Table 2 counts those
-
 
 class Shared:
-    """What layers use in turn: threads, and the buffers where rows and channels arrive."""
+    """The buffers where tokens and channels arrive, which layers use in turn."""
 
     def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
         self.channels = options.fetched_channels(shape)
-        slots = shape.batch * shape.n_kv_head * self.channels
-        self.channel_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
-        self.staged_channels = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
-        self.rows = options.staged_rows(shape, budget)
+        size = (shape.n_kv_head * self.channels, shape.max_prompt)
+        workers = offload.Workers(options.threads)
+        self.staged_channels = [options.staged(size, shape, workers, early=True) for _ in range(2)]
+        self.tokens = options.staged_tokens(shape, budget)
 
 
 @dataclass(frozen=True)
 class TailorKVMethod(FetchMethod):
     help = "dense layers in one bit, tokens of the others from the host by predicted queries"
-    lossless = {"quant_layers": []}
     quant_layers: list[int] | None = option(None, "layers that are quantized", min=0)
     bits: Literal[1, 2, 4, 8] = option(1, "bits of a stored value in them")
     group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
@@ -136,15 +131,6 @@ class TailorKVMethod(FetchMethod):
 
     def minimum(self, shape: Shape) -> int:
         return max(8, self.initial + 1)
-
-    def memory(self, shape: Shape, budget: int) -> int:
-        """Table 2, and K, V and K again on the host."""
-        quantized = len(self.quantized_layers(shape))
-        sparse = shape.n_layer - quantized
-        prompt = shape.max_prompt * shape.slot_bytes
-        buffers = 2 * shape.batch * shape.n_kv_head * self.fetched_channels(shape) * shape.max_prompt
-        layers = quantized * layer_bytes(shape, self.bits, self.group) + sparse * prompt * 3 // 2
-        return layers + buffers * shape.dtype.itemsize * (sparse > 0)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         quantized, shared = self.quantized_layers(shape), Shared(shape, budget, self)

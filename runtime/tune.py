@@ -5,7 +5,7 @@ CPUs and between sizes. Three things are timed, each once per machine: every siz
 and for the rows of a compiled step; two forms of a step's attention, torch's kernel and fused products and sums; and
 prefill's products, with 16-bit weights as they are and widened to fp32. The times are kept in
 ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for
-steps; on a GPU it fixes only the form of attention (ops.CUDA_FORM).
+steps; on a GPU it fixes only the form of attention (inductor.CUDA_FORM).
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv import Shape
-from kv.parts import ops
+from kv.parts import inductor, ops
 from runtime.device import machine
 from runtime.linear import FEW, WIDENED, Embedding, Int8Embedding, Int8Linear, Linear
 from runtime.region import Region
@@ -82,7 +82,7 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
     name = f"{str(shape.dtype).removeprefix('torch.')} attention, {rows} x {shape.head_dim}, {tokens} tokens"
     times = {}
     if shape.device.type != "cpu":
-        ops.CUDA_FORM = fixed if fixed in ("kernel", "fused") else "flex"
+        inductor.CUDA_FORM = fixed if fixed in ("kernel", "fused") else "flex"
         return {}
     if fixed == "auto":
         if is_small(model) and shape.full_bytes() < LEAST:
@@ -95,28 +95,28 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
 
 def choose_attention(dtype: torch.dtype, dim: int, rows: int, form: str) -> None:
     """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
-    most = ops.FUSED.get((dtype, dim), 0)
-    ops.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
+    most = inductor.FUSED.get((dtype, dim), 0)
+    inductor.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
 
 
 def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
     """Milliseconds of each form, the least of several rounds over as many caches as a model has layers, within READ."""
     heads, dim, dtype, found = shape.n_kv_head, shape.head_dim, shape.dtype, {}
-    before = ops.FUSED.get((dtype, dim), 0)
+    before = inductor.FUSED.get((dtype, dim), 0)
     count = max(1, min(shape.n_layer, READ // 2 // (tokens * heads * shape.unit_bytes)))
     caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype) for _ in range(count)]
     q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
     region = Region(ops.attend_groups)
     for turn in range(1 + ROUNDS):  # the first compiles
         for name in ("kernel", "fused"):
-            ops.FUSED[dtype, dim] = rows if name == "fused" else 0
+            inductor.FUSED[dtype, dim] = rows if name == "fused" else 0
             begin = time.perf_counter()
             for i, (k, v) in enumerate(caches):
                 region((name, i), None, (q, k, v, mask))
             ms = 1e3 * (time.perf_counter() - begin) / count
             if turn:
                 found[name] = min(ms, found.get(name, ms))
-    ops.FUSED[dtype, dim] = before
+    inductor.FUSED[dtype, dim] = before
     return found
 
 

@@ -53,16 +53,12 @@ class SharedPrompts(Engine):
         for layer in self.layers:
             layer.reset(row)
         self.decoder.reset(row)
-        logits, self.model.rope_speed[row], qkv, observed = self.seen[key]
+        logits, self.model.rope_speed[row], qkv, statistics = self.seen[key]
         for i, (layer, x) in enumerate(zip(self.layers, qkv, strict=True)):
-            layer.set_speed(row, self.model.rope_speed[row])
             q, k, v = (part.to(self.device) for part in x)
-            if layer.sums:  # statistics of the attention are shared too
-                if (i, layer.sums) not in observed:
-                    layer.attend_prompt(q, k, v)
-                    observed[i, layer.sums] = layer.observed
-                layer.observed = observed[i, layer.sums]
-            layer.keep(row, q, k, v)
+            if layer.statistics and (i, layer.statistics) not in statistics:
+                statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
+            layer.keep(row, q, k, v, *statistics.get((i, layer.statistics), ()))
         for layer in self.layers:
             layer.finish(row)
         return logits

@@ -54,7 +54,7 @@ class Run:
         self.position, self.new = [n + 1 for n in self.position], self.new + 1
         found = []
         for layer, qkv in zip(self.layers, inputs, strict=True):
-            layer.fit(max(self.position), self.new)
+            layer.before_step(max(self.position), self.new)
             found.append(layer.decode(*qkv, pos, active)[:, :, 0])
         return torch.stack(found)
 

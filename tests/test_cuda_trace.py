@@ -19,7 +19,7 @@ import kv
 from caches import shape_of
 from config import ModelConfig
 from decoder import Decoder, Sampling
-from kv.parts import ops
+from kv.parts import attention
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from runtime import tp
@@ -80,7 +80,7 @@ def guard(tmp_path_factory) -> None:
 @pytest.fixture
 def gpu(monkeypatch, guard):
     """Tensors are fake, and some of them on a GPU that is not here."""
-    monkeypatch.setattr("kv.parts.pool.host_memory", fake_host_memory)
+    monkeypatch.setattr("kv.parts.offload.host_memory", fake_host_memory)
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -106,7 +106,7 @@ def build(name: str, device: torch.device, batch: int, speculate: int = 0, ranks
         kind = Speculator if speculate else Decoder
         decoder = kind(model, layers, shape, [2], True, Stats(), None)
     for layer in layers:
-        layer.fit(1024, 1)
+        layer.before_step(1024, 1)
     return decoder
 
 
@@ -308,7 +308,7 @@ def test_the_host_waits_for_a_prompt_only_where_it_is_known_to(name):
     few, many = (prompt_waits(name, layers, 700) for layers in (4, 8))
     assert (many.count.total() - few.count.total()) / 4 == LAYER_WAITS.get(name, 0)
     assert few.count.total() == 4 * LAYER_WAITS.get(name, 0)
-    assert many.largest < 700**2 or name == "roco"  # which squares the attention, ops.SCORES weights at a time
+    assert many.largest < 700**2 or name == "roco"  # which squares the attention, attention.SCORES weights at a time
 
 
 # Bytes per token that a layer keeps until the last layer is done. All others keep nothing.
@@ -318,6 +318,6 @@ PARKED = {"d2o": 4 * 2 * CONFIG.n_kv_head * CONFIG.head_dim}  # K and V: all lay
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_memory_for_a_prompt_grows_with_its_length_alone(name, monkeypatch):
     """Beside weights and caches; not with its square, nor with the number of layers."""
-    monkeypatch.setattr(ops, "SCORES", 2**14)  # weights that may exist at once, few for prompts that are short
+    monkeypatch.setattr(attention, "SCORES", 2**14)  # weights that may exist at once, few for prompts that are short
     short, long = (prompt_waits(name, *size).peak for size in ((4, 700), (8, 1400)))
     assert long / 1400 < 1.05 * (short / 700 + 4 * PARKED.get(name, 0))

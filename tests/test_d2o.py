@@ -2,11 +2,13 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import test_contract as contract
 import torch
+from paper_bytes import overhead, paper_bytes
 from references import eviction as slow
 from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
 
@@ -14,7 +16,8 @@ import kv
 from kv.base import Held
 from kv.d2o import D2O, layer_budgets, most_slots
 from kv.h2o import H2O
-from kv.parts import attention, ops
+from kv.parts import attention, inductor
+from kv.parts.evicting import select
 
 PROMPTS = (100, 61, 30, 9)
 CASES = [
@@ -36,8 +39,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
-    monkeypatch.setattr(ops, "SCORES", 1500)  # several blocks of queries and of evicted keys
+    monkeypatch.setattr(inductor, "STEP", 8)
+    monkeypatch.setattr(attention, "SCORES", 1500)  # several blocks of queries and of evicted keys
 
 
 def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: list) -> slow.SlowEvict:
@@ -203,7 +206,7 @@ def test_six_tokens_merge_as_computed_by_hand():
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
     (score,), _ = attention.column_sums(torch.zeros(1, 1, 6, 2), k[None])
     assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
-    layer.compress(0, [score], Held.new(k, v), prompt=True)
+    layer.compress(0, Held.new(k, v), score, [score])
     keys, values = layer.k[0, :, :4], layer.v[0, :, :4]
     assert layer.position[0, :, :4].tolist() == [[0, 1, 2, 3]]
     # Token 4 (60 degrees) is most similar to token 3 (45): cos 15 = 0.9659. Token 5 (270) to 0 and 2: cos 90 = 0.
@@ -288,9 +291,9 @@ def test_uncounted_layers_stay_full_beyond_the_budget():
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
     assert layers[2].shared.budget == 20
     device, host = kv.total_bytes(layers)
-    paper = kv.paper_bytes(kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
+    paper = paper_bytes("d2o", kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
     assert paper == (5 * 20 + 3 * shape.planned) * shape.slot_bytes
-    assert paper <= device + host <= paper + sum(sum(layer.overhead().values()) for layer in layers)
+    assert paper <= device + host <= paper + sum(map(overhead, layers), Counter()).total()
     both = {"uncounted": [0], "full_layers": [1]}
     assert kv.build("d2o", shape, 60, both)[2].shared.budget == (60 * (LAYERS - 1) - shape.planned) // 6
     for options, words in (
@@ -314,8 +317,9 @@ def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
     mean[20:28] = torch.linspace(0.01, 0.08, 8)  # low; position 27 varies least of these
     deviation = torch.zeros(100)
     deviation[20:28] = torch.linspace(2.0, 1.3, 8)
-    known = [mean * visits, (mean**2 + deviation**2) * visits]
-    kept = layer.select([x[None] for x in known], torch.arange(len(known[0]))[None], 24)
+    sums = [(mean * visits)[None], ((mean**2 + deviation**2) * visits)[None]]
+    importance, _ = layer.ranked(sums, torch.arange(100)[None])
+    kept = select(importance, 24, layer.sinks, layer.recent)
     assert kept.tolist() == [[*range(4), *range(20, 27), *range(87, 100)]]
 
 
@@ -351,7 +355,7 @@ def test_cam_spreads_no_value_at_the_end_of_the_prompt():
 
 
 def test_a_prompt_allocates_no_square_matrix(monkeypatch):
-    monkeypatch.setattr(ops, "SCORES", 1 << 16)
+    monkeypatch.setattr(attention, "SCORES", 1 << 16)
     shape = replace(make_shape(), n_layer=1, max_prompt=3000)
     layer = kv.build("d2o", shape, 100, {})[0]
     inputs = tokens(shape, 1, 3000, torch.Generator())
@@ -359,3 +363,18 @@ def test_a_prompt_allocates_no_square_matrix(monkeypatch):
         layer.prefill(0, *inputs[0])
         layer.finish(0)
     assert max(sizes.found) <= 3000 * 6 * 16  # as large as q
+
+
+@pytest.mark.parametrize("name", ("h2o", "roco", "cam", "d2o"))
+def test_a_nan_in_a_prompt_does_not_reach_the_rows_next_prompt(name):
+    shape = make_shape()
+    used, fresh = (Run(name, shape, 24, {}) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    bad, good, step = (tokens(shape, 1, n, generator) for n in (60, 10, 1))
+    for qkv in bad:
+        for x in qkv:
+            x[:, :, 50] = torch.nan
+    used.prefill(0, bad)
+    used.prefill(0, good)
+    fresh.prefill(0, good)
+    assert torch.equal(used.step(step), fresh.step(step))

@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+from paper_bytes import overhead
 from references.infllm import SlowInfLLM
 from runs import HEADS, Run, compare, generations, make_shape, tokens
 
 import kv
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 PROMPTS = (100, 97, 33, 14, 7)
 
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -77,7 +78,7 @@ def test_dynamic_ntk_turns_a_rows_keys_by_its_own_speeds():
     layer = kv.build("infllm", shape, 24, {"block": 6, "reps": 6})[0]
     layer.prefill(0, q, k, v)
     before = layer.representative_sums[0].clone()
-    layer.set_speed(1, layer.rope_speed[0] / 2)
+    layer.rope_speed[1] /= 2
     layer.prefill(1, q, k, v)
     sums = layer.representative_sums
     assert torch.equal(sums[0], before) and (sums[1] - before).abs().max() > 0.1
@@ -117,7 +118,7 @@ def test_infllm_needs_room_for_a_block():
 def test_brute_offload_declares_its_memory_where_layers_share_buffers():
     shape, options = make_shape(), {"ahead": 1}
     layers = kv.build("brute_offload", shape, None, options)  # five on the host, and buffers for two
-    over = [layer.overhead() for layer in layers]
+    over = [overhead(layer) for layer in layers]
     assert all(n >= 0 for named in over for n in named.values())
     declared = sum(sum(named.values()) for named in over)
     assert sum(kv.total_bytes(layers)) == shape.full_bytes() + declared

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paper_bytes import overhead, paper_bytes
 from references.quantized import SlowQuantized
 from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens
 from torch._inductor.utils import run_and_get_code
 
 import kv
-from kv.parts import ops, quant
+from kv.parts import inductor, ops, quant
 
 PROMPTS = (100, 61, 16, 9, 5)
 META = torch.device("meta")
@@ -20,7 +21,7 @@ META = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 def same_codes(layer, slow: SlowQuantized, index: int) -> None:
@@ -100,10 +101,10 @@ def test_memory_is_table_2s_and_the_window(bits, head_dim):
     shape = replace(make_shape(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
     table = 2 * 4096 * shape.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
     rows = shape.n_layer * shape.batch
-    assert kv.paper_bytes(kv.parse_options("kivi", {"bits": bits}), shape, None) == rows * table
+    assert paper_bytes("kivi", kv.parse_options("kivi", {"bits": bits}), shape, None) == rows * table
     for recent in (0, 128):
         options = {"bits": bits, "recent": recent}
-        over = kv.build("kivi", replace(shape, device=torch.device("meta")), None, options)[0].overhead()
+        over = overhead(kv.build("kivi", replace(shape, device=torch.device("meta")), None, options)[0])
         device, host = kv.planned_bytes("kivi", shape, None, options)
         packed = device - shape.n_layer * sum(over.values())
         assert packed == rows * table * (1 - recent / 4096) and host == 0
@@ -126,13 +127,13 @@ LONG, PART = 4031, 256  # tokens of a prompt, one short of a full group; at most
 @pytest.fixture
 def long_step(monkeypatch):
     """A layer, its prompt's K and V, and the inputs of the next step."""
-    monkeypatch.setattr(ops, "SPAN", 256)
+    monkeypatch.setattr(inductor, "STEP", 256)
     monkeypatch.setattr(quant, "SLICE", PART)
     shape = replace(make_shape(), n_layer=1, head_dim=64, max_prompt=LONG, max_new_tokens=500)
     layer, generator = kv.build("kivi", shape, None, {"recent": 0})[0], torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, LONG + 1, 64, generator=generator) for h in (6, 2, 2))
     layer.prefill(0, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1])
-    layer.fit(LONG + 1, 1)
+    layer.before_step(LONG + 1, 1)
     inputs = [x[:, :, -1:].contiguous() for x in (q, k, v)]
     return layer, k[0, :, :-1], v[0, :, :-1], (*inputs, torch.tensor([LONG]), torch.tensor([True]))
 
@@ -160,10 +161,10 @@ def test_a_compiled_step_allocates_nothing_larger_than_the_attention_weights(lon
     for x, old, new in zip(layer.packed.buffers(), before, packed, strict=True):
         assert torch.equal(x, new) and not torch.equal(old, new)
     sizes = re.findall(r" = empty_strided_cpu\((\(.*?\)), \(", code)
-    variable = defaultdict(lambda: layer.span.shape[0])  # the only size that the code leaves open
+    variable = defaultdict(lambda: layer.read_groups.shape[0])  # the only size that the code leaves open
     sizes = [math.prod(eval(size, {}, variable)) for size in sizes]
     assert len(sizes) > 10
-    assert max(sizes) <= inputs[0].shape[1] * (layer.span.shape[0] * layer.group + layer.ring)
+    assert max(sizes) <= inputs[0].shape[1] * (layer.read_groups.shape[0] * layer.group + layer.ring)
 
 
 # The other methods' bits

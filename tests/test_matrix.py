@@ -16,6 +16,7 @@ from conftest import write_random
 import quantize
 from engine import Engine
 from kv import METHODS, parse_options
+from kv.kivi import Quantized
 
 AXES = {
     "dtype": ("float32", "bfloat16"),
@@ -26,8 +27,6 @@ AXES = {
     "storage": ({}, {"offload": "true"}, {"bits": "4"}),
 }
 EVERY = [(name, *values) for name in METHODS for values in itertools.product(*AXES.values())]
-# A question taken at once is what these would make of it token by token; others attend to more, or evict less often.
-AT_ONCE = {"full", "streaming", "snapkv", "snapkv++", "pyramidkv", "duo", "simlayer", "brute_offload"}
 PROMPTS = ["The keeper rowed out to the light before the tide had turned. " * n for n in (9, 4, 1)]
 QUESTIONS = ["And the fog?", "Who was it?", "And then?"]
 NEW, MAX_PROMPT, BUDGET = 5, 256, 96
@@ -104,8 +103,9 @@ def test_a_combination_works_or_is_refused(folders, combination):
     code = engine.tokenizer
     prompts = [code.chat(p) if chat else engine.encode(p) for p in PROMPTS[:batch]]
     questions = [[code.chat_next(q)] if chat else [] for q in QUESTIONS[:batch]]
-    stepwise = name not in AT_ONCE or storage == "bits"
-    completions = engine.generate(prompts, max_new_tokens=NEW, follow_ups=questions, stepwise=stepwise)
+    # Methods that take a question at once as they would token by token; others attend to more, or evict less often.
+    at_once = all(x.reads_all and not x.evicts_by_chunk and not isinstance(x, Quantized) for x in engine.layers)
+    completions = engine.generate(prompts, max_new_tokens=NEW, follow_ups=questions, stepwise=not at_once)
     alone = load(folder, name, storage)
     for prompt, question, completion in zip(prompts, questions, completions, strict=True):
         answers = [answer.tokens for answer in completion.answers]

@@ -1,18 +1,20 @@
-"""OmniKV against a slow reference written from its equations, on the device and offloaded."""
+"""OmniKV against slow references written from its equations: on the device, offloaded, and its prefill in chunks."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import write_random
-from references.omnikv import SlowOmni
-from runs import HEADS, LAYERS, D, Run, compare, generations, make_shape, prefill_both, step_both, tokens
+from paper_bytes import overhead
+from references.attention import causal, masked_attention
+from references.omnikv import SlowOmni, choose_chunk, chunked_attention
+from runs import HEADS, LAYERS, D, Run, TensorSizes, compare, generations, make_shape, prefill_both, step_both, tokens
 
 import kv
 from engine import Engine
 from kv import Shape
-from kv.omnikv import BankSparse, Filter, Sparse, default_filters
-from kv.parts import offload, ops, quant
+from kv.omnikv import BankSparse, Chunks, Filter, Sparse, default_filters
+from kv.parts import inductor, offload, ops, quant
 
 PROMPTS = (100, 97, 33, 7)
 CASES = [
@@ -41,7 +43,7 @@ class Omni(Run):
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -145,7 +147,7 @@ def test_memory_is_the_papers_share_to_the_byte(engine):
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
-        declared = [layer.overhead() for layer in layers]
+        declared = [overhead(layer) for layer in layers]
         pool = sparse[0].segment.bank.pool
         device, host = kv.total_bytes(layers)
         assert [sum(d.pop("staging", 0) for d in declared)] == [pool.overhead()]
@@ -237,17 +239,17 @@ def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ({}, {"engine": "direct"}, {"engine": "threads"}, {"engine": "threads", "delta": True}))
-@pytest.mark.parametrize("kv", ("omnikv", "infllm", "brute_offload"))
-def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, kv, how):
+@pytest.mark.parametrize("name", ("omnikv", "infllm", "brute_offload"))
+def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, name, how):
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
-    budget = {"omnikv": 12, "infllm": 24}.get(kv)
-    options = {"infllm": {"block": 6}}.get(kv, {})
-    if kv == "brute_offload":
+    budget = {"omnikv": 12, "infllm": 24}.get(name)
+    options = {"infllm": {"block": 6}}.get(name, {})
+    if name == "brute_offload":
         how = {}
-    elif kv == "infllm":
+    elif name == "infllm":
         how = {key: value for key, value in how.items() if key != "delta"}
     expected, found = (
-        answers(Engine.load(folder, kv, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
+        answers(Engine.load(folder, name, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
         for more, compiled in ((options, False), (options | (how and {"offload": True} | how), True))
     )
     assert found == expected
@@ -300,7 +302,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
         inputs = tokens(shape, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
-            layer.fit(101 + i, i + 1)
+            layer.before_step(101 + i, i + 1)
         log.clear()
         found = fast(inputs, torch.tensor([100 + i]), torch.tensor([True]))
         assert (found - expected).abs().max() <= 1e-5
@@ -314,3 +316,56 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
     assert log.count("attention") == LAYERS
     for run in runs:
         run.close()
+
+
+# The prefill in chunks
+
+FILTER, SPARSE = 1, (3, 4)  # layer 2 is full
+
+
+def chunked(shape, **options):
+    return kv.build("omnikv", shape, 24, {"filter_layers": [FILTER, 5], **options})
+
+
+def prefill_all(layers, inputs) -> list[torch.Tensor]:
+    return [layer.prefill(0, *qkv)[0] for layer, qkv in zip(layers, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("r, chunk", ((1, 16), (2, 16), (0.3, 20), (0.01, 7), (1, 100)))
+def test_chunks_equal_their_reference(heads, r, chunk):
+    shape = make_shape(heads)
+    layers, count = chunked(shape, prefill=r, chunk=chunk), max(1, int(r * chunk + 0.5))
+    for prompt in (100, 97, 33, 7, 1):
+        inputs = tokens(shape, 1, prompt, torch.Generator().manual_seed(prompt))
+        found = prefill_all(layers, inputs)
+        expected = [masked_attention(*(x[0] for x in qkv), causal()) for qkv in inputs]
+        q, k, _ = (x[0] for x in inputs[FILTER])
+        starts = range(0, prompt, chunk)
+        chosen = [choose_chunk(q, k, start, min(start + chunk, prompt), count) for start in starts]
+        for layer in SPARSE:
+            expected[layer] = chunked_attention(*(x[0] for x in inputs[layer]), chosen, chunk)
+        for layer, y in enumerate(found):
+            if layer <= SPARSE[-1]:
+                assert (y - expected[layer]).abs().max() <= 1e-5
+
+
+def test_more_than_the_prompt_is_exact_and_less_is_not(tmp_path):
+    folder = write_random(tmp_path / "m", num_hidden_layers=4)
+    prompt = [(7 * i) % 90 + 3 for i in range(120)]
+    logits = []
+    for options in ({}, {"prefill": 8, "chunk": 16}, {"prefill": 1, "chunk": 16}):
+        options = {"filter_layers": [0], **options}
+        engine = Engine.load(folder, "omnikv", 24, options, max_prompt=120, max_new_tokens=8, compile=False)
+        logits.append(engine.prefill(0, prompt))
+    assert (logits[0] - logits[1]).abs().max() <= 1e-4 < (logits[0] - logits[2]).abs().max()
+
+
+def test_a_long_prompt_allocates_no_square_matrix():
+    shape = make_shape()
+    inputs = tokens(shape, 1, 2000, torch.Generator().manual_seed(0))[0]
+    chunks = Chunks(1, 50)
+    with TensorSizes() as sizes:
+        chunks.choose(*inputs[:2])
+        chunks.attend(*inputs)
+    assert max(sizes.found) <= 2000 * shape.n_head * 32 < 2000 * 2000

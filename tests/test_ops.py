@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.attention import masked_attention
 
-from kv.parts import attention, ops
+from kv.parts import attention, inductor, ops
 
 
 def naive(q, k, v, seen):
@@ -48,7 +48,7 @@ def test_attend_reads_what_the_mask_allows(heads):
 
 def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
     q, k, v = qkv(3, 6, 2, 1, 320, dim=16)
-    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    flex = torch.compile(inductor.flex_prefix, fullgraph=True)
     for lengths in ((1, 127, 128), (129, 256, 320), (2, 300, 255)):
         length = torch.tensor(lengths)
         expected = ops.attend(q, k, v, torch.arange(320) < length[:, None])
@@ -58,7 +58,7 @@ def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
 @pytest.mark.parametrize("heads", ((4, 4), (6, 2), (4, 1)))
 def test_each_of_several_queries_sees_one_slot_more(heads):
     q, k, v = qkv(3, *heads, 5, 320, dim=16)
-    forms = [ops.attend_prefix] + [torch.compile(ops.flex_prefix, fullgraph=True)] * (heads == (6, 2))
+    forms = [ops.attend_prefix] + [torch.compile(inductor.flex_prefix, fullgraph=True)] * (heads == (6, 2))
     for lengths in ((1, 124, 128), (129, 255, 316), (2, 300, 252)):
         expected = naive(q, k, v, lambda b, n, lengths=lengths: list(range(lengths[b] + n)))
         for attend in forms:
@@ -67,7 +67,7 @@ def test_each_of_several_queries_sees_one_slot_more(heads):
 
 def test_flash_decoding_by_block_mask_may_begin_at_any_block():
     q, k, v = qkv(3, 6, 2, 1, 500, dim=16)
-    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    flex = torch.compile(inductor.flex_prefix, fullgraph=True)
     for starts, lengths in (((384, 0, 256), (1, 127, 128)), ((256, 0, 256), (129, 256, 244))):
         first, length = torch.tensor(starts), torch.tensor(lengths)
         slot = torch.arange(500) - first[:, None]
@@ -82,7 +82,7 @@ def test_flash_decoding_reads_the_blocks_that_are_used_by_any_mask(monkeypatch):
     expected = ops.attend(q, k, v, mask)
     for row, n in enumerate((256, 384)):  # blocks that are not read
         k[row, :, n:], v[row, :, n:] = torch.nan, torch.nan
-    monkeypatch.setattr(ops, "_flexes", lambda q, k: True)
+    monkeypatch.setattr(inductor, "flexes", lambda q, k: True)
     found = torch.compile(ops.attend_used, fullgraph=True)(q, k, v, mask, used)
     assert torch.allclose(found, expected, atol=1e-5)
 
@@ -97,19 +97,19 @@ def test_store_writes_active_rows_only():
 
 def test_a_span_covers_the_length_and_follows_it():
     cpu = torch.device("cpu")
-    span = ops.number(8192, cpu)
+    span = inductor.symbol(8192, cpu)
     for length in (1, 255, 256, 257, 5000):
-        before, span = span, ops.span(span, length, 8192, cpu)
-        assert length <= span.shape[0] < length + ops.SPAN
+        before, span = span, inductor.covering(span, length, 8192, cpu)
+        assert length <= span.shape[0] < length + inductor.STEP
         assert (span is before) == (length in (255, 256))
-    assert ops.span(span, 8190, 8192, cpu).shape[0] == 8192
-    assert ops.span(span, 70, 128, cpu).shape[0] == 128
+    assert inductor.covering(span, 8190, 8192, cpu).shape[0] == 8192
+    assert inductor.covering(span, 70, 128, cpu).shape[0] == 128
 
 
 @pytest.mark.cuda
 def test_flash_decoding_on_a_gpu_equals_attend():
     q, k, v = (x.cuda() for x in qkv(3, 28, 4, 1, 5000, dim=128, dtype=torch.bfloat16))
-    flex = torch.compile(ops.flex_prefix, fullgraph=True)
+    flex = torch.compile(inductor.flex_prefix, fullgraph=True)
     for lengths in ((1, 127, 4999), (129, 4096, 5000)):
         length = torch.tensor(lengths, device="cuda")
         expected = ops.attend(q, k, v, torch.arange(5000, device="cuda") < length[:, None])

@@ -8,7 +8,7 @@ from references import quantized as slow
 from runs import HEADS, Run, make_shape, prefill_both, step_both
 
 import kv
-from kv.parts import ops
+from kv.parts import attention, inductor
 from kv.pqcache import cluster
 
 CASES = [
@@ -24,14 +24,16 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
-    monkeypatch.setattr(ops, "SCORES", 500)  # keys are assigned to centroids in several blocks
+    monkeypatch.setattr(inductor, "STEP", 8)
+    monkeypatch.setattr(attention, "SCORES", 500)  # keys are assigned to centroids in several blocks
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
-    monkeypatch.setattr("kv.parts.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr(
+        "kv.parts.inductor.TILE", 8 if heads == "gqa" else 2
+    )  # at 8, these caches are too small for tiles
     shape = replace(make_shape(heads, new=60), n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
     run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)

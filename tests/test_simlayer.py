@@ -4,18 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paper_bytes import overhead
 from references import eviction as slow
 from runs import HEADS, MAX_PROMPT, Run, generations, make_shape, step_both, tokens
 
 import kv
-from kv.parts import ops
+from kv.parts import inductor
 
 WINDOW = {"sinks": 2, "recent": 10}
 
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 class Bounded(slow.SlowSimLayer):
@@ -121,7 +122,7 @@ def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
     generator, sizes = torch.Generator().manual_seed(0), {}
     for budget in (12, 40, shape.planned):
         layers = kv.build("simlayer", shape, budget, WINDOW)
-        sizes[budget] = kv.total_bytes(layers)[0] - layers[0].overhead()["regions"]
+        sizes[budget] = kv.total_bytes(layers)[0] - overhead(layers[0])["regions"]
         assert sizes[budget] <= 6 * shape.n_kv_head * budget * shape.unit_bytes
     assert sizes[shape.planned] == shape.full_bytes()
     run = Run("simlayer", shape, shape.planned, WINDOW)

@@ -304,7 +304,7 @@ class Feed:
     def decode(self, step: int, tokens: list) -> torch.Tensor:
         active, out = torch.tensor([True] * 3), []
         for i, layer in enumerate(self.layers):
-            layer.fit(max(self.lengths) + step + 1, step + 1)
+            layer.before_step(max(self.lengths) + step + 1, step + 1)
             q, k, v = (x[i] for x in tokens)
             following = self.layers[i + 1] if i + 1 < len(self.layers) else layer
             if following.wants_lookahead and following is not layer:

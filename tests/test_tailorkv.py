@@ -1,18 +1,20 @@
 """TailorKV against a slow reference; the queries that the layer below predicts, and the fetches it overlaps with."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
+from paper_bytes import overhead, paper_bytes
 from references.quantized import SlowTailorKV
 from runs import HEADS, Run, compare, make_shape, tokens
 
 import kv
 from engine import Engine
-from kv.parts import offload, ops
+from kv.parts import inductor, offload
 from kv.parts.fetched import Fetched
 from kv.tailorkv import Tailored
 from model import Attention
@@ -33,7 +35,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(ops, "SPAN", 8)
+    monkeypatch.setattr(inductor, "STEP", 8)
 
 
 def foreseen(q: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Tailor(Run):
         active = torch.ones(self.shape.batch, dtype=torch.bool) if active is None else torch.tensor(active)
         pos, found = torch.tensor(self.position) - ~active * 1, []
         for layer in self.layers:
-            layer.fit(max(self.position) + 1, max(self.generated) + 1)
+            layer.before_step(max(self.position) + 1, max(self.generated) + 1)
         for layer, (q, k, v), after in zip(self.layers, inputs, [*range(1, len(inputs)), None], strict=True):
             if after is not None and self.layers[after].wants_lookahead:
                 q = self.layers[after].lookahead(foreseen(inputs[after][0]), q, active)
@@ -70,7 +72,7 @@ class Tailor(Run):
 @pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
-    monkeypatch.setattr("kv.parts.ops.TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
     shape = replace(make_shape(heads, batch=2), n_layer=4)
     run = Tailor(shape, budget, options)
     known = {key: value for key, value in options.items() if key not in THREADS | HERE}
@@ -163,10 +165,10 @@ def test_the_query_is_predicted_from_the_attention_input_of_the_layer_below(name
         layer.attention_norm.register_forward_hook(lambda module, x, y, i=i: normed.update({i: y.clone()}))
     lookahead, query = Tailored.lookahead, Attention.query
 
-    def noted(kv, q, x, active):
-        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is kv)
+    def noted(cache, q, x, active):
+        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is cache)
         theirs.append((i, q.clone(), normed.get(i - 1)))
-        return lookahead(kv, q, x, active)
+        return lookahead(cache, q, x, active)
 
     monkeypatch.setattr(Tailored, "lookahead", noted)
     monkeypatch.setattr(Attention, "query", lambda a, *args: asked.append(a) or query(a, *args))
@@ -198,11 +200,11 @@ def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypat
     """Threads deliver no channel before its layer waits for it, so waiting anywhere earlier would fail."""
     expected = steps(engine_of(tmp_path / "here", {}, HERE), 5)
     engine, log = engine_of(tmp_path / "there", {}, THREADS), []
-    kvs = [layer.attention.kv for layer in engine.model.layers]
-    for i, layer in enumerate(kvs):
+    caches = [layer.attention.kv for layer in engine.model.layers]
+    for i, layer in enumerate(caches):
         monkeypatch.setattr(layer, "decode", lambda *a, i=i, f=layer.decode: (f(*a), log.append(("decoded", i)))[0])
     for i in (2, 3):
-        pool, needed = kvs[i].channel_pool, threading.Event()
+        pool, needed = caches[i].channel_pool, threading.Event()
 
         def gather(*args, needed=needed, gather=pool.gather):
             assert needed.wait(30), "nobody waits for it"
@@ -263,7 +265,7 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
         inputs = tokens(shape, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
-            layer.fit(101 + i, i + 1)
+            layer.before_step(101 + i, i + 1)
         log.clear()
         assert (fast(inputs, torch.tensor([100 + i]), torch.tensor([True])) - expected).abs().max() <= 1e-5
     begun, needed = (log.index(f"{what} the channels of layer 1") for what in ("start", "finish"))
@@ -292,7 +294,7 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
         inputs = tokens(shape, 2, 1, generator)
         with monkeypatch.context() as broken:
             broken.setattr(getattr(there.layers[2], pool), "gather", fails)
-            with pytest.raises(RuntimeError, match=rf"^{what}: rows \d+ to \d+ could not be fetched \(bus error\)$"):
+            with pytest.raises(RuntimeError, match=rf"^{what}: entries \d+ to \d+ could not be fetched \(bus error\)$"):
                 there.step(inputs)
         assert torch.equal(there.step(inputs), here.step(inputs))
     assert offload_threads()
@@ -329,11 +331,11 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     rows, unit = shape.batch * heads, shape.unit_bytes
     table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
     layers = kv.build("tailorkv", shape, t, {"engine": "threads"})
-    over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
+    over = sum(map(overhead, layers), Counter())
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
-    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels and ticket")
+    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels", "ticket")
     beside = staged + sum(over.pop(name) for name in small)
     device, host = kv.planned_bytes("tailorkv", shape, t, {"engine": "threads"})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
@@ -346,7 +348,7 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
 
 def test_a_layer_that_is_named_twice_is_counted_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
-    assert kv.paper_bytes(twice, make_shape(), 24) == kv.paper_bytes(once, make_shape(), 24)
+    assert paper_bytes("tailorkv", twice, make_shape(), 24) == paper_bytes("tailorkv", once, make_shape(), 24)
 
 
 def test_only_fetching_threads_need_buffers():

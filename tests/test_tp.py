@@ -152,11 +152,8 @@ class Apart(nn.Module):
     def reset(self, row):
         return [part.reset(row) for part in self.parts]
 
-    def set_speed(self, row, speed):
-        return [part.set_speed(row, speed) for part in self.parts]
-
-    def fit(self, length, new):
-        return [part.fit(length, new) for part in self.parts]
+    def before_step(self, length, new):
+        return [part.before_step(length, new) for part in self.parts]
 
     def close(self):
         return [part.close() for part in self.parts]

@@ -159,7 +159,7 @@ def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tm
 
 @pytest.mark.parametrize("form", ("flex", "kernel", "fused"))
 def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
-    monkeypatch.setattr("kv.parts.ops.CUDA_FORM", form)
+    monkeypatch.setattr("kv.parts.inductor.CUDA_FORM", form)
     decoder = build("full", h100, 2)
     found = generate(decoder.step.forward, "greedy", h100, 2, monkeypatch)
     assert any("flex_attention" in source for source in found.kernels) == (form == "flex") and found.graphs == 1
@@ -168,10 +168,10 @@ def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
 
 def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kv.parts.ops.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8
+    monkeypatch.setattr("kv.parts.inductor.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8
     found = []
     for devices in (("cpu",), ("cpu", "cuda")):
-        monkeypatch.setattr("kv.parts.ops.TILED", devices)
+        monkeypatch.setattr("kv.parts.inductor.TILED", devices)
         decoder = build("exact_topk", h100, 2)
         found.append(generate(decoder.step.forward, "greedy", h100, 2, monkeypatch))
         close(decoder)

@@ -13,7 +13,7 @@ from torch import Tensor
 from config import ModelConfig
 from decoder import Sampling
 from engine import Engine
-from kv.parts import ops
+from kv.parts import inductor, ops
 from model import Transformer
 from quantize import quantize_modules
 from runtime import linear, tune
@@ -192,7 +192,7 @@ def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("size", (ops.CHUNK * 3, ops.CHUNK + 72, 40))
+@pytest.mark.parametrize("size", (inductor.CHUNK * 3, inductor.CHUNK + 72, 40))
 @pytest.mark.parametrize("queries", (1, 6))
 def test_fused_attention_agrees_to_rounding(monkeypatch, dtype, size, queries):
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_fused_attention_agrees_to_rounding(monkeypatch, dtype, size, queries):
     expected = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), attn_mask=mask)
     kernel = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch._dynamo.reset()
-    monkeypatch.setattr(ops, "FUSED", {(dtype, 16): queries})
+    monkeypatch.setattr(inductor, "FUSED", {(dtype, 16): queries})
     y = torch.compile(ops.attend_groups, fullgraph=True)(q, k, v, mask)
     assert y.dtype == dtype and not torch.equal(y, kernel)  # another sum
     assert (y.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-6
@@ -212,14 +212,16 @@ def test_fused_attention_agrees_to_rounding(monkeypatch, dtype, size, queries):
 def test_attention_to_a_growing_cache_is_compiled_once(monkeypatch, read):
     """Inductor compiles sums of more than 4,096 numbers otherwise than shorter ones, if they are sums in one go."""
     torch._dynamo.reset()
-    monkeypatch.setattr(ops, "FUSED", {(torch.float32, 16): 3})
+    monkeypatch.setattr(inductor, "FUSED", {(torch.float32, 16): 3})
     q, k, v = (torch.randn(1, heads, n, 16) for heads, n in ((6, 1), (2, 4600), (2, 4600)))
     step = torch.compile(
         lambda span, length: read(q, *(x.narrow(2, 0, span.shape[0]) for x in (k, v)), length), fullgraph=True
     )
     for length in (200, 500, 4500, 4598):
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = step(ops.span(ops.number(4599, q.device), length, 4599, q.device), torch.tensor([length]))
+            found = step(
+                inductor.covering(inductor.symbol(4599, q.device), length, 4599, q.device), torch.tensor([length])
+            )
         assert torch.allclose(found, read(q, k, v, torch.tensor([length])), atol=1e-6)
 
 
@@ -235,33 +237,33 @@ def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
         measured.append((rows, tokens))
         return {"kernel": 1.0, "fused": 0.5 if faster == "fused" else 2.0}
 
-    monkeypatch.setattr(ops, "FUSED", {})
+    monkeypatch.setattr(inductor, "FUSED", {})
     monkeypatch.setattr(tune, "measure_attention", measure)
     small = make_shape()
-    large = replace(small, max_prompt=tune.LEAST // small.bytes(1))
+    large = replace(small, max_prompt=tune.LEAST // (small.n_layer * small.slot_bytes))
     assert tune.tune_attention(model, small, 1) == {} and not measured  # a small model with a small cache
     for queries in (1, 4, 1):
         found = tune.tune_attention(model, large, queries)
         assert list(found) == [f"float32 attention, {2 * queries} x 16, 8192 tokens"]
     assert measured == [(2, 8192), (8, 8192)]
-    assert ops.FUSED == {(torch.float32, 16): 8 if faster == "fused" else 0}
+    assert inductor.FUSED == {(torch.float32, 16): 8 if faster == "fused" else 0}
     monkeypatch.setattr(tune, "LEAST", 0)  # a large model with a small cache
     for planned, tokens in ((40, 256), (1023, 512), (1024, 1024)):
         tune.tune_attention(model, replace(small, max_prompt=planned - small.max_new_tokens), 1)
         assert measured[-1] == (2, tokens)
     monkeypatch.setenv("KV_FAST_PRODUCT", "kernel")
     tune.tune_attention(model, large, 1)
-    assert ops.FUSED[torch.float32, 16] < 2
+    assert inductor.FUSED[torch.float32, 16] < 2
     monkeypatch.setenv("KV_FAST_PRODUCT", "fused")
     tune.tune_attention(model, small, 1)
-    assert ops.FUSED[torch.float32, 16] >= 2
+    assert inductor.FUSED[torch.float32, 16] >= 2
 
 
 def test_both_forms_of_attention_are_measured(monkeypatch):
-    monkeypatch.setattr(ops, "FUSED", {(torch.float32, 16): 3})
+    monkeypatch.setattr(inductor, "FUSED", {(torch.float32, 16): 3})
     monkeypatch.setattr(tune, "READ", 1)
     times = tune.measure_attention(make_shape(), 6, 256)
-    assert ops.FUSED == {(torch.float32, 16): 3}  # what was decided before
+    assert inductor.FUSED == {(torch.float32, 16): 3}  # what was decided before
     assert list(times) == ["kernel", "fused"] and all(ms > 0 for ms in times.values())
 
 
@@ -275,7 +277,7 @@ def test_the_head_of_an_int4_model_is_tuned(model, monkeypatch):
 
 @pytest.mark.parametrize(("product", "form"), (("auto", "flex"), ("kernel", "kernel"), ("fused", "fused")))
 def test_a_gpu_attends_by_the_guess_or_by_the_form_that_is_fixed(model, monkeypatch, product, form):
-    monkeypatch.setattr(ops, "CUDA_FORM", "flex")
+    monkeypatch.setattr(inductor, "CUDA_FORM", "flex")
     monkeypatch.setenv("KV_FAST_PRODUCT", product)
     assert tune.tune_attention(model, replace(make_shape(), device=torch.device("cuda")), 1) == {}
-    assert ops.CUDA_FORM == form
+    assert inductor.CUDA_FORM == form

@@ -2,12 +2,14 @@
 
 import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from paper_bytes import overhead, paper_bytes
 
 import kv
 from engine import Engine
@@ -30,8 +32,8 @@ def outcome(engine: Engine) -> dict:
     tokens = None if budget is None else shape.tokens(budget)
     return found | {
         "bytes": sum(engine.kv_bytes()[:2]),
-        "paper": 0 if engine.speculate else kv.paper_bytes(method, shape, tokens),
-        "overhead": sum(sum(layer.overhead().values()) for layer in engine.layers),
+        "paper": 0 if engine.speculate else paper_bytes(engine.method, method, shape, tokens),
+        "overhead": sum(map(overhead, engine.layers), Counter()).total(),
     }
 
 

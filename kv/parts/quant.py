@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kv.base import Buffers
 from kv.method import Shape, option
-from kv.parts import ops
+from kv.parts import inductor, ops
 
 BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]
@@ -122,7 +122,7 @@ class Packed(Buffers):
         if group % 8:
             raise ValueError(f"group must be a multiple of 8 tokens, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
-        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see ops.span
+        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see inductor.covering
         row = group * bits // 8  # bytes of one channel
         self.words = bits <= 2 and row % 4 == 0  # of K: else bytes
         keys = ("k", (d, row // 4), torch.int32, (d, 1)) if self.words else ("k", (d, row), torch.uint8, (d, 1))
@@ -140,10 +140,10 @@ class Packed(Buffers):
         """Quantizes whole groups k and v [..., group, D]: the contents of each buffer, by name."""
         codes, k_scale, k_zero = quantize(k.mT, self.bits, -1)
         packed = pack_words(codes, self.bits) if self.words else pack(codes, self.bits, -1)
-        found = {"k": packed, "k_scale": k_scale, "k_zero": k_zero}
+        keys = {"k": packed, "k_scale": k_scale, "k_zero": k_zero}
         codes, v_scale, v_zero = quantize(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
-        found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
-        return found
+        packed = pack(codes.flatten(-2), self.bits, -2)
+        return keys | {"v": packed, "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
 
     def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Packs tokens, k and v [Hk,n group,D], into n groups of a row, from group `first` on."""
@@ -192,8 +192,8 @@ class Packed(Buffers):
         packed, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
         codes, y = self.key_codes(packed), []  # [B,Hk,groups,D,group]
         for row in rows.unbind(2):
-            scaled = ops.stored(row[:, :, None] * scale)  # [B,Hk,groups,D]
-            offset = ops.stored((row[:, :, None] * zero).sum(3))
+            scaled = inductor.stored(row[:, :, None] * scale)  # [B,Hk,groups,D]
+            offset = inductor.stored((row[:, :, None] * zero).sum(3))
             y.append((scaled[..., None] * codes).sum(3) + offset[..., None])
         return torch.stack(y, dim=2).flatten(3)
 
@@ -207,7 +207,7 @@ class Packed(Buffers):
         codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)
         codes, y = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels)), []
         for row in weight.unflatten(3, (groups, self.group))[..., None].unbind(2):  # [B,Hk,groups,group,1]
-            scaled = ops.stored(row * scale)  # [B,Hk,groups,group,D / channels]
+            scaled = inductor.stored(row * scale)  # [B,Hk,groups,group,D / channels]
             total = (scaled[..., None] * codes).sum(3).sum(2)  # a group at a time: its codes stay in a CPU's cache
             y.append((total + (row * zero).sum((2, 3))[..., None]).flatten(2))
         return torch.stack(y, dim=2)

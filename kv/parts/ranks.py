@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv.parts.ops import realized
+from kv.parts.inductor import realized
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,6 @@ class Speculation(KV):
         self.wants_lookahead, self.keeps_prompts = draft.wants_lookahead, draft.keeps_prompts
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
-        else:
-            self.beyond["the full cache"] = self.full.device_bytes()
-
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.draft.attend_prompt(q, k, v)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.draft.keep(row, q, k, v)
@@ -55,23 +50,17 @@ class Speculation(KV):
     def held(self, row: int, length: int) -> Held:
         return self.full.held(row, length)
 
-    def skip_prompt(self, q: Tensor, k: Tensor) -> None:
-        self.draft.skip_prompt(q, k)
-
     def finish(self, row: int) -> None:
         self.draft.finish(row)
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         return x if q.shape[2] > 1 else self.draft.lookahead(q, x, active)
 
-    def set_speed(self, row: int, speed: Tensor) -> None:
-        self.draft.set_speed(row, speed)
-
     def reset(self, row: int) -> None:
         self.draft.reset(row)
 
-    def fit(self, length: int, new: int) -> tuple:
-        return self.draft.fit(length, new), self.full.fit(length, new)
+    def before_step(self, length: int, new: int) -> tuple:
+        return self.draft.before_step(length, new), self.full.before_step(length, new)
 
     # A row's state: the draft's, and the full cache's under other names
 
@@ -95,9 +84,6 @@ class Speculation(KV):
     def host_bytes(self) -> int:
         return self.draft.host_bytes()
 
-    def overhead(self) -> dict[str, int]:
-        return super().overhead() | self.draft.overhead()
-
     def fetched(self) -> tuple[int, int]:
         return self.draft.fetched()
 
@@ -114,7 +100,7 @@ def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
         )
     if name == "full" and all(type(draft) is Full for draft in drafts):
         raise ValueError("the full cache cannot draft for itself: choose another --kv, or leave out --speculate")
-    if not all(draft.rewinds for draft in drafts):
+    if not all(draft.rewinds and not draft.statistics for draft in drafts):
         raise ValueError(f"{name} cannot draft: its cache cannot take tokens back")
     if not all(draft.exact_prompt for draft in drafts):
         raise ValueError(f"{name} with prefill=... cannot draft: the full cache's prompt is exact")

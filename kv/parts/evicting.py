@@ -1,0 +1,239 @@
+"""The base of methods that hold a fixed number of tokens and evict the least important one whenever a new one comes."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kv.base import KV, Buffers, Held
+from kv.method import Shape
+from kv.parts import attention, inductor, ops
+
+
+class Slots(Buffers):
+    """Slots for `count` tokens per row and KV head: K, V, the position in the text (-1: empty), and `sums`."""
+
+    def __init__(self, shape: Shape, count: int, sums: tuple[str, ...]):
+        super().__init__(shape)
+        for name in ("k", "v"):
+            self.allocate(name, shape.n_kv_head, count, shape.head_dim)
+        for name in sums:
+            self.allocate(name, shape.n_kv_head, count, dtype=torch.float32)
+        self.allocate("position", shape.n_kv_head, count, dtype=torch.int64, fill=-1)
+
+
+class Region(NamedTuple):
+    """A layer's part of slots that layers share: in every row from slot `first` on, until it is moved."""
+
+    slots: Slots
+    first: int
+    most: int  # tokens that a row's part may hold
+
+
+class Evicting(KV):
+    """Keeps `size` tokens per KV head, including the first `sinks` and the newest `recent`, in slots in any order.
+
+    A new token goes to the spare slot. If it evicts a token, that token's slot becomes the spare slot. `importance`
+    decides: a method that ranks tokens by their attention in the newest query writes nothing else. A method that
+    accumulates statistics of each token names them in `sums` and writes `rank` too.
+
+    Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
+    """
+
+    reads_all = evicts_by_chunk = True
+    sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
+
+    def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
+        super().__init__(shape)
+        self.size, self.sinks, self.recent, self.region = size, sinks, recent, region
+        self.endless = size < shape.planned
+        self.slots = (size if region is None else region.most) + 1  # one is spare
+        self.read_slots = inductor.symbol(self.slots, shape.device)
+        if region is None:
+            slots = Slots(shape, self.slots + 1, self.sums)
+        else:
+            slots = region.slots
+            self.allocate_state("first", fill=region.first)
+            self.allocate_state("allotted", fill=size)  # tokens that each row keeps
+        for name, buffer in slots.named_buffers():
+            self.hold(name, buffer)
+        self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
+        self.hold_rope_speed()
+
+    # What a method implements
+
+    def importance(self, weight: Tensor, position: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """The importance [B,Hk,n], fp32, of the tokens in n slots, from the newest query's attention [B,Hk,G,n].
+
+        position [B,Hk,n] is -1 for an empty slot; the query is at pos [B,1,1]. Runs once a step, so `sums` grow here.
+        """
+        raise NotImplementedError
+
+    def rank(self, row: int, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The importance [Hk,N] of tokens at position [Hk,N], ascending, and their `sums`, each [Hk,N].
+
+        q [1,Hq,n,D]: the last n queries. k [1,Hk,N,D]: the row's tokens, if any, then the n new ones.
+        """
+        weight = ops.weights(q[:, :, -1:], k, torch.zeros(1, dtype=torch.bool, device=k.device))
+        active = torch.ones(1, dtype=torch.bool, device=k.device)
+        return self.importance(weight, position[None], position[:1, -1:, None], active)[0], []
+
+    def newest(self, kept: Tensor | int) -> Tensor | int:
+        """How many of `kept` tokens are reserved for the newest."""
+        return self.recent
+
+    def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
+        """Merges the tokens at slot [B,Hk], where evicts [B,Hk], into others of all `held` [B,Hk,n,...]."""
+
+    def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
+        """Merges those of `tokens`, a prompt's or an extended row's, whose index is not in kept [Hk,n] into `stay`."""
+
+    # Many tokens
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        tokens = Held.new(k[0], v[0])
+        self.compress(row, tokens, *self.rank(row, q, k, tokens.position))
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
+        old = self.held(row, pos)
+        keys = old.k[None]
+        if pos + k.shape[2] > self.shape.max_length:
+            last = torch.tensor([pos - 1], device=k.device)
+            keys = self.side_by_side(keys, old.position[None], last, self.rope_speed[row, None])
+        keys, values = torch.cat([keys, k], dim=2), torch.cat([old.v[None], v], dim=2)
+        y = attention.suffix_attention(q, keys, values)
+        tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
+        self.compress(row, tokens, *self.rank(row, q, keys, tokens.position), prompt=False)
+        return y
+
+    def compress(self, row: int, tokens: Held, importance: Tensor, sums: list[Tensor], prompt: bool = True) -> None:
+        """Stores what stays of N tokens, a prompt's or those of an extended row: the other tensors are [Hk,N]."""
+        region = self.region_of(row)
+        size = region.stop - region.start - 1
+        kept, stay = select(importance, size, self.sinks, self.newest(size)), tokens
+        if kept.shape[1] < tokens.k.shape[1]:
+            stay = tokens.at(kept)
+            self.merge_many(row, tokens, kept, stay, sums, prompt)
+        at = slice(region.start, region.start + kept.shape[1])
+        self.position[row, :, region] = -1
+        self.k[row, :, at], self.v[row, :, at], self.position[row, :, at] = stay
+        for name, values in zip(self.sums, sums, strict=True):
+            getattr(self, name)[row, :, at] = values.gather(1, kept)
+        self.spare[row] = kept.shape[1]
+
+    # A step
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        live = active[:, None].expand_as(self.spare)
+        for buffer, new in ((self.k, k[:, :, 0]), (self.v, v[:, :, 0]), (self.position, pos[:, None])):
+            self.put(buffer, self.spare, live, new)
+        for name in self.sums:
+            self.put(getattr(self, name), self.spare, live, 0.0)
+        keys, values, position = (self.read(x) for x in (self.k, self.v, self.position))
+        turned = keys
+        if self.past_context:
+            past = (pos >= self.shape.max_length)[:, None, None, None]
+            turned = torch.where(past, self.side_by_side(keys, position, pos, self.rope_speed), keys)
+        weight = ops.weights(q, turned, position[:, :, None] < 0)  # [B,Hk,G,n]
+        y = (weight.to(values.dtype) @ values).view(q.shape)
+
+        importance = self.importance(weight, position, pos[:, None, None], active)
+        held = (position >= 0).sum(2)  # [B,Hk]
+        evictable = self.evictable(position, pos[:, None, None])
+        slot = importance.masked_fill(~evictable, torch.inf).argmin(2)
+        evicts = live & (held[..., None] > self.sizes())[..., 0]
+        self.merge(slot, evicts, Held(keys, values, position), importance)
+        self.put(self.position, slot, evicts, -1)
+        self.spare.copy_(torch.where(evicts, slot, torch.where(live, held, self.spare)))
+        return y
+
+    def evictable(self, position: Tensor, pos: Tensor) -> Tensor:
+        """Which tokens [B,Hk,n] are neither sinks nor among the newest; the newest token is at `pos` [B,1,1]."""
+        return (position >= self.sinks) & (position <= pos - self.newest(self.sizes()))
+
+    def side_by_side(self, keys: Tensor, position: Tensor, last: Tensor, speed: Tensor) -> Tensor:
+        """RoPE turns the keys [B,Hk,n,D] to adjacent positions, of which the newest is `last` [B].
+
+        Past the model's context, no distance then exceeds the cache and the new tokens. Stored keys do not change.
+        """
+        rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
+        return ops.turn(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), speed)
+
+    # The slots
+
+    def sizes(self) -> Tensor | int:
+        """Tokens that each row keeps, [B,1,1] if they differ."""
+        return self.size if self.region is None else self.allotted[:, None, None]
+
+    def region_of(self, row: int) -> slice:
+        """A row's slots: one for each token that it keeps, and the spare one."""
+        if self.region is None:
+            return slice(0, self.slots)
+        first = int(self.first[row])
+        return slice(first, first + int(self.allotted[row]) + 1)
+
+    def in_region(self) -> Tensor:
+        """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""
+        index = self.first[:, None] + torch.arange(inductor.value(self.read_slots), device=self.first.device)
+        return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
+
+    def read(self, buffer: Tensor) -> Tensor:
+        if self.region is None:
+            return super().read(buffer)
+        contents = ops.gather(buffer, self.in_region())
+        if buffer is not self.position:
+            return contents
+        beyond = torch.arange(contents.shape[2], device=buffer.device) > self.allotted[:, None]  # another layer's
+        return contents.masked_fill(beyond[:, None], -1)
+
+    def add(self, buffer: Tensor, change: Tensor) -> Tensor:
+        """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
+        if self.region is not None:
+            buffer.scatter_add_(2, self.in_region(), change)
+            return ops.gather(buffer, self.in_region())
+        old = self.read(buffer)
+        new = inductor.realized(old + change)  # else torch 2.11 computes it again from slots that have changed
+        old.copy_(new)
+        return new
+
+    def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
+        """Writes new [B,Hk,...] at slot [B,Hk], where live [B,Hk]."""
+        b, h = (torch.arange(n, device=slot.device) for n in slot.shape)
+        at = (b[:, None], h, slot if self.region is None else slot + self.first[:, None])
+        buffer[at] = torch.where(live.view(*live.shape, *[1] * (buffer.dim() - 3)), new, buffer[at])
+
+    def slots_by_position(self, row: int) -> Tensor:
+        """The slots [Hk,n] of the row's tokens, oldest first; every head holds as many."""
+        region = self.region_of(row)
+        position = self.position[row, :, region]
+        return position.argsort(1)[:, position.shape[1] - int((position[0] >= 0).sum()) :] + region.start
+
+    def held(self, row: int, length: int) -> Held:
+        return Held(self.k[row], self.v[row], self.position[row]).at(self.slots_by_position(row))
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        region = self.region_of(row)
+        used = slice(region.start, min(region.start + length, region.stop))
+        return {name: getattr(self, name)[row, :, used] for name in ("k", "v", "position", *self.sums)}
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        region = self.region_of(row)
+        self.position[row, :, region] = -1
+        self.k[row, :, region], self.v[row, :, region] = 0, 0  # a NaN would reach the output: 0 x NaN is NaN
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)
+        return self.shape.n_kv_head * self.slots_to_read(length, 0) * unit, 0
+
+
+def select(importance: Tensor, size: int, sinks: int, newest: int) -> Tensor:
+    """Which `size` of N tokens stay: the sinks, the most important, the newest; in order of position, [Hk,n]."""
+    length = importance.shape[1]
+    index = torch.arange(length, device=importance.device).expand_as(importance)
+    if length <= size:
+        return index
+    between = slice(sinks, length - newest)
+    best = ops.top(importance[:, between], size - sinks - newest).sort().values + sinks
+    return torch.cat([index[:, :sinks], best, index[:, between.stop :]], dim=1)

@@ -1,0 +1,174 @@
+"""How a compiled step is made fast: forms that Inductor fuses well, and integers that do not make it compile again.
+
+kv/parts/ops.py says what a step computes; nothing here changes a result beyond rounding. Shapes as in kv/base.py.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+STEP = 256  # slots: a step reads a multiple of this, or all
+CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
+UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
+TILE = 8  # scores per tile, see `tile_winners`
+TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
+BLOCK = 128  # slots per block of flex_attention's mask
+# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/tune.py.
+FUSED: dict[tuple[torch.dtype, int], int] = {}
+CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
+
+
+# Integers: a compiled step treats a Python int as a constant and is compiled again for each value. The size of a tensor
+# can be a variable, so an integer that changes from step to step is held as a symbol: an empty tensor of that size.
+
+
+def symbol(value: int, device: torch.device) -> Tensor:
+    """A symbol that holds `value`. On a CPU one compile serves all values; a CUDA graph is one value's."""
+    held = torch.empty(value, 0, device=device)
+    if device.type != "cuda":
+        torch._dynamo.maybe_mark_dynamic(held, 0)
+    return held
+
+
+def value(symbol: Tensor) -> int:
+    """The integer that a symbol holds; inside a compiled step, a variable."""
+    return symbol.shape[0]
+
+
+def covering(old: Tensor, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:
+    """A symbol of how many leading slots, of `capacity`, cover `length`: a multiple of `step` (STEP), or all.
+
+    It is `old` if the number is unchanged. Buffers need one slot more than `capacity`, because the compiler specializes
+    a symbol that covers a whole buffer. On CUDA the number is always `capacity`: there the block mask of `flex_prefix`
+    follows the lengths, and one graph serves them all.
+    """
+    step = step or STEP
+    size = capacity if device.type == "cuda" else min(-(-length // step) * step, capacity)
+    return old if value(old) == size else symbol(size, device)
+
+
+# What is stored: Inductor computes a value again in each loop that reads it, unless it is stored.
+
+
+def stored(x: Tensor) -> Tensor:
+    """x, stored where a step is compiled for a CPU."""
+    return realized(x) if x.device.type == "cpu" else x
+
+
+def realized(x: Tensor) -> Tensor:
+    """x, contiguous and stored on any device, where compiled code must not compute it again from what it came from."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
+# Sums
+
+
+def dots(q: Tensor, k: Tensor) -> Tensor:
+    """q [B,Hk,G,D] times k [B,Hk,N,D] -> [B,Hk,G,N], both fp32: a gather or a decoding of k fuses into the sums."""
+    return torch.stack([(row[:, :, None] * k).sum(3) for row in stored(q).unbind(2)], dim=2)
+
+
+def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
+    """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32, a chunk of vectors at a time."""
+    if v.shape[2] <= UNROLLED:
+        parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
+        return sum(parts[1:], parts[0])
+    if statically_known_true(v.shape[2] % CHUNK == 0):
+        return _chunk_sum(weight, v)
+    whole = (v.shape[2] - 1) // CHUNK * CHUNK  # and 1 to CHUNK more, so that one compile serves any N
+    rest = torch.stack([(row[..., None] * v[:, :, whole:]).sum(2) for row in weight[..., whole:].unbind(2)], dim=2)
+    return rest + _chunk_sum(weight[..., :whole], v[:, :, :whole]) if whole else rest
+
+
+def _chunk_sum(weight: Tensor, v: Tensor) -> Tensor:
+    weight, v = weight.unflatten(3, (-1, CHUNK)), v.unflatten(2, (-1, CHUNK))
+    return torch.stack([(row[..., None] * v).sum(3).sum(2) for row in weight.unbind(2)], dim=2)
+
+
+def total(x: Tensor) -> Tensor:
+    """Sums over the last dim, [..., N] -> [..., 1]; of chunks first on a CPU, where long sums are compiled again."""
+    if x.device.type != "cpu":
+        return x.sum(-1, keepdim=True)
+    whole = (x.shape[-1] - 1) // CHUNK * CHUNK
+    rest = x[..., whole:].sum(-1, keepdim=True)
+    return rest + x[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1).sum(-1, keepdim=True) if whole else rest
+
+
+# The best of many scores
+
+
+def min_scores(most: int, k: int, device: torch.device) -> int:
+    """The fewest scores that `ops.top` may choose k from, if there may be `most`: more than k if it forms tiles."""
+    return TILE * k + 1 if device.type in TILED and most >= TILE**2 * k else k
+
+
+def tile_winners(rank: Tensor, k: int) -> Tensor:
+    """Indices [..., M] among which the k largest of N distinct `rank` [..., N] are: the k tiles with the best maxima.
+
+    Less work than sorting N values where N > TILE k.
+    """
+    count = (rank.shape[-1] - 1) // TILE
+    tile = rank[..., : TILE * count].unflatten(-1, (TILE, count)).amax(-2).topk(k, sorted=False).indices
+    members = (tile[..., None, :] + count * torch.arange(TILE, device=tile.device)[:, None]).flatten(-2)
+    left = torch.arange(rank.shape[-1], device=tile.device)[TILE * count :].expand(*tile.shape[:-1], -1)  # 1 to TILE
+    return torch.cat([members, left], dim=-1)
+
+
+# Attention
+
+
+def fuses(q: Tensor) -> bool:
+    """Whether a compiled step attends with queries [B,Hk,R,D] by products and sums that Inductor fuses, not by SDPA."""
+    few = q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
+    return (few if q.device.type == "cpu" else CUDA_FORM == "fused") and torch.compiler.is_compiling()
+
+
+def flexes(q: Tensor, k: Tensor) -> bool:
+    """Whether a compiled step attends with q [B,Hq,n,D] by flex_attention."""
+    few = q.shape[1] // k.shape[1] * q.shape[2] < BLOCK  # queries of a group: one block
+    return torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex" and few
+
+
+def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
+    """`ops.attend_prefix`. With `first` [B], multiples of BLOCK, the slots of each row begin there."""
+    n = q.shape[2]
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, slot: Tensor) -> Tensor:
+        return slot < (length[b] if first is None else first[b] + length[b]) + i % n
+
+    return _flex(q, k, v, length + n - 1, seen, first)
+
+
+def flex_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> Tensor:
+    """`ops.attend_used`."""
+    mask = realized(mask)  # flex_attention reads it, and cannot compute it
+    return _flex(q, k, v, used, lambda b, h, i, slot: mask[b, h, slot])
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: Tensor | None = None) -> Tensor:
+    """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
+
+    seen(b, h, i, slot) is its mask; i counts a group's queries. All blocks count as partly filled: among those the
+    kernel divides its work by their number, among whole blocks by the capacity.
+    """
+    n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
+    blocks = -(-k.shape[2] // BLOCK)
+    order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's own blocks come first
+    if first is not None:
+        order = order + (first // BLOCK)[:, None, None, None]
+    mask = BlockMask.from_kv_blocks(
+        (-(-used // BLOCK)).to(torch.int32)[:, None, None],  # [B,1,1]: for all heads and queries
+        (order % blocks).int(),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(rows.shape[2], k.shape[2]),
+        compute_q_blocks=False,  # only a backward pass reads query blocks
+    )
+    pipelined = {"num_stages": 3, "num_warps": 2} if q.dtype.itemsize == 2 and q.shape[3] <= 128 else None
+    y = flex_attention(rows, k, v, block_mask=mask, kernel_options=pipelined)  # else loads wait for products
+    return y.unflatten(2, (-1, n)).flatten(1, 2)

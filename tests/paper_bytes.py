@@ -1,0 +1,234 @@
+"""What each method's paper says of its memory and accuracy, for law 1 and law 7 of kv/base.py.
+
+FORMULAS gives the bytes of all layers and rows; `overhead` names what a layer allocates beyond them. LOSSLESS switches
+a method's lossy parts off. APPROXIMATES says why a method differs from full attention even with a budget for every
+token, and with which options: a slow reference judges such a method.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from kv import KV, METHODS, Method, Shape
+from kv.d2o import D2O
+from kv.duo import Duo
+from kv.full import Full
+from kv.infllm import InfLLM
+from kv.kivi import GROUP, Quantized
+from kv.omnikv import BankSparse, Filter, Plan
+from kv.parts.evicting import Evicting
+from kv.parts.fetched import FetchedTokens, Parts
+from kv.parts.quant import channels, stored_bytes
+from kv.parts.scored import Scored
+from kv.parts.speculation import Speculation
+from kv.pqcache import PQCache
+from kv.rocketkv import RocketKV, Sizes
+from kv.simlayer import SimLayer
+from kv.sparq import SparQ
+from kv.tailorkv import Tailored
+
+LOSSLESS: dict[str, dict] = {
+    "full": {"bits": 16},
+    "rocketkv": {"bits": 16},
+    "hybrid": {"bits": 16},
+    "omnikv": {"bits": 16, "prefill": None},
+    "kivi": {"recent": 2**30},
+    "tailorkv": {"quant_layers": []},
+    "simlayer": {"threshold": 1.0},
+}
+
+HALVES = "half of the budget is read to select, and a step attends to the other half"
+APPROXIMATES: dict[str, tuple[str, dict]] = {
+    "rocketkv": (HALVES, {}),
+    "hybrid": (HALVES, {}),
+    "quest": (HALVES, {"page": None}),
+    "sparq": ("a step attends to half of the budget, and the mean of V replaces the other tokens", {}),
+    "snapkv": ("the query heads of a group share the budget", {"gqa": False}),
+}
+
+
+def approximation(name: str, method: Method) -> str | None:
+    """Why the method with these options approximates even with a budget for every token, or None."""
+    why, options = APPROXIMATES.get(name, (None, {}))
+    return why if all(getattr(method, key) == value for key, value in options.items()) else None
+
+
+# The papers' formulas
+
+
+def full(shape: Shape, bits: int = 16) -> int:
+    """2 L B Hk S D values, S at most the model's window."""
+    if bits < 16:
+        return shape.n_layer * quantized(shape, bits)
+    return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
+
+
+def quantized(shape: Shape, bits: int, group: int = GROUP) -> int:
+    """One layer, by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values if K and V share `group`."""
+    vector = shape.head_dim * bits / 8
+    unit = 2 * vector + 4 * shape.head_dim / group + 4 * shape.head_dim / channels(shape.head_dim)
+    return int(shape.batch * shape.n_kv_head * shape.planned * unit)
+
+
+def kept(method: Method, shape: Shape, budget: int) -> int:
+    """The budget's tokens in every layer."""
+    return shape.n_layer * budget * shape.slot_bytes
+
+
+def rocketkv(method: Method, shape: Shape, budget: int) -> int:
+    """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1."""
+    skip, sizes = method.skipped(shape), Sizes.of(shape, budget, method.split)
+    bounds = (1 if sizes.page == 1 else 2) * -(-sizes.slots // sizes.page) * shape.unit_bytes // 2
+    sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * stored_bytes(shape, method.bits) + bounds)
+    return (shape.n_layer - skip) * sparse + skip * full(shape, method.bits) // shape.n_layer
+
+
+def quest(method: Method, shape: Shape, budget: int) -> int:
+    """S units per KV head, and one more per page."""
+    pages = -(-shape.planned // method.sizes(shape, budget)[0])
+    return shape.full_bytes() + max(0, shape.n_layer - method.skip_layers) * pages * shape.slot_bytes
+
+
+def omnikv(method: Method, shape: Shape, budget: int | None) -> int:
+    """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""
+    plan = Plan.of(shape, budget, method)
+    sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
+    layer = shape.max_prompt * 2 * stored_bytes(shape, method.bits) + shape.max_new_tokens * shape.unit_bytes
+    layer += method.offload * plan.k * shape.unit_bytes
+    layers = shape.batch * shape.n_kv_head * sparse * layer
+    others = (shape.n_layer - sparse - filters) * full(shape, method.bits) // shape.n_layer
+    return layers + filters * shape.full_bytes() // shape.n_layer + others
+
+
+def infllm(method: Method, shape: Shape, budget: int) -> int:
+    """The full cache, and one fp32 vector per block and KV head."""
+    sized = method.at(budget)
+    blocks = -(-max(1, shape.max_prompt - sized.sinks - sized.local) // method.block)
+    return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
+
+
+def d2o(method: Method, shape: Shape, budget: int) -> int:
+    _, _, uncounted = method.layers(shape)
+    return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
+
+
+def tailorkv(method: Method, shape: Shape, budget: int) -> int:
+    """Table 2, and K, V and K again on the host."""
+    dense = len(method.quantized_layers(shape))
+    sparse = shape.n_layer - dense
+    prompt = shape.max_prompt * shape.slot_bytes
+    buffers = 2 * shape.batch * shape.n_kv_head * method.fetched_channels(shape) * shape.max_prompt
+    layers = dense * quantized(shape, method.bits, method.group) + sparse * prompt * 3 // 2
+    return layers + buffers * shape.dtype.itemsize * (sparse > 0)
+
+
+def pqcache(method: Method, shape: Shape, budget: int) -> int:
+    """K and V of the prompt, one byte per part and token, and the centroids in fp32."""
+    codes = method.partitions * shape.planned + 4 * 2**method.codebits * shape.head_dim
+    heads = shape.n_layer * shape.batch * shape.n_kv_head
+    return heads * (shape.max_prompt * shape.unit_bytes + codes)
+
+
+def simlayer(method: Method, shape: Shape, budget: int) -> int:
+    large, window = method.plan(shape, budget)
+    return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
+
+
+def duo(method: Method, shape: Shape, budget: int) -> int:
+    """Every token in retrieval heads (this rank's), sinks and the recent window in the others."""
+    count, sinks, recent = method.plan(shape, budget)
+    count = sum(map(sum, method.choose(shape, count)))
+    rest = shape.n_layer * shape.n_kv_head - count
+    units = count * shape.planned + rest * min(sinks + recent, shape.planned)
+    return shape.batch * units * shape.unit_bytes
+
+
+FORMULAS: dict[str, Callable[[Method, Shape, int | None], int]] = {name: kept for name in METHODS} | {
+    "full": lambda method, shape, budget: full(shape, method.bits),
+    "brute_offload": lambda method, shape, budget: shape.full_bytes(),
+    "exact_topk": lambda method, shape, budget: shape.full_bytes(),
+    "sparq": lambda method, shape, budget: shape.full_bytes() * 3 // 2,
+    "kivi": lambda method, shape, budget: shape.n_layer * quantized(shape, method.bits, method.group),
+    "rocketkv": rocketkv,
+    "hybrid": rocketkv,
+    "quest": quest,
+    "omnikv": omnikv,
+    "infllm": infllm,
+    "d2o": d2o,
+    "tailorkv": tailorkv,
+    "pqcache": pqcache,
+    "simlayer": simlayer,
+    "duo": duo,
+}
+
+
+def paper_bytes(name: str, method: Method, shape: Shape, budget: int | None) -> int:
+    """Bytes of all layers and rows by the paper's formula; a larger budget than `build` takes is one for everything."""
+    most = budget if budget is None else max(method.minimum(shape), min(budget, method.most(shape)))
+    return FORMULAS[name](method, shape, most)
+
+
+# What layers allocate beyond the formulas
+
+
+def overhead(layer: KV) -> Counter[str]:
+    """Bytes that a layer allocates beyond the paper's formula, by name."""
+    shape, slot = layer.shape, layer.shape.slot_bytes
+    named = Counter({"row state": sum(getattr(layer, name).nbytes for name in layer.states)})
+
+    def buffers(kind: str, *names: str) -> None:
+        named[kind] += sum(getattr(layer, name).nbytes for name in names if getattr(layer, name, None) is not None)
+
+    buffers("RoPE speeds", "rope_speed")
+    if isinstance(layer, Duo):
+        buffers("order of heads", "order", "back")
+        return sum(map(overhead, layer.parts), named)
+    if isinstance(layer, Speculation):
+        named += overhead(layer.draft)
+        named["the full cache"] = 0 if layer.draft.holds_all else layer.full.device_bytes()
+        return named
+    if not isinstance(layer, Quantized | SimLayer | D2O):
+        named["slot past the end"] = 2 * layer.k[:, :, 0].nbytes
+    if isinstance(layer, Full):
+        named["tokens given back"] = (layer.slots - layer.size) * slot
+        buffers("unmoved sinks", "sink_keys")
+    if isinstance(layer, Scored) and not isinstance(layer, RocketKV):  # rocketkv's n1 slots include them
+        named["generated"] = shape.max_new_tokens * slot
+    if isinstance(layer, Quantized):
+        buffers("tokens that wait", "k", "v")
+        named["group past the end"] = shape.batch * shape.n_kv_head * layer.packed.group_bytes
+    if isinstance(layer, SparQ):
+        named["slot past the end"] += layer.kt[..., 0].nbytes
+        buffers("mean of V", "mean")
+    if isinstance(layer, Evicting):
+        named["spare slot"] = slot
+        if not isinstance(layer, D2O) or layer.index == 0:  # d2o's layers share them
+            buffers("sums and positions", *layer.sums, "position")
+    if isinstance(layer, SimLayer) and layer.index == 0:
+        shared = layer.shared
+        capacity = shared.large * shape.planned + (shape.n_layer - shared.large) * shared.window
+        named["whole blocks"] = (shared.starts[-1] - capacity) * slot
+        named["regions"] = shared.first.nbytes + shared.size.nbytes
+    if isinstance(layer, Filter):
+        segment = layer.segment
+        named["row state"] += sum(getattr(segment, name).nbytes for name in segment.states)
+        named["ticket"] = 0 if segment.bank is None else segment.bank.ticket.nbytes
+        buffers("past scores", "past")
+    if isinstance(layer, Parts):
+        named["staging"] = sum(pool.overhead() for pool in layer.pools)
+        buffers("ticket", "ticket")
+    if isinstance(layer, BankSparse):
+        buffers("column", "column")
+        named["chosen tokens"] = 0 if layer.bank.pool.host_bytes else layer.segment.k * slot
+    if isinstance(layer, FetchedTokens):
+        named["slots"] = layer.slots * slot
+    if isinstance(layer, InfLLM):
+        named["chosen blocks"] = layer.count * layer.block * slot
+        named["ends of blocks"] = (layer.blocks * layer.block - max(0, shape.max_prompt - layer.ends)) * slot
+        named["ends of a short prompt"] = max(0, layer.ends - shape.max_prompt) * slot
+    if isinstance(layer, PQCache):
+        named["code past the end"] = layer.codes[..., 0].nbytes
+    if isinstance(layer, Tailored):
+        named["staging"] -= layer.channel_pool.staged_bytes  # Table 2 counts those
+        buffers("max |K|", "largest")
+        buffers("channels", "channel")
+    return Counter({kind: size for kind, size in named.items() if size})
