@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import quantized as slow
-from runs import HEADS, Run, make_shape, prefill_both, step_both
+from runs import Run, make_shape, prefill_both, step_both, with_heads
 
 import kv
 from kv.parts import attention, inductor
@@ -28,8 +28,7 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 500)  # keys are assigned to centroids in several blocks
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+@pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
     monkeypatch.setattr(
         "kv.parts.inductor.TILE", 8 if heads == "gqa" else 2
