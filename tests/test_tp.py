@@ -433,18 +433,10 @@ def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
 
 
 def test_the_benchmark_measures_one_rank(tmp_path):
-    command = [
-        "--shape",
-        ROOT / "needle/config.json",
-        "--context",
-        "128",
-        "--steps",
-        "2",
-        "--repeats",
-        "1",
-        "--no-compile",
-    ]
-    command += ["--kv", "full,duo", "--budget", "64", "--results", os.devnull, "--json"]
+    command = (
+        f"--shape {ROOT}/needle/config.json --context 128 --steps 2 --repeats 1 --no-compile --kv full,duo".split()
+    )
+    command += ["--budget", "64", "--results", os.devnull, "--json"]
     run_here(bench.main, *command, tmp_path / "alone.json")
     shown = run_ranks("-m", "bench", *command, tmp_path / "ranks.json")
     assert re.search(r"2 ranks, bytes are those of one; they exchange 0\.\d\d MB with batch 1 a step", shown)
