@@ -1,4 +1,4 @@
-"""Writes the results in docs/results/*.json into the tables of the documents: python -m bench.tables
+"""Writes the results in docs/results/*.json into the tables of the documents: python -m bench.results
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; `<!-- table NAME: ROW, ROW -->` selects rows by their
 first cell. NAME.json holds `machine`, `date`, `command`, optionally `note` and `predicted`, the `columns` as a map from

@@ -249,7 +249,11 @@ class KV(Buffers, ABC):
         """Runs once `registers` are restored, for methods that know more of a row on the host."""
 
     def hold_rope_speed(self) -> None:
-        """Registers rope_speed [B,D/2] for `ops.turn`, for methods that move keys to other positions."""
+        """Registers rope_speed [B,D/2], radians per position, for methods that turn keys to other positions (ops.turn).
+
+        It is the model's own tensor, in which the model sets a row's speeds before its prompt; without one, speeds
+        follow from rope_theta.
+        """
         shape, pairs, speed = self.shape, self.shape.head_dim // 2, self.shape.rope_speed
         if speed is None:
             speed = torch.tensor([shape.rope_theta ** (-i / pairs) for i in range(pairs)], device=shape.device)

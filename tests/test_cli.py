@@ -348,7 +348,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
 def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
-    for place in ("conversation.ask", "engine.Engine.prefill"):
+    for place in ("terminal.conversation.ask", "engine.Engine.prefill"):
         terminal, inner = pty.openpty()
         with (
             monkeypatch.context() as patch,

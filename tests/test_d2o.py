@@ -4,13 +4,14 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
-import references_d2o as slow
 import test_contract as contract
 import torch
 from paper_bytes import overhead, paper_bytes
-from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
+from references import eviction as slow
+from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens, with_heads
 
 import kv
 from kv.base import Held
@@ -68,8 +69,7 @@ def sorted_slots(layer, row: int, head: int) -> tuple:
     return place[order].tolist(), layer.k[row, head, at], layer.v[row, head, at]
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name, options, budget", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("name, options, budget, heads", with_heads(CASES, itemgetter(0)))
 def test_every_eviction_method_equals_its_reference(name, options, budget, heads):
     shape = replace(make_shape(heads), n_layer=3)
     run = Run(name, shape, budget, options)

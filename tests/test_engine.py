@@ -258,7 +258,7 @@ def test_a_grown_cache_stays_within_the_context_and_half_the_free_memory(checkpo
     needed = 2 * 2 * 2 * 16 * 4  # bytes a token takes: layers, KV heads, K and V, head dim, fp32
     for prompt in (20, 2100):
         engine.generate([[7] * prompt])
-    monkeypatch.setattr("processes.free_bytes", lambda _: 2 * 2600 * needed)
+    monkeypatch.setattr("runtime.processes.free_bytes", lambda _: 2 * 2600 * needed)
     engine.use("full", max_new_tokens=2).generate([[7] * 20])
     engine.generate([[7] * 1100])  # 2,048 + 2 leave half
     engine.generate([[7] * 2100])  # 3,000 + 2 would not

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from paper_bytes import overhead
-from references_omni import SlowInfLLM
-from runs import HEADS, Run, compare, generations, make_shape, tokens
+from references.infllm import SlowInfLLM
+from runs import Run, compare, generations, make_shape, tokens, with_heads
 
 import kv
 from kv.parts import inductor, ops
@@ -17,17 +17,16 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 8)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    "budget, options",
-    [
-        (24, {"block": 6, "reps": 2}),
-        (60, {"block": 7}),
-        (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
-        (64, {"block": 20, "sinks": 4, "local": 9}),
-        (24, {"block": 6, "reps": 2, "joint": False}),
-    ],
-)
+CASES = [
+    (24, {"block": 6, "reps": 2}),
+    (60, {"block": 7}),
+    (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
+    (64, {"block": 20, "sinks": 4, "local": 9}),
+    (24, {"block": 6, "reps": 2, "joint": False}),
+]
+
+
+@pytest.mark.parametrize("budget, options, heads", with_heads(CASES))
 def test_infllm_equals_its_reference(budget, options, heads):
     shape = make_shape(heads)
     run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)

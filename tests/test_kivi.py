@@ -4,12 +4,13 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from paper_bytes import overhead, paper_bytes
-from references_tailor import SlowQuantized
-from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens
+from references.quantized import SlowQuantized
+from runs import Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens, with_heads
 from torch._inductor.utils import run_and_get_code
 
 import kv
@@ -41,9 +42,7 @@ def same_codes(layer, slow: SlowQuantized, index: int) -> None:
         assert torch.equal(packed.v_zero[0, head, :count].flatten(0, 1), zero)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("recent", (0, 8, 13, 500))
-@pytest.mark.parametrize("bits", (2, 4))
+@pytest.mark.parametrize("bits, recent, heads", with_heads(product((2, 4), (13, 0, 8, 500))))
 def test_kivi_equals_its_reference(bits, recent, heads):
     shape = replace(make_shape(heads, new=30), n_layer=2)
     run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})

@@ -35,12 +35,12 @@ FLIPS = {"float32": 0.0, "bfloat16": 0.2}  # share of wrong tokens: rounding may
 
 
 def sample() -> list[tuple]:
-    """Two eager combinations of every method, and one that it must refuse; a compiled one of every ninth method."""
+    """Two eager combinations of every method, and one that it must refuse; a compiled one of every 18th method."""
     chosen, draw = [], random.Random(0)
     for i, name in enumerate(METHODS):
         own = [c for c in EVERY if c[0] == name and (c[6] == {} or accepts(name, c[6]))]
         chosen += draw.sample([c for c in own if not c[4]], 2)
-        chosen += draw.sample([c for c in own if c[4]], 1) if i % 9 == 0 else []
+        chosen += draw.sample([c for c in own if c[4]], 1) if i % 18 == 0 else []
         chosen += draw.sample([c for c in EVERY if c[0] == name and c not in own], 1) if len(own) < 144 else []
     return chosen
 

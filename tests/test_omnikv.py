@@ -6,9 +6,22 @@ import pytest
 import torch
 from conftest import write_random
 from paper_bytes import overhead
-from references_omni import SlowOmni
-from references_omni_prefill import choose, full_prompt, sparse_prompt
-from runs import HEADS, LAYERS, D, Run, TensorSizes, compare, generations, make_shape, prefill_both, step_both, tokens
+from references.attention import causal, masked_attention
+from references.omnikv import SlowOmni, choose_chunk, chunked_attention
+from runs import (
+    HEADS,
+    LAYERS,
+    D,
+    Run,
+    TensorSizes,
+    compare,
+    generations,
+    make_shape,
+    prefill_both,
+    step_both,
+    tokens,
+    with_heads,
+)
 
 import kv
 from engine import Engine
@@ -46,8 +59,7 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 8)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+@pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_omnikv_equals_its_reference(options, budget, heads):
     shape = make_shape(heads)
     run, slow_options = Omni(shape, budget, options), dict(options)
@@ -258,8 +270,8 @@ def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, nam
 @pytest.mark.parametrize(
     "name, budget, options",
     [
-        ("omnikv", 12, {"filter_layers": [0, 4], "offload": True, "engine": "threads"}),
-        ("brute_offload", None, {"layers": 7, "ahead": 1}),
+        ("omnikv", 12, {"filter_layers": [0, 3], "offload": True, "engine": "threads"}),
+        ("brute_offload", None, {"layers": 5, "ahead": 1}),
     ],
 )
 def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monkeypatch):
@@ -283,7 +295,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
             return method(pool, *a)
 
         monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
-    shape = make_shape()
+    shape = replace(make_shape(), n_layer=6)
     runs = [Run(name, shape, budget, options) for _ in range(2)]
     eager, compiled = runs
 
@@ -313,7 +325,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
         elif entry[0] == "finish":
             between = log[begun.pop(entry[1]) : i].count("attention")
             assert between >= 1, log
-    assert log.count("attention") == LAYERS
+    assert log.count("attention") == shape.n_layer
     for run in runs:
         run.close()
 
@@ -339,12 +351,12 @@ def test_chunks_equal_their_reference(heads, r, chunk):
     for prompt in (100, 97, 33, 7, 1):
         inputs = tokens(shape, 1, prompt, torch.Generator().manual_seed(prompt))
         found = prefill_all(layers, inputs)
-        expected = [full_prompt(*(x[0] for x in qkv)) for qkv in inputs]
+        expected = [masked_attention(*(x[0] for x in qkv), causal()) for qkv in inputs]
         q, k, _ = (x[0] for x in inputs[FILTER])
         starts = range(0, prompt, chunk)
-        chosen = [choose(q, k, start, min(start + chunk, prompt), count) for start in starts]
+        chosen = [choose_chunk(q, k, start, min(start + chunk, prompt), count) for start in starts]
         for layer in SPARSE:
-            expected[layer] = sparse_prompt(*(x[0] for x in inputs[layer]), chosen, chunk)
+            expected[layer] = chunked_attention(*(x[0] for x in inputs[layer]), chosen, chunk)
         for layer, y in enumerate(found):
             if layer <= SPARSE[-1]:
                 assert (y - expected[layer]).abs().max() <= 1e-5

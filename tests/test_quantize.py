@@ -73,8 +73,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(weight, groupsize, dtype):
 
 
 @pytest.mark.parametrize("mode", q.MODES)
-@pytest.mark.parametrize("bias", (False, True))
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("bias, compiled", ((False, False), (True, False), (True, True)))
 @pytest.mark.parametrize("out, groupsize, packs", [(40, 16, False), (128, 32, True)])
 def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, out, groupsize, packs, monkeypatch):
     """With torch's CPU kernels (`packs`), and without them, as on a GPU."""

@@ -1,12 +1,13 @@
 """Methods that keep or read only a part of the tokens, against slow references written from the papers' equations."""
 
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 import torch
 from paper_bytes import APPROXIMATES, overhead
-from references import SLOW, pyramid_budgets, rocket_sizes
-from runs import TensorSizes, generations
+from references.sparse import SLOW, pyramid_budgets, rocket_sizes
+from runs import TensorSizes, generations, with_heads
 
 import kv
 from bench import papers
@@ -38,12 +39,7 @@ CASES = {  # method: options, and budgets that make the choice hard
     "sparq": [({}, (2, 24, 60, EVERYTHING))],
     "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
 }
-EVERY = [
-    pytest.param(name, options, budget, id=f"{name}-{i}-{budget}")
-    for name, cases in CASES.items()
-    for i, (options, budgets) in enumerate(cases)
-    for budget in budgets
-]
+EVERY = [(name, *case, budget) for name, cases in CASES.items() for *case, budgets in cases for budget in budgets]
 PROMPTS = (100, 97, 33, 7)  # longer and shorter than the kept tokens, with full and partly filled pages
 
 
@@ -132,8 +128,7 @@ class Both:
         return found
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name, options, budget", EVERY)
+@pytest.mark.parametrize("name, options, budget, heads", with_heads(EVERY, itemgetter(0)))
 def test_every_sparse_method_equals_its_reference(name, options, budget, heads, monkeypatch):
     shape = make_shape(heads)
     if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from conftest import write_random
 from paper_bytes import overhead, paper_bytes
-from references_tailor import SlowTailorKV
-from runs import HEADS, Run, compare, make_shape, tokens
+from references.quantized import SlowTailorKV
+from runs import Run, compare, make_shape, tokens, with_heads
 
 import kv
 from engine import Engine
@@ -68,8 +68,7 @@ class Tailor(Run):
         return torch.stack(found)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+@pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
     monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches

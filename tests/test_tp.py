@@ -1,5 +1,6 @@
 """Tensor parallelism: the ranks together compute what one process computes."""
 
+import io
 import itertools
 import json
 import os
@@ -8,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,9 @@ import tp_worker
 from conftest import write_random
 from torch import Tensor, nn
 
+import bench.__main__ as bench
+import eval as evaluation
+import generate
 import kv
 from engine import Engine
 from kv import METHODS
@@ -50,6 +55,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 BUDGETS = {"simlayer": 90}
 PER_RANK = [name for name in VARIANTS if name.startswith("omnikv")]  # each rank chooses tokens for its own heads
 WORLDS = (2, 4)
+# With 4 ranks, which have one KV head each: what ranks exchange, and how weights and choices are split.
+FOUR = ("full", "infllm", "omnikv", "duo", "d2o", "tailorkv", "tied, biased, full", "int4, full")
 
 
 def use(name: str, **more) -> dict:
@@ -83,8 +90,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def cases(folders) -> dict[str, dict]:
     found = {name: {"checkpoint": str(folders["llama"]), "use": use(name)} for name in VARIANTS}
     found |= {f"{name}, full": {"checkpoint": str(folder), "use": use("full")} for name, folder in folders.items()}
-    for name in ("full", "rocketkv"):
-        found[f"{name}, compiled"] = found[name] | {"compile": True}
+    found["rocketkv, compiled"] = found["rocketkv"] | {"compile": True}
     found["speculation"] = {"checkpoint": str(folders["llama"]), "use": use("rocketkv", speculate=3)}
     return found
 
@@ -108,8 +114,7 @@ def alone(cases) -> dict[str, dict]:
 def ranked(request, cases, tmp_path_factory) -> dict[str, list[dict]]:
     """What every rank of a run computes, by case."""
     folder, world = tmp_path_factory.mktemp("ranks"), request.param
-    if world > 2:  # slow on two cores: a variant of each method
-        cases = {name: case for name, case in cases.items() if not case.get("compile") and ":" not in name}
+    cases = {name: cases[name] for name in FOUR} if world == 4 else cases
     torch.save(cases, folder / "cases")
     run = torchrun(world, "tests/tp_worker.py", str(folder / "cases"), str(folder / "results"))
     _, errors = run.communicate(timeout=900)
@@ -284,23 +289,37 @@ def test_what_does_not_divide_is_refused(folders, world, changes, expected):
 # The processes
 
 
+def run_here(main: Callable, *args) -> str:
+    """Standard output of a command line that runs in this process, which saves the seconds of its imports."""
+    with redirect_stdout(io.StringIO()) as out:
+        main([str(arg) for arg in args])
+    return out.getvalue()
+
+
+def run_ranks(*command) -> str:
+    """Standard output of a command line of two ranks."""
+    run = torchrun(2, *map(str, command))
+    out, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    return out
+
+
 def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error:")]
 
 
-def test_the_command_line_answers_as_one_process(tiny_checkpoint, tmp_path):
-    """Rank 0 reads stdin, prints and writes; sampled answers are the same."""
-    command = ["generate.py", "--checkpoint", tiny_checkpoint, "--prompt-file", "-", "--no-compile"]
+def test_the_command_line_answers_as_one_process(tiny_checkpoint, tmp_path, monkeypatch):
+    """Rank 0 prints and writes; sampled answers are the same."""
+    (tmp_path / "prompt").write_text("a text to continue")
+    command = ["--checkpoint", tiny_checkpoint, "--prompt-file", tmp_path / "prompt", "--no-compile"]
     command += ["--temperature", "1", "--seed", "5", "--max-new-tokens", "12", "--kv", "streaming", "--budget", "16"]
     found = []
-    for name, start in (("alone", [sys.executable]), ("ranks", launcher(2))):
-        files = "--json", tmp_path / f"{name}.json", "--out", tmp_path / f"{name}.jsonl"
-        pipes = {"input": "a text to continue", "capture_output": True, "text": True}
-        done = subprocess.run([*map(str, (*start, *command, *files))], cwd=ROOT, **pipes)
-        assert done.returncode == 0, done.stderr
-        report = json.loads((tmp_path / f"{name}.json").read_text())
-        found.append((done.stdout, (tmp_path / f"{name}.jsonl").read_text(), report["completions"]))
-        assert report["ranks"] == (2 if name == "ranks" else 1)
+    for ranks, run in ((1, partial(run_here, generate.main)), (2, partial(run_ranks, "generate.py"))):
+        files = tmp_path / f"{ranks}.json", tmp_path / f"{ranks}.jsonl"
+        shown = run(*command, "--json", files[0], "--out", files[1])
+        report = json.loads(files[0].read_text())
+        found.append((shown, files[1].read_text(), report["completions"]))
+        assert report["ranks"] == ranks
     assert found[0] == found[1]
 
 
@@ -321,7 +340,7 @@ def test_a_tool_of_one_process_is_refused(tiny_checkpoint, tmp_path):
 def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport cli\nfrom engine import Engine\n"
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom terminal import cli\nfrom engine import Engine\n"
         f"folder = {str(tiny_checkpoint)!r} if os.environ['RANK'] == '0' else '/none'\n"
         "cli.run(lambda: Engine.load(folder), ranks=True)\n"
     )
@@ -332,7 +351,8 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_pa
 
 def by_hand(rank: int, port: int, *arguments: str, seconds: int = 60) -> subprocess.Popen:
     """generate.py as rank `rank` of 2, started without torchrun."""
-    code = f"import cli, processes, datetime; processes.ARRIVE = datetime.timedelta(seconds={seconds})\n"
+    code = "import datetime; from terminal import cli; from runtime import processes\n"
+    code += f"processes.ARRIVE = datetime.timedelta(seconds={seconds})\n"
     code += "import generate; cli.run(generate.main, ranks=True)"
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     return subprocess.Popen(
@@ -390,16 +410,16 @@ def test_no_rank_outlives_another(tiny_checkpoint, end):
 
 def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
     """The model shared, the samples shared, and a run with another number of ranks that continues a stopped one."""
-    command = ["eval.py", "--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1,perplexity"]
+    command = ["--checkpoint", tiny_checkpoint, "--tasks", "niah_single_1,perplexity"]
     command += "--length 600 --samples 3 --kv full,streaming --budget 64 --no-compile --json".split()
     found = {}
-    for name, start, more in (
-        ("alone", [sys.executable], []),
-        ("model", launcher(2), []),
-        ("data", launcher(2), ["--ranks", "data"]),
+    for name, run in (
+        ("alone", partial(run_here, evaluation.main)),
+        ("model", partial(run_ranks, "eval.py")),
+        ("data", partial(run_ranks, "eval.py", "--ranks", "data")),
     ):
         file = tmp_path / f"{name}.json"
-        subprocess.run([*start, *command, str(file), *more], cwd=ROOT, check=True)
+        run(*command, file)
         report = json.loads(file.read_text())
         found[name] = [(s["index"], s["prediction"], float(f"{s['score']:.4g}")) for s in report["samples"]]
         assert report["ranks"] == (1 if name == "alone" else 2)
@@ -407,21 +427,20 @@ def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
     assert found["alone"] == found["model"] == found["data"]
     progress = tmp_path / "data.json.progress.jsonl"
     progress.write_text("".join(progress.read_text().splitlines(keepends=True)[:5]))
-    subprocess.run([sys.executable, *command, str(tmp_path / "data.json")], cwd=ROOT, check=True)
+    run_here(evaluation.main, *command, tmp_path / "data.json")
     assert len(progress.read_text().splitlines()) == 12
 
 
 def test_the_benchmark_measures_one_rank(tmp_path):
-    shape = ["--shape", "needle/config.json", "--context", "128", "--steps", "2", "--repeats", "1", "--no-compile"]
-    command = ["-m", "bench", *shape, "--kv", "full,duo", "--budget", "64", "--results", os.devnull, "--json"]
-    rows = {}
-    for name, start in (("alone", [sys.executable]), ("ranks", launcher(2))):
-        file = tmp_path / f"{name}.json"
-        done = subprocess.run([*start, *command, str(file)], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        rows[name] = json.loads(file.read_text())["rows"]
-    assert re.search(r"2 ranks, bytes are those of one; they exchange 0\.\d\d MB with batch 1 a step", done.stdout)
-    for one, half in zip(rows["alone"], rows["ranks"], strict=True):
+    command = (
+        f"--shape {ROOT}/needle/config.json --context 128 --steps 2 --repeats 1 --no-compile --kv full,duo".split()
+    )
+    command += ["--budget", "64", "--results", os.devnull, "--json"]
+    run_here(bench.main, *command, tmp_path / "alone.json")
+    shown = run_ranks("-m", "bench", *command, tmp_path / "ranks.json")
+    assert re.search(r"2 ranks, bytes are those of one; they exchange 0\.\d\d MB with batch 1 a step", shown)
+    rows = [json.loads((tmp_path / name).read_text())["rows"] for name in ("alone.json", "ranks.json")]
+    for one, half in zip(*rows, strict=True):
         assert (one["ranks"], half["ranks"], one["step_exchanged_bytes"]) == (1, 2, 0)
         assert half["step_device_bytes"] == one["step_device_bytes"] // 2
         assert 0.4 < half["step_weight_bytes"] / one["step_weight_bytes"] < 0.6
