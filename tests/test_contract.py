@@ -8,6 +8,7 @@ import pytest
 import torch
 from paper_bytes import LOSSLESS, approximation, overhead, paper_bytes
 from references.attention import attend, causal, masked_attention
+from runtime.region import Region
 from torch import Tensor
 
 import kv
@@ -15,7 +16,6 @@ from kv import METHODS, Shape
 from kv.base import Held
 from kv.kivi import Quantized
 from kv.parts import inductor, offload
-from runtime.region import Region
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16

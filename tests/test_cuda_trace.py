@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from caches import shape_of
 from conftest import LLAMA
+from decoder import Decoder, Sampling
+from runtime.region import compiled
+from runtime.speculator import Speculator
+from terminal.progress import Stats
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -16,16 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
-from caches import shape_of
-from decoder import Decoder, Sampling
 from kv.parts import attention
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from runtime import tp
 from runtime.hf_config import from_hf
-from runtime.region import compiled
-from runtime.speculator import Speculator
-from terminal.progress import Stats
 
 CONFIG = from_hf(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
 LAYERS = {"omnikv": 3, "quest": 3}  # of a step; of other methods, two layers show all that a step does

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import write_random
-
 from decoder import Decoder
+
 from engine import Engine
 from runtime.device import pick_device
 

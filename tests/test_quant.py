@@ -8,9 +8,9 @@ import torch
 from references.quantized import dequantize
 from references.quantized import quantize as slow_quantize
 from runs import make_shape
+from runtime.region import Region
 
 from kv.parts import quant
-from runtime.region import Region
 
 BITS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("bits", BITS)

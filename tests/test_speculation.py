@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import write_random
+from runtime.region import compiled
 from test_contract import make_shape
 
 import kv
@@ -14,7 +15,6 @@ from engine import Engine
 from eval import main as evaluate
 from generate import main
 from kv import METHODS, Shape
-from runtime.region import compiled
 
 DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "full:bits": ("full", {"bits": 4}),

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
+from decoder import Sampling
 from test_contract import make_shape
 from torch import Tensor
 
-from decoder import Sampling
 from engine import Engine
 from kv.parts import inductor, ops
 from model import Transformer
