@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from paper_bytes import LOSSLESS, approximation, overhead, paper_bytes
 from references.attention import attend, causal, masked_attention
-from runtime.region import Region
 from torch import Tensor
 
 import kv
@@ -16,6 +16,7 @@ from kv import METHODS, Shape
 from kv.base import Held
 from kv.kivi import Quantized
 from kv.parts import inductor, offload
+from runtime.cpu import Parts
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MAX_PROMPT, MAX_NEW, LAYERS, DIM = 96, 32, 2, 16
@@ -109,22 +110,24 @@ class Step:
     """One decode step of all layers: q [L,B,Hq,1,D], k and v [L,B,Hk,1,D] -> [L,B,Hq,1,D]."""
 
     def __init__(self, layers: list[kv.KV], compiled: bool):
-        self.layers, self.region = layers, Region(decode) if compiled else None
+        self.layers, self.parts, self.sizes = layers, Parts() if compiled else None, None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor, fitted: list[tuple]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor, sizes: list[tuple]) -> Tensor:
         out = []
+        if self.parts is not None and sizes != self.sizes:
+            self.parts.forget()
+            self.sizes = sizes
         for i, layer in enumerate(self.layers):
             after = self.layers[i + 1] if i + 1 < len(self.layers) and self.layers[i + 1].wants_lookahead else None
             inputs = q[i], k[i], v[i], pos, active, q[i if after is None else i + 1]
-            if self.region is None:
-                out.append(decode(*inputs, layer, after))
-            else:
-                out.append(self.region(i, fitted[i], inputs, layer, after))
+            run = decode if self.parts is None else partial(self.parts, decode)
+            out.append(run((layer, after), *inputs))
         return torch.stack(out)
 
 
-def decode(q, k, v, pos, active, following: Tensor, layer: kv.KV, after: kv.KV | None) -> Tensor:
-    """One layer's step; `following` is the query of the layer after it."""
+def decode(layers: tuple[kv.KV, kv.KV | None], q, k, v, pos, active, following: Tensor) -> Tensor:
+    """The step of one of two layers; `following` is the query of the one after it, if that looks ahead."""
+    layer, after = layers
     if after is not None:
         q = after.lookahead(following, q, active)
     return layer.decode(q, k, v, pos, active)

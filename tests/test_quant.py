@@ -8,9 +8,9 @@ import torch
 from references.quantized import dequantize
 from references.quantized import quantize as slow_quantize
 from runs import make_shape
-from runtime.region import Region
 
 from kv.parts import quant
+from runtime.cpu import Parts
 
 BITS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("bits", BITS)
@@ -164,5 +164,5 @@ def test_a_step_that_mixes_bf16_and_fp16_compiles_without_a_warning():
     x, scale = torch.randn(3, 64).bfloat16(), torch.rand(3, 1).half()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "bf16 and fp16")
-        y = Region(lambda x, scale: (x * scale.to(torch.bfloat16) + scale).half())("", None, (x, scale))
+        y = Parts()(lambda _, x, scale: (x * scale.to(torch.bfloat16) + scale).half(), None, x, scale)
     assert y.dtype == torch.float16
