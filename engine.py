@@ -467,14 +467,14 @@ class Engine:
         self._begin_call()
         if ids:
             self._reserve(max(map(len, ids)), self.max_new_tokens)
-        return [self._prefill(prompt) for prompt in ids]
+        return [self._prefill(prompt, self.max_new_tokens) for prompt in ids]
 
-    def _prefill(self, prompt: list[int]) -> Row:
-        """A prompt in the first free row."""
+    def _prefill(self, prompt: list[int], new: int) -> Row:
+        """A prompt, which `new` tokens are expected to follow, in the first free row."""
         row, begin = self._free_row(prompt), time.perf_counter()
         layers = partial(self.progress, what=f"prefill {len(prompt)} tokens")
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.slot, ids, len(prompt) + self.shape.max_new_tokens - 1, layers)
+        row.logits = self.model.prefill(row.slot, ids, len(prompt) + new - 1, layers)
         self.rows[row.slot] = row
         self.stats.prefill_s += time.perf_counter() - begin
         self.stats.prefill_tokens += len(prompt)
@@ -661,7 +661,7 @@ class Engine:
             if not waiting or (waiting[0][1] is None and None not in self.rows):
                 return running
             index, row, question = waiting.popleft()
-            row, question = (self._prefill(question), []) if row is None else (row, question)
+            row, question = (self._prefill(question, call.limit), []) if row is None else (row, question)
             self._open(index, row, question, running, call)
 
     def _launch(self, running: list[Decoding]) -> Step | None:

@@ -10,7 +10,7 @@ def forced_logits(engine, prompts: list[list[int]], continuations: list[list[int
     longest, rows = max(map(len, prompts)), []
     try:
         for prompt, logits in zip(prompts, found, strict=True):
-            rows.append(engine._prefill(prompt))
+            rows.append(engine._prefill(prompt, len(logits)))
             logits[0] = rows[-1].logits
             engine.state.wake(rows[-1].slot, 0, len(prompt), 0, 0)
         for i in range(1, max(map(len, continuations))):
