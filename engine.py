@@ -34,7 +34,7 @@ from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Block, Transformer
 from runtime import cpu, prefix, speculate
-from runtime.arguments import Prompt, check_count, check_sampling, is_prompt, token_ids
+from runtime.arguments import Prompt, as_prompts, check_count, check_sampling, is_prompt, token_ids
 from runtime.checkpoint import fingerprint
 from runtime.compile import compile_errors, compiled, compiled_graphs
 from runtime.device import memory_errors, read_later
@@ -311,7 +311,8 @@ class Engine:
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         self.tokenizer, self.eos, self.profile = tokenizer, set(eos), profile or {}
         self.compile, self.progress = compile, progress
-        self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
+        check_sampling(0.0, None, None, seed)
+        self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
         self.lock, self.interrupted, self.called = threading.Lock(), False, 0.0
         self.stats, self.folder, self.no_tokenizer = Stats(), None, "this engine has no tokenizer"
@@ -467,7 +468,15 @@ class Engine:
         self._begin_call()
         if ids:
             self._reserve(max(map(len, ids)), self.max_new_tokens)
-        return [self._prefill(prompt, self.max_new_tokens) for prompt in ids]
+        rows: list[Row] = []
+        try:
+            for prompt in ids:
+                rows.append(self._prefill(prompt, self.max_new_tokens))
+        except BaseException:
+            for row in rows:
+                row.close()
+            raise
+        return rows
 
     def _prefill(self, prompt: list[int], new: int) -> Row:
         """A prompt, which `new` tokens are expected to follow, in the first free row."""
@@ -624,6 +633,8 @@ class Engine:
         self._begin_answers(max(map(len, forced)), None, {})
         self._reserve(max(map(len, ids)), max(map(len, forced)))
         self._warm_up(max(map(len, ids)))
+        if max(len(prompt) + len(tokens) - 1 for prompt, tokens in zip(ids, forced, strict=True)) > self.context:
+            self._warn_past_context()
         found = forced_logits(self, ids, forced)
         return found[0] if single else found
 
@@ -631,7 +642,7 @@ class Engine:
 
     def _decode(self, waiting: deque[tuple[int, Row | None, list[int]]], call: Call) -> None:
         """Answers what waits: a question (perhaps none) to a row, or a prompt, for which there is no row yet."""
-        running: list[Decoding] = []
+        running, asked = [], [row for _, row, _ in waiting if row is not None]
         flight: deque[Step] = deque()
         begin, before = time.perf_counter(), self.stats.prefill_s + self.stats.extend_s
         try:
@@ -642,8 +653,8 @@ class Engine:
                 while len(flight) > (self.lag if step else 0):
                     self._read(flight.popleft(), call)
         except BaseException:
-            for decoding in running:  # what their rows hold is not known
-                decoding.row.close()
+            for row in [*asked, *(decoding.row for decoding in running)]:  # what they hold is not known
+                row.close()
             raise
         elsewhere = self.stats.prefill_s + self.stats.extend_s - before
         self.stats.decode_s = time.perf_counter() - begin - elsewhere
@@ -730,10 +741,7 @@ class Engine:
             print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
             return
         if len(row.tokens) > self.context and decoding.index not in self.stats.past_context:
-            if not self.warned:
-                past = f"past the model's context of {self.context} tokens, where its text may make no sense"
-                print(f"warning: decoding {past}", file=sys.stderr)
-            self.warned = True
+            self._warn_past_context()
             self.stats.past_context.append(decoding.index)
         text = decoding.take(token, ended)
         if ended:
@@ -827,16 +835,22 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
             prompt = self.tokenizer.encode(prompt, bos=bos)
-        return token_ids(prompt or [], self.config.vocab_size)
+        return token_ids(prompt, self.config.vocab_size)
 
     def _encode_all(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
-        return [self.encode(prompt) for prompt in ([prompts] if is_prompt(prompts) else prompts)]
+        return [self.encode(prompt) for prompt in as_prompts(prompts)]
 
     def check_length(self, prompt: int) -> None:
         """Raises ValueError if a prompt of `prompt` tokens exceeds the model's context or `max_prompt`."""
         for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
             if limit is not None and prompt > limit:
                 raise ValueError(f"the prompt has {prompt} tokens and {what} is {limit}")
+
+    def _warn_past_context(self) -> None:
+        if not self.warned:
+            past = f"past the model's context of {self.config.max_length} tokens, where its text may make no sense"
+            print(f"warning: decoding {past}", file=sys.stderr)
+        self.warned = True
 
     @functools.cached_property
     def weights(self) -> str:

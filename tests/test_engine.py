@@ -1,81 +1,73 @@
-"""Batches, follow-ups, stops and lengths: every row must give the answers that it gives alone."""
+"""Rows, answers, stops and lengths: every row must give the answers that it gives alone."""
 
 import gc
 import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import write_random
-from decoder import Decoder
+from conversations import converse, number, outcome
 
-from engine import Engine
+from engine import Engine, decode_step
 from runtime.device import pick_device
 
 METHODS = {"full": {}, "streaming": {"budget": 16}}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
-FOLLOW_UPS = [[[1, 2, 3]], [], [[4], [5, 6]], [], [[77] * 9]]
+QUESTIONS = [[[1, 2, 3]], [], [[4], [5, 6]], [], [[77] * 9]]
+SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 
 
-def load(checkpoint, method="full", **plan):
+def load(checkpoint, method="full", lag=0, eos=(), **plan):
     plan = {"batch": 1, "max_new_tokens": 80, "compile": False, "seed": 0} | METHODS[method] | plan
-    return Engine.load(checkpoint, kv=method, **plan)
-
-
-def outcome(completions):
-    return [[(a.tokens, a.finish_reason) for a in c.answers] for c in completions]
-
-
-def end_early(engine, prompts, after):
-    """Declares tokens of the greedy answers to be end-of-sequence ids, so that rows stop at different steps."""
-    answers = engine.generate(prompts, max_new_tokens=12)
-    engine.eos = {c.answers[0].tokens[i] for c, i in zip(answers, after, strict=True) if i is not None}
-    engine._allocate(engine.shape)
-    return engine.eos
+    engine = Engine.load(checkpoint, kv=method, **plan)
+    engine.lag, engine.eos = lag, set(eos)
+    return engine
 
 
 @pytest.fixture(scope="module")
 def eos(checkpoint):
-    return end_early(load(checkpoint, batch=5), PROMPTS, [5, None, 9, 2, None])
-
-
-def with_eos(engine, eos):
-    engine.eos = eos
-    return engine
+    """Tokens of three greedy answers, declared to end texts, so that rows stop at different steps."""
+    answers = outcome(load(checkpoint, batch=5).generate(PROMPTS, 12))
+    return {answers[row][0][0][i] for row, i in ((0, 5), (2, 9), (3, 2))}
 
 
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("stepwise", (False, True))
 def test_decoded_counts_one_token_per_row_and_step_whether_sampled_fed_or_eos(checkpoint, eos, lag, stepwise):
-    alone = with_eos(load(checkpoint), eos)
-    alone.lag = lag
-    (completion,) = alone.generate([PROMPTS[0]], max_new_tokens=12, follow_ups=[[[1, 2, 3]]], stepwise=stepwise)
-    first, second = completion.answers
+    engine = load(checkpoint, lag=lag, eos=eos)
+    rows = engine.start([PROMPTS[0]])
+    (first,) = engine.ask(rows, None, 12)
     assert first.finish_reason == "stop" and len(first.tokens) == 5
-    assert alone.stats.extend_tokens == (0 if stepwise else 3)
-    steps = len(first.tokens) + 3 * stepwise + len(second.tokens) - (second.finish_reason == "length")
-    assert alone.stats.steps == alone.stats.decoded == steps
-    together = with_eos(load(checkpoint, batch=5), eos)
-    together.lag = lag
-    answers = [completion.answers[0] for completion in together.generate(PROMPTS, max_new_tokens=12)]
+    assert engine.stats.steps == engine.stats.decoded == 5  # prefill gives the first token; the EOS is the last
+    (second,) = engine.ask(rows, [[1, 2, 3]], 12, stepwise=stepwise)
+    assert engine.stats.extend_tokens == (0 if stepwise else 3)
+    steps = 3 * stepwise + len(second.tokens) - (second.finish_reason == "length")
+    assert engine.stats.steps == engine.stats.decoded == steps
+    together = load(checkpoint, batch=5, lag=lag, eos=eos)
+    answers = [completion.answers[0] for completion in together.generate(PROMPTS, 12)]
     fed = [len(answer.tokens) - (answer.finish_reason == "length") for answer in answers]
     assert together.stats.steps == max(fed) and together.stats.decoded == sum(fed)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}))
-def test_a_row_gives_in_a_ragged_batch_what_it_gives_alone(checkpoint, eos, method, lag, sampling):
-    together = with_eos(load(checkpoint, method, batch=5), eos)
-    together.lag = lag
-    found = outcome(together.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS, **sampling))
-    reasons = {reason for answers in found for _, reason in answers}
-    assert sampling or reasons == {"stop", "length"}
-    for i, (prompt, follow_up) in enumerate(zip(PROMPTS, FOLLOW_UPS, strict=True)):
-        alone = with_eos(load(checkpoint, method, batch=5, max_prompt=97), eos)
-        alone.requests = itertools.count(i)
-        assert outcome(alone.generate([prompt], max_new_tokens=12, follow_ups=[follow_up], **sampling)) == [found[i]]
+@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, SAMPLED))
+def test_a_row_gives_in_a_ragged_batch_what_it_gives_alone(checkpoint, eos, method, lag, sampling, monkeypatch):
+    plan = {"method": method, "batch": 5, "max_prompt": 97, "eos": eos, "lag": lag}
+    found = converse(load(checkpoint, **plan), PROMPTS, QUESTIONS, **sampling)
+    assert sampling or {reason for answers in found for _, reason in answers} == {"stop", "length"}
+    for i, (prompt, questions) in enumerate(zip(PROMPTS, QUESTIONS, strict=True)):
+        number(monkeypatch, i)
+        alone = load(checkpoint, **plan)
+        rows = alone.start([prompt])
+        answers = [outcome(alone.ask(rows, None, 12, **sampling))[0][0]]
+        for turn, question in enumerate(questions):
+            number(monkeypatch, sum(len(asked) > turn for asked in QUESTIONS[:i]))
+            answers += outcome(alone.ask(rows, [question], 12, **sampling))[0]
+        assert answers == found[i]
 
 
 def test_logits_do_not_depend_on_the_other_rows(checkpoint):
@@ -87,66 +79,105 @@ def test_logits_do_not_depend_on_the_other_rows(checkpoint):
 
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("batch", (1, 2))
-def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag):
-    expected = with_eos(load(checkpoint, batch=5), eos).generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS)
-    engine = with_eos(load(checkpoint, batch=batch), eos)
-    engine.lag = lag
-    assert outcome(engine.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS)) == outcome(expected)
+@pytest.mark.parametrize("sampling", ({}, SAMPLED))
+def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag, sampling):
+    expected = load(checkpoint, batch=5, eos=eos).generate(PROMPTS, 12, **sampling)
+    engine = load(checkpoint, batch=batch, lag=lag, eos=eos)
+    assert outcome(engine.generate(PROMPTS, 12, **sampling)) == outcome(expected)
 
 
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("stops", (True, False))
-def test_a_follow_up_sees_exactly_the_conversation_so_far(checkpoint, eos, stops, lag):
+def test_a_question_sees_exactly_the_conversation_so_far(checkpoint, eos, stops, lag):
     """The cache holds the whole answer, but neither its EOS nor anything after it: as if all had been one prompt."""
-    engine = with_eos(load(checkpoint, batch=2), eos if stops else set())
-    engine.lag = lag
-    question = [1, 2, 3]
+    ends = eos if stops else ()
+    engine, whole = load(checkpoint, batch=2, lag=lag, eos=ends), load(checkpoint, eos=ends)
     for prompt in PROMPTS:
-        first, second = engine.generate([prompt, PROMPTS[1]], max_new_tokens=12, follow_ups=[[question], []])[0].answers
-        whole = with_eos(load(checkpoint), engine.eos)
-        assert outcome(whole.generate([prompt + first.tokens + question], max_new_tokens=12)) == [
-            [(second.tokens, second.finish_reason)]
-        ]
-
-
-def test_a_follow_up_is_requested_only_after_the_previous_answer(checkpoint):
-    engine, seen = load(checkpoint), []
-
-    def ask():
-        yield [len(seen), 3]
-        yield [len(seen), 4]
-
-    (completion,) = engine.generate(
-        [PROMPTS[0]], max_new_tokens=5, follow_ups=[ask()], on_token=lambda i, token, text: seen.append(token)
-    )
-    assert [len(a.tokens) for a in completion.answers] == [5, 5, 5]
-    assert seen == [t for a in completion.answers for t in a.tokens]
-    fixed = load(checkpoint).generate([PROMPTS[0]], max_new_tokens=5, follow_ups=[[[5, 3], [10, 4]]])
-    assert outcome([completion]) == outcome(fixed)
+        rows = engine.start([prompt, PROMPTS[1]])
+        first, _ = engine.ask(rows, None, 12)
+        assert rows[0].tokens == prompt + first.tokens[: len(first.tokens) - (first.finish_reason == "length")]
+        second = engine.ask(rows, [[1, 2, 3], [4]], 12)[:1]
+        assert outcome(whole.generate([prompt + first.tokens + [1, 2, 3]], 12)) == outcome(second)
+        for row in rows:
+            row.close()
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-def test_a_stop_text_ends_an_answer_and_is_cut_off(text_checkpoint, lag):
+@pytest.mark.parametrize("pieces", ((5, 7), (1, 1, 10)))
+def test_an_answer_in_pieces_is_the_whole_answer(checkpoint, lag, pieces):
+    engine = load(checkpoint, batch=2, lag=lag)
+    rows = engine.start(PROMPTS[:2])
+    found = [engine.ask(rows, None, n, temperature=1.0) for n in pieces]
+    whole = load(checkpoint, batch=2).generate(PROMPTS[:2], 12, temperature=1.0)
+    for row, completion in enumerate(whole):
+        assert [t for piece in found for t in piece[row].tokens] == completion.answers[0].tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lag", (0, 1))
+def test_a_fork_and_its_origin_are_independent(checkpoint, method, lag):
+    engine, asked = load(checkpoint, method, batch=3, lag=lag, max_prompt=97), [[1, 2, 3], [9, 9]]
+    (row,) = engine.start([PROMPTS[0]])
+    fresh = row.fork()
+    (first,) = engine.ask([row], None, 6)
+    assert engine.ask([fresh], None, 6) == [first] and row.tokens == fresh.tokens
+    fork = row.fork()
+    assert engine.stats.prefill_tokens == 0 and fork.slot not in (row.slot, fresh.slot)
+    found = [(a.tokens, a.finish_reason) for a in engine.ask([row, fork], asked, 8)]
+    row.close()
+    engine.start([PROMPTS[2]])  # in the row that was closed
+    found += [(a.tokens, a.finish_reason) for a in engine.ask([fork, fresh], [[4], asked[0]], 8)]
+    for i, questions in enumerate((asked[:1], asked[1:], [asked[1], [4]], asked[:1])):
+        alone = load(checkpoint, method)
+        rows = alone.start([PROMPTS[0]])
+        alone.ask(rows, None, 6)
+        answers = [alone.ask(rows, [question], 8) for question in questions]
+        assert outcome(answers)[-1] == [found[i]]
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("ends", ("returns", "fails"))
+def test_a_row_that_is_not_asked_keeps_its_conversation(checkpoint, lag, ends):
+    """While other prompts are answered in the rows beside it, or fail."""
+    engine = load(checkpoint, batch=3, lag=lag, max_prompt=97)
+    (row,) = engine.start([PROMPTS[0]])
+    (first,) = engine.ask([row], None, 6)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    if ends == "fails":
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS[1:], 7, on_token=fail)
+    else:
+        assert len(engine.generate(PROMPTS[1:], 7)) == 4
+    assert engine.rows == [row, None, None]
+    whole = load(checkpoint).generate([PROMPTS[0] + first.tokens + [1, 2, 3]], 9)
+    assert outcome(engine.ask([row], [[1, 2, 3]], 9)) == outcome(whole)
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+def test_a_stop_text_ends_an_answer_and_is_cut_off(tiny_checkpoint, lag):
     """The streamed text is the returned one; the next question follows all tokens of the answer, uncut."""
-    engine = Engine.load(text_checkpoint, compile=False, dtype="float32", max_new_tokens=80, batch=2)
-    engine.lag = lag
-    prompts, question = ["The keeper rowed", "At low tide"], [[7, 8, 9]]
-    free = [c.answers[0].text for c in engine.generate(prompts, max_new_tokens=12)]
+    engine = load(tiny_checkpoint, batch=3, lag=lag, max_prompt=60)
+    prompts, question = ["The keeper rowed", "At low tide"], [7, 8, 9]
+    free = [c.answers[0].text for c in engine.generate(prompts, 12)]
     at = len(free[0]) // 2
     stop, shown = [free[0][at : at + 3], "never said"], ["", ""]
 
     def show(index, token, text):
         shown[index] += text
 
-    found = engine.generate(prompts, max_new_tokens=12, stop=stop, follow_ups=[question, question], on_token=show)
-    for prompt, text, completion, seen in zip(prompts, free, found, shown, strict=True):
-        first, second = completion.answers
-        assert first.text == min((text.split(s)[0] for s in stop), key=len) and seen == first.text + second.text
-        assert first.finish_reason == ("stop" if any(s in text for s in stop) else "length")
-        whole = engine.encode(prompt) + first.tokens + question[0]
-        (expected,) = engine.generate([whole], max_new_tokens=12, stop=stop)
-        assert expected.answers[0].tokens == second.tokens
-    assert found[0].answers[0].finish_reason == "stop"
+    rows = engine.start(prompts)
+    found = engine.ask(rows, None, 12, stop=stop, on_token=show)
+    for text, answer, seen in zip(free, found, shown, strict=True):
+        assert answer.text == seen == min((text.split(s)[0] for s in stop), key=len)
+        assert answer.finish_reason == ("stop" if any(s in text for s in stop) else "length")
+    assert found[0].finish_reason == "stop" and 0 < len(found[0].tokens) < 12
+    again = engine.ask(rows, [question, question], 12, stop=stop)
+    for prompt, first, second in zip(prompts, found, again, strict=True):
+        (expected,) = engine.generate([engine.encode(prompt) + first.tokens + question], 12, stop=stop)
+        assert expected.answers == [second]
 
 
 def test_generated_tokens_are_the_argmax_of_the_forced_logits(checkpoint):
@@ -202,19 +233,24 @@ def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(ch
 def test_the_step_is_one_graph_for_a_gpu(checkpoint, method, traced_only):
     """Where CUDA graphs capture it, the whole step is compiled at once; here that is traced on the CPU."""
     graph, eager = (load(checkpoint, method, compile=c, max_prompt=97, max_new_tokens=4) for c in (True, False))
-    graph.reserve(97, 4)
-    graph.decoder.step.run = torch.compile(graph.decoder.step.forward, fullgraph=True, backend="eager")
-    found, expected = (e.generate(PROMPTS[:1], max_new_tokens=4) for e in (graph, eager))
+    graph.step = torch.compile(decode_step, fullgraph=True, backend="eager")
+    found, expected = (e.generate(PROMPTS[:1], 4) for e in (graph, eager))
     assert outcome(found) == outcome(expected) and graph.stats.compiles == 1
 
 
-def test_a_seed_fixes_what_is_sampled(checkpoint):
+def test_a_seed_gives_a_prompt_the_same_answer_whatever_ran_before(checkpoint):
     how = {"max_new_tokens": 20, "temperature": 2.0}
-    a, b, c = (outcome(load(checkpoint, seed=seed).generate(PROMPTS[:2], **how)) for seed in (1, 1, 2))
-    assert a == b != c
-    engine = load(checkpoint, seed=1)
-    once, again = (outcome(engine.generate(PROMPTS[:1], **how)) for _ in range(2))
-    assert once == a[:1] and again != once  # requests are numbered: a repeated one draws other tokens
+    engine, other = load(checkpoint, seed=1, batch=2), load(checkpoint, seed=2, batch=2)
+    first = outcome(engine.generate(PROMPTS[:2], **how))
+    engine.logits(PROMPTS[2], [4, 5])
+    engine.generate(PROMPTS[3:], **how)
+    assert (
+        first == outcome(engine.generate(PROMPTS[:2], **how)) == converse(engine, PROMPTS[:2], new=20, temperature=2.0)
+    )
+    assert first[:1] == outcome(engine.generate(PROMPTS[:1], **how))
+    assert first != outcome(other.generate(PROMPTS[:2], **how))
+    same = outcome(engine.generate([PROMPTS[0]] * 2, **how))
+    assert same[0] != same[1]  # answers to one prompt in a call are different draws
 
 
 def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsys):
@@ -258,7 +294,7 @@ def test_a_grown_cache_stays_within_the_context_and_half_the_free_memory(checkpo
     needed = 2 * 2 * 2 * 16 * 4  # bytes a token takes: layers, KV heads, K and V, head dim, fp32
     for prompt in (20, 2100):
         engine.generate([[7] * prompt])
-    monkeypatch.setattr("runtime.processes.free_bytes", lambda _: 2 * 2600 * needed)
+    monkeypatch.setattr("runtime.parallel.free_bytes", lambda _: 2 * 2600 * needed)
     engine.use("full", max_new_tokens=2).generate([[7] * 20])
     engine.generate([[7] * 1100])  # 2,048 + 2 leave half
     engine.generate([[7] * 2100])  # 3,000 + 2 would not
@@ -286,101 +322,89 @@ def test_a_cache_grows_no_further_than_the_sliding_window(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("lag", (0, 1))
 def test_an_interrupted_answer_keeps_its_tokens_and_the_conversation_goes_on(checkpoint, lag):
-    """The other rows stop too. Waiting prompts and follow-ups are answered as if the answers had been that short."""
-    engine, question = load(checkpoint, batch=2), [1, 2, 3]
-    engine.lag = lag
-    count = itertools.count(1)
+    """All rows stop; the next questions are answered as if the answers had been that short."""
+    engine, count = load(checkpoint, batch=2, lag=lag), itertools.count(1)
+    rows = engine.start([PROMPTS[0], PROMPTS[2]])
+    firsts = engine.ask(rows, None, 30, on_token=lambda *_: next(count) == 9 and engine.interrupt())
+    seconds = engine.ask(rows, [[1, 2, 3]] * 2, 30)
+    for row, (prompt, first, second) in enumerate(zip((PROMPTS[0], PROMPTS[2]), firsts, seconds, strict=True)):
+        (whole,) = load(checkpoint).generate([prompt], 30)
+        assert first.tokens == whole.answers[0].tokens[: len(first.tokens)], row
+        assert first.finish_reason == "interrupted" and 4 <= len(first.tokens) <= 7
+        assert outcome(load(checkpoint).generate([prompt + first.tokens + [1, 2, 3]], 30)) == outcome([second])
 
-    def show(index, token, text):
-        if next(count) == 9:
-            engine.interrupt()
 
+def test_prompts_that_wait_are_answered_after_an_interruption(checkpoint):
+    engine, count = load(checkpoint, batch=2), itertools.count(1)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]
-    found = engine.generate(prompts, max_new_tokens=30, follow_ups=[[question]] * 3, on_token=show)
-    free = load(checkpoint).generate(prompts, max_new_tokens=30)
-    for i, (prompt, completion, whole) in enumerate(zip(prompts, found, free, strict=True)):
-        first, second = completion.answers
-        assert first.tokens == whole.answers[0].tokens[: len(first.tokens)]
-        assert first.finish_reason == ("interrupted" if i < 2 else "length")
-        assert 4 <= len(first.tokens) <= 7 if i < 2 else len(first.tokens) == 30
-        (expected,) = load(checkpoint).generate([prompt + first.tokens + question], max_new_tokens=30)
-        assert (second.tokens, second.finish_reason) == (expected.answers[0].tokens, "length")
+    found = engine.generate(prompts, 20, on_token=lambda *_: next(count) == 9 and engine.interrupt())
+    assert [c.answers[0].finish_reason for c in found] == ["interrupted", "interrupted", "length"]
+    assert outcome(found[2:]) == outcome(load(checkpoint).generate(prompts[2:], 20))
 
 
 @pytest.mark.parametrize("lag", (0, 1))
 def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, lag, monkeypatch):
-    engine, launch = load(checkpoint), Decoder.launch
-    engine.lag = lag
-    launches = itertools.count(1)
-
-    def interrupt_in_the_question(decoder, commands, *plan):
-        if next(launches) == 6:  # 3 steps for the first answer, then the question
-            engine.interrupt()
-        return launch(decoder, commands, *plan)
-
-    monkeypatch.setattr(Decoder, "launch", interrupt_in_the_question)
-    question, third = [1, 2, 3, 4, 5], [6]
-    (found,) = engine.generate([PROMPTS[0]], max_new_tokens=4, follow_ups=[[question, third]], stepwise=True)
-    first, second, last = found.answers
-    assert (len(second.tokens), second.finish_reason, last.finish_reason) == (1, "interrupted", "length")
+    engine = load(checkpoint, lag=lag)
+    rows, question, third = engine.start([PROMPTS[0]]), [1, 2, 3, 4, 5], [6]
+    (first,) = engine.ask(rows, None, 4)
+    step, steps = engine._step, itertools.count(1)
+    monkeypatch.setattr(engine, "_step", lambda *plan: (next(steps) == 3 and engine.interrupt(), step(*plan))[1])
+    (second,) = engine.ask(rows, [question], 4, stepwise=True)
+    assert (len(second.tokens), second.finish_reason) == (1, "interrupted")
+    last = engine.ask(rows, [third], 4, stepwise=True)
     history = PROMPTS[0] + first.tokens + question + second.tokens + third
-    monkeypatch.undo()
-    assert load(checkpoint).generate([history], max_new_tokens=4)[0].answers[0].tokens == last.tokens
+    assert outcome(load(checkpoint).generate([history], 4)) == outcome(last)
 
 
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0, "top_k": 20}))
 def test_a_question_taken_at_once_is_answered_like_one_fed_token_by_token(checkpoint, eos, lag, sampling):
-    """With the full cache, greedy or sampled, in rows that are refilled, after answers that end in any way."""
+    """With the full cache, greedy or sampled, after answers that end in any way."""
     questions = [[[9, 8, 7, 6], [5]], [list(range(3, 40))], [[1, 2]], [], [[60] * 7, [61] * 9]]
-    answers = []
-    for stepwise in (False, True):
-        engine = Engine.load(checkpoint, batch=2, max_new_tokens=90, compile=False, seed=3)
-        with_eos(engine, eos).lag = lag
-        found = engine.generate(PROMPTS, max_new_tokens=12, follow_ups=questions, stepwise=stepwise, **sampling)
-        answers.append([completion.answers for completion in found])
-    assert answers[0] == answers[1]
-    assert len({answer.finish_reason for row in answers[0] for answer in row}) == 2
+    engine = load(checkpoint, batch=5, max_new_tokens=90, seed=3, lag=lag, eos=eos)
+    once, fed = (converse(engine, PROMPTS, questions, stepwise=stepwise, **sampling) for stepwise in (False, True))
+    assert once == fed and len({reason for row in once for _, reason in row}) == 2
 
 
 def test_extending_the_model_equals_prefilling_the_whole_text(checkpoint):
-    engine = load(checkpoint, max_prompt=64)
-    text = [(7 * i) % 90 + 3 for i in range(60)]
-    expected = engine.prefill(0, text)
-    engine.prefill(0, text[:30])
+    model = load(checkpoint, max_prompt=64).model
+    text = torch.tensor([(7 * i) % 90 + 3 for i in range(60)])
+    expected = model.prefill(0, text)
+    model.prefill(0, text[:30])
     for begin, end in ((30, 31), (31, 53), (53, 60)):
-        found = engine.extend(0, text[begin:end], begin)
+        found = model.extend(0, text[begin:end], begin)
     assert (found - expected).abs().max() <= 1e-4
 
 
-def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint):
-    engine, events = load(checkpoint, batch=2), []
+def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint, eos):
+    engine, events, done = load(checkpoint, batch=2, eos=eos), [], {}
     found = engine.generate(
-        PROMPTS[:3],
-        max_new_tokens=4,
-        follow_ups=[[[5]], [], []],
-        stepwise=True,
+        [PROMPTS[1], PROMPTS[0], PROMPTS[4]],
+        12,
         on_token=lambda i, *_: events.append(i),
-        on_done=lambda i, completion: events.append((i, completion)),
+        on_done=lambda i, completion: (events.append(f"done {i}"), done.update({i: completion})),
     )
-    assert {i: completion for i, completion in filter(lambda e: isinstance(e, tuple), events)} == dict(enumerate(found))
-    done = [event if isinstance(event, int) else ("done", event[0]) for event in events]
-    assert [event for event in done if isinstance(event, tuple)] == [("done", 1), ("done", 2), ("done", 0)]
-    assert done.index(("done", 1)) < done.index(2) and done.index(("done", 2)) < len(done) - 2
+    assert done == dict(enumerate(found)) and [len(c.answers[0].tokens) for c in found] == [12, 5, 12]
+    assert events.index("done 1") < events.index(2) < events.index("done 0") < events.index("done 2")
+    assert 0 in events[events.index(2) :]
 
 
 def test_a_row_that_passes_the_context_causes_one_warning(tmp_path, capsys):
     folder = write_random(tmp_path / "short", max_position_embeddings=50)
     engine = load(folder, batch=2)
-    engine.generate([PROMPTS[0], PROMPTS[1]], max_new_tokens=10)  # 40 tokens and 10 more: the last is never fed
-    engine.generate([PROMPTS[0]], max_new_tokens=11)
+    engine.generate([PROMPTS[0], PROMPTS[1]], 10)  # 40 tokens and 10 more: the last is never fed
+    engine.generate([PROMPTS[0]], 11)
     assert engine.stats.past_context == [] and not capsys.readouterr().err
-    engine.generate([PROMPTS[1], PROMPTS[0]], max_new_tokens=12)
+    engine.generate([PROMPTS[1], PROMPTS[0]], 12)
     assert engine.stats.past_context == [1]
-    engine.generate([PROMPTS[0]], max_new_tokens=5, follow_ups=[[[1] * 20]])
-    assert engine.stats.past_context == [0]
+    rows = engine.start([PROMPTS[1], PROMPTS[0]])
+    engine.ask(rows, None, 5)
+    engine.ask(rows, [[1] * 20] * 2, 5)
+    assert engine.stats.past_context == [1]
     assert capsys.readouterr().err.count("past the model's context of 50 tokens") == 1
-    engine.generate([PROMPTS[0]], max_new_tokens=5)
+    for row in rows:
+        row.close()
+    engine.generate([PROMPTS[0]], 5)
     assert engine.stats.past_context == []
     fresh = load(folder)
     fresh.logits(PROMPTS[0], [1] * 11)
@@ -388,35 +412,25 @@ def test_a_row_that_passes_the_context_causes_one_warning(tmp_path, capsys):
     fresh.logits(PROMPTS[0], [1] * 12)
     assert "past the model's context" in capsys.readouterr().err
     endless = load(folder, "streaming")
-    endless.generate([PROMPTS[0]], max_new_tokens=60)
+    endless.generate([PROMPTS[0]], 60)
     assert endless.stats.past_context == [] and not capsys.readouterr().err
 
 
-def test_on_phase_reports_loading_compiling_and_prefilling(checkpoint, monkeypatch):
+def test_progress_wraps_what_takes_long(checkpoint, monkeypatch):
     heard = []
-    monkeypatch.setattr("caches.SLICE", 50)  # longer prompts report their layers
+
+    def progress(items, what):
+        for item in items:
+            yield item
+            heard.append(what)
+
+    monkeypatch.setattr("engine.compiled", lambda step, **_: step)
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    engine = load(checkpoint, compile=True, on_phase=lambda p: heard.append((p.name, p.about, p.done, p.seconds)))
-    engine.generate([PROMPTS[2]], max_new_tokens=3)
-    engine.generate([PROMPTS[0]], max_new_tokens=3)
-    ran = [(name, done, seconds is not None) for name, _, done, seconds in heard]
-    assert ran == [
-        ("load", 0, False),
-        ("load", 0, True),
-        ("compile", 0, False),
-        ("compile", 0, True),
-        ("prefill", 0, False),
-        ("prefill", 1, False),
-        ("prefill", 2, False),
-        ("prefill", 2, True),
-        ("first token", 0, True),
-        ("prefill", 0, False),
-        ("prefill", 0, True),
-        ("first token", 0, True),
-    ]
-    about = {name: text for name, text, *_ in reversed(heard)}
-    assert about["load"].endswith(" GB") and about["prefill"] == "97 tokens"
-    assert about["compile"] == "greedy decode step for 1 x 177 tokens"
+    engine = load(checkpoint, compile=True, progress=progress)
+    engine.generate([PROMPTS[2]], 3)
+    engine.generate([PROMPTS[0]], 3)
+    layers = ["prefill 97 tokens"] * 2 + ["prefill 40 tokens"] * 2
+    assert heard == ["compile the greedy decode step", *layers]
     stats = engine.stats
     assert stats.prefill_tokens == 40 and 0 < stats.prefill_s <= stats.first_token_s and stats.load_s > 0
 
@@ -436,12 +450,17 @@ def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
     assert len(completion.answers[0].tokens) == 300 and not capsys.readouterr().err
 
 
-def test_a_conversation_ends_when_its_caches_are_full_and_says_so(checkpoint, capsys):
+def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
     engine = load(checkpoint, max_prompt=40, max_new_tokens=20)
-    questions = ([5] * 4 for _ in range(9))
-    (completion,) = engine.generate([PROMPTS[0]], max_new_tokens=8, follow_ups=[questions])
-    assert [len(a.tokens) for a in completion.answers] == [8, 8]
-    assert "no room for another question: the caches hold 20" in capsys.readouterr().err
+    rows = engine.start([PROMPTS[0]])
+    answers = [engine.ask(rows, None, 8), engine.ask(rows, [[5] * 4], 7)]
+    for question in ([[5] * 4], [[5] * 3], [[5] * 10**5]):
+        with pytest.raises(ValueError, match="no room for another question: the caches hold 20"):
+            engine.ask(rows, question, 8)
+    answers.append(engine.ask(rows, [[5]], 8))  # after 8 + 4 + 7 tokens and this one
+    assert [len(a.tokens) for (a,) in answers] == [8, 7, 1]
+    history = PROMPTS[0] + answers[0][0].tokens + [5] * 4 + answers[1][0].tokens + [5]
+    assert outcome(load(checkpoint).generate([history], 1)) == outcome(answers[2])
 
 
 def test_caches_may_be_recompiled_any_number_of_times(checkpoint, traced_only):
@@ -479,30 +498,124 @@ def test_a_budget_share_must_reach_the_minimum_for_the_prompt_at_hand(checkpoint
         Engine.load(folder, kv="streaming", budget=0.001, compile=False).generate([[5] * 1000])
 
 
-def test_a_failed_prefill_does_not_change_later_answers(checkpoint, monkeypatch):
+@pytest.mark.parametrize("error", (ZeroDivisionError, KeyboardInterrupt))
+def test_a_failed_prefill_leaves_the_engine_as_it_was(checkpoint, monkeypatch, error):
     engine = load(checkpoint, batch=2, max_prompt=97)
-    expected = outcome(engine.generate([PROMPTS[0]], max_new_tokens=9))
+    expected, prefill = outcome(engine.generate([PROMPTS[0]], 9)), engine.model.prefill
+
+    def fail(row, ids, *more):
+        if len(ids) == 97:  # after a first layer
+            engine.layers[0].prefill(row, *(torch.full((1, heads, 97, 16), 1e4) for heads in (4, 2, 2)))
+            raise error
+        return prefill(row, ids, *more)
+
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "prefill", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate([PROMPTS[2]])
-    assert int(engine.decoder.pos[0]) == 0
-    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=9)) == expected
+        patch.setattr(engine.model, "prefill", fail)
+        for call in (engine.generate, engine.start, lambda prompts: engine.logits(prompts, [[1]] * len(prompts))):
+            for prompts in ([PROMPTS[2]], [PROMPTS[1], PROMPTS[2]]):
+                with pytest.raises(error):
+                    call(prompts)
+                assert engine.rows == [None, None]
+    assert outcome(engine.generate([PROMPTS[0]], 9)) == expected
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("speculate", (0, 2))
+def test_an_error_in_on_token_leaves_an_engine_that_answers(checkpoint, lag, speculate):
+    kv = {"method": "streaming", "speculate": speculate} if speculate else {}
+    engine, expected = load(checkpoint, batch=2, lag=lag, **kv), load(checkpoint, batch=2).generate(PROMPTS[:2], 9)
+    for failing in (1, 2, 5, 8):
+        count = itertools.count(1)
+
+        def fail(*_):
+            if next(count) == failing:  # noqa: B023
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS[:3], 9, on_token=fail)
+        assert engine.rows == [None, None]
+        rows, count = engine.start(PROMPTS[:2]), itertools.count(1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.ask(rows, None, 9, on_token=fail)
+        assert engine.rows == [None, None]
+        with pytest.raises(ValueError, match="a row was closed"):
+            engine.ask(rows, [[1], [2]])
+        assert outcome(engine.generate(PROMPTS[:2], 9)) == outcome(expected)
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, SAMPLED))
+def test_logits_that_are_not_finite_end_an_answer(checkpoint, capsys, lag, value, sampling):
+    """At the first token, or where a token is fed whose embedding is not finite; the rows beside it go on."""
+    prompts = PROMPTS[:2]
+    good = outcome(load(checkpoint, batch=2).generate(prompts, 12, **sampling))
+    poison = next(t for t in good[0][0][0] if t not in prompts[0] + prompts[1] + good[1][0][0])
+    engine = load(checkpoint, batch=2, lag=lag)
+    engine.model.tok_embeddings.weight.data[poison] = value
+    rows = engine.start(prompts)
+    first, beside = engine.ask(rows, None, 12, **sampling)
+    at = good[0][0][0].index(poison)
+    assert (first.tokens, first.finish_reason) == (good[0][0][0][: at + 1], "error")
+    assert outcome([beside]) == good[1:]
+    assert capsys.readouterr().err == "the model's logits are not finite in torch.float32: try another --dtype\n"
+    for row in rows:
+        row.close()
+    (found,) = engine.generate([[poison]], 12, **sampling)
+    assert found.to_dict()["finish_reason"] == "error" and found.answers[0].tokens == []
+    assert capsys.readouterr().err.count("\n") == 1
+    assert outcome(engine.generate(prompts, 12, **sampling))[1:] == good[1:]  # in the rows that met it
 
 
 def test_prompts_can_be_prefilled_alone_and_asked_about_afterwards(checkpoint):
-    """Only the text is in the cache when the first question comes; more texts than rows take turns."""
-    texts, questions = PROMPTS[:3], [[[5, 6], [7]], [[8]], []]
     engine = load(checkpoint, batch=2)
-    found = engine.generate(texts, max_new_tokens=6, follow_ups=questions, answer_prompts=False)
-    assert [len(c.answers) for c in found] == [2, 1, 0]
-    for text, asked, completion in zip(texts, questions, found, strict=True):
-        history = list(text)
-        for question, answer in zip(asked, completion.answers, strict=True):
-            history += question
-            logits = engine.logits(text, [*history[len(text) :], *answer.tokens])
-            assert logits.argmax(-1).tolist()[len(history) - len(text) :] == answer.tokens
-            history += answer.tokens
+    rows = engine.start(PROMPTS[:2])
+    assert [row.tokens for row in rows] == PROMPTS[:2] and engine.stats.prefill_tokens == 43
+    found = engine.ask(rows[::-1], [[5, 6], [7]], 6)  # in any order
+    whole = load(checkpoint, batch=2).generate([PROMPTS[1] + [5, 6], PROMPTS[0] + [7]], 6)
+    assert outcome(found) == outcome(whole)
+    with pytest.raises(ValueError, match="0 of 2 rows are free and 2 are needed"):
+        engine.start(PROMPTS[:2])
+    with pytest.raises(ValueError, match="no row is free"):
+        engine.generate(PROMPTS[:1])
+    with pytest.raises(ValueError, match="no row is free"):
+        rows[0].fork()
+    rows[0].close()
+    rows[0].close()
+    assert outcome(engine.generate(PROMPTS[:2], 6)) == outcome(load(checkpoint, batch=2).generate(PROMPTS[:2], 6))
+
+
+def test_rows_that_are_closed_or_anothers_are_refused(checkpoint, tmp_path):
+    engine, other = load(checkpoint, batch=3), load(checkpoint, batch=3)
+    closed, row, moved = engine.start(PROMPTS[:3])
+    closed.close()
+    (again,) = engine.start([PROMPTS[3]])  # in its place
+    (foreign,) = other.start([PROMPTS[0]])
+    for bad in (closed, foreign):
+        with pytest.raises(ValueError, match="closed, or belongs to another engine"):
+            engine.ask([row, bad], [[1], [2]])
+        with pytest.raises(ValueError, match="closed, or belongs to another engine"):
+            engine.fork(bad)
+    with pytest.raises(ValueError, match="closed, or"):
+        closed.fork()
+    with pytest.raises(ValueError, match="closed, or"):
+        closed.save(tmp_path / "row.kv")
+    with pytest.raises(ValueError, match="twice"):
+        engine.ask([row, row], [[1], [2]])
+    with pytest.raises(ValueError, match="1 questions for 2 rows"):
+        engine.ask([row, moved], [[1]])
+    closed.close()
+    assert engine.rows == [again, row, moved] and not [*tmp_path.iterdir()]
+    assert outcome(engine.ask([again], None, 5)) == outcome(load(checkpoint).generate([PROMPTS[3]], 5))
+    again.close()
+    with pytest.raises(ValueError, match="rows are in use"):
+        engine.generate([PROMPTS[2] * 2])
+    engine.use("full", batch=1)
+    moved.close()
+    with pytest.raises(ValueError, match="closed, or"):
+        engine.ask([moved], [[1]])
+    engine.close()
+    assert engine.rows == [None]
 
 
 def test_an_engine_switches_to_another_method_and_back(checkpoint):
@@ -516,27 +629,94 @@ def test_an_engine_switches_to_another_method_and_back(checkpoint):
     assert outcome(engine.use("full", max_new_tokens=8).generate(PROMPTS[:2], max_new_tokens=8)) == full
 
 
+def test_prompts_may_be_arrays(checkpoint):
+    engine = load(checkpoint, batch=2)
+    expected = outcome(engine.generate([PROMPTS[1]], 4))
+    for prompt in (
+        torch.tensor(PROMPTS[1]),
+        np.array(PROMPTS[1]),
+        np.array(PROMPTS[1], dtype=np.uint8),
+        [np.int64(token) for token in PROMPTS[1]],
+        tuple(PROMPTS[1]),
+    ):
+        assert outcome(engine.generate(prompt, 4)) == outcome(engine.generate([prompt], 4)) == expected
+    assert outcome(engine.generate(torch.tensor([PROMPTS[1]] * 2), np.int64(4))) == expected * 2
+    (row,) = engine.start(np.array(PROMPTS[0]))
+    answers = engine.ask([row], [torch.tensor(PROMPTS[1])], 4)
+    assert outcome(answers) == outcome(engine.generate(PROMPTS[0] + PROMPTS[1], 4))
+    assert engine.logits(torch.tensor([9, 8]), np.array([7, 6])).shape == (2, 128)
+    for empty in ([], (), iter(())):
+        assert engine.generate(empty) == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    (
+        [True],
+        [1, False],
+        [1.0],
+        torch.tensor([1.0]),
+        torch.tensor([True]),
+        torch.tensor(1),
+        np.array([1.5]),
+        np.array(["a"]),
+        np.array([]),
+        {1: 2},
+        {"a": 1},
+        {"input_ids": [1, 2]},
+        {1, 2},
+        b"ab",
+        None,
+        5,
+        [None],
+        [[1], 2],
+        [[[1]]],
+        [1, "a"],
+        [128],
+        [-1],
+        [[]],
+        [""],
+        "",
+    ),
+    ids=repr,
+)
+def test_prompts_of_no_known_kind_are_refused(tiny_checkpoint, checkpoint, prompt):
+    for engine in (load(checkpoint), load(tiny_checkpoint)):
+        refused = [lambda: engine.generate(prompt), lambda: engine.start(prompt)]  # noqa: B023
+        for call in refused:
+            if prompt == [128] and engine.tokenizer:
+                continue
+            with pytest.raises(ValueError, match=r"^[^\n]*$"):
+                call()
+        assert engine.shape is None
+
+
 def test_bad_requests_are_refused_before_anything_runs(checkpoint):
     engine = load(checkpoint)
     for call, message in (
-        (lambda: engine.generate([[]]), "prompt is empty"),
-        (lambda: engine.generate([""]), "prompt is empty"),
         (lambda: engine.generate(["text"]), "no tokenizer"),
         (lambda: engine.generate([[128]]), "token ids must be integers from 0 to 127"),
         (lambda: engine.generate([[1]], max_new_tokens=0), "at least 1"),
-        (lambda: engine.generate([[1]], temperature=-1), "temperature"),
-        (lambda: engine.generate([[1]], follow_ups=[[[]]]), "empty"),
-        (lambda: engine.generate([[1]], follow_ups=[[], []]), "2 lists of follow-ups for 1 prompts"),
-        (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
         (lambda: engine.generate([[1]], max_new_tokens=2.5), "whole number"),
-        (lambda: engine.generate([[1]], follow_ups=["And then?"]), "not a text"),
-        (lambda: engine.generate([[1]], follow_ups=[([1], [])]), "empty"),
+        (lambda: engine.generate([[1]], max_new_tokens=True), "whole number"),
+        (lambda: engine.generate([[1]], temperature=-1), "temperature"),
+        (lambda: engine.generate([[1]], temperature="0.7"), "temperature must be a number, not '0.7'"),
+        (lambda: engine.generate([[1]], temperature=None), "temperature must be a number, not None"),
+        (lambda: engine.generate([[1]], temperature=10**400), "temperature"),
+        (lambda: engine.generate([[1]], temperature=float("nan")), "temperature"),
+        (lambda: engine.generate([[1]], temperature=1.0, top_k=2.5), "top-k must be a whole number"),
+        (lambda: engine.generate([[1]], temperature=1.0, top_k=True), "top-k must be a whole number"),
+        (lambda: engine.generate([[1]], temperature=1.0, top_p="1"), "top-p must be a number"),
+        (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
         (lambda: engine.kv_bytes(), "no cache"),
+        (lambda: engine.logits([1], []), "empty"),
+        (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
+        (lambda: Engine.load(checkpoint, seed=1.5), "seed must be a whole number, not 1.5"),
+        (lambda: Engine.load(checkpoint, seed="1"), "seed must be a whole number"),
+        (lambda: Engine.load(checkpoint, batch=0), "at least 1"),
         (lambda: Engine.load(checkpoint, batch=10**20), "memory of any machine"),
         (lambda: Engine.load(checkpoint, max_new_tokens=10**30), "memory of any machine"),
-        (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
-        (lambda: engine.logits([1], []), "empty"),
-        (lambda: Engine.load(checkpoint, batch=0), "at least 1"),
+        (lambda: Engine.load(checkpoint, max_new_tokens=True), "whole number"),
         (lambda: Engine.load(checkpoint, kv="streaming"), "needs --budget"),
         (lambda: Engine.load(checkpoint, kv="streaming", budget=2), "at least 5"),
         (lambda: Engine.load(checkpoint, dtype="int8"), "'int8' is not supported"),
@@ -546,7 +726,18 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert engine.shape is None and engine.generate([]) == []
+    assert engine.shape is None
+    rows = engine.start([[1, 2]])
+    for ask, message in (
+        (lambda: engine.ask(rows, [[]]), "empty"),
+        (lambda: engine.ask(rows, [[True]]), "integers"),
+        (lambda: engine.ask(rows, [[128]]), "integers from 0 to 127"),
+        (lambda: engine.ask(rows, ["And then?"]), "no tokenizer"),
+        (lambda: engine.ask(rows, [[1]], top_k=2.5), "whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask()
+    assert rows[0].tokens == [1, 2] and len(engine.ask(rows, None, 3)[0].tokens) == 3 and engine.ask([], []) == []
 
 
 def test_running_out_of_memory_says_what_helps(checkpoint, monkeypatch):
@@ -561,13 +752,12 @@ def test_running_out_of_memory_says_what_helps(checkpoint, monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("method", METHODS)
-def test_on_a_gpu_the_step_is_one_graph_and_gives_what_eager_gives(checkpoint, method, caplog):
+def test_on_a_gpu_the_step_is_one_graph_and_gives_what_eager_gives(checkpoint, method):
     from torch._dynamo.utils import counters
 
     counters.clear()
-    graph, eager = (load(checkpoint, method, batch=5, compile=c, max_prompt=97) for c in (True, False))
-    found, expected = (e.generate(PROMPTS, max_new_tokens=12, follow_ups=FOLLOW_UPS) for e in (graph, eager))
-    assert outcome(found) == outcome(expected)
+    graph, eager = (load(checkpoint, method, lag=1, batch=5, compile=c, max_prompt=97) for c in (True, False))
+    assert converse(graph, PROMPTS, QUESTIONS) == converse(eager, PROMPTS, QUESTIONS)
     assert not counters["inductor"]["cudagraph_skips"] and graph.stats.compiles == 1
 
 
@@ -588,16 +778,22 @@ def test_a_gpu_is_known_by_its_index(monkeypatch):
     assert [pick_device(name) for name in (None, "cuda", "cuda:1")] == [torch.device("cuda", i) for i in (0, 0, 1)]
 
 
-def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoint):
-    """A call from on_token, from a follow-up or from another thread would mix the sequences."""
-    engine = load(checkpoint)
-    expected, refused = outcome(engine.generate([PROMPTS[0]], max_new_tokens=5)), []
+def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoint, tmp_path):
+    """A call from on_token or from another thread would mix the sequences."""
+    engine, refused = load(checkpoint, batch=2), []
+    expected = outcome(engine.generate([PROMPTS[0]], 5))
+    (row,) = engine.start([PROMPTS[1]])
 
     def intrude(*_):
         for call in (
             lambda: engine.generate([PROMPTS[1]]),
+            lambda: engine.start([PROMPTS[1]]),
+            lambda: engine.ask([row]),
             lambda: engine.logits(PROMPTS[1], [1]),
             lambda: engine.use("full"),
+            lambda: engine.load_row(tmp_path / "none"),
+            row.fork,
+            lambda: row.save(tmp_path / "row.kv"),
             engine.close,
         ):
             with pytest.raises(RuntimeError, match="busy with another call"):
@@ -608,20 +804,13 @@ def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoin
         with ThreadPoolExecutor(1) as pool:
             pool.submit(intrude).result()
 
-    def ask():
-        intrude()
-        yield [1, 2, 3]
-
-    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=5, on_token=intrude)) == expected
-    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=5, on_token=intrude_from_a_thread)) == expected
-    assert outcome(engine.generate([PROMPTS[0]], max_new_tokens=5, follow_ups=[ask()]))[0][:1] == expected[0]
-    assert len(refused) == 4 * (5 + 5 + 1)
-    with pytest.raises(ZeroDivisionError):
-        engine.generate([PROMPTS[0]], on_token=lambda *_: 1 / 0)
+    assert outcome(engine.generate([PROMPTS[0]], 5, on_token=intrude)) == expected
+    assert outcome(engine.generate([PROMPTS[0]], 5, on_token=intrude_from_a_thread)) == expected
+    assert len(refused) == 9 * (5 + 5)
     for failing in (lambda: engine.generate([[]]), lambda: engine.logits([1], []), lambda: engine.use("nosuch")):
         with pytest.raises(ValueError):
             failing()
-    assert outcome(engine.use("full").generate([PROMPTS[0]], max_new_tokens=5)) == expected
+    assert outcome(engine.use("full").generate([PROMPTS[0]], 5)) == expected
 
 
 @pytest.mark.parametrize("options", ({}, {"compile": True}, {"kv": "streaming", "budget": 24, "speculate": 2}))

@@ -1,0 +1,34 @@
+"""Conversations with an engine, and what they gave, shared by the tests of several rooms."""
+
+import engine as engine_py
+from engine import Answer, Completion, Engine
+
+
+def converse(engine: Engine, prompts: list, questions: list[list] | None = None, new: int = 12, **how) -> list[list]:
+    """Each prompt's answer, and those to its questions: all prompts are answered together, then the first questions..."""
+    rows = engine.start(prompts)
+    answers = [[answer] for answer in engine.ask(rows, max_new_tokens=new, **how)]
+    questions = questions or [[] for _ in rows]
+    for i in range(max(map(len, questions), default=0)):
+        asked = [index for index, own in enumerate(questions) if i < len(own)]
+        found = engine.ask([rows[index] for index in asked], [questions[index][i] for index in asked], new, **how)
+        for index, answer in zip(asked, found, strict=True):
+            answers[index].append(answer)
+    for row in rows:
+        row.close()
+    return outcome(answers)
+
+
+def outcome(found: list) -> list[list[tuple[list[int], str]]]:
+    """The tokens and finish reasons of completions, or of lists of answers."""
+    answers = [x.answers if isinstance(x, Completion) else [x] if isinstance(x, Answer) else x for x in found]
+    return [[(answer.tokens, answer.finish_reason) for answer in row] for row in answers]
+
+
+def number(monkeypatch, first: int) -> None:
+    """Gives the answers of a call the noise of those numbered `first`, first + 1..."""
+    noise = GUMBEL
+    monkeypatch.setattr(engine_py, "gumbel", lambda seed, request, *rest: noise(seed, request + first, *rest))
+
+
+GUMBEL = engine_py.gumbel
