@@ -179,13 +179,12 @@ class Row:
 
     def save(self, path: str | Path, chat: bool = False) -> int:
         """Writes the row to a file, which `Engine.load_row` reads (runtime/prefix.py); returns its tensors' bytes."""
-        self.engine._check_rows([self])
-        return prefix.save(self, path, chat)
+        return self.engine.save_row(self, path, chat)
 
     def close(self) -> None:
         """Frees the row for another prompt."""
         engine = self.engine
-        if engine.rows[self.slot] is self:
+        if engine.rows[self.slot : self.slot + 1] == [self]:
             engine.rows[self.slot] = None
             engine.state.left[self.slot] = 0
 
@@ -384,6 +383,8 @@ class Engine:
         for name, value in counts.items():
             if (name, value) not in (("max_prompt", None), ("speculate", 0)):
                 check_count(name, value)
+        if batch > 2**16:
+            raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
@@ -520,6 +521,12 @@ class Engine:
         return row
 
     @one_call
+    def save_row(self, row: Row, path: str | Path, chat: bool = False) -> int:
+        """`Row.save`."""
+        self._check_rows([row])
+        return prefix.save(row, path, chat)
+
+    @one_call
     def load_row(self, path: str | Path) -> Row:
         """A row that `Row.save` wrote, in a free row of caches with the same plan, which are allocated if need be.
 
@@ -533,7 +540,7 @@ class Engine:
             raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
 
     def _check_rows(self, rows: list[Row]) -> None:
-        if any(row.engine is not self or self.rows[row.slot] is not row for row in rows):
+        if any(row.engine is not self or self.rows[row.slot : row.slot + 1] != [row] for row in rows):
             raise ValueError("a row was closed, or belongs to another engine")
         if len(set(map(id, rows))) < len(rows):
             raise ValueError("a row is given twice")

@@ -18,14 +18,15 @@ def as_prompts(x: object) -> list:
     if is_prompt(x):
         return [x]
     prompts = x.tolist() if hasattr(x, "tolist") else x
-    if not isinstance(prompts, list | tuple):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, dict | set | bytes):
         raise ValueError(f"prompts are texts or lists of token ids, not {type(x).__name__}")
     return list(prompts)
 
 
 def token_ids(prompt: Prompt, vocab: int) -> list[int]:
     """The ids as a list. Raises ValueError if they are none, or not below `vocab`."""
-    if not isinstance(prompt, str) and not is_prompt(prompt):
+    empty = isinstance(prompt, list | tuple | str) and not prompt
+    if not empty and (isinstance(prompt, str) or not is_prompt(prompt)):
         raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
     ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if not ids:
