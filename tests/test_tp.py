@@ -1,7 +1,6 @@
 """Tensor parallelism: the ranks together compute what one process computes."""
 
 import io
-import itertools
 import json
 import os
 import re
@@ -29,10 +28,11 @@ from engine import Engine
 from kv import METHODS
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
-from quantize import quantize, read_quantization
-from runtime import tp
+from quantize import quantize
+from runtime import parallel
 from runtime.checkpoint import load_checkpoint, read_config
 from runtime.hf_config import from_hf
+from runtime.linear import read_quantization
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 130}
@@ -167,14 +167,13 @@ def per_rank(case: dict, world: int) -> dict:
     small = replace(engine.shape, n_head=8 // world, n_kv_head=4 // world)
     parts = [kv.build(engine.method, small, engine.budget, engine.options) for _ in range(world)]
     whole, engine.layers[:] = list(engine.layers), [Apart(*layer) for layer in zip(*parts, strict=True)]
-    engine.model.set_kv(engine.layers, 3)
+    engine.model.set_kv(engine.layers)
     logits = engine.logits(tp_worker.PROMPTS, tp_worker.FORCED)
-    engine.requests = itertools.count()
-    rows = engine.generate(tp_worker.PROMPTS, 5, follow_ups=tp_worker.FOLLOW_UPS, **tp_worker.SAMPLING)
+    tokens = tp_worker.conversations(engine)
     engine.close()
     for layer in whole:
         layer.close()
-    return {"logits": logits, "tokens": [answer.tokens for row in rows for answer in row.answers]}
+    return {"logits": logits, "tokens": tokens}
 
 
 def test_ranks_compute_what_one_process_does(ranked, alone, cases):
@@ -202,11 +201,11 @@ def whole_and_parts(folder: Path, world: int) -> tuple[nn.Module, list[nn.Module
     """A loaded model, and the part of each of `world` ranks, loaded without starting them."""
     config = read_config(folder)
     sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
-    whole, parts = tp.skeleton(sizes, quantization, ALONE), []
+    whole, parts = parallel.skeleton(sizes, quantization, ALONE), []
     for rank in range(world):
         ranks = Ranks(rank, world)
-        part = tp.skeleton(sizes, quantization, ranks)
-        read = partial(tp.read_part, c=part.config, ranks=ranks)
+        part = parallel.skeleton(sizes, quantization, ranks)
+        read = partial(parallel.read_part, c=part.config, ranks=ranks)
         parts.append(load_checkpoint(folder, part, "cpu", torch.float32, whole, read))
     return load_checkpoint(folder, whole, "cpu", torch.float32), parts
 
@@ -238,20 +237,20 @@ import sys
 from functools import partial
 from pathlib import Path
 import torch
-from runtime import processes
-from runtime import tp
+from runtime import parallel
 from runtime.checkpoint import load_checkpoint, read_config
 from model import ModelConfig
 from runtime.device import resident_bytes
 from kv.parts.ranks import ALONE, Ranks
 
 sizes, ranks = ModelConfig(**read_config(sys.argv[1])["kv_fast"]["model"]), Ranks(1, 4)
-model, whole = (tp.skeleton(sizes, None, r) for r in (ranks, ALONE))
+model, whole = (parallel.skeleton(sizes, None, r) for r in (ranks, ALONE))
 part = sum(t.numel() * 2 for t in model.state_dict().values())
 largest = max(t.numel() * 2 for t in model.state_dict().values())
 Path("/proc/self/clear_refs").write_text("5")
 resident = resident_bytes("VmRSS")
-load_checkpoint(sys.argv[1], model, "cpu", torch.bfloat16, whole, partial(tp.read_part, c=model.config, ranks=ranks))
+read = partial(parallel.read_part, c=model.config, ranks=ranks)
+load_checkpoint(sys.argv[1], model, "cpu", torch.bfloat16, whole, read)
 print(part, largest, resident_bytes("VmHWM") - resident)
 """
 
@@ -269,8 +268,8 @@ def test_groups_that_a_rank_would_cut_are_refused(folders):
     sizes = ModelConfig(**read_config(folders["llama"])["kv_fast"]["model"])
     how = {"mode": "int4", "groupsize": 32, "embeddings": False}
     with pytest.raises(ValueError, match="32 and 24 channels: quantize with --groupsize 8$"):
-        tp.skeleton(sizes, how, Ranks(0, 4))
-    tp.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
+        parallel.skeleton(sizes, how, Ranks(0, 4))
+    parallel.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_groups_that_a_rank_would_cut_are_refused(folders):
 def test_what_does_not_divide_is_refused(folders, world, changes, expected):
     config = from_hf(read_config(folders["llama"]) | changes)
     with pytest.raises(ValueError, match=expected):
-        tp.skeleton(config, None, Ranks(0, world))
+        parallel.skeleton(config, None, Ranks(0, world))
 
 
 # The processes
@@ -351,8 +350,8 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_pa
 
 def by_hand(rank: int, port: int, *arguments: str, seconds: int = 60) -> subprocess.Popen:
     """generate.py as rank `rank` of 2, started without torchrun."""
-    code = "import datetime; from terminal import cli; from runtime import processes\n"
-    code += f"processes.ARRIVE = datetime.timedelta(seconds={seconds})\n"
+    code = "import datetime; from terminal import cli; from runtime import parallel\n"
+    code += f"parallel.ARRIVE = datetime.timedelta(seconds={seconds})\n"
     code += "import generate; cli.run(generate.main, ranks=True)"
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     return subprocess.Popen(
