@@ -180,8 +180,13 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     ids, failed = encode(engine, args, prompts, saved)
     if args.save_prompt is not None:
         return save(args, engine, next(iter(ids.values())))
-    if saved is not None and args.max_new_tokens is None:
-        limit = max(1, min(limit, saved.max_new_tokens - max(map(len, ids.values()))))
+    if saved is not None:
+        asked = max(map(len, ids.values()))
+        if args.max_new_tokens is None:
+            limit = max(1, min(limit, saved.max_new_tokens - asked))
+        elif asked + limit - 1 > saved.max_new_tokens:
+            room = f"room for {saved.max_new_tokens} more tokens and {asked + limit - 1} are needed"
+            raise ValueError(f"the prompt was saved with {room}: lower --max-new-tokens, or save it with more")
     out = sys.stderr if args.json == "-" else sys.stdout
     names, how = (
         list(ids),

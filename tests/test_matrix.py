@@ -12,6 +12,7 @@ import pytest
 import torch
 from chat_templates import LLAMA2
 from conftest import write_random
+from conversations import converse
 
 import quantize
 from engine import Engine
@@ -105,10 +106,10 @@ def test_a_combination_works_or_is_refused(folders, combination):
     questions = [[code.chat_next(q)] if chat else [] for q in QUESTIONS[:batch]]
     # Methods that take a question at once as they would token by token; others attend to more, or evict less often.
     at_once = all(x.reads_all and not x.evicts_by_chunk and not isinstance(x, Quantized) for x in engine.layers)
-    completions = engine.generate(prompts, max_new_tokens=NEW, follow_ups=questions, stepwise=not at_once)
+    conversations = converse(engine, prompts, questions, NEW, stepwise=not at_once)
     alone = load(folder, name, storage)
-    for prompt, question, completion in zip(prompts, questions, completions, strict=True):
-        answers = [answer.tokens for answer in completion.answers]
+    for prompt, question, conversation in zip(prompts, questions, conversations, strict=True):
+        answers = [tokens for tokens, _ in conversation]
         assert [len(tokens) for tokens in answers] == [NEW] * (1 + chat)
         said = answers[0] + (question[0] + answers[1] if chat else [])
         logits = alone.logits(prompt, said)

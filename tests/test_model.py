@@ -18,11 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import model as model_py
 from convert_hf_checkpoint import convert
-from engine import Engine
+from engine import Engine, RowState, Sampling, decode_step
 from kv import Shape
 from kv.full import Full
 from model import FeedForward, Transformer, rope_frequencies
-from runtime import linear as linear_py
+from runtime import cpu
 from runtime.checkpoint import write_checkpoint
 from runtime.hf_config import from_hf
 
@@ -226,25 +226,25 @@ def test_dynamic_ntk_takes_its_base_from_the_length_that_the_row_will_reach(leng
     assert gap(found, of_the_prompt) > 0.05
 
 
-@pytest.mark.parametrize("follow_ups", [[], [3, 4, 5]], ids=["one answer", "two"])
-def test_dynamic_ntk_counts_the_answers_and_follow_ups_of_a_row(follow_ups, tmp_path):
-    engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False)
-    prompt, new = text(40, DYNAMIC["vocab_size"])[0], 7
-    engine.generate([prompt], new, follow_ups=[[follow_ups] if follow_ups else []])
-    held = 40 + new - 1 + (len(follow_ups) + new if follow_ups else 0)
-    speed, _ = rope_frequencies(engine.config.rope, engine.config.head_dim, held)
-    assert torch.equal(engine.model.rope_speed[0], speed)
+def test_dynamic_ntk_counts_the_tokens_that_may_follow_a_prompt(tmp_path):
+    """Those of its answer or, where questions may follow, all that the row has room for."""
+    engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False, max_new_tokens=19)
+    prompt = text(40, DYNAMIC["vocab_size"])[0]
+    for call, new in ((lambda: engine.generate([prompt], 7), 7), (lambda: engine.start([prompt]), 19)):
+        call()
+        speed, _ = rope_frequencies(engine.config.rope, engine.config.head_dim, 40 + new - 1)
+        assert torch.equal(engine.model.rope_speed[0], speed)
 
 
 def test_each_row_decodes_at_its_own_position_and_with_its_own_base(tmp_path):
     theirs = hf_model(DYNAMIC)
     engine = Engine.load(converted(theirs, DYNAMIC, tmp_path), batch=2, max_prompt=80, compile=False)
     texts = [text(80, 160, seed=1), text(20, 160, seed=2)]
-    found = [[engine.model.prefill(torch.tensor(prompt), row)] for row, (prompt, _) in enumerate(texts)]
+    found = [[engine.model.prefill(row, torch.tensor(prompt))] for row, (prompt, _) in enumerate(texts)]
     for i in range(STEPS):
         tokens = torch.tensor([[continuation[i]] for _, continuation in texts])
         pos = torch.tensor([len(prompt) + i for prompt, _ in texts])
-        logits = engine.model(tokens, pos, torch.ones(2, dtype=torch.bool))
+        logits = step(engine.model, tokens, pos)
         for row in range(2):
             found[row].append(logits[row])
     for row, (prompt, continuation) in enumerate(texts):
@@ -268,16 +268,16 @@ def test_bfloat16_stays_close_to_fp32(tmp_path):
 @pytest.mark.parametrize("widened", (False, True), ids=("as it is", "widened"))
 @pytest.mark.parametrize("compiled", (False, True))
 def test_a_linear_layer_is_exact_to_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
-    monkeypatch.setattr(linear_py, "WIDENED", [dtype] if widened else [])
+    monkeypatch.setattr(cpu, "WIDENED", [dtype] if widened else [])
     torch._dynamo.reset()
-    run = torch.compile(linear_py.linear, fullgraph=True) if compiled else linear_py.linear
+    run = torch.compile(cpu.linear, fullgraph=True) if compiled else cpu.linear
     weight, bias = torch.randn(24, 64).to(dtype), torch.randn(24).to(dtype)
     for tokens in (1, 7, 8, 50):
         x = torch.randn(1, tokens, 64).to(dtype)
         for b in (None, bias):
             y, exact = run(x, weight, b), F.linear(x.double(), weight.double(), None if b is None else b.double())
             assert y.dtype == dtype
-            roundings = 1 if widened and tokens >= linear_py.MANY else 3  # the product, the bias and their sum
+            roundings = 1 if widened and tokens >= cpu.MANY else 3  # the product, the bias and their sum
             close = exact.abs() + exact.abs().amax() / 8
             assert ((y.double() - exact).abs() <= roundings * torch.finfo(dtype).eps / 2 * close + 1e-5).all()
 
@@ -324,7 +324,7 @@ def test_no_tensor_of_a_prefill_is_larger_than_its_queries(config, tmp_path, mon
     engine = Engine.load(converted(hf_model(config), config, tmp_path), max_prompt=length, compile=False)
     prompt, _ = text(length, config["vocab_size"])
     with Largest(engine.model) as largest:
-        engine.model.prefill(torch.tensor(prompt), 0)
+        engine.model.prefill(0, torch.tensor(prompt))
     assert largest.numel == length * config["hidden_size"]
 
 
@@ -355,6 +355,15 @@ def test_prompts_up_to_the_scaled_context_are_accepted_and_longer_ones_refused(t
 # What KV modules are told
 
 
+def step(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
+    """The decode step for tokens [B,1] at positions pos [B] -> logits [B, vocab]."""
+    state = RowState(model, len(pos), ())
+    state.pos.copy_(pos)
+    state.left.fill_(1)
+    with torch.no_grad():
+        return decode_step(state, tokens[:, 0], "greedy", *Sampling().tensors(pos.device))[1]
+
+
 class Recorder(Full):
     """Full attention that records every call and, with `looks`, looks ahead."""
 
@@ -382,7 +391,7 @@ def recorded(config: dict, folder: Path, looks: list[bool]) -> tuple[object, Tra
     """transformers' model, ours with a Recorder in each layer and two rows, and the list of calls."""
     theirs, calls = hf_model(config), []
     engine = Engine.load(converted(theirs, config, folder), batch=2, max_prompt=80, compile=False)
-    engine.model.set_kv([Recorder(engine.shape, i, look, calls) for i, look in enumerate(looks)], 2)
+    engine.model.set_kv([Recorder(engine.shape, i, look, calls) for i, look in enumerate(looks)])
     return theirs, engine.model, calls
 
 
@@ -405,13 +414,10 @@ def test_a_module_that_looks_ahead_receives_the_query_predicted_by_the_layer_bel
     theirs, ours, calls = recorded(CASES[name].config, tmp_path, looks=[True, True, True])
     prompts = [text(80, 160, seed=1)[0], text(33, 160, seed=2)[0]]
     for row, prompt in enumerate(prompts):
-        ours.prefill(torch.tensor(prompt[:-1]), row)
+        ours.prefill(row, torch.tensor(prompt[:-1]))
     calls.clear()
-    ours(
-        torch.tensor([[prompt[-1]] for prompt in prompts]),
-        torch.tensor([len(prompt) - 1 for prompt in prompts]),
-        torch.ones(2, dtype=torch.bool),
-    )
+    last = torch.tensor([[prompt[-1]] for prompt in prompts])
+    step(ours, last, torch.tensor([len(prompt) - 1 for prompt in prompts]))
     kinds = [call[:2] for call in calls]
     assert kinds == [("lookahead", 1), ("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
     offered = {layer: q for kind, layer, q in calls if kind == "lookahead"}
@@ -424,9 +430,9 @@ def test_a_module_that_looks_ahead_receives_the_query_predicted_by_the_layer_bel
 
 def test_modules_that_do_not_look_ahead_receive_no_prediction(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[False, False, True])
-    ours.prefill(torch.tensor([1, 2, 3]), 0)
+    ours.prefill(0, torch.tensor([1, 2, 3]))
     calls.clear()
-    ours(torch.tensor([[4], [5]]), torch.tensor([3, 0]), torch.ones(2, dtype=torch.bool))
+    step(ours, torch.tensor([[4], [5]]), torch.tensor([3, 0]))
     assert [call[:2] for call in calls] == [("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
 
 
@@ -434,7 +440,7 @@ def test_finish_is_called_once_per_layer_after_the_prefill_of_a_row(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[True, True, True])
     for row in (1, 0):
         calls.clear()
-        ours.prefill(torch.tensor([1, 2, 3]), row)
+        ours.prefill(row, torch.tensor([1, 2, 3]))
         assert calls == [(kind, layer, row) for kind in ("prefill", "finish") for layer in range(3)]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import write_random
+from conversations import converse
 from paper_bytes import overhead
 from references.attention import causal, masked_attention
 from references.omnikv import SlowOmni, choose_chunk, chunked_attention
@@ -218,14 +219,14 @@ PROMPT_IDS = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
 
 
 def answers(engine: Engine) -> list:
-    found = engine.generate(PROMPT_IDS, max_new_tokens=10, follow_ups=[[[7, 8, 9]]] * 4)
-    return [[answer.tokens for answer in completion.answers] for completion in found]
+    pairs = [converse(engine, PROMPT_IDS[i : i + 2], [[[7, 8, 9]]] * 2, 10) for i in (0, 2)]
+    return pairs[0] + pairs[1]
 
 
 def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=2**21)
     engine = Engine.load(folder, compile=False)
-    monkeypatch.setattr("runtime.processes.free_bytes", lambda device: 10**8)
+    monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: 10**8)
     for options in ({"offload": True}, {}):
         with pytest.raises(ValueError, match=r"omnikv cache of 1 x .* needs 0.\d\d GB on cpu and 0.10 GB are free"):
             engine.use("omnikv", 1000, options, max_prompt=2**20)

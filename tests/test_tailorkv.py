@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
+from conversations import converse
 from paper_bytes import overhead, paper_bytes
 from references.quantized import SlowTailorKV
 from runs import Run, compare, make_shape, tokens, with_heads
@@ -306,8 +307,8 @@ def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_pa
 
     def answers(options: dict) -> list:
         engine.use("tailorkv", 12, {"group": 8, "channels": 2} | options, batch=2, max_new_tokens=40)
-        found = engine.generate(prompts, max_new_tokens=10, follow_ups=[[[7, 8, 9]]] * 4)
-        return [[answer.tokens for answer in completion.answers] for completion in found]
+        pairs = [converse(engine, prompts[i : i + 2], [[[7, 8, 9]]] * 2, 10) for i in (0, 2)]
+        return pairs[0] + pairs[1]
 
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
     engine = Engine.load(folder, batch=2, max_new_tokens=40, compile=False)
