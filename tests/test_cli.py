@@ -20,13 +20,12 @@ import pytest
 import torch
 from chat_templates import LLAMA2
 from conftest import write_random
-from terminal.progress import Phase, Progress
 from torch._inductor.exc import CppCompileError, InductorError
 
 import generate
 from engine import Engine
 from runtime.checkpoint import open_weights, write_checkpoint
-from runtime.device import compile_errors
+from runtime.compile import compile_errors
 from runtime.hf_config import from_hf
 from terminal import cli
 
