@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import termios
-from contextlib import closing, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 
 import generate
 from engine import Engine
+from model import Transformer
 from runtime.checkpoint import open_weights, write_checkpoint
 from runtime.compile import compile_errors
 from runtime.hf_config import from_hf
@@ -123,16 +124,23 @@ def test_answers_to_a_batch_of_json_lines_are_written_one_by_one(text_checkpoint
     prompts = {"a": "The keeper", 7: "fog\nand light", "c": "At low tide"}
     batch.write_text("\n".join(json.dumps({"id": i, "prompt": p, "more": 1}) for i, p in prompts.items()) + "\n\n")
     out.write_text('{"id": "cut o')  # left by a run that was killed
-    seen, done = [], Progress.finished
+    seen, write = [], generate.write
 
-    def note(progress):
-        seen.append(len(out.read_text().splitlines()))
-        done(progress)
+    def note(file, entry):
+        write(file, entry)
+        seen.append((entry["id"], len(out.read_text().splitlines()), prefilled[-1]))
 
-    monkeypatch.setattr(Progress, "finished", note)
+    prefilled, prefill = [0], Transformer.prefill
+
+    def count(model, *args, **kwargs):
+        prefilled.append(prefilled[-1] + 1)
+        return prefill(model, *args, **kwargs)
+
+    monkeypatch.setattr(generate, "write", note)
+    monkeypatch.setattr(Transformer, "prefill", count)
     common = ("--checkpoint", text_checkpoint, "--json", *SHORT)
     report = json.loads(run("--batch-file", batch, "--out", out, "--batch", 1, *common).stdout)
-    assert seen == [2, 3, 4]  # each answer is in the file before the next begins
+    assert seen == [("a", 2, 1), (7, 3, 2), ("c", 4, 3)]  # each answer is in the file before the next prefill
     cut, *written = out.read_text().splitlines()
     assert cut == '{"id": "cut o' and [json.loads(line) for line in written] == report["completions"]
     assert [completion["id"] for completion in report["completions"]] == ["a", 7, "c"]
@@ -179,37 +187,35 @@ def test_stop_flags_cut_the_answer(text_checkpoint):
     assert stopped.stdout == free[: free.index(free[at : at + 2])] + "\n"
 
 
-def test_phases_are_lines_on_stderr_and_keys_of_the_report(text_checkpoint):
+def test_progress_is_lines_on_stderr_and_timings_are_keys_of_the_report(text_checkpoint):
     result = run("--checkpoint", text_checkpoint, "--prompt", "The keeper", "--json", *SHORT)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("-- ")]
-    assert re.fullmatch(r"-- load: 0\.\d\d GB, \d+\.\d\d s", lines[0])
-    assert re.fullmatch(r"-- prefill: \d+ tokens, \d+\.\d\d s, \d+ tokens/s", lines[1])
-    assert re.fullmatch(r"-- first token: \d+\.\d\d s", lines[2]) and len(lines) == 4  # the last line heads the report
-    assert "\x1b" not in result.stderr and "layer" not in result.stderr
     report = json.loads(result.stdout)
     tokens = report["completions"][0]["prompt_tokens"]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("-- ")]
+    assert f"-- prefill {tokens} tokens" in lines and lines[-1] == "-- full, bfloat16, " + report["device"]
+    assert "\x1b" not in result.stderr and "layer" not in result.stderr
     assert report["prefill_tokens_per_s"] == pytest.approx(tokens / report["prefill_s"])
     assert report["load_s"] > 0 and report["first_token_s"] >= report["prefill_s"] and report["past_context"] == []
-    for name in ("load ", "first token "):
+    for name in ("load ", "prefill ", "first token "):
         assert any(line.startswith(name) for line in result.stderr.splitlines())
 
 
-def test_a_long_prefill_shows_its_layers_only_on_a_terminal(monkeypatch):
-    """A batch prints no lines for single prefills: its bar counts prompts."""
-    for terminal in (True, False):
+def test_progress_is_a_bar_on_a_terminal_and_otherwise_a_line_unless_quiet():
+    for terminal, quiet in ((True, False), (True, True), (False, False), (False, True)):
         err = io.StringIO()
         err.isatty = lambda terminal=terminal: terminal
-        with redirect_stderr(err), closing(Progress(1)) as progress:
-            phase = Phase("prefill", "9000 tokens", tokens=9000, layers=32, done=7)
-            progress(phase)
-            assert err.getvalue() == ("\r\x1b[Kprefill 9000 tokens, layer 7 of 32" if terminal else "")
-            phase.seconds = 2.0
-            progress(phase)
-            assert err.getvalue().endswith("-- prefill: 9000 tokens, 2.00 s, 4500 tokens/s\n")
-    err = io.StringIO()
-    with redirect_stderr(err), closing(Progress(2)) as progress:
-        progress(phase)
-    assert err.getvalue() == ""
+        with redirect_stderr(err):
+            assert list(cli.progress(range(7), "prefill 9000 tokens", quiet)) == list(range(7))
+        if terminal:
+            assert "prefill 9000 tokens:   0%" in err.getvalue() and "0/7" in err.getvalue()
+        else:
+            assert err.getvalue() == ("" if quiet else "-- prefill 9000 tokens\n")
+
+
+def test_a_batch_prints_no_lines_for_single_prefills(text_checkpoint, tmp_path):
+    (tmp_path / "batch.txt").write_text("fog\nlight\n")
+    result = run("--checkpoint", text_checkpoint, "--batch-file", tmp_path / "batch.txt", *SHORT)
+    assert result.returncode == 0 and "-- prefill" not in result.stderr
 
 
 def test_a_conversation_beyond_the_context_is_reported(text_checkpoint, tmp_path):
@@ -316,8 +322,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
     flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", tmp_path / "out.json")
     flags += ("--no-compile", "--dtype", "float32", "--max-new-tokens", 60, "--system", "Be brief.")
     with Terminal(*flags) as terminal:
-        assert b"/exit or Ctrl-D" in terminal.until(rb"first token: .* s\r\n")
-        terminal.until(ASKED)
+        assert b"/exit or Ctrl-D" in terminal.until(ASKED)
         terminal.type(b"\r")
         terminal.until(ASKED)
         terminal.type(b"\x1b[200~Two lines\r\r/exit\rand a third\x1b[201~\r")
@@ -347,7 +352,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
 def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
-    for place in ("terminal.conversation.ask", "engine.Engine.prefill"):
+    for place in ("terminal.conversation.typed", "model.Transformer.prefill"):
         terminal, inner = pty.openpty()
         with (
             monkeypatch.context() as patch,
@@ -357,7 +362,7 @@ def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, 
             pytest.raises(SystemExit) as end,
         ):
             patch.setattr(sys, "stdin", stdin)
-            patch.setattr(place, lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(place, lambda *_, **__: signal.raise_signal(signal.SIGINT))
             cli.run(lambda: generate.main(flags))
         os.close(terminal)
         assert end.value.code == 130 and err.getvalue().endswith("interrupted\n")
