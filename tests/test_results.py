@@ -12,8 +12,7 @@ LINKS = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
 def linked(path):
     """The files that a document links to, and pictures that it shows."""
-    base = ROOT if path.name == "README-draft.md" else path.parent
-    return {(base / link).resolve() for link in LINKS.findall(path.read_text()) if "://" not in link}
+    return {(path.parent / link).resolve() for link in LINKS.findall(path.read_text()) if "://" not in link}
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
