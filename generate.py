@@ -284,8 +284,8 @@ def ask_saved(
 
 def converse(engine: Engine, prompt: list[int], limit: int, how: dict, show: Callable) -> Completion:
     """A conversation: answers the prompt, then what is typed, until it ends or the caches are full."""
+    rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
     with Conversation(engine) as conversation:
-        rows, stats = engine.start([prompt]), engine.stats
         completion = Completion(len(prompt), engine.ask(rows, None, limit, **how, on_token=show))
         stats = stats.then(engine.stats)
         while (question := parallel.first(engine.ranks, conversation.read)) is not None:
