@@ -883,3 +883,5 @@ class Engine:
         """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
         wanted, brought = zip(*(layer.fetched() for layer in self.layers), strict=True)
         return sum(wanted), sum(brought)
+        with compile_errors():
+            compiled_graphs()  # imports torch's compiler, as making a model may: creating its folder can fail

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kv as methods
-from engine import CONTINUE, Engine, Sampling, read_later
+from engine import CONTINUE, Engine, read_later
 from kv.full import Full
 from kv.parts.ranks import Ranks
 from model import ModelConfig, Transformer
@@ -184,7 +184,7 @@ class Ours:
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
             model.set_kv(engine.layers)
-        engine._begin_answers(None, Sampling(), None)
+        engine._begin_answers(None, None, {})
         engine._warm_up(case.context)
         self.new = 0
 

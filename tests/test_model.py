@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conversations import model_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import model as model_py
 from convert_hf_checkpoint import convert
-from engine import Engine, RowState, Sampling, decode_step
+from engine import Engine
 from kv import Shape
 from kv.full import Full
 from model import FeedForward, Transformer, rope_frequencies
@@ -244,7 +245,7 @@ def test_each_row_decodes_at_its_own_position_and_with_its_own_base(tmp_path):
     for i in range(STEPS):
         tokens = torch.tensor([[continuation[i]] for _, continuation in texts])
         pos = torch.tensor([len(prompt) + i for prompt, _ in texts])
-        logits = step(engine.model, tokens, pos)
+        logits = model_step(engine.model, tokens, pos)
         for row in range(2):
             found[row].append(logits[row])
     for row, (prompt, continuation) in enumerate(texts):
@@ -355,15 +356,6 @@ def test_prompts_up_to_the_scaled_context_are_accepted_and_longer_ones_refused(t
 # What KV modules are told
 
 
-def step(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
-    """The decode step for tokens [B,1] at positions pos [B] -> logits [B, vocab]."""
-    state = RowState(model, len(pos), ())
-    state.pos.copy_(pos)
-    state.left.fill_(1)
-    with torch.no_grad():
-        return decode_step(state, tokens[:, 0], "greedy", *Sampling().tensors(pos.device))[1]
-
-
 class Recorder(Full):
     """Full attention that records every call and, with `looks`, looks ahead."""
 
@@ -417,7 +409,7 @@ def test_a_module_that_looks_ahead_receives_the_query_predicted_by_the_layer_bel
         ours.prefill(row, torch.tensor(prompt[:-1]))
     calls.clear()
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
-    step(ours, last, torch.tensor([len(prompt) - 1 for prompt in prompts]))
+    model_step(ours, last, torch.tensor([len(prompt) - 1 for prompt in prompts]))
     kinds = [call[:2] for call in calls]
     assert kinds == [("lookahead", 1), ("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
     offered = {layer: q for kind, layer, q in calls if kind == "lookahead"}
@@ -432,7 +424,7 @@ def test_modules_that_do_not_look_ahead_receive_no_prediction(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[False, False, True])
     ours.prefill(0, torch.tensor([1, 2, 3]))
     calls.clear()
-    step(ours, torch.tensor([[4], [5]]), torch.tensor([3, 0]))
+    model_step(ours, torch.tensor([[4], [5]]), torch.tensor([3, 0]))
     assert [call[:2] for call in calls] == [("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
-from conversations import converse
+from conversations import converse, model_step
 from paper_bytes import overhead, paper_bytes
 from references.quantized import SlowTailorKV
 from runs import Run, compare, make_shape, tokens, with_heads
@@ -142,10 +142,10 @@ def steps(engine: Engine, count: int) -> torch.Tensor:
     """Logits of steps after two prompts, of 70 and 33 tokens."""
     found = []
     for row, n in enumerate((70, 33)):
-        engine.model.prefill(torch.arange(n) % 101, row)
+        engine.model.prefill(row, torch.arange(n) % 101)
     for i in range(count):
         pos = torch.tensor([70 + i, 33 + i])
-        found.append(engine.model(torch.tensor([[3 + i], [90 - i]]), pos, torch.ones(2, dtype=torch.bool)))
+        found.append(model_step(engine.model, torch.tensor([[3 + i], [90 - i]]), pos))
     return torch.stack(found)
 
 
