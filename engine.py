@@ -351,6 +351,8 @@ class Engine:
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
+            with compile_errors():
+                compiled_graphs()  # imports torch's compiler, as making a model does: creating its folder can fail
             loaded = load_model(Path(checkpoint), device, dtype, ranks)
             engine = cls(loaded.model, loaded.tokenizer, loaded.eos, loaded.profile, compile, seed, ranks, progress)
         engine.no_tokenizer, engine.folder = loaded.no_tokenizer or engine.no_tokenizer, Path(checkpoint)
@@ -883,5 +885,3 @@ class Engine:
         """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
         wanted, brought = zip(*(layer.fetched() for layer in self.layers), strict=True)
         return sum(wanted), sum(brought)
-        with compile_errors():
-            compiled_graphs()  # imports torch's compiler, as making a model may: creating its folder can fail

@@ -137,6 +137,9 @@ def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_p
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 128  # flips the sign of a number in the last tensor
     (folder / "model.safetensors").write_bytes(weights)
+    config = json.loads((folder / "config.json").read_text())
+    config["kv_fast"]["weights"] = "another"  # as the converter would write it
+    (folder / "config.json").write_text(json.dumps(config))
     changed = perplexities(folder, out)
     assert len(changed) == 3 and changed[0] == changed[2] != first[0]
     assert perplexities(shutil.copytree(folder, tmp_path / "moved"), out) == changed  # the location does not matter

@@ -370,7 +370,7 @@ def test_more_than_the_prompt_is_exact_and_less_is_not(tmp_path):
     for options in ({}, {"prefill": 8, "chunk": 16}, {"prefill": 1, "chunk": 16}):
         options = {"filter_layers": [0], **options}
         engine = Engine.load(folder, "omnikv", 24, options, max_prompt=120, max_new_tokens=8, compile=False)
-        logits.append(engine.prefill(0, prompt))
+        logits.append(engine.start([prompt])[0].logits)
     assert (logits[0] - logits[1]).abs().max() <= 1e-4 < (logits[0] - logits[2]).abs().max()
 
 
