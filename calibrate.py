@@ -24,14 +24,13 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from caches import shape_of
 from engine import Engine
 from kv.base import KV
 from kv.duo import DuoMethod
@@ -41,67 +40,78 @@ from kv.parts import ops
 from model import Block
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES
-from terminal.cli import check_output, columns, load_pyplot, read_text, run
+from runtime.plan import shape_of
+from terminal.cli import check_output, load_pyplot, read_text, run, table
 
 QUERIES = 32  # how many of the text's last queries are measured
 CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text
 SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
 AFTER = 8  # a layer's choice is judged by the attention of this many next layers
 FILTERS = 3  # the most filter layers
-
-
-class Inputs:
-    """Records each layer's attention input at the text's last tokens, [1,queries,C]."""
-
-    def __init__(self, layers: Iterable[Block]):
-        self.layers, self.last = list(layers), {}
-        self.hooks = [layer.attention_norm.register_forward_hook(self.see) for layer in self.layers]
-
-    def see(self, norm: torch.nn.Module, inputs: tuple, x: Tensor) -> None:
-        self.last[norm] = torch.cat([*([self.last[norm]] if norm in self.last else []), x], dim=1)[:, -QUERIES:]
-
-    def similarities(self) -> list[float | None]:
-        """Cosine similarity of each layer's queries to their prediction. RoPE rotates both alike, so it is left out."""
-        for hook in self.hooks:
-            hook.remove()
-        found: list[float | None] = [None]
-        for below, layer in pairwise(self.layers):
-            inputs = [self.last[x.attention_norm] for x in (below, layer)]
-            one = inputs[0].new_ones(layer.attention.head_dim // 2, dtype=torch.float32)
-            predicted, true = (layer.attention.query(x, one, 0 * one).float() for x in inputs)
-            found.append(torch.nn.functional.cosine_similarity(predicted, true, dim=-1).mean().item())
-        return found
+MEASURES = "filter ability", "dense preference", "query similarity"  # the printed columns
 
 
 class Probe(KV):
     """Measures a prompt's attention and stores no tokens; `chosen` holds the choices of the layers below."""
 
-    def __init__(self, shape: Shape, sinks: int, recent: int, chosen: list[Tensor]):
+    def __init__(self, shape: Shape, sinks: int, window: int, chosen: list[Tensor]):
         super().__init__(shape)
-        self.sinks, self.recent_tokens, self.chosen = sinks, recent, chosen
+        self.sinks, self.window, self.chosen = sinks, window, chosen
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         length = k.shape[2]
-        most, caught = q.new_zeros(QUERIES, length, dtype=torch.float32), [0.0] * len(self.chosen)
-        missed = 0.0
         last = torch.arange(length - QUERIES, length, device=k.device)[:, None]
         key = torch.arange(length, device=k.device)
-        between = (key >= self.sinks) & (key <= last - self.recent_tokens)  # [queries,T]
+        between = (key >= self.sinks) & (key <= last - self.window)  # [queries,T]
+        most = q.new_zeros(QUERIES, length, dtype=torch.float32)
+        scores, outside, caught = [], 0.0, [0.0] * len(self.chosen)
         groups = q[0, :, -QUERIES:].unflatten(0, (k.shape[1], -1))  # [Hk,G,queries,D]
-        self.head_scores = []
         for rows, keys in zip(groups, k[0], strict=True):
             logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5
             mass = logits.masked_fill(key > last, -torch.inf).softmax(-1)
-            self.head_scores.append((mass * between).sum(-1).mean(-1).max().item())
+            scores.append((mass * between).sum(-1).mean(-1).max().item())
             most = torch.maximum(most, mass.amax(0))
-            missed += (1 - mass.topk(max(1, int(SPARSE * length + 0.5))).values.sum(-1)).sum().item()
+            outside += (1 - mass.topk(max(1, int(SPARSE * length + 0.5))).values.sum(-1)).sum().item()
             for i, index in enumerate(self.chosen):
-                caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item() / QUERIES / q.shape[1]
-        self.caught, self.dense = caught, missed / QUERIES / q.shape[1]
+                caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item()
+        measured = QUERIES * q.shape[1]
+        self.head_scores, self.dense, self.caught = scores, outside / measured, [x / measured for x in caught]
         self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length + 0.5)))))  # [queries,n]
 
     def decode(self, *_) -> Tensor:
         raise NotImplementedError("a probe only sees prompts")
+
+
+def watch(layers: Iterable[Block]) -> Callable[[], list[float | None]]:
+    """Records each layer's attention input at a text's last tokens.
+
+    The function that it returns gives the cosine similarity of each layer's queries to their prediction from the layer
+    below. RoPE rotates both alike, so it is left out.
+    """
+    layers, inputs = list(layers), {}
+
+    def record(norm: torch.nn.Module, _: tuple, x: Tensor) -> None:
+        before = [inputs[norm]] if norm in inputs else []
+        inputs[norm] = torch.cat([*before, x], dim=1)[:, -QUERIES:]  # [1,queries,C]
+
+    hooks = [layer.attention_norm.register_forward_hook(record) for layer in layers]
+
+    def similarities() -> list[float | None]:
+        for hook in hooks:
+            hook.remove()
+        similar: list[float | None] = [None]
+        for below, layer in pairwise(layers):
+            x = [inputs[block.attention_norm] for block in (below, layer)]
+            one = x[0].new_ones(layer.attention.head_dim // 2, dtype=torch.float32)
+            predicted, true = (layer.attention.query(part, one, 0 * one).float() for part in x)
+            similar.append(torch.nn.functional.cosine_similarity(predicted, true, dim=-1).mean().item())
+        return similar
+
+    return similarities
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    return [None if x is None else round(x, 5) for x in values]
 
 
 def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: float = 0.2) -> dict:
@@ -111,30 +121,34 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
         raise ValueError(f"--sinks must be at least 0 and --recent at least 1, not {sinks} and {recent}")
     if not 0 <= tau <= 1:
         raise ValueError(f"--tau must lie between 0 and 1, not {tau}")
-    least = sinks + recent + QUERIES
-    if len(ids) < least:
+    if len(ids) < sinks + recent + QUERIES:
         raise ValueError(
-            f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it needs at least {least}"
+            f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it needs at least "
+            f"{sinks + recent + QUERIES}"
         )
     chosen: list[Tensor] = []
     shape = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0)
     probes = [Probe(shape, sinks, recent, chosen) for _ in engine.model.layers]
     engine.close()
-    engine.model.set_kv(probes, 1)
-    inputs = Inputs(engine.model.layers)
-    engine.model.prefill(torch.tensor(ids, device=engine.device), 0)
-    similar = [None if x is None else round(x, 5) for x in inputs.similarities()]
-    caught = [[probe.caught[layer] for probe in probes[layer + 1 :]] for layer in range(len(probes))]
-    ability = [round(sum(c[:AFTER]) / len(c[:AFTER]), 5) if c else None for c in caught]
-    filters = propose(caught)
-    scores = [[round(s, 5) for s in p.head_scores] for p in probes]
+    engine.model.set_rows(1)
+    engine.model.set_kv(probes)
+    similarities = watch(engine.model.layers)
+    engine.model.prefill(0, torch.tensor(ids, device=engine.device))
     if not all(math.isfinite(x) for p in probes for x in (p.dense, *p.head_scores, *p.caught)):
         raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
-    found = {"filter_ability": ability, "head_scores": scores} | ({"filter_layers": filters} if filters else {})
-    dense = [round(p.dense, 5) for p in probes]
-    quantized = [layer for layer, share in enumerate(dense) if share > tau]
-    found |= {"dense_preference": dense, "quant_layers": quantized, "query_similarity": similar}
-    return {"format": 1, "tokens": len(ids)} | found
+    caught = [[probe.caught[layer] for probe in probes[layer + 1 :]] for layer in range(len(probes))]
+    dense = rounded(probe.dense for probe in probes)
+    profile = {
+        "format": 1,
+        "tokens": len(ids),
+        "filter_ability": rounded(sum(c[:AFTER]) / len(c[:AFTER]) if c else None for c in caught),
+        "head_scores": [rounded(probe.head_scores) for probe in probes],
+        "dense_preference": dense,
+        "quant_layers": [layer for layer, share in enumerate(dense) if share > tau],
+        "query_similarity": rounded(similarities()),
+    }
+    filters = propose(caught)
+    return profile | ({"filter_layers": filters} if filters else {})
 
 
 def propose(caught: list[list[float]]) -> list[int]:
@@ -157,12 +171,12 @@ def propose(caught: list[list[float]]) -> list[int]:
     return best
 
 
-def draw(found: dict, tau: float, path: str) -> None:
+def draw(profile: dict, tau: float, path: str) -> None:
     """Draws OmniKV's Figure 6a and TailorKV's Figure 12: one curve each over the layers, proposed layers marked."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    filters = found["filter_ability"][:-1], found.get("filter_layers", []), "filter layers"
-    dense = found["dense_preference"], found["quant_layers"], "quantized layers"
+    filters = profile["filter_ability"][:-1], profile.get("filter_layers", []), "filter layers"
+    dense = profile["dense_preference"], profile["quant_layers"], "quantized layers"
     for axis, (curve, marked, label) in zip(axes, (filters, dense), strict=True):
         axis.plot(range(len(curve)), curve, marker="o")
         axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
@@ -203,29 +217,26 @@ def main(argv: list[str] | None = None) -> None:
     ids = engine.encode(text)
     length = min(args.length or len(ids), engine.config.max_length)
     if len(ids) > length:  # keeps BOS and the end of the text
-        begin = len(ids) - len(engine.encode(text, bos=False))
-        ids = ids[:begin] + ids[len(ids) - length + begin :]
-    found = calibrate(engine, ids, args.sinks, args.recent, args.tau)
+        bos = len(ids) - len(engine.encode(text, bos=False))
+        ids = ids[:bos] + ids[len(ids) - length + bos :]
+    profile = calibrate(engine, ids, args.sinks, args.recent, args.tau)
     old = read_json(path) if path.exists() else {}
-    profile = old | {"text": Path(args.text).name} | found
-    if "filter_layers" not in found:
-        profile.pop("filter_layers", None)  # from an earlier run
+    old.pop("filter_layers", None)  # an earlier run's, if this one proposes none
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(profile, indent=1) + "\n")
+    partial.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
     partial.replace(path)
-    filters, quantized = found.get("filter_layers", []), found["quant_layers"]
-    heads = [f"head {h}" for h in range(len(found["head_scores"][0]))]
-    lines = [["layer", "filter ability", "dense preference", "query similarity", *heads]]
-    names = ("filter_ability", "dense_preference", "query_similarity", "head_scores")
-    for layer, (*shares, scores) in enumerate(zip(*map(found.get, names), strict=True)):
-        mark = "*" * (layer in filters) + "q" * (layer in quantized)
-        cells = ["-" if share is None else f"{100 * share:.1f}%" for share in (*shares, *scores)]
-        lines.append([str(layer) + mark, *cells])
-    print(columns(lines))
+    filters, quantized = profile.get("filter_layers", []), profile["quant_layers"]
+    lines = []
+    for layer, heads in enumerate(profile["head_scores"]):
+        cells = {name: profile[name.replace(" ", "_")][layer] for name in MEASURES}
+        cells |= {f"head {head}": score for head, score in enumerate(heads)}
+        shares = {name: "-" if share is None else f"{100 * share:.1f}%" for name, share in cells.items()}
+        lines.append({"layer": f"{layer}{'*' * (layer in filters)}{'q' * (layer in quantized)}", **shares})
+    print(table(lines))
     print("* proposed as filter layers" if filters else "too few layers for filter layers")
     print("q proposed as quantized layers" if quantized else f"no layer's dense preference is above {args.tau}")
     if args.plot:
-        draw(found, args.tau, args.plot)
+        draw(profile, args.tau, args.plot)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -3,14 +3,20 @@
     python convert_hf_checkpoint.py meta-llama/Llama-3.1-8B-Instruct --out checkpoints/llama-3.1-8b
 
 Tensors get the names of model.py; q, k and v become one matrix with q's rows first, then k's, then v's. RoPE's channel
-order stays Hugging Face's. Every check that needs only headers and config.json runs before a byte is written.
+order stays Hugging Face's. Every check that needs only headers and config.json runs before a byte is written. A
+checkpoint of format 1 becomes one of format 2.
 """
 
 import runtime.startup  # noqa: F401
 
 import argparse
+import os
+import pickle
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import huggingface_hub
@@ -18,18 +24,21 @@ import torch
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import Tensor
 
-from config import ModelConfig
-from model import Transformer
+from kv.parts.ranks import ALONE
+from model import ModelConfig, Transformer
 from runtime.checkpoint import (
     COMPANIONS,
     Stored,
     check_output,
     check_weights,
     open_weights,
-    read_config,
+    read_hf_config,
     write_checkpoint,
 )
 from runtime.device import DTYPES
+from runtime.hf_config import from_hf
+from runtime.linear import read_quantization
+from runtime.parallel import skeleton
 from terminal.cli import run
 from text.tokenizer import load_tokenizer
 
@@ -58,14 +67,54 @@ def sources(name: str) -> list[str]:
     return [f"model.{layer}{part}.{kind}" if layer else f"{part}.{kind}" for part in NAMES[module]]
 
 
+@dataclass(frozen=True)
+class StoredInBin(Stored):
+    """One tensor in a file of torch.save."""
+
+    def read(self, *index: slice) -> Tensor:
+        return _load_bin(self.file)[self.name][index or ...]
+
+
+def read_bin_header(file: Path) -> dict[str, Stored]:
+    return {name: StoredInBin(name, file, tuple(t.shape), t.dtype) for name, t in _load_bin(file).items()}
+
+
+def _load_bin(file: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{file} is refused: it is a pickle that holds more than tensors, and loading such a file "
+            "can run any code; ask for safetensors"
+        ) from None
+    except Exception as error:  # a damaged archive fails in many ways
+        raise ValueError(
+            f"{file} is truncated, or not a torch.save file of torch >= 1.6 "
+            f"({next(iter(str(error).splitlines()), type(error).__name__)}); download it again"
+        ) from None
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ValueError(f"{file} is not a state dict: it must map names to tensors")
+    return state
+
+
+def open_source(folder: Path) -> dict[str, Stored]:
+    """The tensors of the safetensors files or, without these, of the .bin files."""
+    if any(os.path.lexists(folder / name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+        if not any(os.path.lexists(folder / name) for name in ("model.safetensors", "model.safetensors.index.json")):
+            return open_weights(folder, "pytorch_model.bin", read_bin_header)
+    return open_weights(folder)
+
+
 def read_source(folder: Path) -> tuple[dict, ModelConfig]:
     """config.json, raw and as a ModelConfig. Raises ValueError for a model that cannot be converted."""
-    config = read_config(folder, converted=False)
-    quantized = config.get("quantization_config")
+    config = read_hf_config(folder)
+    section, quantized = config.get("kv_fast", {"format": 1}), config.get("quantization_config")
+    if not isinstance(section, dict) or section.get("format") != 1:
+        raise ValueError(f"{folder} is converted already; use it as it is")
     if quantized:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"{folder} is quantized ({method}); convert the unquantized model")
-    return config, ModelConfig.from_dict(config)
+        raise ValueError(f"{folder} is quantized ({str(method)[:40]}); convert the unquantized model")
+    return config, from_hf(config)
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
@@ -96,11 +145,26 @@ def download(repo: str, revision: str | None) -> Path:
     return folder if any(folder.glob("model*.safetensors")) else fetch(repo, revision, SMALL_FILES + BINS)
 
 
-def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The converted checkpoint's tensors, without data. Raises ValueError if the source's tensors do not match."""
+def choose_dtype(config: dict, stored: dict[str, Stored]) -> torch.dtype:
+    """The dtype of all tensors; if they differ, says that it is config.json's or else the widest."""
+    dtypes = {t.dtype for t in stored.values()}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    chosen = DTYPES.get(stated) or reduce(torch.promote_types, dtypes)
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    reason = "as config.json says" if stated in DTYPES else "the widest"
+    print(f"the tensors are in {names}; all are written in {chosen}, {reason}".replace("torch.", ""), file=sys.stderr)
+    return chosen
+
+
+def plan(
+    config: dict, model: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: str | None
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """The converted tensors without data, and what reads one. Raises ValueError if the source's do not match."""
     with torch.device("meta"):
-        layout = Transformer(config).to(dtype).state_dict()
-    rows = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        layout = Transformer(model).state_dict()
+    rows = [heads * model.head_dim for heads in (model.n_head, model.n_kv_head, model.n_kv_head)]
     shapes = {}
     for name, tensor in layout.items():
         parts = sources(name)
@@ -113,7 +177,37 @@ def plan(config: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: to
                 f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, so the model is quantized; "
                 "convert the unquantized one"
             )
-    return layout
+    to = DTYPES.get(dtype) if dtype else choose_dtype(config, stored)
+    if to not in DTYPES.values():
+        raise ValueError(f"cannot write {dtype or to}; choose one of --dtype {', '.join(DTYPES)}")
+
+    def read(name: str) -> Tensor:
+        parts = [stored[part].read().to(to) for part in sources(name)]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if to == torch.float16 and not tensor.isfinite().all():
+            raise ValueError(f"tensor {name} has values that float16 cannot hold; choose --dtype bfloat16")
+        return tensor
+
+    return {name: tensor.to(to) for name, tensor in layout.items()}, read
+
+
+def settle_head(config: dict, model: ModelConfig, stored: dict[str, Stored]) -> tuple[dict, ModelConfig]:
+    """Settles which tensor a tied model's table and head are; as in transformers, the stored head decides."""
+    head, table = (stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    if not model.tied or head is None:
+        return config, model
+    if table is None:  # safetensors' save_model keeps either name
+        stored["model.embed_tokens.weight"] = stored.pop("lm_head.weight")
+    elif head.dtype == table.dtype and torch.equal(head.read(), table.read()):
+        del stored["lm_head.weight"]
+    else:
+        print(
+            f"{head.file}: lm_head.weight is not the embedding table, so the head is kept and "
+            "tie_word_embeddings becomes false",
+            file=sys.stderr,
+        )
+        return config | {"tie_word_embeddings": False}, replace(model, tied=False)
+    return config, model
 
 
 def convert(
@@ -128,34 +222,22 @@ def convert(
     if local and revision is not None:
         raise ValueError(f"{src} is a folder; --revision is for a repository on huggingface.co")
     folder = Path(src) if local else download(str(src), revision)
-    config, model_config = read_source(folder)
-    stored = {name: t for name, t in open_weights(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    if model_config.tied and (head := stored.get("lm_head.weight")):
-        table = stored.get("model.embed_tokens.weight")
-        if table is None or (head.dtype == table.dtype and torch.equal(head.read(), table.read())):
-            del stored[head.name]
-        else:  # as in transformers, the stored head decides, not config.json
-            print(
-                f"{head.file}: lm_head.weight is not the embedding table, so the head is kept and "
-                "tie_word_embeddings becomes false",
-                file=sys.stderr,
-            )
-            config = config | {"tie_word_embeddings": False}
-            model_config = ModelConfig.from_dict(config)
-    found = next((t.dtype for t in stored.values() if t.name == "model.embed_tokens.weight"), torch.bfloat16)
-    to = DTYPES.get(dtype) if dtype else found
-    if to not in DTYPES.values():
-        raise ValueError(f"cannot write {dtype or found}; choose one of --dtype {', '.join(DTYPES)}")
-    layout = plan(model_config, stored, folder, to)
-
-    def read(name: str) -> Tensor:
-        parts = [stored[part].read().to(to) for part in sources(name)]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if to == torch.float16 and not tensor.isfinite().all():
-            raise ValueError(f"tensor {name} has values that float16 cannot hold; choose --dtype bfloat16")
-        return tensor
-
-    write_checkpoint(out, config, layout, read, copy_from=folder, force=force)
+    config, model = read_source(folder)
+    stored, quantization = open_source(folder), None
+    if "kv_fast" in config:  # of format 1, which has the same tensors
+        if dtype is not None:
+            raise ValueError(f"{folder} is converted already and keeps its dtype; leave --dtype out")
+        quantization = read_quantization(config)
+        whole = skeleton(model, quantization, ALONE).state_dict()
+        check_weights(stored, {name: tuple(t.shape) for name, t in whole.items()}, folder)
+        layout = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in whole}
+        config = {key: value for key, value in config.items() if key != "kv_fast"}
+        read = lambda name: stored[name].read()  # noqa: E731
+    else:
+        stored = {name: t for name, t in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+        config, model = settle_head(config, model, stored)
+        layout, read = plan(config, model, stored, folder, dtype)
+    write_checkpoint(out, config, model, layout, read, folder, quantization, force)
     try:
         load_tokenizer(out)
     except (ValueError, FileNotFoundError) as error:

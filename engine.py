@@ -34,14 +34,16 @@ from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Block, Transformer
 from runtime import cpu, prefix, speculate
-from runtime.arguments import Prompt, check_count, check_sampling, is_prompt, token_ids
+from runtime.arguments import Prompt, as_prompts, check_count, check_sampling, is_prompt, token_ids
 from runtime.checkpoint import fingerprint
 from runtime.compile import compile_errors, compiled, compiled_graphs
 from runtime.device import memory_errors, read_later
+from runtime.forced import forced_logits
 from runtime.parallel import join, least, load_model, same, together
 from runtime.plan import check_memory, grown, longest_prompt, shape_of
 from runtime.stats import Stats
-from text.tokenizer import Stream, Tokenizer
+from text.answer import AnswerText
+from text.tokenizer import Tokenizer
 
 CONTINUE = -1  # a command to a row: feed the token that it sampled last. A command of 0 or more is a token to feed
 NOTHING, FAILED = -1, -2  # instead of a token: the row was asleep; its logits were not finite
@@ -177,13 +179,12 @@ class Row:
 
     def save(self, path: str | Path, chat: bool = False) -> int:
         """Writes the row to a file, which `Engine.load_row` reads (runtime/prefix.py); returns its tensors' bytes."""
-        self.engine._check_rows([self])
-        return prefix.save(self, path, chat)
+        return self.engine.save_row(self, path, chat)
 
     def close(self) -> None:
         """Frees the row for another prompt."""
         engine = self.engine
-        if engine.rows[self.slot] is self:
+        if engine.rows[self.slot : self.slot + 1] == [self]:
             engine.rows[self.slot] = None
             engine.state.left[self.slot] = 0
 
@@ -212,16 +213,26 @@ class Completion:
         return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
 
 
+@dataclass
+class Call:
+    """What `generate` and `ask` were asked for."""
+
+    limit: int  # the most tokens of an answer
+    stop: list[str]
+    stepwise: bool = False  # questions are fed one token a step
+    on_token: Callable[[int, int, str], None] = lambda *_: None
+    on_answer: Callable[[int, Row, Answer], None] = lambda *_: None
+
+
 class Decoding:
     """An answer that is being decoded."""
 
-    def __init__(self, index: int, row: Row, limit: int, stop: list[str], stream: Stream | None):
-        self.index, self.row, self.limit, self.stop, self.stream = index, row, limit, stop, stream
+    def __init__(self, index: int, row: Row, limit: int, text: AnswerText):
+        self.index, self.row, self.limit, self.text = index, row, limit, text
         self.answer = Answer()
         self.feed: deque[int] = deque()  # tokens of the question to feed, one a step
         self.wanted = limit  # samples to request from the device
         self.launched = 0  # steps whose tokens are not read yet
-        self.shown = 0  # characters of the text that the caller has received
         self.interrupted = False  # the next token is the last
 
     def command(self) -> tuple[int, bool]:
@@ -234,25 +245,16 @@ class Decoding:
 
     def take(self, token: int, ended: bool) -> str:
         """Adds a sampled token, or an EOS that ended the answer; returns the text that may now be shown."""
-        answer, searched = self.answer, len(self.answer.text)
+        answer = self.answer
         if not ended:
             answer.tokens.append(token)
         full = self.interrupted or len(answer.tokens) == self.limit
-        if self.stream is not None:
-            answer.text += "" if ended else self.stream.push(token)
-            answer.text += self.stream.flush() if ended or full else ""
-        begin = max(0, searched - max(map(len, self.stop), default=0))  # earlier text has no stop text
-        cut = min((at for text in self.stop if (at := answer.text.find(text, begin)) >= 0), default=None)
-        answer.text = answer.text[:cut]
-        if ended or cut is not None:
+        visible = self.text.push(None if ended else token, ended or full)
+        answer.text = self.text.text
+        if ended or self.text.stopped:
             answer.finish_reason = "stop"
         elif full:
             answer.finish_reason = "interrupted" if self.interrupted else "length"
-        # The end may be the start of a stop text: hold that much back until it is certain.
-        begun = (n for text in self.stop for n in range(len(text)) if answer.text.endswith(text[:n]))
-        held = 0 if answer.finish_reason else max(begun, default=0)
-        visible = answer.text[self.shown : len(answer.text) - held]
-        self.shown += len(visible)
         return visible
 
 
@@ -308,7 +310,8 @@ class Engine:
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         self.tokenizer, self.eos, self.profile = tokenizer, set(eos), profile or {}
         self.compile, self.progress = compile, progress
-        self.seed = torch.Generator().seed() % 2**32 if seed is None else seed
+        check_sampling(0.0, None, None, seed)
+        self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
         self.lock, self.interrupted, self.called = threading.Lock(), False, 0.0
         self.stats, self.folder, self.no_tokenizer = Stats(), None, "this engine has no tokenizer"
@@ -330,37 +333,32 @@ class Engine:
         kv: str = "full",
         budget: int | float | None = None,
         options: dict | None = None,
-        batch: int = 1,
-        max_prompt: int | None = None,
-        max_new_tokens: int = 256,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         compile: bool = True,
         seed: int | None = None,
-        speculate: int = 0,
         parallel: bool = True,
         progress: Callable[[Iterable, str], Iterable] = lambda items, what: items,
+        **plan,
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
-        budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
-        max_prompt: allocates caches for it now, and rejects longer prompts; by default caches grow with the prompts.
-        max_new_tokens: tokens a row may hold after its prompt, questions included. speculate: tokens that the method
-        drafts per step, for the full cache to verify; the answers are the full cache's. dtype: default, the
-        checkpoint's. parallel: under torchrun the processes share one model and make the same calls; if False, each has
-        a whole one. progress: wraps what takes long, as tqdm(items, what) does.
-        Raises ValueError or FileNotFoundError with one line that says what to do.
+        kv, budget, options and plan: see `use`. dtype: default, the checkpoint's. parallel: under torchrun the
+        processes share one model and make the same calls; if False, each has a whole one. progress: wraps what takes
+        long, as tqdm(items, what) does. Raises ValueError or FileNotFoundError with one line that says what to do.
         """
         methods.parse_options(kv, options or {})  # reject bad options before the weights are read
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
+            with compile_errors():
+                compiled_graphs()  # imports torch's compiler, as making a model does: creating its folder can fail
             loaded = load_model(Path(checkpoint), device, dtype, ranks)
             engine = cls(loaded.model, loaded.tokenizer, loaded.eos, loaded.profile, compile, seed, ranks, progress)
         engine.no_tokenizer, engine.folder = loaded.no_tokenizer or engine.no_tokenizer, Path(checkpoint)
         engine.stats.load_s, engine.stats.load_bytes = time.perf_counter() - begin, loaded.bytes
         engine.seed = same(ranks, engine.seed)
-        return engine.use(kv, budget, options, batch, max_prompt, max_new_tokens, speculate)
+        return engine.use(kv, budget, options, **plan)
 
     # Caches
 
@@ -375,11 +373,20 @@ class Engine:
         max_new_tokens: int = 256,
         speculate: int = 0,
     ) -> "Engine":
-        """Switches to another method or size on the same weights; arguments, errors: see `load`. Closes all rows."""
+        """Sets the KV method and the sizes of its caches; closes all rows.
+
+        budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
+        batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
+        caches grow with the prompts, by powers of two. max_new_tokens: tokens a row may hold after its prompt,
+        questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
+        are the full cache's. Raises ValueError with one line that says what to do.
+        """
         counts = {"batch": batch, "max_new_tokens": max_new_tokens, "max_prompt": max_prompt, "speculate": speculate}
         for name, value in counts.items():
             if (name, value) not in (("max_prompt", None), ("speculate", 0)):
                 check_count(name, value)
+        if batch > 2**16:
+            raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
@@ -460,19 +467,26 @@ class Engine:
     def start(self, prompts: Prompt | list[Prompt]) -> list[Row]:
         """Prefills each prompt into a free row of the batch. Raises ValueError if there are too few."""
         ids = self._encode_all(prompts)
-        if len(ids) > self.rows.count(None):
-            raise ValueError(f"{len(ids)} prompts and {self.rows.count(None)} free rows: load with a larger batch")
+        self._check_free(len(ids))
         self._begin_call()
         if ids:
             self._reserve(max(map(len, ids)), self.max_new_tokens)
-        return [self._prefill(prompt) for prompt in ids]
+        rows: list[Row] = []
+        try:
+            for prompt in ids:
+                rows.append(self._prefill(prompt, self.max_new_tokens))
+        except BaseException:
+            for row in rows:
+                row.close()
+            raise
+        return rows
 
-    def _prefill(self, prompt: list[int]) -> Row:
-        """A prompt in the first free row."""
+    def _prefill(self, prompt: list[int], new: int) -> Row:
+        """A prompt, which `new` tokens are expected to follow, in the first free row."""
         row, begin = self._free_row(prompt), time.perf_counter()
         layers = partial(self.progress, what=f"prefill {len(prompt)} tokens")
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.slot, ids, len(prompt) + self.shape.max_new_tokens - 1, layers)
+        row.logits = self.model.prefill(row.slot, ids, len(prompt) + new - 1, layers)
         self.rows[row.slot] = row
         self.stats.prefill_s += time.perf_counter() - begin
         self.stats.prefill_tokens += len(prompt)
@@ -480,8 +494,7 @@ class Engine:
 
     def _free_row(self, tokens: list[int]) -> Row:
         """An empty row that is to hold these tokens; it stays free until it is entered in `rows`."""
-        if None not in self.rows:
-            raise ValueError(f"no row is free: close one of the {self.batch}, or load with a larger batch")
+        self._check_free(1)
         row = Row(self, self.rows.index(None), tokens)
         for layer in self.layers:
             layer.reset(row.slot)
@@ -510,25 +523,26 @@ class Engine:
         return row
 
     @one_call
+    def save_row(self, row: Row, path: str | Path, chat: bool = False) -> int:
+        """`Row.save`."""
+        self._check_rows([row])
+        return prefix.save(row, path, chat)
+
+    @one_call
     def load_row(self, path: str | Path) -> Row:
         """A row that `Row.save` wrote, in a free row of caches with the same plan, which are allocated if need be.
 
         Raises ValueError if the file is damaged or was saved with another checkpoint, method or plan.
         """
-        begin, (header, tokens, speed, states) = time.perf_counter(), prefix.load(self, path)
-        self.check_length(header.prompt)
-        if self.shape is None or (self.shape.max_prompt, self.shape.max_new_tokens) != header.plan:
-            if any(self.rows):
-                raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
-            self._allocate(self._plan(*header.plan))
-        header.check(self)
-        self._begin_call()
-        row = self._restore(tokens, header.prompt, speed, states)
-        self.stats.prefill_s += time.perf_counter() - begin
-        return row
+        return prefix.load(self, path)
+
+    def _check_free(self, rows: int) -> None:
+        if rows > self.rows.count(None):
+            free = f"{self.rows.count(None)} of {self.batch} rows are free"
+            raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
 
     def _check_rows(self, rows: list[Row]) -> None:
-        if any(row.engine is not self or self.rows[row.slot] is not row for row in rows):
+        if any(row.engine is not self or self.rows[row.slot : row.slot + 1] != [row] for row in rows):
             raise ValueError("a row was closed, or belongs to another engine")
         if len(set(map(id, rows))) < len(rows):
             raise ValueError("a row is given twice")
@@ -540,53 +554,33 @@ class Engine:
         self,
         prompts: Prompt | list[Prompt],
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         stop: list[str] | None = None,
         on_token: Callable[[int, int, str], None] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
+        **sampling,
     ) -> list[Completion]:
         """Answers every prompt (text or ids), in order; prompts beyond the free rows wait for one.
 
-        Caches that are too small are replaced by larger ones, and the step is recompiled. Sizes grow to powers of two
-        to make this rare; `load(max_prompt=...)` avoids it.
-
-        max_new_tokens: per answer; default, as in `load`. stop: texts that end an answer and are cut off.
-        on_token(index, token, text): called for each token of an answer, with the text that it completes.
-        on_done(index, completion): called as soon as an answer is complete.
+        max_new_tokens: per answer; default, as in `use`. stop: texts that end an answer and are cut off. sampling:
+        temperature, top_k and top_p, see `Sampling`. on_token(index, token, text): called for each token of an answer,
+        with the text that it completes. on_done(index, completion): called as soon as an answer is complete.
         Raises ValueError for arguments that do not fit the model or the plan.
         """
         ids = self._encode_all(prompts)
-        limit = self._begin_answers(max_new_tokens, Sampling(temperature, top_k, top_p, self.seed), stop)
-        if not ids:
-            return []
-        if None not in self.rows:
-            raise ValueError(f"no row is free: close one of the {self.batch}, or load with a larger batch")
-        self._reserve(max(map(len, ids)), limit)
-        self._warm_up(max(map(len, ids)))
         completions = [Completion(len(prompt), []) for prompt in ids]
-        waiting, mine = deque(enumerate(ids)), []
 
-        def next_answer() -> Decoding | None:
-            if not waiting or None not in self.rows:
-                return None
-            index, prompt = waiting.popleft()
-            mine.append(self._prefill(prompt))
-            decoding = self._open(index, mine[-1], [], limit, stop, False, on_token)
-            completions[index].answers.append(decoding.answer)
-            return decoding
-
-        def done(decoding: Decoding) -> None:
-            decoding.row.close()
+        def complete(index: int, row: Row, answer: Answer) -> None:
+            row.close()
+            completions[index].answers.append(answer)
             if on_done is not None:
-                on_done(decoding.index, completions[decoding.index])
+                on_done(index, completions[index])
 
-        try:
-            self._decode(next_answer, done, on_token)
-        finally:
-            for row in mine:
-                row.close()
+        call = self._begin_answers(max_new_tokens, stop, sampling, on_token=on_token, on_answer=complete)
+        if ids:
+            self._check_free(1)
+            self._reserve(max(map(len, ids)), call.limit)
+            self._warm_up(max(map(len, ids)))
+            self._decode(deque((index, None, prompt) for index, prompt in enumerate(ids)), call)
         return completions
 
     @one_call
@@ -595,12 +589,10 @@ class Engine:
         rows: list[Row],
         questions: list[Prompt] | None = None,
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         stop: list[str] | None = None,
         stepwise: bool = False,
         on_token: Callable[[int, int, str], None] | None = None,
+        **sampling,
     ) -> list[Answer]:
         """Adds a question (text or ids) to each row and answers them all together; without questions, continues rows.
 
@@ -612,27 +604,20 @@ class Engine:
         if len(questions) != len(rows):
             raise ValueError(f"{len(questions)} questions for {len(rows)} rows")
         self._check_rows(rows)
-        limit = self._begin_answers(max_new_tokens, Sampling(temperature, top_k, top_p, self.seed), stop)
+        answers: dict[int, Answer] = {}
+        call = self._begin_answers(
+            max_new_tokens,
+            stop,
+            sampling,
+            on_token,
+            lambda index, row, answer: answers.update({index: answer}),
+            stepwise,
+        )
         for row, question in zip(rows, questions, strict=True):
             self._room(row, question)
         self._warm_up(self.shape.max_prompt)
-        waiting, answers = deque(enumerate(zip(rows, questions, strict=True))), []
-
-        def next_answer() -> Decoding | None:
-            if not waiting:
-                return None
-            index, (row, question) = waiting.popleft()
-            decoding = self._open(index, row, question, limit, stop, stepwise, on_token)
-            answers.append(decoding.answer)
-            return decoding
-
-        try:
-            self._decode(next_answer, lambda decoding: None, on_token)
-        except BaseException:
-            for row in rows:  # what they hold is not known
-                row.close()
-            raise
-        return answers
+        self._decode(deque(zip(range(len(rows)), rows, questions, strict=True)), call)
+        return [answers[index] for index in range(len(rows))]
 
     def interrupt(self) -> None:
         """Ends each answer that is being decoded with its next token, and the finish reason `interrupted`. Waiting
@@ -652,71 +637,52 @@ class Engine:
         continuations, at most one for each free row, are decoded together and return a list of such tensors.
         """
         single, continuations = is_prompt(prompts), [continuations] if is_prompt(prompts) else continuations
-        prompts, forced = self._encode_all(prompts), [self.encode(ids, bos=False) for ids in continuations]
-        if len(prompts) > self.rows.count(None):
-            raise ValueError(f"{len(prompts)} prompts and {self.rows.count(None)} free rows: load with a larger batch")
-        longest, new = max(map(len, prompts)), max(map(len, forced))
-        self._begin_answers(new, Sampling(), None)
-        self._reserve(longest, new)
-        self._warm_up(longest)
-        if max(len(p) + len(f) - 1 for p, f in zip(prompts, forced, strict=True)) > self.context:
+        ids, forced = self._encode_all(prompts), [self.encode(ids, bos=False) for ids in continuations]
+        self._check_free(len(ids))
+        self._begin_answers(max(map(len, forced)), None, {})
+        self._reserve(max(map(len, ids)), max(map(len, forced)))
+        self._warm_up(max(map(len, ids)))
+        if max(len(prompt) + len(tokens) - 1 for prompt, tokens in zip(ids, forced, strict=True)) > self.context:
             self._warn_past_context()
-        found = [torch.empty(len(ids), self.config.vocab_size, device=self.device) for ids in forced]
-        rows = []
-        try:
-            for index, prompt in enumerate(prompts):
-                rows.append(self._prefill(prompt))
-                found[index][0] = rows[index].logits
-                self.state.wake(rows[index].slot, 0, len(prompt), 0, index)
-            for i in range(1, new):
-                commands, ahead = [CONTINUE] * self.batch, i + self.speculate
-                fed = [(row, ids, to) for row, ids, to in zip(rows, forced, found, strict=True) if i < len(ids)]
-                for row, ids, _ in fed:
-                    commands[row.slot], self.state.left[row.slot] = ids[i - 1], 1
-                logits = self._step(commands, longest + ahead, ahead)[1]
-                for row, _, to in fed:
-                    to[i] = logits[row.slot]
-        finally:
-            for row in rows:
-                row.close()
+        found = forced_logits(self, ids, forced)
         return found[0] if single else found
 
     # Decoding: schedule, launch, read
 
-    def _decode(
-        self, next_answer: Callable[[], Decoding | None], done: Callable[[Decoding], None], on_token: Callable | None
-    ) -> None:
-        """Decodes the answers that `next_answer` gives, until it gives none and all are complete."""
-        running: list[Decoding] = []
+    def _decode(self, waiting: deque[tuple[int, Row | None, list[int]]], call: Call) -> None:
+        """Answers what waits: a question (perhaps none) to a row, or a prompt, for which there is no row yet."""
+        running, asked = [], [row for _, row, _ in waiting if row is not None]
         flight: deque[Step] = deque()
         begin, before = time.perf_counter(), self.stats.prefill_s + self.stats.extend_s
-        while self._schedule(running, next_answer, done) or flight:
-            step = self._launch(running)
-            if step is not None:
-                flight.append(step)
-            while len(flight) > (self.lag if step else 0):
-                self._read(flight.popleft(), on_token)
+        try:
+            while self._schedule(running, waiting, call) or flight:
+                step = self._launch(running)
+                if step is not None:
+                    flight.append(step)
+                while len(flight) > (self.lag if step else 0):
+                    self._read(flight.popleft(), call)
+        except BaseException:
+            for row in [*asked, *(decoding.row for decoding in running)]:  # what they hold is not known
+                row.close()
+            raise
         elsewhere = self.stats.prefill_s + self.stats.extend_s - before
         self.stats.decode_s = time.perf_counter() - begin - elsewhere
 
-    def _schedule(
-        self, running: list[Decoding], next_answer: Callable[[], Decoding | None], done: Callable[[Decoding], None]
-    ) -> list[Decoding]:
-        """Takes complete answers out, and new ones in."""
+    def _schedule(self, running: list[Decoding], waiting: deque, call: Call) -> list[Decoding]:
+        """Takes complete answers out, and lets what waits begin where a row is free."""
         if self.interrupted:
             self.interrupted = False
             for decoding in running:
                 decoding.interrupted = True
-        complete = [decoding for decoding in running if decoding.answer.finish_reason]
-        running[:] = [decoding for decoding in running if not decoding.answer.finish_reason]
-        for decoding in complete:
-            done(decoding)
-        while (decoding := next_answer()) is not None:
-            if decoding.answer.finish_reason:  # one token was enough
-                done(decoding)
-            else:
-                running.append(decoding)
-        return running
+        while True:
+            for decoding in [decoding for decoding in running if decoding.answer.finish_reason]:
+                running.remove(decoding)
+                call.on_answer(decoding.index, decoding.row, decoding.answer)
+            if not waiting or (waiting[0][1] is None and None not in self.rows):
+                return running
+            index, row, question = waiting.popleft()
+            row, question = (self._prefill(question, call.limit), []) if row is None else (row, question)
+            self._open(index, row, question, running, call)
 
     def _launch(self, running: list[Decoding]) -> Step | None:
         """Launches a step for the rows that need one; None if all wait for tokens that are not read yet."""
@@ -750,7 +716,7 @@ class Engine:
         self.stats.compiles += compiled_graphs() - before
         return found
 
-    def _read(self, step: Step, on_token: Callable | None) -> None:
+    def _read(self, step: Step, call: Call) -> None:
         """Waits for a step's tokens and adds them to the rows and their answers."""
         tokens, fed, decoded = step.tokens(), 0, 0
         for decoding, command, counts in step.rows:
@@ -768,13 +734,13 @@ class Engine:
                 row.pending, command = token, CONTINUE
                 decoded += 1
                 if counts:
-                    self._take(decoding, token, on_token)
+                    self._take(decoding, token, call)
                 if decoding.answer.finish_reason:
                     break
         self.stats.fed, self.stats.decoded = self.stats.fed + fed, self.stats.decoded + decoded
         self.stats.steps += decoded > 0
 
-    def _take(self, decoding: Decoding, token: int, on_token: Callable | None) -> None:
+    def _take(self, decoding: Decoding, token: int, call: Call) -> None:
         """Adds the row's `pending` token to its answer."""
         row, ended = decoding.row, token in self.eos
         if self.stats.first_token_s is None:
@@ -784,15 +750,15 @@ class Engine:
             print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
             return
         if len(row.tokens) > self.context and decoding.index not in self.stats.past_context:
-            self.stats.past_context.append(decoding.index)
             self._warn_past_context()
+            self.stats.past_context.append(decoding.index)
         text = decoding.take(token, ended)
         if ended:
             row.pending = None  # it is not fed
         if decoding.answer.finish_reason:
             self.state.left[row.slot] = 0
-        if on_token is not None and (text or not ended):
-            on_token(decoding.index, token, text)
+        if text or not ended:
+            call.on_token(decoding.index, token, text)
 
     def _room(self, row: Row, question: list[int]) -> int:
         """The most tokens of an answer to a question. Raises ValueError if there is no room for one."""
@@ -806,53 +772,51 @@ class Engine:
             )
         return 2**31 if self.endless else room
 
-    def _open(
-        self,
-        index: int,
-        row: Row,
-        question: list[int],
-        limit: int,
-        stop: list[str],
-        stepwise: bool,
-        on_token: Callable | None,
-    ) -> Decoding:
+    def _open(self, index: int, row: Row, question: list[int], running: list[Decoding], call: Call) -> None:
         """Begins an answer: adds the question to the row, and samples the first token unless steps feed it."""
-        stream = self.tokenizer.stream() if self.tokenizer else None
-        decoding = Decoding(index, row, min(limit, self._room(row, question)), stop or [], stream)
+        text = AnswerText(self.tokenizer.stream() if self.tokenizer else None, call.stop)
+        decoding = Decoding(index, row, min(call.limit, self._room(row, question)), text)
+        running.append(decoding)
         tokens, begin = question if row.pending is None else [row.pending, *question], time.perf_counter()
-        if len(tokens) == 1 or (tokens and stepwise):
+        logits, row.logits = row.logits, None
+        if len(tokens) == 1 or (tokens and call.stepwise):
             decoding.feed.extend(tokens)
             self.state.wake(row.slot, 0, len(row.tokens), 0, index)
-            row.logits = None
-            return decoding
-        logits = row.logits
+            return
         if tokens:
             logits = self.model.extend(row.slot, torch.tensor(tokens, device=self.device), len(row.tokens))
             row.tokens += tokens
+            self._forget()
         counter = torch.tensor([[index], [len(row.tokens)]], device=self.device)
-        row.pending, row.logits = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter)), None
-        self.stats.extend_s += time.perf_counter() - begin
-        self.stats.extend_tokens += len(tokens)
+        row.pending = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
+        self.stats.count(len(tokens), time.perf_counter() - begin)
         self.state.wake(row.slot, max(row.pending, 0), len(row.tokens), decoding.limit - 1, index)
-        self._forget()
         decoding.wanted -= 1
-        self._take(decoding, row.pending, on_token)
-        return decoding
+        self._take(decoding, row.pending, call)
 
     def _begin_call(self) -> None:
         self.called, self.interrupted, self.stats = time.perf_counter(), False, self.stats.next_call()
 
-    def _begin_answers(self, limit: int | None, sampling: Sampling, stop: list[str] | None) -> int:
-        """Checks what `generate` and `ask` share; returns the most tokens of an answer."""
-        limit = self.max_new_tokens if limit is None else limit
+    def _begin_answers(
+        self,
+        limit: int | None,
+        stop: list[str] | None,
+        sampling: dict,
+        on_token: Callable | None = None,
+        on_answer: Callable | None = None,
+        stepwise: bool = False,
+    ) -> Call:
+        """Checks what `generate` and `ask` share."""
+        limit, nothing = self.max_new_tokens if limit is None else limit, lambda *_: None
         check_count("max_new_tokens", limit)
+        sampling = Sampling(**sampling, seed=self.seed)
         if stop and self.tokenizer is None:
             raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop or []):
             raise ValueError("stop must be a list of texts, none of them empty")
         self._begin_call()
         self.sampling, self.knobs = sampling, sampling.tensors(self.device)
-        return limit
+        return Call(limit, stop or [], stepwise, on_token or nothing, on_answer or nothing)
 
     def _warm_up(self, prompt: int) -> None:
         """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
@@ -880,10 +844,10 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
             prompt = self.tokenizer.encode(prompt, bos=bos)
-        return token_ids(prompt or [], self.config.vocab_size)
+        return token_ids(prompt, self.config.vocab_size)
 
     def _encode_all(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
-        return [self.encode(prompt) for prompt in ([prompts] if is_prompt(prompts) else prompts)]
+        return [self.encode(prompt) for prompt in as_prompts(prompts)]
 
     def check_length(self, prompt: int) -> None:
         """Raises ValueError if a prompt of `prompt` tokens exceeds the model's context or `max_prompt`."""
@@ -893,11 +857,9 @@ class Engine:
 
     def _warn_past_context(self) -> None:
         if not self.warned:
-            self.warned, context = True, self.config.max_length
-            print(
-                f"warning: decoding past the model's context of {context} tokens, where its text may make no sense",
-                file=sys.stderr,
-            )
+            past = f"past the model's context of {self.config.max_length} tokens, where its text may make no sense"
+            print(f"warning: decoding {past}", file=sys.stderr)
+        self.warned = True
 
     @functools.cached_property
     def weights(self) -> str:

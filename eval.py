@@ -11,93 +11,64 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
-from runtime import processes
+from runtime import parallel
 from runtime.checkpoint import COMPANIONS, fingerprint
 from runtime.device import DTYPES
-from tasks import Setting, shipped_haystack, texts
-from tasks.answers import Job, Reference, answer, digest, force, later_turn
+from tasks import Recipe, shipped_haystack, texts
+from tasks.answers import Job, answer, digest, force, forced, later_turn, parts
+from tasks.prefill_once import prefill_once
 from tasks.registry import GROUPS, TASKS
-from tasks.report import Progress, summary, table
-from tasks.shared import SharedPrompts
+from tasks.results import Journal, accuracy_table, summary
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
 
 ROUND = 128  # a job's new tokens are rounded up to a multiple of this, so that jobs can share caches
 JOINTS = 4  # allowance in tokens: texts encoded separately may take more tokens than when joined
 ROOT = Path(__file__).parent
-OTHER_TOOLS = {  # code that cannot affect an answer
-    "terminal/batch.py",
-    "calibrate.py",
-    "terminal/conversation.py",
-    "convert_hf_checkpoint.py",
-    "generate.py",
-    "terminal/progress.py",
-    "setup.py",
-}
+ROOMS = ("kv", "runtime", "tasks", "text")  # their code can affect an answer
+OTHER_TOOLS = {"calibrate.py", "convert_hf_checkpoint.py", "generate.py", "quantize.py", "setup.py"}  # theirs cannot
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="folder of a converted checkpoint")
+    add, yes = p.add_argument, {"action": "store_true"}
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="folder of a converted checkpoint")
     groups = ", ".join(f"{name} ({len(tasks)})" for name, tasks in GROUPS.items())
-    p.add_argument("--tasks", default="ruler", help=f"comma-separated names or groups: {groups}; see --list-tasks")
-    p.add_argument("--list-tasks", action="store_true", help="list the tasks and exit")
-    p.add_argument("--length", default="4096", help="tokens of prompt plus answer, comma-separated (default: 4096)")
-    p.add_argument("--samples", type=int, default=50, help="samples per task and length (default: 50)")
-    p.add_argument("--questions", type=int, default=1, help="the most questions asked about a text (default: 1)")
-    p.add_argument("--blind", action="store_true", help="prefill the text alone and feed every question afterwards")
-    p.add_argument(
-        "--fork",
-        action="store_true",
-        help="like --blind, but each question gets a row of its own, which "
-        "continues a copy of the text's cache: no question sees another",
-    )
-    p.add_argument(
-        "--stepwise",
-        action="store_true",
-        help="feed questions one token a step, through the method's own "
-        "attention; by default a question after the prompt attends to everything its row holds",
-    )
-    p.add_argument(
-        "--chat",
-        action="store_true",
-        help="apply the checkpoint's chat template, except in tasks whose "
-        "benchmark uses plain prompts; each later question is a turn of its own",
-    )
-    p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
-    p.add_argument("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
-    p.add_argument(
-        "--speculate",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's",
-    )
-    p.add_argument("--haystack", metavar="FILE", help="hide needles in this text")
-    p.add_argument("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
-    p.add_argument("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
-    p.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
-    p.add_argument("--batch", type=int, default=1, help="rows decoded together (default: 1)")
-    p.add_argument(
-        "--ranks",
-        choices=("model", "data"),
-        default="model",
-        help="under torchrun: the processes share "
-        "one model (default), or each has a whole one and answers its share of the samples",
-    )
-    p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
-    p.add_argument("--progress", metavar="FILE", help="resume from this file and add to it (default: beside --json)")
-    p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
-    p.add_argument("--plot", metavar="FILE", help="draw accuracy over budget and bytes; needle: over length and depth")
+    add("--tasks", default="ruler", help=f"comma-separated names or groups: {groups}; see --list-tasks")
+    add("--list-tasks", **yes, help="list the tasks and exit")
+    add("--length", default="4096", help="tokens of prompt plus answer, comma-separated (default: 4096)")
+    add("--samples", type=int, default=50, help="samples per task and length (default: 50)")
+    add("--questions", type=int, default=1, help="the most questions asked about a text (default: 1)")
+    add("--blind", **yes, help="prefill the text alone and feed every question afterwards")
+    add("--fork", **yes, help="like --blind, but a question is asked of a copy of the text's cache and sees no other")
+    add("--stepwise", **yes, help="feed questions one token a step, through the method's own attention")
+    chat = "apply the checkpoint's chat template, except in tasks whose benchmark uses plain prompts"
+    add("--chat", **yes, help=f"{chat}; each later question is a turn of its own")
+    add("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
+    add("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
+    drafts = "the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's"
+    add("--speculate", type=int, default=0, metavar="N", help=drafts)
+    add("--haystack", metavar="FILE", help="hide needles in this text")
+    add("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
+    add("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
+    add("--seed", type=int, default=0, help="seed of the samples (default: 0)")
+    add("--batch", type=int, default=1, help="rows decoded together (default: 1)")
+    ranks = "under torchrun: the processes share a model, or each has a whole one and answers its share of samples"
+    add("--ranks", choices=("model", "data"), default="model", help=f"{ranks} (default: model)")
+    add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
+    add("--progress", metavar="FILE", help="resume from this file and add to it (default: beside --json)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
+    add("--plot", metavar="FILE", help="draw accuracy over budget and bytes; needle: over length and depth")
     return p
 
 
@@ -135,22 +106,20 @@ def prepare(
         graded = TASKS[task]
         chat = args.chat and graded.chat
         around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if chat else 0
-        setting = Setting(
-            length - around, engine.encode, engine.tokenizer.decode, args.seed, args.questions, haystack, args.data
-        )
-        count = args.samples if graded.size is None else min(args.samples, graded.size(setting))
+        how = args.seed, args.questions, haystack, args.data
+        recipe = Recipe(length - around, engine.encode, engine.tokenizer.decode, *how)
+        count = args.samples if graded.size is None else min(args.samples, graded.size(recipe))
         if not count:
             raise ValueError(f"{task}: its file holds no sample")
         try:
-            items = [graded.sample(setting, i) for i in range(count)]
+            items = [graded.sample(recipe, i) for i in range(count)]
         except ValueError as error:
             raise ValueError(f"{task}: {error}") from None
         except KeyError as error:
             raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
         later = 0 if args.blind else 1  # the first question that is fed after the prompt
-        fed = max(
-            sum(len(engine.encode(later_turn(engine, q, chat), bos=False)) for q in s.questions[later:]) for s in items
-        )
+        turns = ([later_turn(engine, q, chat) for q in s.questions[later:]] for s in items)
+        fed = max(sum(len(engine.encode(turn, bos=False)) for turn in own) for own in turns)
         new = fed + JOINTS + graded.max_new_tokens * max(len(s.questions) for s in items)
         jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND, chat))
     return jobs
@@ -160,82 +129,82 @@ def prepare(
 
 
 def code(root: Path = ROOT) -> str:
-    """A hash of the code that asks, answers and scores. A new file counts unless OTHER_TOOLS names it."""
-    files = sorted(file for place in (".", "kv", "tasks") for file in (root / place).glob("*.py"))
-    read = [file for file in files if file.name not in OTHER_TOOLS]
-    return digest([(str(file.relative_to(root)), file.read_text(encoding="utf-8")) for file in read])
+    """A hash of the code that asks, answers and scores. A new file counts unless it is a tool of OTHER_TOOLS."""
+    files = [file for file in root.glob("*.py") if file.name not in OTHER_TOOLS]
+    files += [file for room in ROOMS for file in (root / room).rglob("*.py")]
+    return digest([(str(file.relative_to(root)), file.read_text(encoding="utf-8")) for file in sorted(files)])
+
+
+def conditions(args: argparse.Namespace, engine: Engine) -> dict:
+    """What every answer depends on besides its method and sample."""
+    files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
+    return {
+        "weights": fingerprint(args.checkpoint),
+        "code": code(),
+        "profile": digest(engine.profile),
+        "tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()],
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "eos": sorted(engine.eos),
+        **{name: getattr(args, name) for name in ("blind", "chat", "stepwise", "fork", "speculate")},
+        **({"ranks": engine.ranks.count} if engine.ranks.count > 1 else {}),
+    }
 
 
 def evaluate(
-    args: argparse.Namespace,
-    engine: Engine,
-    jobs: list[Job],
-    chosen: list[Choice],
-    progress: Progress,
-    ranks: Ranks = ALONE,
+    args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], journal: Journal, ranks: Ranks
 ) -> tuple[list[dict], list[dict]]:
     """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples."""
-    rows, samples, reference = [], [], Reference(engine)
-    common = {"weights": fingerprint(args.checkpoint), "code": code(), "profile": digest(engine.profile)}
-    files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
-    common |= {"tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()]}
-    common |= {"dtype": str(engine.dtype).removeprefix("torch."), "eos": sorted(engine.eos)}
-    common |= {name: getattr(args, name) for name in ("blind", "chat", "stepwise", "fork", "speculate")}
-    common |= {"ranks": engine.ranks.count} if engine.ranks.count > 1 else {}
-
-    def key_of(method: Choice, job: Job, index: int) -> str:
-        """Everything that a result depends on."""
-        own = {"kv": method.kv, "options": method.options, "budget": method.budget}
-        own |= {"task": job.task, "length": job.length, "index": index, "sample": job.digests[index]}
-        return json.dumps(common | own, sort_keys=True)
-
-    total = len(chosen) * sum(len(job.items) for job in jobs)
-    with tqdm(total=total, unit="sample") as bar:
+    rows, samples, common = [], [], conditions(args, engine)
+    reference: dict[tuple[int, int], torch.Tensor] = {}  # for fidelity: the full cache's logits, on the host
+    with tqdm(total=len(chosen) * sum(len(job.items) for job in jobs), unit="sample") as bar:
         for method in chosen:
             for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # groups jobs with equal caches
                 bar.set_description(f"{method.label} {job.task} {job.length}")
                 about = {"kv": method.kv, "budget": method.budget, "options": method.options}
-                about |= {"task": job.task, "length": job.length, "chat": job.chat}
-                keys = [key_of(method, job, i) for i in range(len(job.items))]
-                missing = [i for i, key in enumerate(keys) if key not in progress.known]
+                about |= {"task": job.task, "length": job.length}
+                given = [common | about | {"index": i, "sample": sample} for i, sample in enumerate(job.digests)]
+                keys = [json.dumps(own, sort_keys=True) for own in given]
+                about["chat"] = job.chat
+                missing = [i for i, key in enumerate(keys) if key not in journal.results]
                 mine = missing[ranks.rank :: ranks.count]
-                if job.task == "fidelity":
-                    reference.prepare(job, mine, args.batch)
+                unknown = [i for i in mine if (job.length, i) not in reference] if job.task == "fidelity" else []
+                if unknown:
+                    engine.use("full", batch=args.batch, max_prompt=job.prompt, max_new_tokens=job.new)
+                for part in parts(unknown, args.batch):
+                    reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
                 try:
-                    bytes_ = use(engine, method, job, args.batch, args.speculate)
+                    bytes_ = use(engine, method, job, args.batch + args.fork, args.speculate)
                 except BudgetTooSmall as error:  # the cell has no score, and the run continues
                     nothing = {"n": 0, "score": None, "first": None, "later": None}
                     rows.append(about | nothing | {"why": str(error), "minimum": error.minimum})
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))
-                before, decoded, fed, new = engine.fetched(), 0, 0, {}
-                for at in range(0, len(mine), args.batch):
-                    part = mine[at : at + args.batch]
+                before, counts, new = engine.fetched(), Counter(), {}
+                for part in parts(mine, args.batch):
                     if job.graded:
-                        found = answer(engine, job, [job.items[i] for i in part], args)
-                        decoded, fed = decoded + engine.stats.decoded, fed + engine.stats.fed
+                        results = answer(engine, job, [job.items[i] for i in part], args, counts)
                     else:
-                        found = force(engine, job, part, reference)
-                    for i, result in zip(part, found, strict=True):
-                        progress.add(keys[i], result)
+                        results = force(engine, job, part, reference)
+                    for i, result in zip(part, results, strict=True):
+                        journal.add(keys[i], result)
                         new[keys[i]] = result
                     bar.update(len(part))
-                wanted, fetched = (a - b for a, b in zip(engine.fetched(), before, strict=True))
-                found, counts = zip(*processes.everyone(ranks, (new, (wanted, fetched, decoded, fed))), strict=True)
-                for theirs in found:
-                    progress.known |= theirs
-                wanted, fetched, decoded, fed = map(sum, zip(*counts, strict=True))
-                results = [progress.known[key] for key in keys]
-                rate = {"fetch_hit_rate": 1 - fetched / wanted if wanted else None}
+                counts["wanted"], counts["fetched"] = (n - b for n, b in zip(engine.fetched(), before, strict=True))
+                every = Counter()
+                for theirs, their_counts in parallel.everyone(ranks, (new, counts)):
+                    journal.results |= theirs
+                    every.update(their_counts)
+                results = [journal.results[key] for key in keys]
+                rate = {"fetch_hit_rate": 1 - every["fetched"] / every["wanted"] if every["wanted"] else None}
                 if engine.speculate:
-                    rate["accepted_per_round"] = decoded / fed - 1 if fed else None
+                    rate["accepted_per_round"] = every["decoded"] / every["fed"] - 1 if every["fed"] else None
                 rows.append(about | summary(job, results) | bytes_ | rate)
                 samples += [about | {"index": i} | result for i, result in enumerate(results)]
     return rows, samples
 
 
-def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int = 0) -> dict:
+def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int) -> dict:
     """Gives the engine the caches for a job, unless it has them. Returns the options that the profile set, the caches'
     bytes per row, and the bytes per row that a step reads."""
     speculate = 0 if method.kv == "full" and not method.options else speculate  # the others must give its answers
@@ -255,14 +224,9 @@ def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int = 0
     }
 
 
-def list_tasks() -> Iterator[str]:
-    for group, names in GROUPS.items():
-        yield f"{group}: {', '.join(names)}"
-
-
 def main(argv: list[str] | None = None) -> None:
     if "--list-tasks" in (sys.argv[1:] if argv is None else argv):
-        return print("\n".join(list_tasks()))
+        return print("\n".join(f"{group}: {', '.join(names)}" for group, names in GROUPS.items()))
     args = parser().parse_args(argv)
     if args.progress is None and args.json not in (None, "-"):
         args.progress = f"{args.json}.progress.jsonl"
@@ -282,24 +246,24 @@ def main(argv: list[str] | None = None) -> None:
     for name, text in given.items():
         if not text.strip():
             raise ValueError(f"--{name} {getattr(args, name)}: the text is empty")
-    ranks = processes.join()
-    engine = SharedPrompts.load(
-        args.checkpoint, device=args.device, dtype=args.dtype, max_new_tokens=1, seed=0, parallel=args.ranks == "model"
-    ).share()
+    ranks, whole = parallel.join(), args.ranks == "data"  # whether each rank has a whole model
+    how = {"device": args.device, "dtype": args.dtype, "max_new_tokens": 1, "seed": 0, "parallel": not whole}
+    engine = Engine.load(args.checkpoint, **how)
+    prefill_once(engine)
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
         raise ValueError(f"{engine.no_tokenizer}; the tasks need a tokenizer")
     jobs = prepare(args, given, engine, tasks, lengths)
     path = None if args.progress is None else Path(args.progress)
-    progress = Progress(None if ranks.rank else path)
-    progress.known = processes.same(ranks, progress.known)
-    if args.ranks == "data":
-        progress.path = path
-    rows, samples = evaluate(args, engine, jobs, chosen, progress, ranks if args.ranks == "data" else ALONE)
+    journal = Journal(None if ranks.rank else path)
+    journal.results = parallel.same(ranks, journal.results)
+    if whole:
+        journal.path = path
+    rows, samples = evaluate(args, engine, jobs, chosen, journal, ranks if whole else ALONE)
     if ranks.rank:
         return
     out = sys.stderr if args.json == "-" else sys.stdout
-    print("\n".join([table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
+    print("\n".join([accuracy_table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     result = {"args": arguments, "ranks": ranks.count, "rows": rows, "samples": samples}
     write_json(args.json, result)

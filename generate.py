@@ -180,8 +180,13 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     ids, failed = encode(engine, args, prompts, saved)
     if args.save_prompt is not None:
         return save(args, engine, next(iter(ids.values())))
-    if saved is not None and args.max_new_tokens is None:
-        limit = max(1, min(limit, saved.max_new_tokens - max(map(len, ids.values()))))
+    if saved is not None:
+        asked = max(map(len, ids.values()))
+        if args.max_new_tokens is None:
+            limit = max(1, min(limit, saved.max_new_tokens - asked))
+        elif asked + limit - 1 > saved.max_new_tokens:
+            room = f"room for {saved.max_new_tokens} more tokens and {asked + limit - 1} are needed"
+            raise ValueError(f"the prompt was saved with {room}: lower --max-new-tokens, or save it with more")
     out = sys.stderr if args.json == "-" else sys.stdout
     names, how = (
         list(ids),
@@ -260,30 +265,37 @@ def ask_saved(
     engine: Engine, path: str, questions: list[list[int]], limit: int, how: dict, show: Callable | None, done: Callable
 ) -> list[Completion]:
     """Answers questions about a saved prompt, each in a row of its own."""
-    completions = []
+    completions, stats = [], engine.stats.next_call()
     for start in range(0, len(questions), engine.batch):
         group = questions[start : start + engine.batch]
         rows = [engine.load_row(path)]
         rows += [rows[0].fork() for _ in group[1:]]
-        for answer in engine.ask(rows, group, limit, **how, on_token=show):
+        stats = stats.then(engine.stats)
+        answers = engine.ask(rows, group, limit, **how, on_token=show)
+        stats = stats.then(engine.stats)
+        for answer in answers:
             completions.append(Completion(rows[0].prompt, [answer]))
             done(len(completions) - 1, completions[-1])
         for row in rows:
             row.close()
+    engine.stats = stats
     return completions
 
 
 def converse(engine: Engine, prompt: list[int], limit: int, how: dict, show: Callable) -> Completion:
     """A conversation: answers the prompt, then what is typed, until it ends or the caches are full."""
+    rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
     with Conversation(engine) as conversation:
-        rows = engine.start([prompt])
         completion = Completion(len(prompt), engine.ask(rows, None, limit, **how, on_token=show))
+        stats = stats.then(engine.stats)
         while (question := parallel.first(engine.ranks, conversation.read)) is not None:
             try:
                 completion.answers += engine.ask(rows, [question], limit, **how, on_token=show)
+                stats = stats.then(engine.stats)
             except ValueError as error:
                 print(error, file=sys.stderr)
                 break
+    engine.stats = stats
     return completion
 
 

@@ -4,7 +4,7 @@ Every linear layer's weight becomes int8 with a scale for each output channel, o
 for each group of input channels. With --embeddings, the embedding table and the head also become int8, with a scale
 for each token. Norms and biases do not change. Weights round to nearest, with an error of at most half their scale.
 
-The result loads like any checkpoint. Tensors are read, quantized and written one at a time.
+The result loads like any checkpoint. One shard is in memory at a time.
 """
 
 import runtime.startup  # noqa: F401
@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import ModelConfig
-from model import Transformer
+from model import ModelConfig, Transformer
 from runtime.checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
-from runtime.linear import MODES, quantize_modules, read_quantization
+from runtime.linear import GROUPS, MODES, default_groupsize, quantize_modules, read_quantization
 from terminal.cli import run
 
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
@@ -60,11 +59,11 @@ def quantize(
     checkpoint: str | Path,
     out: str | Path,
     mode: str,
-    groupsize: int = 128,
+    groupsize: int | None = None,
     embeddings: bool = False,
     force: bool = False,
 ) -> None:
-    """Writes the quantized checkpoint `out`.
+    """Writes the quantized checkpoint `out`; `groupsize` (int4): None, the largest of GROUPS that fits.
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
@@ -73,8 +72,12 @@ def quantize(
     config = read_config(folder)
     if found := read_quantization(config):
         raise ValueError(f"{folder} is quantized already ({found['mode']}); quantize the checkpoint it was made from")
+    sizes = ModelConfig(**config["kv_fast"]["model"])
     with torch.device("meta"):
-        source, model = (Transformer(ModelConfig.from_dict(config)) for _ in range(2))
+        source, model = (Transformer(sizes) for _ in range(2))
+    if mode == "int4" and groupsize is None:
+        groupsize = default_groupsize(model)
+        print(f"groups of {groupsize} channels, the largest of {GROUPS} that fit this model", file=sys.stderr)
     quantize_modules(model, mode, groupsize, embeddings)
     stored, plain = open_weights(folder), source.state_dict()
     check_weights(stored, {name: tuple(t.shape) for name, t in plain.items()}, folder)
@@ -98,14 +101,14 @@ def quantize(
         return parts(module)[part] if f"{module}.scales" in layout and part != "bias" else stored[name].read()
 
     about = {"mode": mode, "groupsize": groupsize if mode == "int4" else None, "embeddings": embeddings}
-    write_checkpoint(out, config, layout, read, copy_from=folder, quantization=about, force=force)
+    write_checkpoint(out, config, sizes, layout, read, copy_from=folder, quantization=about, force=force)
 
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
     p.add_argument("--mode", required=True, choices=MODES)
-    p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
+    p.add_argument("--groupsize", type=int, help="int4: input channels that share a scale (default: 128, 64 or 32)")
     p.add_argument("--embeddings", action="store_true", help="also quantize the embedding table and the head, to int8")
     p.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     p.add_argument("--force", action="store_true", help="replace an existing checkpoint")

@@ -16,22 +16,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
 import kv as methods
-from bench import generations, llama_cpp
-from bench.contenders import SHAPES
-from bench.measure import measure, new_case, read_bandwidth
-from bench.papers import Found, published
-from bench.report import draw, extensions, is_wide, speculations, table
-from quantize import MODES
-from runtime import processes, tune
+from bench import generations, llama_cpp, papers, tables
+from bench.contenders import GROUPSIZES, SHAPES, Case, checked
+from bench.measure import measure, read_bandwidth
+from runtime import cpu, parallel
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
-from terminal.cli import check_output, choices, columns, number, numbers, profile_lines, run, write_json
+from runtime.linear import MODES
+from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
 
 PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
 
@@ -47,33 +47,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
     p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, added at once")
-    p.add_argument(
-        "--speculate",
-        default="",
-        metavar="N,..",
-        help="also time rounds, in which the methods draft N tokens and the full cache verifies them",
-    )
-    p.add_argument(
-        "--accept",
-        type=float,
-        default=0.8,
-        metavar="SHARE",
-        help="--speculate: the probability that a "
-        "drafted token is accepted, for ms/token (default: 0.8); the time of a round does not depend on it",
-    )
+    drafts = "also time rounds, in which the methods draft N tokens and the full cache verifies them"
+    p.add_argument("--speculate", default="", metavar="N,..", help=drafts)
+    accept = "--speculate: the probability that a drafted token is accepted, for ms/token (default: 0.8)"
+    p.add_argument("--accept", type=float, default=0.8, metavar="SHARE", help=accept)
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
-    p.add_argument("--groupsize", type=int, default=128, help="int4: input channels that share a scale (default: 128)")
-    p.add_argument(
-        "--embeddings",
-        action="store_true",
-        help="with int8 or int4: quantize the embedding table and the head too, to int8",
-    )
+    groups = f"int4: channels that share a scale (default: the first of {GROUPSIZES} that divides the model's)"
+    p.add_argument("--groupsize", type=int, help=groups)
+    p.add_argument("--embeddings", action="store_true", help="quantize the embedding table and the head too, to int8")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
     p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
     p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")
     p.add_argument("--limit", type=int, metavar="SECONDS", help="start no contender after this time")
-    first_token = "time a prompt to its first token (default: yes)"
-    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help=first_token)
+    p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="time a prompt too")
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
     p.add_argument("--peer", choices=PEERS, help="also time another engine's step, in the same shape and dtype")
     p.add_argument("--paper", action="store_true", help="measure the settings of the papers, beside their figures")
@@ -95,18 +81,23 @@ def main(argv: list[str] | None = None) -> None:
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     args.speculate = numbers(args.speculate, "--speculate", int) if args.speculate else []
-    if not 0 <= args.accept <= 1:
-        raise ValueError(f"--accept must lie between 0 and 1, not {args.accept}")
-    if args.speculate and (args.paper or args.generate):
-        raise ValueError("--speculate times single rounds: leave out --paper and --generate")
-    if args.paper and args.generate:
-        raise ValueError("--paper has settings of its own: leave out --generate")
     missing = [p for module, p in PEERS.get(args.peer, {}).items() if not importlib.util.find_spec(module)]
-    if missing:
-        raise ValueError(f"--peer {args.peer} needs it: pip install {' '.join(missing)}")
-    if args.memory_cap is not None and args.memory_cap <= 0:
-        raise ValueError(f"--memory-cap must be positive, not {args.memory_cap}")
-    ranks = processes.join()
+    modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
+    unknown = set(modes) - {None, *MODES}
+    for wrong, why in (
+        (not 0 <= args.accept <= 1, f"--accept must lie between 0 and 1, not {args.accept}"),
+        (args.memory_cap is not None and args.memory_cap <= 0, f"--memory-cap must be positive, not {args.memory_cap}"),
+        (args.speculate and args.paper, "--speculate times single rounds: leave out --paper"),
+        (args.speculate and args.generate, "--speculate times single rounds: leave out --generate"),
+        (args.paper and args.generate, "--paper has settings of its own: leave out --generate"),
+        (args.batch == "max" and args.generate is None, "--batch max needs --generate N"),
+        (missing, f"--peer {args.peer} needs it: pip install {' '.join(missing)}"),
+        (unknown, f"--quantize {', '.join(unknown)}: known are none, {', '.join(MODES)}"),
+        (args.embeddings and modes == [None], "--embeddings needs --quantize int8 or int4"),
+    ):
+        if wrong:
+            raise ValueError(why)
+    ranks = parallel.join()
     if ranks.count > 1 and (args.peer or args.paper or args.generate):
         raise ValueError("--peer, --paper and --generate need one process: start it with python, not torchrun")
     if ranks.rank:
@@ -115,82 +106,75 @@ def main(argv: list[str] | None = None) -> None:
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)
     if args.memory_cap is not None:
         cap_memory(int(args.memory_cap * 1e9), device)
-    args.shape = processes.same(ranks, args.shape or default_shape(device))
-    config = shape_config(args.shape)
+    args.shape = parallel.same(ranks, args.shape or default_shape(device))
     contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
-    if args.batch == "max" and args.generate is None:
-        raise ValueError("--batch max needs --generate N")
     batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
     budgets = numbers(args.budget, "--budget", number) if args.budget else []
     chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, budgets)
-    modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
-    if unknown := set(modes) - {None, *MODES}:
-        raise ValueError(f"--quantize {unknown.pop()}: known are none, {', '.join(MODES)}")
-    if args.embeddings and modes == [None]:
-        raise ValueError("--embeddings needs --quantize int8 or int4")
-    bandwidth = read_bandwidth(device)
+    bandwidth, steps = read_bandwidth(device), args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
+    common = dtype, device, bandwidth, contexts[0], steps, args.compile, args.prefill, ranks
+    base = Case(args.shape, shape_config(args.shape), *common, groupsize=args.groupsize, embeddings=args.embeddings)
+    by_mode = [checked(replace(base, quantize=mode)) for mode in modes]  # all, before the first is measured
     about = {"machine": machine(device), "commit": commit(), "date": f"{datetime.date.today()}"}
     about |= {"command": " ".join(["python -m bench", *(sys.argv[1:] if argv is None else argv)])}
     about |= {"bandwidth_gbs": bandwidth / 1e9}
     out = sys.stderr if args.json == "-" else sys.stdout
     print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {args.shape}", file=out)
-    result, lines, stopped = about | {"rows": []} | ({"generations": []} if args.paper else {}), [], False
-
-    def asked() -> Found:
-        for mode, context in itertools.product(modes, contexts):
-            if args.generate:
-                case = new_case(args, config, mode, dtype, device, context, 1)
-                case.steps, case.prefill = args.generate + args.steps + 2, False
-                for row in generations.generations(case, chosen, batches, args.generate, args.steps, bandwidth):
-                    yield "rows", [row]
-                continue
-            for batch in batches:
-                case = new_case(args, config, mode, dtype, device, context, batch)
-                yield "rows", measure(args, case, chosen, bandwidth)
-                torch._dynamo.reset()
-
+    result, lines = about | {"rows": []} | ({"generations": []} if args.paper else {}), []
     try:
-        for key, found in published(args, device, dtype, bandwidth, lines) if args.paper else asked():
-            result[key] += found
-            if found:
+        wanted = papers.published(args, base, lines) if args.paper else asked(args, by_mode, contexts, batches, chosen)
+        for key, rows in wanted:
+            result[key] += rows
+            if rows:
                 with open(args.results, "a") as file:
-                    file.write(json.dumps(about | {key: found}) + "\n")
+                    file.write(json.dumps(about | {key: rows}) + "\n")
                 if args.json != "-":
                     write_json(args.json, result)
-    except KeyboardInterrupt:  # finished cases are still shown
-        stopped = True
-    if len(lines) > 1:
-        print(columns(lines), file=out)
-    show(args, result["rows"], out)
-    if args.json == "-":
-        write_json(args.json, result)
-    if stopped:
-        raise KeyboardInterrupt
+    finally:  # whatever was measured is shown
+        if lines:
+            print(table(lines), file=out)
+        if result["rows"]:
+            show(args, result["rows"], out)
+        if args.json == "-":
+            write_json(args.json, result)
     if not result["rows"] and not args.paper:
         raise ValueError("nothing was measured: every method was left out")
 
 
+def asked(
+    args: argparse.Namespace, by_mode: list[Case], contexts: list[int], batches: list[int] | None, chosen: list[Choice]
+) -> Iterator[tuple[str, list[dict]]]:
+    """Measures the cases that the command line names; yields a key of the JSON object and new rows for it."""
+    for case, context in itertools.product(by_mode, contexts):
+        case = replace(case, context=context)
+        if args.generate:
+            for row in generations.generations(case, chosen, batches, args.generate, args.steps):
+                yield "rows", [row]
+            continue
+        for batch in batches:
+            yield "rows", measure(args, replace(case, batch=batch), chosen)
+            torch._dynamo.reset()
+
+
 def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
-    if not rows:
-        return
-    print(generations.table(rows) if args.generate else table(rows), file=out)
-    if extended := [r for r in rows if r.get("extend")]:
-        print(extensions(extended), file=out)
-    if speculated := [r for r in rows if r.get("speculate")]:
-        print(speculations(speculated, rows), file=out)
-    kernels = sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
-    products = tune.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
-    ranks = []
+    print(tables.generations(rows) if args.generate else tables.steps(rows), file=out)
+    if args.extend and not args.generate:
+        print(tables.extensions([r for r in rows if "extend" in r]), file=out)
+    if any(r.get("speculate") for r in rows):
+        print(tables.speculations(rows), file=out)
+    notes = profile_lines(rows)
     if rows[0].get("ranks", 1) > 1:
         sizes = sorted({(r["batch"], r["step_exchanged_bytes"]) for r in rows})
         each = ", ".join(f"{size / 1e6:.2f} MB with batch {batch}" for batch, size in sizes)
-        ranks.append(f"{rows[0]['ranks']} ranks, bytes are those of one; they exchange {each} a step")
-    for line in profile_lines(rows) + ranks + kernels + products:
-        print(line, file=out)
-    if not args.generate and any(map(is_wide, rows)):
-        print("! the spread is too wide to conclude: is the machine idle?", file=out)
+        notes.append(f"{rows[0]['ranks']} ranks, bytes are those of one; they exchange {each} a step")
+    notes += sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
+    notes += cpu.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
+    if not args.generate and any(map(tables.is_wide, rows)):
+        notes.append("! the spread is too wide to conclude: is the machine idle?")
+    for note in notes:
+        print(note, file=out)
     if args.plot:
-        generations.draw(rows, args.plot) if args.generate else draw(rows, args.plot)
+        (tables.draw_generations if args.generate else tables.draw)(rows, args.plot)
 
 
 def shape_config(name: str) -> dict:
@@ -198,9 +182,13 @@ def shape_config(name: str) -> dict:
         return SHAPES[name]
     if not Path(name).is_file():
         raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
-    profile = Path(name).with_name("kv_profile.json")
-    known = {"kv_profile": methods.read_profile(read_json(profile))} if profile.is_file() else {}
-    return {**read_json(Path(name)), "max_position_embeddings": 2**20, **known}
+    config, profile = (
+        read_json(Path(name)) | {"max_position_embeddings": 2**20},
+        Path(name).with_name("kv_profile.json"),
+    )
+    if profile.is_file():
+        config["kv_profile"] = methods.read_profile(read_json(profile))
+    return config
 
 
 def default_shape(device: torch.device) -> str:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from bench import tables
 from engine import Engine
 from runtime.device import DTYPES
-from tasks import Setting, shipped_haystack
+from tasks import Recipe, shipped_haystack
 from tasks.registry import TASKS
-from terminal.cli import Choice, check_output, choices, columns, number, numbers, read_text, run, write_json
+from terminal.cli import Choice, check_output, choices, number, numbers, read_text, run, table, write_json
 
 LOOKUP = "niah_multikey_1"
 
@@ -49,17 +50,14 @@ def prompts(engine: Engine, args: argparse.Namespace) -> dict[str, tuple[list[li
     starts = range(0, len(ids) - args.length, args.length)[: args.samples]
     if not starts:
         raise ValueError(f"the text has {len(ids)} tokens; shorten --length")
-    bos = engine.encode("x")[: len(engine.encode("x")) - len(engine.encode("x", bos=False))]
-    task = TASKS[LOOKUP]
-    setting = Setting(args.length + task.max_new_tokens, engine.encode, engine.tokenizer.decode)
-    asked = [engine.encode(task.sample(setting, i).prompt) for i in range(args.samples)]
+    bos, task = engine.encode("x")[: -len(engine.encode("x", bos=False))], TASKS[LOOKUP]
+    recipe = Recipe(args.length + task.max_new_tokens, engine.encode, engine.tokenizer.decode)
+    lookups = [engine.encode(task.sample(recipe, i).prompt) for i in range(args.samples)]
     free = [(bos + ids[i : i + args.length])[: args.length] for i in starts]
-    return {"look-ups": (asked, task.max_new_tokens), "free text": (free, args.tokens)}
+    return {"look-ups": (lookups, task.max_new_tokens), "free text": (free, args.tokens)}
 
 
-def measure(
-    args: argparse.Namespace, engine: Engine, kinds: dict[str, tuple[list[list[int]], int]], cells: list
-) -> Iterator[dict]:
+def measure(args: argparse.Namespace, engine: Engine, kinds: dict, cells: list[tuple[Choice, int]]) -> Iterator[dict]:
     """A row of the JSON object for each draft; the first cell is the full cache alone."""
     full = {}
     for method, n in cells:
@@ -67,15 +65,25 @@ def measure(
         for kind, (texts, limit) in kinds.items():
             longest = max(map(len, texts))
             engine.use(method.kv, method.budget, method.options, args.batch, longest, limit, n)
-            engine.requests = itertools.count()  # the noise of sampling depends on a request's number
-            found = [c.answers[0].tokens for c in engine.generate(texts, limit, args.temperature)]
-            full.setdefault(kind, found)
-            same = sum(a == b for a, b in zip(found, full[kind], strict=True))
+            answers = [c.answers[0].tokens for c in engine.generate(texts, limit, args.temperature)]
+            full.setdefault(kind, answers)
+            same = sum(a == b for a, b in zip(answers, full[kind], strict=True))
             row["kinds"][kind] = {"accepted": engine.stats.accepted, "same": same, "of": len(texts)}
             row["draft_bytes"] = sum(sum(getattr(layer, "draft", layer).step_bytes(longest)) for layer in engine.layers)
             row["full_bytes"] = engine.shape.full_bytes() // engine.shape.planned // args.batch * longest
         if n:
             yield row
+
+
+def line(row: dict) -> dict[str, object]:
+    """A line of the table."""
+    kinds = row["kinds"]
+    accepted = {f"accepted, {kind}": tables.cell(kinds[kind]["accepted"]) for kind in kinds}
+    return {"drafts": tables.label(row | {"speculate": 0}), "a round": row["speculate"], **accepted} | {
+        "draft reads": f"{row['draft_bytes'] / 1e6:.2f} MB",
+        "of full": f"{100 * row['draft_bytes'] / row['full_bytes']:.1f}%",
+        "same answers": f"{sum(x['same'] for x in kinds.values())} of {sum(x['of'] for x in kinds.values())}",
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,37 +98,17 @@ def main(argv: list[str] | None = None) -> None:
     if engine.tokenizer is None:
         raise ValueError(engine.no_tokenizer)
     kinds = prompts(engine, args)
-    cells = [(Choice("full", None, {}), 0), *((method, n) for method in chosen for n in counts)]
+    cells = [(Choice("full", None, {}), 0), *itertools.product(chosen, counts)]
     for method, n in cells:  # rejects now what cannot draft
         engine.use(method.kv, method.budget, method.options, args.batch, None, args.tokens, n)
-    rows, stopped = [], False
+    rows = []
     try:
         for row in tqdm(measure(args, engine, kinds, cells), total=len(cells) - 1, unit="draft", disable=None):
             rows.append(row)
-    except KeyboardInterrupt:  # finished drafts are still shown
-        stopped = True
-    print(table(rows, list(kinds)), file=sys.stderr if args.json == "-" else sys.stdout)
-    write_json(args.json, {"args": {k: str(v) for k, v in vars(args).items()}, "rows": rows})
-    if stopped:
-        raise KeyboardInterrupt
-
-
-def table(rows: list[dict], kinds: list[str]) -> str:
-    lines = [["drafts", "a round", *(f"accepted, {kind}" for kind in kinds), "draft reads", "of full", "same answers"]]
-    for r in rows:
-        found = [r["kinds"][kind] for kind in kinds]
-        same, every = (sum(x[key] for x in found) for key in ("same", "of"))
-        lines.append(
-            [
-                Choice(r["kv"], r["budget"], r["options"]).label,
-                str(r["speculate"]),
-                *("-" if x["accepted"] is None else f"{x['accepted']:.2f}" for x in found),
-                f"{r['draft_bytes'] / 1e6:.2f} MB",
-                f"{100 * r['draft_bytes'] / r['full_bytes']:.1f}%",
-                f"{same} of {every}",
-            ]
-        )
-    return columns(lines)
+    finally:  # whatever was measured is shown
+        if rows:
+            print(table(list(map(line, rows))), file=sys.stderr if args.json == "-" else sys.stdout)
+        write_json(args.json, {"args": {k: str(v) for k, v in vars(args).items()}, "rows": rows})
 
 
 if __name__ == "__main__":

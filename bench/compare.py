@@ -16,64 +16,63 @@ from pathlib import Path
 
 from terminal.cli import Choice, check_output, load_pyplot, run
 
+COLUMNS = {  # the table's columns of numbers: key, factor and format
+    "perplexity": ("perplexity", 1, ".1f"),
+    "KV, MB": ("kv_device_bytes", 1e-6, ".2f"),
+    "on the host": ("kv_host_bytes", 1e-6, ".2f"),
+    "read a step, MB": ("read", 1e-6, ".2f"),
+    "ms/token": ("ms", 1, ".1f"),
+}
+
 
 def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
     """(method, budget) -> its results. Scores are means over the graded tasks, bytes those of the last such task."""
-    found, scores = defaultdict(dict), defaultdict(lambda: defaultdict(list))
+    results, scores = defaultdict(dict), defaultdict(lambda: defaultdict(list))
     for row in answers:
         key = Choice(row["kv"], None, row["options"]).label, row["budget"]
         if row["score"] is None:  # refused
             continue
         if row["task"] == "perplexity":
-            found[key]["perplexity"] = row["score"]
-        else:
-            for when in ("first", "later"):
-                if row[when] is not None:
-                    scores[key][when].append(row[when])
-            found[key] |= {name: row[name] for name in ("kv_device_bytes", "kv_host_bytes")}
-            found[key]["read"] = row["step_device_bytes"] + row["step_host_bytes"]
+            results[key]["perplexity"] = row["score"]
+            continue
+        for when in ("first", "later"):
+            if row[when] is not None:
+                scores[key][when].append(row[when])
+        results[key] |= {name: row[name] for name in ("kv_device_bytes", "kv_host_bytes")}
+        results[key]["read"] = row["step_device_bytes"] + row["step_host_bytes"]
     for key, own in scores.items():
-        found[key] |= {when: sum(values) / len(values) for when, values in own.items()}
+        results[key] |= {when: sum(values) / len(values) for when, values in own.items()}
     for row in speed:
         key = Choice(row["kv"], None, row["options"]).label, row["budget"]
-        if "ms" in found.get(key, {}):
+        if "ms" in results.get(key, {}):
             raise ValueError(f"{' '.join(map(str, key))} was timed more than once")
-        if key in found:
-            found[key]["ms"] = row["ms_per_token"]
-    return dict(found)
+        if key in results:
+            results[key]["ms"] = row["ms_per_token"]
+    return dict(results)
 
 
-def table(found: dict[tuple, dict]) -> str:
-    head = ["method", "budget", "answers", "perplexity", "KV, MB", "on the host", "read a step, MB", "ms/token"]
+def table(results: dict[tuple, dict]) -> str:
+    head = ["method", "budget", "answers", *COLUMNS]
     lines = [head, ["---"] * len(head)]
-    for (method, budget), own in found.items():
+    for (method, budget), own in results.items():
         answers = " / ".join(f"{own[when]:.0f}" for when in ("first", "later") if when in own)
-        numbers = [
-            format(own[name] * scale, spec) if name in own else "-"
-            for name, scale, spec in (
-                ("perplexity", 1, ".1f"),
-                ("kv_device_bytes", 1e-6, ".2f"),
-                ("kv_host_bytes", 1e-6, ".2f"),
-                ("read", 1e-6, ".2f"),
-                ("ms", 1, ".1f"),
-            )
-        ]
+        numbers = [format(own[key] * by, form) if key in own else "-" for key, by, form in COLUMNS.values()]
         lines.append([method, "" if budget is None else str(budget), answers or "-", *numbers])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def draw(found: dict[tuple, dict], path: str) -> None:
+def draw(results: dict[tuple, dict], path: str) -> None:
     """Draws one panel per budget: answers (the mean of first and later questions) over the bytes a step reads, with one
     named mark per method."""
     pyplot = load_pyplot()
-    budgets = sorted({budget for _, budget in found if budget is not None}) or [None]
+    budgets = sorted({budget for _, budget in results if budget is not None}) or [None]
     size = (11, 7 * len(budgets))
     figure, axes = pyplot.subplots(len(budgets), 1, figsize=size, layout="constrained", squeeze=False)
     panels = {}
     for axis, wanted in zip(axes[:, 0], budgets, strict=True):
         panels[axis] = [
             (name, own["read"] / 1e6, (own["first"] + own.get("later", own["first"])) / 2)
-            for (name, budget), own in found.items()
+            for (name, budget), own in results.items()
             if budget in (None, wanted) and "first" in own
         ]
         for i, (_, x, y) in enumerate(panels[axis]):
@@ -125,15 +124,15 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     check_output(args.plot, "--plot")
     try:
-        found = join(*(json.loads(path.read_text())["rows"] for path in (args.answers, args.speed)))
+        results = join(*(json.loads(path.read_text())["rows"] for path in (args.answers, args.speed)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{args.answers} and {args.speed} must be the files that eval.py and bench wrote with --json "
             f"({type(error).__name__}: {error})"
         ) from None
-    print(table(found))
+    print(table(results))
     if args.plot:
-        draw(found, args.plot)
+        draw(results, args.plot)
 
 
 if __name__ == "__main__":

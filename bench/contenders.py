@@ -7,82 +7,114 @@ random tokens.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 import kv as methods
-from caches import shape_of
-from config import ModelConfig
-from decoder import CONTINUE, Sampling, read_later
-from engine import Engine
+from engine import CONTINUE, Engine, read_later
 from kv.full import Full
-from kv.parts.ranks import ALONE, Ranks
-from model import Transformer
-from quantize import pack
-from runtime import tp
+from kv.parts.ranks import Ranks
+from model import ModelConfig, Transformer
+from runtime import parallel
+from runtime.hf_config import from_hf
+from runtime.plan import shape_of
 from terminal.cli import Choice
 
-
-def llama(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float = 1e4, **more) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "rope_theta": theta,
-        "max_position_embeddings": 2**20,
-        **more,
-    }
+KEYS = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
+rope_theta""".split()
 
 
+def llama(*sizes: float, **more) -> dict:
+    """A config.json with `sizes` for KEYS."""
+    fixed = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2**20}
+    return {**fixed, **dict(zip(KEYS, sizes, strict=True)), **more}
+
+
+GROUPSIZES = (128, 64, 32)
+ENDLESS = 2**40  # more steps than any row is given
 SHAPES = {  # the models' config.json, except the context length, which the benchmark chooses
     "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
     "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, 5e5, head_dim=64, tie_word_embeddings=True),
     "mistral-7b": llama(4096, 32, 32, 8, 14336, 32000, 1e6),
     "yi-9b": llama(4096, 48, 32, 4, 11008, 64000, 1e4),
     "yi-6b": llama(4096, 32, 32, 4, 11008, 64000, 5e6),
-    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000),
-    "llama-160m": llama(768, 12, 12, 4, 3072, 32000),
+    "llama-2-7b": llama(4096, 32, 32, 32, 11008, 32000, 1e4),
+    "llama-160m": llama(768, 12, 12, 4, 3072, 32000, 1e4),
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """The settings that all contenders share."""
 
+    name: str  # of the shape
     config: dict
-    quantize: str | None
-    groupsize: int
-    embeddings: bool  # whether the table and the head are quantized too
     dtype: torch.dtype
     device: torch.device
+    bandwidth: float  # bytes/s at which the device reads its memory
     context: int
-    batch: int
     steps: int  # tokens planned after the context
     compile: bool
     prefill: bool
-    ranks: Ranks = ALONE
+    ranks: Ranks
+    batch: int = 1
+    quantize: str | None = None
+    groupsize: int | None = None  # int4: input channels that share a scale
+    embeddings: bool = False  # whether the table and the head are quantized too
+
+    @property
+    def sizes(self) -> ModelConfig:
+        return from_hf(self.config)
 
     def shape(self) -> methods.Shape:
-        config = ModelConfig.from_dict(self.config)
-        return shape_of(config, self.dtype, self.device, self.batch, self.context, self.steps)
+        return shape_of(self.sizes, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
-        """This rank's part of the model, on the meta device."""
+        """This rank's part of the model, on the meta device. Raises ValueError if it cannot be quantized so."""
         how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": self.embeddings}
-        return tp.skeleton(ModelConfig.from_dict(self.config), how if self.quantize else None, self.ranks, self.dtype)
+        return parallel.skeleton(self.sizes, how if self.quantize else None, self.ranks, self.dtype)
+
+    def floor_ms(self, device_bytes: int, host_bytes: int) -> float:
+        """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
+        if self.device.type == "cpu" or not host_bytes:
+            return 1e3 * (device_bytes + host_bytes) / self.bandwidth
+        return 1e3 * max(device_bytes / self.bandwidth, host_bytes / copy_bandwidth(self.device))
 
     def exchanged(self) -> int:
         """Bytes that the ranks exchange in one step: the outputs that they sum, and the logits that they gather."""
-        c = ModelConfig.from_dict(self.config)
-        numbers = 2 * c.n_layer * c.dim + c.vocab_size
+        numbers = 2 * self.sizes.n_layer * self.sizes.dim + self.sizes.vocab_size
         return self.batch * numbers * self.dtype.itemsize if self.ranks.count > 1 else 0
+
+    def about(self) -> dict:
+        """The keys that every row of the JSON object has."""
+        return {
+            "shape": self.name,
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantize": self.quantize,
+            "groupsize": self.groupsize if self.quantize == "int4" else None,
+            "embeddings": bool(self.quantize) and self.embeddings,
+        }
+
+
+def checked(case: Case) -> Case:
+    """The case; for int4 without a group size, with the largest of GROUPSIZES that divides the model's channels.
+
+    Raises ValueError if the model cannot be quantized so or divided among the ranks.
+    """
+    sizes = GROUPSIZES if case.quantize == "int4" and case.groupsize is None else [case.groupsize]
+    for groupsize in sizes:
+        grouped = replace(case, groupsize=groupsize)
+        try:
+            grouped.model()
+            return grouped
+        except ValueError:
+            if groupsize == sizes[-1]:
+                raise
 
 
 def random_weights(case: Case) -> dict[str, Tensor]:
@@ -110,13 +142,6 @@ def seconds(what: Callable[[], object]) -> float:
     begin = time.perf_counter()
     what()
     return time.perf_counter() - begin
-
-
-def floor_ms(device: torch.device, device_bytes: int, host_bytes: int, bandwidth: float) -> float:
-    """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
-    if device.type == "cpu" or not host_bytes:
-        return 1e3 * (device_bytes + host_bytes) / bandwidth
-    return 1e3 * max(device_bytes / bandwidth, host_bytes / copy_bandwidth(device))
 
 
 @cache
@@ -151,31 +176,32 @@ class Ours:
         self.case, self.method, self.label = case, method, "naive" if naive else method.label
         model = case.model()
         model.load_state_dict(weights, assign=True)
-        pack(model)  # reorders shared weights again each time, which does not matter: they are random
-        model = tp.connect(model.requires_grad_(False), case.ranks)
-        profile = case.config.get("kv_profile", {})
-        self.engine = engine = Engine(model, None, set(), profile, case.compile, seed=0, ranks=case.ranks)
+        # This reorders shared weights again each time, which does not matter: they are random.
+        model = parallel.prepared(model.requires_grad_(False), case.ranks)
+        how = {"profile": case.config.get("kv_profile"), "compile": case.compile, "seed": 0, "ranks": case.ranks}
+        self.engine = engine = Engine(model, **how)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
-            model.set_kv(engine.layers, case.batch)
-        engine.decoder.warm_up(Sampling(), case.context)
+            model.set_kv(engine.layers)
+        engine._begin_answers(None, None, {})
+        engine._warm_up(case.context)
         self.new = 0
 
     def start(self) -> float | None:
         """Fills every row; returns the seconds from the first row's prompt to its first token, None if not timed."""
-        case, engine, seconds, first = self.case, self.engine, None, 0
+        case, engine, prefill_s = self.case, self.engine, None
         if case.prefill:
             ids = torch.randint(case.config["vocab_size"], (case.context,)).tolist()
-            engine.prefill(0, ids if case.device.type == "cuda" else ids[:64])  # a GPU also chooses kernels by length
-            begin = time.perf_counter()
-            engine.prefill(0, ids).argmax().item()
-            seconds, first = time.perf_counter() - begin, 1
-        for row in range(first, case.batch):
-            self.fill(row)
+            warm = ids if case.device.type == "cuda" else ids[:64]  # a GPU also chooses kernels by length
+            engine.start(warm)[0].close()
+            prefill_s = seconds(lambda: engine.start(ids)[0].logits.argmax().item())
         for row in range(case.batch):
-            engine.decoder.start(row, 1, case.context, row)
-        return seconds
+            if row or not case.prefill:
+                self.fill(row)
+            engine.state.wake(row, 1, case.context, ENDLESS, row)
+        engine._forget()
+        return prefill_s
 
     def fill(self, row: int) -> None:
         """Fills a row with random keys and values, without the cost of a prefill."""
@@ -195,20 +221,23 @@ class Ours:
         does not change the time of a round."""
         self.new += 1
         engine = self.engine
-        for row in range(engine.batch if engine.speculate else 0):
-            engine.decoder.allow(row, 1)
-        length = self.case.context + self.new
-        read_later(engine.decoder.launch([CONTINUE] * engine.batch, length, self.new)[0])()
+        if engine.speculate:
+            engine.state.left.fill_(1)
+        tokens, _ = engine._step([CONTINUE] * engine.batch, self.case.context + self.new, self.new)
+        read_later(tokens)()
 
     def extend_s(self, n: int, repeats: int) -> float:
         """Seconds in which the first row takes n more tokens at once, the median of `repeats`."""
-        engine, pos = self.engine, self.case.context + self.new
-        row = engine.copy(0, [0] * pos)
-        tokens, found = torch.randint(self.case.config["vocab_size"], (n,)).tolist(), []
+        engine, pos, times = self.engine, self.case.context + self.new, []
+        tokens = torch.randint(self.case.config["vocab_size"], (n,), device=self.case.device)
+        states = [layer.state(0, pos) for layer in engine.layers]
         for _ in range(repeats):
-            found.append(seconds(lambda: engine.extend(0, tokens, pos).argmax().item()))
-            engine.restore(0, row)
-        return statistics.median(found)
+            times.append(seconds(lambda: engine.model.extend(0, tokens, pos).argmax().item()))
+            for layer in engine.layers:
+                layer.reset(0)
+            for layer, state in zip(engine.layers, states, strict=True):
+                layer.restore(0, pos, state)
+        return statistics.median(times)
 
     def about(self) -> dict:
         engine, batch = self.engine, self.case.batch
@@ -229,7 +258,7 @@ class Ours:
         }
 
 
-class Theirs:
+class Transformers:
     """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
 
     def __init__(self, case: Case, cache: str):
@@ -257,7 +286,3 @@ class Theirs:
         logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
         self.token = logits[:, -1:].argmax(-1)
         self.token[0].tolist()
-
-    def about(self) -> dict:
-        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, "profile": {}, "products": {}, **dict.fromkeys(none)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from bench.contenders import Case, seconds
-from config import ModelConfig
+from runtime.hf_config import from_hf
 
 NEEDED = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}  # packages by module
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", "int8": "Q8_0", "int4": "Q4_0"}
@@ -22,43 +22,34 @@ def write_gguf(case: Case, path: Path) -> None:
     import gguf
     import numpy
 
-    c, kind = ModelConfig.from_dict(case.config), gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
+    c, kind = from_hf(case.config), gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
     out, generator = gguf.GGUFWriter(path, "llama", use_temp_file=True), numpy.random.default_rng(0)
-    out.add_context_length(c.max_length)
-    out.add_embedding_length(c.dim)
-    out.add_block_count(c.n_layer)
-    out.add_feed_forward_length(c.ffn_dim)
-    out.add_head_count(c.n_head)
-    out.add_head_count_kv(c.n_kv_head)
-    out.add_key_length(c.head_dim)
-    out.add_value_length(c.head_dim)
-    out.add_rope_dimension_count(c.head_dim)
-    out.add_rope_freq_base(c.rope["rope_theta"])
-    out.add_layer_norm_rms_eps(c.norm_eps)
-    out.add_vocab_size(c.vocab_size)
-    out.add_tokenizer_model("no_vocab")
-
-    def weight(name: str, rows: int, columns: int) -> None:
-        values = generator.standard_normal((rows, columns), dtype=numpy.float32) * numpy.float32(0.02)
+    for key, value in {
+        "context_length": c.max_length,
+        "embedding_length": c.dim,
+        "block_count": c.n_layer,
+        "feed_forward_length": c.ffn_dim,
+        "head_count": c.n_head,
+        "head_count_kv": c.n_kv_head,
+        "key_length": c.head_dim,
+        "value_length": c.head_dim,
+        "rope_dimension_count": c.head_dim,
+        "rope_freq_base": c.rope["rope_theta"],
+        "layer_norm_rms_eps": c.norm_eps,
+        "vocab_size": c.vocab_size,
+        "tokenizer_model": "no_vocab",
+    }.items():
+        getattr(out, f"add_{key}")(value)
+    linear = {"attn_q": (c.n_head * c.head_dim, c.dim), "attn_output": (c.dim, c.n_head * c.head_dim)}
+    linear |= dict.fromkeys(("attn_k", "attn_v"), (c.n_kv_head * c.head_dim, c.dim))
+    linear |= {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
+    shapes = {"token_embd": (c.vocab_size, c.dim)} | ({} if c.tied else {"output": (c.vocab_size, c.dim)})
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(c.n_layer) for name, shape in linear.items()}
+    for name, shape in shapes.items():
+        values = generator.standard_normal(shape, dtype=numpy.float32) * numpy.float32(0.02)
         out.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
-
-    def norm(name: str) -> None:
+    for name in ["output_norm", *(f"blk.{i}.{norm}_norm" for i in range(c.n_layer) for norm in ("attn", "ffn"))]:
         out.add_tensor(f"{name}.weight", numpy.ones(c.dim, dtype=numpy.float32))
-
-    weight("token_embd", c.vocab_size, c.dim)
-    for layer in range(c.n_layer):
-        norm(f"blk.{layer}.attn_norm")
-        weight(f"blk.{layer}.attn_q", c.n_head * c.head_dim, c.dim)
-        weight(f"blk.{layer}.attn_k", c.n_kv_head * c.head_dim, c.dim)
-        weight(f"blk.{layer}.attn_v", c.n_kv_head * c.head_dim, c.dim)
-        weight(f"blk.{layer}.attn_output", c.dim, c.n_head * c.head_dim)
-        norm(f"blk.{layer}.ffn_norm")
-        weight(f"blk.{layer}.ffn_gate", c.ffn_dim, c.dim)
-        weight(f"blk.{layer}.ffn_up", c.ffn_dim, c.dim)
-        weight(f"blk.{layer}.ffn_down", c.dim, c.ffn_dim)
-    norm("output_norm")
-    if not c.tied:
-        weight("output", c.vocab_size, c.dim)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -110,7 +101,3 @@ class LlamaCpp:
 
     def step(self) -> None:
         self.feed([self.token])
-
-    def about(self) -> dict:
-        none = ("budget", "compile_s", "kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes")
-        return {"kv": self.label, "options": {}, "profile": {}, "products": {}, **dict.fromkeys(none)}

@@ -12,36 +12,31 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.contenders import Case, Ours, Theirs, floor_ms, random_weights, seconds, step_weights
+from bench.contenders import Case, Ours, Transformers, random_weights, seconds, step_weights
 from bench.llama_cpp import LlamaCpp
-from bench.report import tokens_per_round
-from runtime import processes
+from bench.tables import tokens_per_round
 from runtime.device import free_bytes, memory_errors, resident_bytes
 from terminal.cli import Choice
 
-LEAST = 2**25  # bytes of free memory that measuring needs
-
-
-def new_case(args, config: dict, mode: str | None, dtype, device, context: int, batch: int) -> Case:
-    steps = args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
-    quantized = mode, args.groupsize, args.embeddings
-    common = dtype, device, context, batch, steps, args.compile, args.prefill, processes.join()
-    return Case(config, *quantized, *common)
+NEEDED = 2**25  # bytes of free memory that measuring takes
+FULL = Choice("full", None, {})
+UNKNOWN = """budget compile_s kv_device_bytes kv_host_bytes step_device_bytes step_host_bytes floor_ms graphs
+peak_prefill_bytes peak_decode_bytes""".split()  # of other engines
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes/s of a large sum. Raises ValueError if too little memory is free."""
     most, free = 2**30 if device.type == "cuda" else 2**29, free_bytes(device)
-    if free < LEAST:
+    if free < NEEDED:
         raise ValueError(
-            f"{device} has {max(0, free) / 1e9:.3f} GB free, and measuring takes {LEAST / 1e9:.3f}: free some, or "
+            f"{device} has {max(0, free) / 1e9:.3f} GB free, and measuring takes {NEEDED / 1e9:.3f}: free some, or "
             "raise --memory-cap, which counts what this process holds already"
         )
     data = torch.ones(min(most, free // 16), dtype=torch.float32, device=device)
     return data.nbytes / statistics.median(seconds(lambda: data.sum().item()) for _ in range(11))
 
 
-def rise(device: torch.device, what) -> tuple:
+def rise(device: torch.device, what: Callable) -> tuple:
     """(the result of what(), the bytes by which the device's memory use rose at its peak; None if unknown)"""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -90,10 +85,9 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[round(share * (len(values) - 1))]
 
 
-def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidth: float) -> list[dict]:
+def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[dict]:
     """One row of the JSON object per contender, all timed in turns."""
     weights = random_weights(case)
-    weight_bytes = sum(t.nbytes for t in weights.values())
     rows, contenders, begin = [], [], time.monotonic()
     for make in tqdm(makers(args, case, chosen, weights), unit="method", disable=None, leave=False):
         if args.limit is not None and time.monotonic() - begin > args.limit:
@@ -102,44 +96,10 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
         try:
             with memory_errors():
                 contender = make()
-                prefill_s, prefill_rise = rise(case.device, contender.start)
-                for _ in range(3):
-                    contender.step()
-                _, decode_rise = rise(case.device, contender.step)
+                rows.append(prepare(case, contender, weights))
         except ValueError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        row = {
-            "shape": args.shape,
-            "context": case.context,
-            "batch": case.batch,
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "quantize": case.quantize,
-            "embeddings": bool(case.quantize) and case.embeddings,
-            "prefill_s": prefill_s,
-            **contender.about(),
-            "weight_bytes": weight_bytes,
-            "graphs": None,
-            "step_weight_bytes": step_weights(case, weights),
-            "ranks": case.ranks.count,
-            "step_exchanged_bytes": case.exchanged(),
-        }
-        if isinstance(contender, Ours):
-            held = weight_bytes + row["kv_device_bytes"]
-            for when, more in (("prefill", prefill_rise), ("decode", decode_rise)):
-                row[f"peak_{when}_bytes"] = None if more is None else held + more
-            if not case.prefill:
-                row["peak_prefill_bytes"] = None  # the rise came from filling in random keys and values
-            read = row["step_weight_bytes"] * (1 + row["speculate"]) + row["step_device_bytes"]
-            row["floor_ms"] = floor_ms(case.device, read, row["step_host_bytes"], bandwidth)
-            if case.device.type == "cuda":
-                row["graphs"] = replays(contender.step)
-            if row["kv"] in ("full", "naive"):
-                row["kernel"] = attention_kernel(contender)
-        else:
-            row |= {"peak_prefill_bytes": None, "peak_decode_bytes": None}
-            row["floor_ms"] = None
-        rows.append(row)
         contenders.append(contender)
     times = [[] for _ in contenders]
     for _ in range(args.repeats if contenders else 0):
@@ -168,19 +128,45 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice], bandwidt
     return rows
 
 
-def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list:
+def prepare(case: Case, contender, weights: dict) -> dict:
+    """Fills a contender's rows and warms it up; returns its row of the JSON object without the times of its steps."""
+    prefill_s, prefill_rise = rise(case.device, contender.start)
+    for _ in range(3):
+        contender.step()
+    _, decode_rise = rise(case.device, contender.step)
+    weight_bytes, read_bytes = sum(t.nbytes for t in weights.values()), step_weights(case, weights)
+    row = dict.fromkeys(UNKNOWN) | {"kv": contender.label, "options": {}, "profile": {}, "products": {}} | case.about()
+    row |= {"prefill_s": prefill_s, "weight_bytes": weight_bytes, "step_weight_bytes": read_bytes}
+    row |= {"ranks": case.ranks.count, "step_exchanged_bytes": case.exchanged()}
+    if not isinstance(contender, Ours):
+        return row
+    row |= contender.about()
+    held = weight_bytes + row["kv_device_bytes"]
+    row["peak_decode_bytes"] = None if decode_rise is None else held + decode_rise
+    if case.prefill:  # otherwise the rise came from filling in random keys and values
+        row["peak_prefill_bytes"] = None if prefill_rise is None else held + prefill_rise
+    read = read_bytes * (1 + row["speculate"]) + row["step_device_bytes"]
+    row["floor_ms"] = case.floor_ms(read, row["step_host_bytes"])
+    if case.device.type == "cuda":
+        row["graphs"] = replays(contender.step)
+    if row["kv"] in ("full", "naive"):
+        row["kernel"] = attention_kernel(contender)
+    return row
+
+
+def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: dict) -> list[Callable]:
     """Functions that make the contenders."""
-    found = [partial(Ours, case, method, weights) for method in chosen]
-    drafts = [method for method in chosen if method.kv != "full" or method.options]
-    found += [partial(Ours, case, method, weights, speculate=n) for n in args.speculate for method in drafts]
+    ours = partial(Ours, case, weights=weights)
+    every = [partial(ours, method) for method in chosen]
+    every += [partial(ours, method, speculate=n) for n in args.speculate for method in chosen if method != FULL]
     if args.baseline:
-        found.append(partial(Ours, case, Choice("full", None, {}), weights, naive=True))
+        every.append(partial(ours, FULL, naive=True))
     if args.peer == "llama.cpp":
-        found += [partial(LlamaCpp, case, flash) for flash in (True, False)]
+        every += [partial(LlamaCpp, case, flash) for flash in (True, False)]
     if args.peer == "transformers":
         caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
-        found += [partial(Theirs, case, cache) for cache in caches]
-    return found
+        every += [partial(Transformers, case, cache) for cache in caches]
+    return every
 
 
 def profile(contenders: list, path: str) -> None:

@@ -9,21 +9,24 @@ change.
 import runtime.startup  # noqa: F401
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import time
 import traceback
 from contextlib import closing
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from bench.contenders import ENDLESS, seconds
 from bench.measure import replays
-from decoder import CONTINUE, compiled_graphs
-from engine import Engine
+from engine import CONTINUE, Engine
 from generate import NEEDLE
 from kv.parts.offload import ThreadedPool
+from runtime.compile import compiled_graphs
 from runtime.device import pick_device
 from terminal.cli import Choice, choices, number, numbers, run
 
@@ -46,30 +49,32 @@ def load(method: Choice, ids: list[int], device: torch.device, dtype: str, compi
     return Engine.load(NEEDLE, method.kv, method.budget, method.options, compile=compile, **plan)
 
 
-def differences(found: Tensor, expected: Tensor) -> dict:
+def differences(logits: Tensor, expected: Tensor) -> dict:
     """The largest absolute difference of two logits [n, vocab], and the share of positions with the same best token."""
-    same = (found.argmax(-1) == expected.argmax(-1)).float().mean()
-    return {"largest": float((found - expected).abs().max()), "same best": float(same)}
+    same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
+    return {"largest": float((logits - expected).abs().max()), "same best": float(same)}
 
 
 def steps(engine: Engine, count: int) -> dict:
     """Milliseconds per step, the graphs that one replays, and graphs compiled meanwhile."""
-    length, before, times = engine.shape.max_prompt, compiled_graphs(), []
-    engine.decoder.start(0, 1, length, 0)
-    for i in range(1, count + 1):
-        begin = time.perf_counter()
-        engine.decoder.launch([CONTINUE], length + i, i)[0].tolist()
-        times.append(1e3 * (time.perf_counter() - begin))
-    found = {"ms": sorted(times)[count // 2], "recompiles": compiled_graphs() - before}
-    if engine.device.type == "cuda":
-        found["graphs"] = replays(lambda: engine.decoder.launch([CONTINUE], length + count + 1, count + 1)[0].tolist())
-    return found
+    length, before, pos = engine.shape.max_prompt, compiled_graphs(), itertools.count(1)
+    engine.state.wake(0, 1, length, ENDLESS, 0)
+    engine._forget()
+
+    def step() -> None:
+        new = next(pos)
+        engine._step([CONTINUE], length + new, new)[0].tolist()
+
+    times = [1e3 * seconds(step) for _ in range(count)]
+    measured = {"ms": sorted(times)[count // 2], "recompiles": compiled_graphs() - before}
+    return measured | ({"graphs": replays(step)} if engine.device.type == "cuda" else {})
 
 
 def check(method: Choice, ids: list[int], device: torch.device) -> dict:
+    """A line of the output, but for the method's name."""
     from torch._dynamo.utils import counters
 
-    found, logits = {}, {}
+    line, logits = {}, {}
     for name, dtype, place, compile in (
         ("cpu, fp32", "float32", torch.device("cpu"), False),
         ("fp32", "float32", device, False),
@@ -84,14 +89,13 @@ def check(method: Choice, ids: list[int], device: torch.device) -> dict:
             logits[name] = engine.logits(ids, FORCED).cpu()
             if dtype == "bfloat16":
                 answer = engine.generate(ids, NEW)[0].answers[0].text
-                found[name] = {"answer": answer, **steps(engine, NEW // 2)}
+                line[name] = {"answer": answer, **steps(engine, NEW // 2)}
             if compile:
                 skips = counters["inductor"]["cudagraph_skips"]
-                found[name] |= {"compile_s": engine.stats.compile_s, "cudagraph_skips": skips}
+                line[name] |= {"compile_s": engine.stats.compile_s, "cudagraph_skips": skips}
     if "fp32" in logits:
-        found["fp32, against the CPU"] = differences(logits["fp32"], logits["cpu, fp32"])
-    found["compiled, against eager"] = differences(logits["compiled"], logits["eager"])
-    return found
+        line["fp32, against the CPU"] = differences(logits["fp32"], logits["cpu, fp32"])
+    return line | {"compiled, against eager": differences(logits["compiled"], logits["eager"])}
 
 
 def check_delays(method: Choice, ids: list[int], device: torch.device) -> dict:
@@ -102,12 +106,11 @@ def check_delays(method: Choice, ids: list[int], device: torch.device) -> dict:
         return gather(pool, *args)
 
     for own in (gather, slow):
-        ThreadedPool.gather = own
-        try:
-            with closing(load(method, ids, device, "bfloat16", True)) as engine:
-                tokens.append(engine.generate(ids, NEW)[0].answers[0].tokens)
-        finally:
-            ThreadedPool.gather = gather
+        with (
+            mock.patch.object(ThreadedPool, "gather", own),
+            closing(load(method, ids, device, "bfloat16", True)) as engine,
+        ):
+            tokens.append(engine.generate(ids, NEW)[0].answers[0].tokens)
     return {"same tokens": tokens[0] == tokens[1], "tokens": len(tokens[0])}
 
 
@@ -120,11 +123,11 @@ def main(argv: list[str] | None = None) -> None:
     for method in chosen:
         begin, how = time.perf_counter(), check_delays if args.delays else check
         try:
-            found = how(method, ids, device)
+            line = how(method, ids, device)
         except Exception as error:  # of whatever kind: the other methods still run
             traceback.print_exc(file=sys.stderr)
-            found, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, failed + 1
-        print(json.dumps({"kv": method.label, **found, "s": round(time.perf_counter() - begin, 1)}), flush=True)
+            line, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, failed + 1
+        print(json.dumps({"kv": method.label, **line, "s": round(time.perf_counter() - begin, 1)}), flush=True)
     if failed:
         raise ValueError(f"{failed} of {len(chosen)} methods failed")
 

@@ -1,7 +1,4 @@
-"""The registry of KV methods: builds them by name, from a budget and options.
-
-A new method is one file, its import and its line in METHODS.
-"""
+"""The registry of KV methods: a new method is one file, its import and its line in METHODS."""
 
 import math
 import sys
@@ -32,23 +29,6 @@ from kv import (
 from kv.base import KV
 from kv.method import Method, Shape
 from kv.parts.speculation import speculative
-
-__all__ = [
-    "KV",
-    "METHODS",
-    "BudgetTooSmall",
-    "Method",
-    "Shape",
-    "build",
-    "describe",
-    "drafts",
-    "from_profile",
-    "parse_options",
-    "planned_bytes",
-    "read_profile",
-    "total_bytes",
-]
-
 
 METHODS: dict[str, type[Method]] = {
     "full": full.FullMethod,
@@ -142,9 +122,8 @@ def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
     return sum(shared.values()), sum(layer.host_bytes() for layer in layers)
 
 
-# kv_profile.json: what calibrate.py measures of a model, and options that it may set. Checkpoints are untrusted, so
-# none of these options names a file or changes how much is kept.
-
+# Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
+# file or changes how much is kept.
 PROFILE = {"filter_layers": "layers", "quant_layers": "layers", "head_scores": "lists of finite numbers"}
 
 
@@ -152,9 +131,8 @@ def read_profile(content: dict) -> dict:
     """The options of PROFILE that a kv_profile.json sets. Raises ValueError if one has the wrong type."""
     options = {key: content[key] for key in PROFILE if key in content}
     for key, values in options.items():
-        lists = values if PROFILE[key] != "layers" else [values]
-        number = _is_number if PROFILE[key] != "layers" else _is_layer
-        if not isinstance(values, list) or not all(isinstance(x, list) and all(map(number, x)) for x in lists):
+        lists, fits = ([values], _is_layer) if PROFILE[key] == "layers" else (values, _is_finite)
+        if not isinstance(values, list) or not all(isinstance(x, list) and all(map(fits, x)) for x in lists):
             raise ValueError(f"kv_profile.json: {key} must be a list of {PROFILE[key]}; run calibrate.py again")
     return options
 
@@ -163,17 +141,14 @@ def _is_layer(x: object) -> bool:
     return type(x) is int and x >= 0
 
 
-def _is_number(x: object) -> bool:
-    return type(x) is int or type(x) is float and math.isfinite(x)
+def _is_finite(x: object) -> bool:
+    return type(x) in (int, float) and math.isfinite(x)
 
 
 def from_profile(name: str, options: dict, profile: dict) -> dict:
     """What `build` takes from the profile: the method's options that `options` does not set."""
     known = {f.name for f in fields(_method(name))} & PROFILE.keys()
     return {key: value for key, value in profile.items() if key in known and key not in options}
-
-
-# Help
 
 
 def describe(name: str) -> str:
@@ -188,12 +163,11 @@ def describe(name: str) -> str:
 
 def drafts(name: str) -> bool:
     """Whether the method, with its default options, can draft for the full cache."""
-    sizes = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128, "batch": 1}
-    rope, device = {"rope_type": "default", "rope_theta": 1e4}, torch.device("meta")
-    shape = Shape(**sizes, **rope, dtype=torch.float32, device=device, max_prompt=1024, max_new_tokens=64, rewind=1)
-    method = _method(name)
+    plan = {"max_prompt": 1024, "max_new_tokens": 64, "batch": 1, "dtype": torch.float32, "rewind": 1}
+    model = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128}
+    shape = Shape(**model, **plan, rope_type="default", rope_theta=1e4, device=torch.device("meta"))
     try:
-        build(name, shape, max(64, method().minimum(shape)) if method.budgeted else None, {})
+        build(name, shape, 1.0 if _method(name).budgeted else None, {})
     except ValueError:
         return False
     return True

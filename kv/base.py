@@ -20,14 +20,15 @@ this only where it compares heads: `shape.ranks` sums or gathers over the proces
 The laws, which tests/test_contract.py, tests/test_speculation.py (13) and tests/test_tp.py (14) check for every
 registered method:
 
-1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off), the method that `build` returns
-   equals full attention. A method that approximates even then declares it, and equals its slow reference.
+1. With a budget of at least max_prompt + max_new_tokens (and lossy parts switched off) the method equals full attention
+   or, if its paper approximates even then, its slow reference.
 2. Compiled equals eager.
 3. A row's output does not depend on the other rows.
 4. The contents of slots that hold no token change no output.
 5. No output depends on a later token.
 6. After `reset`, a row behaves like a row of a fresh cache.
-7. `device_bytes` + `host_bytes` equals the size of the buffers, at most the paper's formula plus declared `overhead`.
+7. `device_bytes` + `host_bytes` equals the size of the buffers, at most the paper's formula plus what
+   tests/paper_bytes.py names.
 8. A decode step allocates nothing that outlives it and moves no buffer.
 9. Every step attends to the `recent` newest tokens; generation stays within the allocation, for `endless` methods too.
 10. An inactive row's state does not change, whatever token it is fed.
@@ -61,6 +62,11 @@ class Held(NamedTuple):
         """Consecutive tokens k and v [H,n,D], from position `pos` on."""
         return cls(k, v, torch.arange(pos, pos + k.shape[1], device=k.device).expand(k.shape[0], -1))
 
+    def at(self, index: Tensor) -> "Held":
+        """Copies of the tokens at index [H,n]."""
+        each = index[..., None].expand(-1, -1, self.k.shape[2])
+        return Held(self.k.gather(1, each), self.v.gather(1, each), self.position.gather(1, index))
+
 
 class Buffers(nn.Module):
     """Buffers with one entry per row, which compiled steps write in place and checkpoints leave out."""
@@ -93,18 +99,18 @@ class Buffers(nn.Module):
 def copy_state(views: dict[str, Tensor], state: dict[str, Tensor]) -> None:
     """Copies the tensors of `state` into the views of the same names. Raises ValueError if one does not fit."""
     for name, view in views.items():
-        found = state.get(name)
-        if found is None or found.shape != view.shape or found.dtype != view.dtype:
-            has = "none" if found is None else f"{list(found.shape)}, {found.dtype}"
+        saved = state.get(name)
+        if saved is None or saved.shape != view.shape or saved.dtype != view.dtype:
+            has = "none" if saved is None else f"{list(saved.shape)}, {saved.dtype}"
             raise ValueError(f"the saved {name} does not fit this cache: {list(view.shape)}, {view.dtype}, saved {has}")
-        view.copy_(found)
+        view.copy_(saved)
 
 
 class KV(Buffers, ABC):
     """One layer's cache. Subclasses allocate their buffers in `__init__`."""
 
-    wants_lookahead = False  # the model calls `lookahead` before the layer below attends
-    endless = False  # the cache has a fixed size: a row may generate any number of tokens
+    wants_lookahead = False  # the model calls `lookahead` (kv/tailorkv.py) before the layer below attends
+    endless = False  # its size, smaller than the plan, is fixed: a row may generate any number of tokens
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
     keeps_prompts = False  # prefilling a prefix and extending it leaves the state of prefilling the whole prompt
@@ -119,12 +125,12 @@ class KV(Buffers, ABC):
 
     # What a method implements
 
-    @abstractmethod
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, *seen: Tensor) -> None:
-        """Stores a prompt, or what the method keeps of it, in row `row`: q [1,Hq,T,D], k and v [1,Hk,T,D].
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, *statistics: Tensor) -> None:
+        """Stores a prompt in row `row`, or what the method keeps of it, by default all.
 
-        `seen` is what `attend_prompt` returned besides its output, for most methods nothing.
+        q [1,Hq,T,D], k and v [1,Hk,T,D], and the `statistics` that `attend_prompt` returned.
         """
+        self.append(row, k, v, 0)
 
     @abstractmethod
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -149,19 +155,12 @@ class KV(Buffers, ABC):
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill, for methods that shrink layers by the statistics of all."""
 
-    def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Receives the query [B,Hq,1,D], RoPE applied, that the input of the layer below predicts for this layer.
-
-        Returns x, with which the layer below continues: the data dependence fixes the order for a compiler.
-        """
-        return x
-
     # The prompt
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attends to a whole prompt, then calls `keep`: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]."""
-        y, *seen = self.attend_prompt(q, k, v)
-        self.keep(row, q, k, v, *seen)
+        y, *statistics = self.attend_prompt(q, k, v)
+        self.keep(row, q, k, v, *statistics)
         return y
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -187,7 +186,7 @@ class KV(Buffers, ABC):
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: inductor.covering."""
-        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)
+        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)  # those that a step reads
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
@@ -203,9 +202,8 @@ class KV(Buffers, ABC):
         """
         if not self.slots:
             return ()
-        self.read_slots = inductor.covering(
-            self.read_slots, max(self.slots_to_read(length, new), self.min_slots), self.slots, self.shape.device
-        )
+        slots = max(self.slots_to_read(length, new), self.min_slots)
+        self.read_slots = inductor.covering(self.read_slots, slots, self.slots, self.shape.device)
         on_cuda = self.shape.device.type == "cuda"  # where another compile takes long
         self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
         return inductor.value(self.read_slots), self.past_context
@@ -251,7 +249,11 @@ class KV(Buffers, ABC):
         """Runs once `registers` are restored, for methods that know more of a row on the host."""
 
     def hold_rope_speed(self) -> None:
-        """Registers rope_speed [B,D/2] for `ops.turn`, for methods that move keys to other positions."""
+        """Registers rope_speed [B,D/2], radians per position, for methods that turn keys to other positions (ops.turn).
+
+        It is the model's own tensor, in which the model sets a row's speeds before its prompt; without one, speeds
+        follow from rope_theta.
+        """
         shape, pairs, speed = self.shape, self.shape.head_dim // 2, self.shape.rope_speed
         if speed is None:
             speed = torch.tensor([shape.rope_theta ** (-i / pairs) for i in range(pairs)], device=shape.device)

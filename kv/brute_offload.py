@@ -40,26 +40,24 @@ class Loaded(Parts):
         super().__init__(shape, sinks=0, ends=0, chosen=0)
         self.recent, self.loads, self.pool, self.pools = shape.planned, (), pool, [pool]
         self.hold("pool_buffer", pool.buffer)
-        self.hold("ticket", pool.ticket(shape.batch * shape.max_prompt))
+        self.hold("ticket", pool.ticket(shape.max_prompt))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
         for i, x in enumerate((k, v)):
-            self.pool.write(row * self.shape.max_prompt, x[0].transpose(0, 1), i)
+            self.pool.write(row, 0, x[0].transpose(0, 1), i)
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        pool = self.pool.part(row * self.shape.max_prompt, int(self.prompt[row]))
-        return super().views(row, length) | {"pool": pool}
+        return super().views(row, length) | {"pool": self.pool.part(row, int(self.prompt[row]))}
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        return self.pool.read(row * self.shape.max_prompt, prompt).permute(1, 2, 0, 3).unbind(0)
+        return self.pool.read(row, prompt).permute(1, 2, 0, 3).unbind(0)
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
         """Issues the load of the whole prompt; an earlier layer continues with the q returned, see Pool.issue."""
         position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
-        rows = position + self.shape.max_prompt * torch.arange(self.shape.batch, device=position.device)[:, None]
-        rows = torch.where(position < self.prompt[:, None], rows, -1).flatten()
-        ticket, q = self.pool.issue(rows, active, q, after=q)
+        wanted = torch.where(position < self.prompt[:, None], position, -1)
+        ticket, q = self.pool.issue(wanted, active, q, after=q)
         self.ticket.copy_(ticket)
         return q
 
@@ -89,13 +87,12 @@ class BruteOffloadMethod(Method):
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)
-        first, rows = shape.n_layer - count, shape.batch * shape.max_prompt
-        width, workers = (2, shape.n_kv_head, shape.head_dim), Workers(self.threads)
-        ring = [Staged(rows, width, shape.dtype, shape.device) for _ in range(min(self.ahead + 1, count))]
+        first, workers = shape.n_layer - count, Workers(self.threads)
+        size = (shape.batch, shape.max_prompt, 2, shape.n_kv_head, shape.head_dim)
+        ring = [Staged(size, shape.dtype, shape.device, workers) for _ in range(min(self.ahead + 1, count))]
         layers: list[KV] = [Ahead(shape) for _ in range(first)]
         for layer in range(first, shape.n_layer):
-            pool = ThreadedPool(f"layer {layer}", rows, width, ring[layer % len(ring)], workers, delta=False)
-            layers.append(Loaded(shape, pool))
+            layers.append(Loaded(shape, ThreadedPool(f"layer {layer}", size, ring[layer % len(ring)])))
             begins = layers[max(0, layer - self.ahead)]
             begins.loads = (*begins.loads, layers[-1])
         return layers

@@ -34,7 +34,7 @@ from kv.parts import attention, ops
 from kv.parts.evicting import Region, Slots
 from kv.streaming import SINKS
 
-LEAST = 4  # the fewest tokens of a layer besides the sinks
+FEWEST = 4  # the fewest tokens of a layer besides the sinks
 
 
 def scaled_mean(variances: list[float]) -> float:
@@ -51,23 +51,23 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     """
     if prompt <= budget or allocation == "uniform":
         return [budget] * len(variances)
-    least, most, means = sinks + LEAST, prompt, [sum(heads) / len(heads) for heads in variances]
+    smallest, largest, means = sinks + FEWEST, prompt, [sum(heads) / len(heads) for heads in variances]
     if allocation == "exponential":  # of the budget (the paper prints: of the prompt), not scaled to the sum
-        return [int(min(max(round(budget * math.exp(-f), 6), least), most)) for f in means]
+        return [int(min(max(round(budget * math.exp(-f), 6), smallest), largest)) for f in means]
     shares = [1 / max(f, 1e-12) for f in means]
     if allocation == "softmax":
         shares = [math.exp(-scaled_mean(heads)) for heads in variances]
-    return [int(round(size, 6)) for size in within(shares, budget * len(variances), least, most)]
+    return [int(round(size, 6)) for size in within(shares, budget * len(variances), smallest, largest)]
 
 
-def within(shares: list[float], total: float, least: float, most: float) -> list[float]:
+def within(shares: list[float], total: float, smallest: float, largest: float) -> list[float]:
     """Sizes proportional to `shares` that sum to `total`, each within the bounds (Equation 15)."""
     fixed: dict[int, float] = {}  # at a bound; the others share the rest
     while True:
         free = [i for i in range(len(shares)) if i not in fixed]
         scale = (total - sum(fixed.values())) / max(sum(shares[i] for i in free), 1e-300)
         wanted = {i: scale * shares[i] for i in free}
-        clipped = {i: min(max(size, least), most) for i, size in wanted.items()}
+        clipped = {i: min(max(size, smallest), largest) for i, size in wanted.items()}
         change = sum(clipped.values()) - sum(wanted.values())  # above 0: raised sizes are final, else lowered ones
         at_bound = {i: size for i, size in clipped.items() if (size > wanted[i] if change > 0 else size < wanted[i])}
         if not at_bound:
@@ -80,7 +80,7 @@ def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> 
     if options.allocation == "softmax":  # F is 0 in one layer, 1 in all others
         return max(budget, min(shape.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
     if options.allocation == "reciprocal":
-        return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + LEAST)))
+        return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + FEWEST)))
     return budget
 
 
@@ -130,7 +130,7 @@ class D2O(H2O):
         self.allotted[row], self.threshold[row] = sizes[self.index], -torch.inf
         sums, _, *parked = self.shared.parked[self.index]
         tokens = Held.new(*(x.to(self.k.device) for x in parked))
-        self.compress(row, tokens, *self.ranked(sums, tokens.position), prompt=True)
+        self.compress(row, tokens, *self.ranked(sums, tokens.position))
         if self.index == len(sizes) - 1:
             self.shared.parked.clear()
 
@@ -141,30 +141,27 @@ class D2O(H2O):
 
     # Merging: Equations 9 to 12
 
-    def merge_many(
-        self, row: int, tokens: Held, kept: Tensor, k: Tensor, v: Tensor, sums: list[Tensor], prompt: bool
-    ) -> None:
+    def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
         if self.options.merge == "none":
             return
         stays = torch.zeros_like(tokens.position, dtype=torch.bool).scatter(1, kept, True)
         for head, evicted in enumerate(~stays):
-            similarity, to = self.nearest(tokens.k[head, evicted], k[head])  # Equation 9
+            similarity, to = self.nearest(tokens.k[head, evicted], stay.k[head])  # Equation 9
             mean, tau = similarity.mean(), self.threshold[row, head].clone()
             self.threshold[row, head] = self.moving_average(mean, tau)  # Equation 10
             merges = similarity >= torch.where(tau.isinf(), mean, tau)
             weight = self.weight(similarity) * merges
-            total = torch.zeros(len(k[head]), device=k.device).index_add_(0, to, weight)
+            total = torch.zeros(kept.shape[1], device=kept.device).index_add_(0, to, weight)
             w_c = self.kept_weight(total)  # Equation 12
             w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
-            for stay, gone in ((k, tokens.k[head, evicted]), (v, tokens.v[head, evicted])):
-                kept_part, evicted_part = w_c[:, None] * stay[head].float(), w_e[:, None] * gone.float()
-                stay[head] = kept_part.index_add_(0, to, evicted_part).to(stay.dtype)  # Equation 11
+            for ours, gone in ((stay.k, tokens.k[head, evicted]), (stay.v, tokens.v[head, evicted])):
+                kept_part, evicted_part = w_c[:, None] * ours[head].float(), w_e[:, None] * gone.float()
+                ours[head] = kept_part.index_add_(0, to, evicted_part).to(ours.dtype)  # Equation 11
 
-    def merge(
-        self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, importance: Tensor
-    ) -> None:
+    def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
         if self.options.merge == "none":
             return
+        keys, values, position = held
         key, value = (ops.gather(x, slot[..., None])[:, :, 0].float() for x in (keys, values))  # [B,Hk,D]
         others = (position >= 0) & (torch.arange(position.shape[2], device=slot.device) != slot[..., None])
         products = ops.dots(key[:, :, None], keys)[:, :, 0]
@@ -264,7 +261,7 @@ class D2OMethod(Method):
 
     def minimum(self, shape: Shape) -> int:
         sharing, full, uncounted = self.layers(shape)
-        return -(-((self.sinks + LEAST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
+        return -(-((self.sinks + FEWEST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)

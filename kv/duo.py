@@ -8,7 +8,6 @@ x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffi
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +37,7 @@ class Duo(KV):
             if n
         )
         self.counts = [part.shape.n_kv_head for part in self.parts]
-        self.endless = not count
+        self.endless = all(part.endless for part in self.parts)
         self.recent = min(part.recent for part in self.parts)
         heads = torch.tensor(order, device=shape.device)
         self.hold("order", heads)
@@ -54,42 +53,34 @@ class Duo(KV):
         groups = [y.unflatten(1, (n, -1)) for y, n in zip(ys, self.counts, strict=True)]
         return torch.cat(groups, dim=1).index_select(1, self.back).flatten(1, 2)
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.append(row, k, v, 0)
-
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
         return self.join([part.decode(*qkv, pos, active) for part, *qkv in inputs])
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        for part, *kv in zip(self.parts, *map(self.split, (k, v)), strict=True):
-            part.insert(*kv, pos, active)
+        for part, keys, values in zip(self.parts, self.split(k), self.split(v), strict=True):
+            part.insert(keys, values, pos, active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        for part, *kv in zip(self.parts, *map(self.split, (k, v)), strict=True):
-            part.append(row, *kv, pos)
+        for part, keys, values in zip(self.parts, self.split(k), self.split(v), strict=True):
+            part.append(row, keys, values, pos)
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
         return self.join([part.extend(row, *qkv, pos) for part, *qkv in inputs])
 
     def held(self, row: int, length: int) -> Held:
-        found = [part.held(row, length) for part in self.parts]
-        most = max(part.position.shape[1] for part in found)
-        k, v, position = zip(*found, strict=True)
+        k, v, position = zip(*(part.held(row, length) for part in self.parts), strict=True)
+        most = max(x.shape[1] for x in position)
         k, v = (torch.cat([F.pad(x, (0, 0, most - x.shape[1], 0)) for x in xs]) for xs in (k, v))
         position = torch.cat([F.pad(x, (most - x.shape[1], 0), value=-1) for x in position])
         return Held(k[self.back], v[self.back], position[self.back])
 
     def registers(self, row: int) -> dict[str, Tensor]:
-        return self.by_part(part.registers(row) for part in self.parts)
+        return by_part([part.registers(row) for part in self.parts])
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return self.by_part(part.views(row, length) for part in self.parts)
-
-    def by_part(self, found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The parts' tensors, each name with its part's number."""
-        return {f"{i}.{name}": x for i, part in enumerate(found) for name, x in part.items()}
+        return by_part([part.views(row, length) for part in self.parts])
 
     def reset(self, row: int) -> None:
         for part in self.parts:
@@ -100,6 +91,11 @@ class Duo(KV):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         return sum(part.step_bytes(length)[0] for part in self.parts), 0
+
+
+def by_part(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The parts' tensors, each name with its part's number."""
+    return {f"{i}.{name}": x for i, part in enumerate(parts) for name, x in part.items()}
 
 
 @dataclass(frozen=True)
@@ -151,17 +147,10 @@ def read_scores(path: str) -> list[list[float]]:
     """
     try:
         text = Path(path).read_text()
-    except (OSError, ValueError) as error:
+        if text.lstrip().startswith("{"):
+            return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
-    if not text.lstrip().startswith("{"):
-        return read_gates(path, text)
-    try:
-        return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
-
-
-def read_gates(path: str, text: str) -> list[list[float]]:
     try:
         gates = [[float(gate) for gate in line.split("\t")] for line in text.splitlines() if line.strip()]
     except ValueError:

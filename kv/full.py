@@ -34,9 +34,6 @@ class Full(KV):
         self.recent = self.size - self.sinks
         self.keeps_prompts = self.holds_all = self.size == shape.planned
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.append(row, k, v, 0)
-
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device, pos)
         slot = ops.ring(kept, self.slots, self.sinks)

@@ -43,7 +43,7 @@ class H2O(Evicting):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
-        self.compress(row, tokens, *self.ranked(sums, tokens.position), prompt=True)
+        self.compress(row, tokens, *self.ranked(sums, tokens.position))
 
     def rank(self, row: int, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, list[Tensor]]:
         sums, _ = attention.column_sums(q, k, len(self.sums))
@@ -95,9 +95,8 @@ class CaM(H2O):
         self.layer, self.spread = layer, spread
         self.follow = self.min_slots = min(spread, size)
 
-    def merge(
-        self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, importance: Tensor
-    ) -> None:
+    def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
+        _, values, position = held
         evicted = inductor.realized(
             position.gather(2, slot[..., None])
         )  # [B,Hk,1]; else Triton's code cannot be compiled
@@ -117,9 +116,7 @@ class CaM(H2O):
             torch.where((spreads[..., None] & real)[..., None], value, 0.0),
         )
 
-    def merge_many(
-        self, row: int, tokens: Held, kept: Tensor, k: Tensor, v: Tensor, sums: list[Tensor], prompt: bool
-    ) -> None:
+    def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
         """`merge` for all tokens that an extension evicts."""
         if prompt:
             return
@@ -132,7 +129,7 @@ class CaM(H2O):
             mean = torch.where(real, sums[0][head, kept[head, following]], 0.0).sum(1) / real.sum(1)
             spreads = real & (chance[head, evicted] < sums[0][head, evicted] / mean)[:, None]
             value = (tokens.v[head, evicted] / self.spread)[:, None].expand(-1, self.follow, -1)
-            v[head].index_add_(0, following[spreads], value[spreads])
+            stay.v[head].index_add_(0, following[spreads], value[spreads])
 
     def chance(self, position: Tensor) -> Tensor:
         """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""

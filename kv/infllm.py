@@ -26,18 +26,13 @@ from kv.parts.fetched import Fetched
 
 
 class InfLLM(Fetched):
-    """A pool row is one block of one KV head."""
+    """An entry of the pool is one block of one KV head."""
 
-    def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", workers):
-        ends, block = options.sinks + options.local, options.block
-        blocks = -(-max(1, shape.max_prompt - ends) // block)
-        count, heads = min(count, blocks), shape.batch * shape.n_kv_head
-        width = (2, block, shape.head_dim)
-        staged = options.staged(heads * count, width, shape)
-        pool = options.pool(f"layer {layer}", heads * blocks, width, staged, shape, workers)
-        super().__init__(shape, options.sinks, ends, count, per_row=block, pool=pool)
-        self.block, self.reps, self.blocks = block, options.reps, blocks
-        self.joint = options.joint
+    def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", staged: offload.Staged | None):
+        blocks, block = options.most_blocks(shape), options.block
+        pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, 2, block, shape.head_dim), staged, shape)
+        super().__init__(shape, options.sinks, options.sinks + options.local, count, size=block, pool=pool)
+        self.block, self.reps, self.blocks, self.joint = block, options.reps, blocks, options.joint
         if self.joint:
             self.hold_rope_speed()
         size = (shape.n_kv_head, blocks, shape.head_dim)
@@ -49,11 +44,11 @@ class InfLLM(Fetched):
         middle = slice(self.sinks, length - self.local)
         blocks = -(-max(0, length - self.ends) // self.block)
         if blocks:
-            heads, fill = k.shape[1], (0, 0, 0, blocks * self.block - (length - self.ends))
+            fill = (0, 0, 0, blocks * self.block - (length - self.ends))
             for i, x in enumerate((k, v)):
                 cut = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (blocks, self.block))
-                for head in range(heads):
-                    self.pool.write((row * heads + head) * self.blocks, cut[head], i)
+                for head, entries in enumerate(cut):
+                    self.pool.write(row, head * self.blocks, entries, i)
             self.representative_sums[row, :, :blocks] = self.represent(row, q, k, blocks)
 
     def represent(self, row: int, q: Tensor, k: Tensor, blocks: int) -> Tensor:
@@ -77,12 +72,12 @@ class InfLLM(Fetched):
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - self.ends) // self.block)
-        pool = self.pool.part(row * heads * self.blocks, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
+        pool = self.pool.part(row, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
         return super().views(row, length) | {"pool": pool, "representatives": self.representative_sums[row, :, :blocks]}
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         heads, middle, sinks = self.shape.n_kv_head, max(0, prompt - self.ends), min(prompt, self.sinks)
-        blocks = self.pool.read(row * heads * self.blocks, heads * self.blocks)  # [Hk blocks,2,block,D]
+        blocks = self.pool.read(row, heads * self.blocks)  # [Hk blocks,2,block,D]
         blocks = blocks.unflatten(0, (heads, -1)).transpose(1, 2).flatten(2, 3)[:, :, :middle]  # [Hk,2,n,D]
         ends = (x[row, :, : min(prompt, self.ends)] for x in (self.k, self.v))
         return tuple(torch.cat([x[:, :sinks], blocks[:, i], x[:, sinks:]], dim=1) for i, x in enumerate(ends))
@@ -90,7 +85,7 @@ class InfLLM(Fetched):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         self.index.copy_(torch.where(active[:, None, None], self.choose(q, pos), self.index))
-        first = torch.arange(self.index[..., 0].numel(), device=q.device).view(-1, k.shape[1], 1) * self.blocks
+        first = torch.arange(k.shape[1], device=q.device)[:, None] * self.blocks  # of each head's entries
         q = self.bring(torch.where(self.index < 0, -1, self.index + first), active, q)
         position = self.index[..., None] * self.block + torch.arange(self.block, device=q.device)  # after the sinks
         inside = (self.index[..., None] >= 0) & (position < (self.prompt - self.ends)[:, None, None, None])
@@ -136,11 +131,22 @@ class InfLLMMethod(offload.OffloadMethod):
         sized = self.at(budget)
         return (budget - sized.sinks - sized.local) // self.block
 
+    def most_blocks(self, shape: Shape) -> int:
+        """Blocks of the longest prompt, once `sinks` and `local` are set."""
+        return -(-max(1, shape.max_prompt - self.sinks - self.local) // self.block)
+
     def minimum(self, shape: Shape) -> int:
         """One block, the sinks and the local tokens."""
-        least = self.block + (self.sinks or 0) + (self.local or 0)
-        return next(t for t in itertools.count(least) if self.blocks(t) >= 1)
+        smallest = self.block + (self.sinks or 0) + (self.local or 0)
+        return next(t for t in itertools.count(smallest) if self.blocks(t) >= 1)
+
+    def most(self, shape: Shape) -> int:
+        """Beyond what covers every token, the sinks and the local tokens still grow, up to a budget of 1,024."""
+        return shape.planned + 1024
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        workers, count = offload.Workers(self.threads), self.blocks(budget)
-        return [InfLLM(shape, layer, count, self.at(budget), workers) for layer in range(shape.n_layer)]
+        sized = self.at(budget)
+        count = self.blocks(budget) + (budget >= shape.planned)  # a block that is filled in part
+        count = min(count, sized.most_blocks(shape))
+        staged = self.staged((shape.n_kv_head * count, 2, self.block, shape.head_dim), shape)
+        return [InfLLM(shape, layer, count, sized, staged) for layer in range(shape.n_layer)]

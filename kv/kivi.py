@@ -43,9 +43,6 @@ class Quantized(KV):
         left = length - self.unpacked
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.append(row, k, v, 0)
-
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         length, done = pos + k.shape[2], self.groups(pos)
         waits = torch.arange(done * self.group, pos, device=k.device) % self.ring

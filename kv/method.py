@@ -31,8 +31,7 @@ class Shape:
     max_length: int = 2**31  # the model's context in tokens
     rewind: int = 0  # how many of its newest tokens a row may give back
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
-    rope_speed: Tensor | None = field(default=None, compare=False)  # [B,D/2], radians per position, shared with the
-    # model, which sets a row's before its prompt; None: from rope_theta
+    rope_speed: Tensor | None = field(default=None, compare=False)  # [B,D/2], see KV.hold_rope_speed
 
     @property
     def planned(self) -> int:
@@ -88,7 +87,7 @@ class Method(ABC):
         return 1
 
     def most(self, shape: Shape) -> int:
-        """The budget that covers every token: a larger one changes nothing."""
+        """The largest budget that changes anything: by default, the one that covers every token."""
         return shape.planned
 
     @property

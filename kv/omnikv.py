@@ -9,17 +9,22 @@ Selectors weight the attention of the observation window: `last` uses only the c
 queries equally, `exp` gives each query twice the weight of the one before. uniform and exp always choose the window's
 own prompt positions.
 
-Memory: the full cache. With `offload` the sparse layers' prompt is on the host, in rows that hold one token's K and V
-for all layers that share a choice. With engine=threads a whole segment is fetched as soon as its filter layer has
-chosen, a layer before the rows are needed, into a buffer on the device; the direct engine lets each sparse layer read
-its own part from the host. `mem` is the device's share of the full cache and sets k by section 5: mem = a + (1 - a) k /
-S, a the share of full layers, S the prompt's tokens. With threads a chosen token takes a slot and a row of the buffer,
-which halves k (at 16 bits). k follows each row's prompt; generated tokens stay on the device and come on top. Traffic:
-full and filter layers read everything, sparse layers k and the generated tokens.
+Memory: the full cache. With `offload` the sparse layers' prompt is in a context bank on the host, whose entries hold
+one token's K and V for all layers that share a choice. With engine=threads a whole segment is fetched as soon as its
+filter layer has chosen, a layer before it is needed, into a buffer on the device; the direct engine lets each sparse
+layer read its own part from the host. `mem` is the device's share of the full cache and sets k by section 5: mem = a +
+(1 - a) k / S, a the share of full layers, S the prompt's tokens. With threads a chosen token takes a slot and an entry
+of the buffer, which halves k (at 16 bits). k follows each row's prompt; generated tokens stay on the device and come on
+top. Traffic: full and filter layers read everything, sparse layers k and the generated tokens.
+
+With prefill=r (appendix D.10) sparse layers read a part of a long prompt too. It is cut into chunks of C tokens; for
+each, the filter layer chooses r C of the tokens before it, by the selector `uniform` over the chunk's last queries, and
+the sparse layers attend to these and, causally, to the chunk. An answer that needs other tokens is lost; r C tokens and
+more are read exactly. Cost: T (r + 1) C query-key products per head of a sparse layer, instead of T^2 / 2.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -29,10 +34,263 @@ from torch import Tensor
 from kv.base import KV, Buffers
 from kv.full import Full, full_layer
 from kv.method import Shape, option
-from kv.omnikv_bank import ContextBank
-from kv.omnikv_prefill import Chunks, highest_attention
-from kv.parts import inductor, offload, ops, quant
+from kv.parts import attention, inductor, offload, ops, quant
 from kv.parts.fetched import Parts
+
+CHUNK_WINDOW = 16  # last queries of a prompt's chunk, which choose for it
+
+
+class Segment(Buffers):
+    """A filter layer's choice of prompt tokens, which its sparse layers read."""
+
+    def __init__(self, shape: Shape, plan: "Plan", options: "OmniKVMethod", bank: "ContextBank | None"):
+        """bank: the sparse layers' prompt; None if each layer holds its own."""
+        super().__init__(shape)
+        self.k, self.share, self.bank = plan.k, plan.share, bank
+        self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
+        self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
+        self.allocate_state("prompt")  # the length of each row's prompt
+        self.allocate_state("count")  # how many tokens to choose from it
+
+    def begin(self, row: int, prompt: int) -> None:
+        """Prepares a row for a prompt of `prompt` tokens."""
+        wanted = self.k if self.share is None else k_of(self.share, prompt)
+        self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
+        self.index[row] = -1
+
+    def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
+        """Chooses the `count` prompt tokens with the highest scores [B,N] fp32, N >= k, and issues their fetch.
+
+        The caller continues with the y returned, see Pool.issue.
+        """
+        position = torch.arange(scores.shape[1], device=scores.device)
+        best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
+        chosen = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
+        if self.bank is not None and self.bank.delta:
+            chosen = offload.keep_slots(chosen, self.index, self.bank.pool.count)
+        self.index.copy_(torch.where(active[:, None], chosen, self.index))
+        return y if self.bank is None else self.bank.fetch(self.index, active, y)
+
+
+class Filter(Full):
+    """Attends to every token, and chooses for its segment."""
+
+    def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
+        super().__init__(shape)
+        self.segment, self.selector = segment, selector
+        self.keeps_prompts = False  # only tokens of the prompt are chosen
+        self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
+        self.min_slots = segment.k
+        self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
+        if self.window > 1:  # scores of past queries, a ring by position
+            self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.segment.begin(row, k.shape[2])
+        if self.window > 1:
+            self.past[row] = 0
+            self.look_back(row, q, k[0])
+        super().keep(row, q, k, v)
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if self.segment.chunks is not None:
+            self.segment.chunks.choose(q, k)
+        return super().attend_prompt(q, k, v)
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        y = super().extend(row, q, k, v, pos)
+        if self.window > 1:
+            self.look_back(row, q, self.held(row, pos + k.shape[2]).k)
+        return y
+
+    def look_back(self, row: int, q: Tensor, keys: Tensor) -> None:
+        """Stores the last queries' scores (Equation 3) for the window of the next steps: keys [Hk,T,D]."""
+        n, length = min(self.window - 1, q.shape[2]), keys.shape[1]
+        position = torch.arange(length - n, length, device=q.device)
+        self.past[row, position % self.window, :length] = attention.highest_attention(q[0], keys, n)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        self.insert(k, v, pos, active)
+        keys, values = self.read(self.k), self.read(self.v)
+        later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
+        weight = ops.weights(q, keys, later[:, None, None])  # Equation 3, [B,Hk,G,N]
+        y = ops.weighted_sum(weight, values).to(q.dtype).view(q.shape)
+        scores = weight.amax((1, 2))  # [B,N], Equation 4's maximum over the heads
+        return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
+
+    def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        """Stores this query's scores [B,N] in the ring; returns the weighted scores of the window, [B,N]."""
+        n, row = scores.shape[1], torch.arange(pos.shape[0], device=pos.device)
+        at, past = pos % self.window, self.past.narrow(2, 0, n)
+        past[row, at] = torch.where(active[:, None], scores, past[row, at])
+        age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
+        window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
+        # Equation 4 counts i from the oldest query: i = w - 1 - age
+        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
+        in_window = torch.arange(n, device=pos.device) > pos[:, None] - window
+        return (past * alpha[..., None]).sum(1).masked_fill(in_window, torch.inf)
+
+    def reset(self, row: int) -> None:
+        self.segment.reset(row)
+
+    def registers(self, row: int) -> dict[str, Tensor]:
+        return {name: getattr(self.segment, name)[row] for name in self.segment.states}
+
+    def views(self, row: int, length: int) -> dict[str, Tensor]:
+        segment, more = self.segment, {"past": self.past[row, :, :length]} if self.window > 1 else {}
+        if segment.bank is not None:
+            more["pool"] = segment.bank.pool.part(row, int(segment.prompt[row]))
+        return super().views(row, length) | more
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        past = 4 * self.window * length if self.window > 1 else 0
+        return super().step_bytes(length)[0] + past, 0
+
+
+class Sparse(Full):
+    """Attends to the tokens that its filter layer chose, and to the generated tokens."""
+
+    def __init__(self, shape: Shape, segment: Segment):
+        super().__init__(shape)
+        self.segment, self.exact_prompt = segment, segment.chunks is None
+        self.recent, self.reads_all, self.keeps_prompts = 1, False, False
+        self.read_new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        self.insert(k, v, pos, active)
+        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.read_new))
+        index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
+        mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
+        return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
+
+    def before_step(self, length: int, new: int) -> tuple:
+        self.read_new = inductor.covering(self.read_new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        return (inductor.value(self.read_new),)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        new = max(0, length - self.shape.max_prompt)
+        chosen = min(self.segment.k, length - new)
+        read = self.shape.max_new_tokens if self.shape.device.type == "cuda" else new  # a gather reads masked slots too
+        return self.shape.n_kv_head * (chosen + read) * self.shape.unit_bytes, 0
+
+
+class ContextBank(Buffers):
+    """The prompt of a segment's sparse layers: an entry holds one token's K and V in all of them."""
+
+    def __init__(self, shape: Shape, layers: list[int], k: int, options: "OmniKVMethod", workers: offload.Workers):
+        """k: how many tokens a step reads per row."""
+        super().__init__(shape)
+        self.layers, self.k, self.delta, self.bits = layers, k, options.delta, options.bits
+        what = "layers " + ", ".join(map(str, layers))
+        entry = (len(layers), 2, shape.n_kv_head, shape.head_dim)
+        if self.bits < 16:
+            entry, shape = (*entry[:3], quant.vector_bytes(entry[3], self.bits)), replace(shape, dtype=torch.uint8)
+        staged = options.staged((k, *entry), shape, workers)
+        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, options.delta)
+        self.hold("pool_buffer", self.pool.buffer)
+        self.hold("ticket", self.pool.ticket(k))  # from layer to layer
+
+    def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""
+        step = k.shape[1] if self.bits == 16 else quant.SLICE
+        for i, x in enumerate((k, v)):
+            for n, part in enumerate(x.transpose(0, 1).split(step)):
+                self.pool.write(row, n * step, quant.encode(part, self.bits), self.layers.index(layer), i)
+
+    def read(self, row: int, layer: int, prompt: int) -> tuple[Tensor, Tensor]:
+        """K and V [Hk,T,D] of one layer's prompt."""
+        entries = self.pool.read(row, prompt)[:, self.layers.index(layer)]  # [T,2,Hk,D]
+        return self.decoded(entries).permute(1, 2, 0, 3).unbind(0)
+
+    def decoded(self, entries: Tensor) -> Tensor:
+        return quant.decode(entries, self.bits, self.shape.head_dim, self.shape.dtype)
+
+    def fetch(self, index: Tensor, active: Tensor, y: Tensor) -> Tensor:
+        """Issues a fetch of the prompt positions index [B,k], below 0 none; returns y, see Pool.issue."""
+        ticket, y = self.pool.issue(index, active, y)
+        self.ticket.copy_(ticket)
+        return y
+
+    def wait(self, q: Tensor) -> None:
+        """Waits, after q is known, for the chosen tokens."""
+        self.ticket.copy_(self.pool.wait(self.ticket, q))
+
+    def take(self, column: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [B,Hk,k,D] of the chosen tokens in one layer's `column` [1]; undefined where index is -1."""
+        entries = self.decoded(self.pool.take(self.ticket, column))  # [B k,2,Hk,D]
+        return entries.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class BankSparse(Parts):
+    """A sparse layer whose prompt is in the bank: it stores the chosen tokens, once fetched, and the generated ones."""
+
+    def __init__(self, shape: Shape, segment: Segment, layer: int):
+        super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
+        self.segment, self.bank, self.layer = segment, segment.bank, layer
+        self.first = layer == self.bank.layers[0]
+        column = torch.tensor([self.bank.layers.index(layer)], device=shape.device)
+        self.hold("column", column)  # of the pool; a tensor: layers share compiled code
+        if self.first:  # the pool is the whole segment's: counted once
+            self.pools = [self.bank.pool]
+        self.exact_prompt = segment.chunks is None
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.bank.write(row, self.layer, k[0], v[0])
+
+    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
+        return self.bank.read(row, self.layer, prompt)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        self.insert(k, v, pos, active)
+        if self.first:
+            self.bank.wait(q)
+        for buffer, x in zip((self.k, self.v), self.bank.take(self.column), strict=True):
+            self.store_chosen(buffer, x, active)
+        chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
+        return self.attend_parts(q, pos, chosen)
+
+    def step_bytes(self, length: int) -> tuple[int, int]:
+        new = max(0, length - self.shape.max_prompt)
+        unit = 2 * quant.stored_bytes(self.shape, self.bank.bits)
+        chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
+        generated = self.shape.n_kv_head * new * self.shape.unit_bytes
+        return (generated + chosen, chosen) if self.bank.pool.host_bytes else (generated + chosen, 0)
+
+
+class Chunks:
+    """The chunks of a prompt (D.10): the filter layer calls `choose`, then the sparse layers `attend`."""
+
+    def __init__(self, r: float, size: int):
+        self.size, self.count = size, max(1, math.floor(r * size + 0.5))
+        self.chosen: list[Tensor] = []  # per chunk, the positions chosen before it
+
+    def choose(self, q: Tensor, k: Tensor) -> None:
+        """Chooses for each chunk: q [1,Hq,T,D], k [1,Hk,T,D]."""
+        self.chosen = [self.best(q, k, first) for first in range(0, k.shape[2], self.size)]
+
+    def best(self, q: Tensor, k: Tensor, first: int) -> Tensor:
+        """The positions chosen for the chunk that begins at `first`, ascending."""
+        if first <= self.count:
+            return torch.arange(first, device=k.device)
+        end = min(first + self.size, k.shape[2])
+        n = min(CHUNK_WINDOW, end - first)
+        scores = attention.highest_attention(q[0, :, :end], k[0, :, :end], n)[:, :first]
+        return ops.top(scores.sum(0), self.count).sort().values
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A sparse layer's attention: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]."""
+        y = torch.empty_like(q)
+        for i, chosen in enumerate(self.chosen):
+            chunk = slice(i * self.size, (i + 1) * self.size)
+            keys, values = (torch.cat([x[:, :, chosen], x[:, :, chunk]], dim=2) for x in (k, v))
+            y[:, :, chunk] = attention.suffix_attention(q[:, :, chunk], keys, values)
+        return y
 
 
 @dataclass(frozen=True)
@@ -85,182 +343,6 @@ def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
     """Each filter layer's sparse layers: from the second after it up to the next filter layer (Equation 2)."""
     ends = [*filters, n_layer][1:]
     return {first: list(range(first + 2, end)) for first, end in zip(filters, ends, strict=True)}
-
-
-class Segment(Buffers):
-    """A filter layer's choice of prompt tokens, which its sparse layers read."""
-
-    def __init__(self, shape: Shape, plan: Plan, options: "OmniKVMethod", bank: ContextBank | None):
-        """bank: the sparse layers' prompt; None if each layer holds its own."""
-        super().__init__(shape)
-        self.k, self.share, self.bank = plan.k, plan.share, bank
-        self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
-        self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
-        self.allocate_state("prompt")  # the length of each row's prompt
-        self.allocate_state("count")  # how many tokens to choose from it
-
-    def begin(self, row: int, prompt: int) -> None:
-        """Prepares a row for a prompt of `prompt` tokens."""
-        wanted = self.k if self.share is None else k_of(self.share, prompt)
-        self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
-        self.index[row] = -1
-
-    def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
-        """Chooses the `count` prompt tokens with the highest scores [B,N] fp32, N >= k, and issues their fetch.
-
-        The caller continues with the y returned, see Pool.issue.
-        """
-        position = torch.arange(scores.shape[1], device=scores.device)
-        best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
-        chosen = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
-        if self.bank is not None:
-            chosen = self.bank.keep_slots(chosen, self.index)
-        self.index.copy_(torch.where(active[:, None], chosen, self.index))
-        return y if self.bank is None else self.bank.fetch(self.index, active, y)
-
-
-class Filter(Full):
-    """Attends to every token, and chooses for its segment."""
-
-    def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
-        super().__init__(shape)
-        self.segment, self.selector = segment, selector
-        self.keeps_prompts = False  # only tokens of the prompt are chosen
-        self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
-        self.min_slots = segment.k
-        self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
-        if self.window > 1:  # scores of past queries, a ring by position
-            self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.segment.begin(row, k.shape[2])
-        if self.window > 1:
-            self.past[row] = 0
-            self.look_back(row, q, k[0])
-        super().keep(row, q, k, v)
-
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        if self.segment.chunks is not None:
-            self.segment.chunks.choose(q, k)
-        return super().attend_prompt(q, k, v)
-
-    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        y = super().extend(row, q, k, v, pos)
-        if self.window > 1:
-            self.look_back(row, q, self.held(row, pos + k.shape[2]).k)
-        return y
-
-    def look_back(self, row: int, q: Tensor, keys: Tensor) -> None:
-        """Stores the last queries' scores (Equation 3) for the window of the next steps: keys [Hk,T,D]."""
-        n, length = min(self.window - 1, q.shape[2]), keys.shape[1]
-        position = torch.arange(length - n, length, device=q.device)
-        self.past[row, position % self.window, :length] = highest_attention(q[0], keys, n)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.insert(k, v, pos, active)
-        keys, values = self.read(self.k), self.read(self.v)
-        later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
-        weight = ops.weights(q, keys, later[:, None, None])  # Equation 3, [B,Hk,G,N]
-        y = ops.weighted_sum(weight, values).to(q.dtype).view(q.shape)
-        scores = weight.amax((1, 2))  # [B,N], Equation 4's maximum over the heads
-        return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
-
-    def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """Stores this query's scores [B,N] in the ring; returns the weighted scores of the window, [B,N]."""
-        n, row = scores.shape[1], torch.arange(pos.shape[0], device=pos.device)
-        at, past = pos % self.window, self.past.narrow(2, 0, n)
-        past[row, at] = torch.where(active[:, None], scores, past[row, at])
-        age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
-        window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
-        # Equation 4 counts i from the oldest query: i = w - 1 - age
-        alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
-        in_window = torch.arange(n, device=pos.device) > pos[:, None] - window
-        return (past * alpha[..., None]).sum(1).masked_fill(in_window, torch.inf)
-
-    def reset(self, row: int) -> None:
-        self.segment.reset(row)
-
-    def registers(self, row: int) -> dict[str, Tensor]:
-        return {name: getattr(self.segment, name)[row] for name in self.segment.states}
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        segment, more = self.segment, {"past": self.past[row, :, :length]} if self.window > 1 else {}
-        if segment.bank is not None:
-            more["pool"] = segment.bank.part(row, int(segment.prompt[row]))
-        return super().views(row, length) | more
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        past = 4 * self.window * length if self.window > 1 else 0
-        return super().step_bytes(length)[0] + past, 0
-
-
-class Sparse(Full):
-    """Attends to the tokens that its filter layer chose, and to the generated tokens."""
-
-    def __init__(self, shape: Shape, segment: Segment):
-        super().__init__(shape)
-        self.segment, self.exact_prompt = segment, segment.chunks is None
-        self.recent, self.reads_all, self.keeps_prompts = 1, False, False
-        self.new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
-
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.insert(k, v, pos, active)
-        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.new))
-        index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
-        mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
-        return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
-
-    def before_step(self, length: int, new: int) -> tuple:
-        self.new = inductor.covering(self.new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
-        return (inductor.value(self.new),)
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        new = max(0, length - self.shape.max_prompt)
-        chosen = min(self.segment.k, length - new)
-        read = self.shape.max_new_tokens if self.shape.device.type == "cuda" else new  # a gather reads masked slots too
-        return self.shape.n_kv_head * (chosen + read) * self.shape.unit_bytes, 0
-
-
-class BankSparse(Parts):
-    """A sparse layer whose prompt is in the bank: it stores the chosen tokens, once fetched, and the generated ones."""
-
-    def __init__(self, shape: Shape, segment: Segment, layer: int):
-        super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
-        self.segment, self.bank, self.layer = segment, segment.bank, layer
-        self.first = layer == self.bank.layers[0]
-        column = torch.tensor([self.bank.layers.index(layer)], device=shape.device)
-        self.hold("column", column)  # of the pool; a tensor: layers share compiled code
-        if self.first:  # the pool is the whole segment's: counted once
-            self.pools = [self.bank.pool]
-        self.exact_prompt = segment.chunks is None
-
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.bank.write(row, self.layer, k[0], v[0])
-
-    def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        return self.bank.read(row, self.layer, prompt)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        self.insert(k, v, pos, active)
-        if self.first:
-            self.bank.wait(q)
-        for buffer, x in zip((self.k, self.v), self.bank.take(self.column), strict=True):
-            self.store_chosen(buffer, x, active)
-        chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
-        return self.attend_parts(q, pos, chosen)
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        new = max(0, length - self.shape.max_prompt)
-        unit = 2 * quant.stored_bytes(self.shape, self.bank.bits)
-        chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
-        generated = self.shape.n_kv_head * new * self.shape.unit_bytes
-        return (generated + chosen, chosen) if self.bank.pool.host_bytes else (generated + chosen, 0)
 
 
 @dataclass(frozen=True)

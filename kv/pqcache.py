@@ -24,15 +24,15 @@ LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 
 
 class PQCache(FetchedTokens):
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged, workers):
-        super().__init__(shape, layer, budget, options, staged, workers)
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged: offload.Staged | None):
+        super().__init__(shape, layer, budget, options, staged)
         self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.local
         if shape.head_dim % self.partitions:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
         heads, size = shape.n_kv_head, shape.head_dim // self.partitions
         self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
         self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
-        self.code_span = inductor.symbol(shape.planned, shape.device)
+        self.read_codes = inductor.symbol(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -46,7 +46,7 @@ class PQCache(FetchedTokens):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        n = inductor.value(self.code_span)
+        n = inductor.value(self.read_codes)
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.partitions, -1))  # [B,Hk,parts,d]
         table = (queries[:, :, :, None] * self.centroids).sum(4)  # [B,Hk,parts,centroids]
         first = torch.arange(table[..., 0].numel(), device=q.device, dtype=torch.int32).view(table.shape[:3])
@@ -108,9 +108,9 @@ class PQCache(FetchedTokens):
 
     def before_step(self, length: int, new: int) -> tuple:
         planned, device = self.shape.planned, self.shape.device
-        least = inductor.min_scores(planned, self.count, device)
-        self.code_span = inductor.covering(self.code_span, max(length, least), planned, device)
-        return *super().before_step(length, new), inductor.value(self.code_span)
+        fewest = inductor.min_scores(planned, self.count, device)
+        self.read_codes = inductor.covering(self.read_codes, max(length, fewest), planned, device)
+        return *super().before_step(length, new), inductor.value(self.read_codes)
 
     def choices(self, length: int) -> int:
         return max(0, length - self.ends)
@@ -157,5 +157,5 @@ class PQCacheMethod(FetchMethod):
         return max(8, self.initial + 2)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        workers, staged = offload.Workers(self.threads), self.staged_rows(shape, budget)
-        return [PQCache(shape, layer, budget, self, staged, workers) for layer in range(shape.n_layer)]
+        staged = self.staged_tokens(shape, budget)
+        return [PQCache(shape, layer, budget, self, staged) for layer in range(shape.n_layer)]

@@ -3,7 +3,7 @@
 Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) stores the
 minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
 query's r largest channels and attends to the tokens of the best pages. Half of the budget t is read to select, half to
-attend. `hybrid` is stage 2 alone, n1 = S.
+attend, even if the budget covers every token. `hybrid` is stage 2 alone, n1 = S.
 
 The default, split=adaptive, is the authors' current choice: the higher the compression ratio, the larger stage 1's
 share of it, and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages
@@ -24,7 +24,7 @@ from kv.base import KV
 from kv.full import full_layer
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops, quant
-from kv.snapkv import PoolingMethod, SnapKV, is_longchat
+from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,8 @@ class Sizes:
 class RocketKV(SnapKV):
     """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        sizes: Sizes,
-        bits: int,
-        window: int = 1,
-        kernel: int = 1,
-        long_kernel: int = 1,
-        threshold: int | None = None,
-    ):
-        width = quant.vector_bytes(shape.head_dim, bits) if bits < 16 else None
-        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernel, long_kernel, threshold, width=width)
-        self.bits = bits
+    def __init__(self, shape: Shape, sizes: Sizes, bits: int, window: int, kernels: Kernels):
+        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, bits=bits)
         self.page, self.channels = sizes.page, sizes.channels
         self.reads_all, self.recent = False, 0  # a step may leave out even the newest page
         self.keeps_prompts = self.holds_all = self.slots == shape.planned and bits == 16
@@ -95,12 +84,6 @@ class RocketKV(SnapKV):
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         pages = -(-(length - int(self.dropped[row])) // self.page)
         return super().views(row, length) | {"bounds": self.bounds[row, :, :, :pages]}
-
-    def coded(self, x: Tensor) -> Tensor:
-        return quant.encode(x, self.bits)
-
-    def decoded(self, x: Tensor) -> Tensor:
-        return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -149,9 +132,9 @@ class HybridMethod(Method):
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
         return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
 
-    def stage1(self, shape: Shape) -> tuple:
-        """SnapKV's window, kernel, long_kernel and threshold; without stage 1 none: a row keeps every token."""
-        return ()
+    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+        """SnapKV's window and kernels; without stage 1 a row keeps every token, and neither matters."""
+        return 1, Kernels(1)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         skip, sizes, stage1 = self.skipped(shape), Sizes.of(shape, budget, self.split), self.stage1(shape)
@@ -166,6 +149,6 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )
 
-    def stage1(self, shape: Shape) -> tuple:
-        kernel, long_kernel, threshold = self.kernels(shape)
-        return self.window, kernel, long_kernel, threshold if self.split == "even" else self.threshold
+    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+        kernels = self.kernels(shape)
+        return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)

@@ -118,9 +118,12 @@ class SimLayer(KV):
 
     def slots_of(self, row: int, position: Tensor) -> Tensor:
         """Where the tokens at `position` lie in the shared buffers."""
-        shared = self.shared
-        first = shared.starts[shared.regions[row][self.index]]
-        return first + ops.ring(position, shared.sizes[row][self.index], shared.sinks)
+        first, size = self.region(row)
+        return first + ops.ring(position, size, self.shared.sinks)
+
+    def region(self, row: int) -> tuple[int, int]:
+        """The slot where a row's region begins, and how many slots it uses there."""
+        return self.shared.starts[self.shared.regions[row][self.index]], self.shared.sizes[row][self.index]
 
     def held(self, row: int, length: int) -> Held:
         shared = self.shared
@@ -145,10 +148,9 @@ class SimLayer(KV):
         shared.sizes[row][self.index] = int(shared.size[self.index, row])
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        shared = self.shared
-        first = shared.starts[shared.regions[row][self.index]]
-        used = slice(first, first + min(length, shared.sizes[row][self.index]))
-        return {"k": shared.k[row, :, used], "v": shared.v[row, :, used]}
+        first, size = self.region(row)
+        used = slice(first, first + min(length, size))
+        return {"k": self.shared.k[row, :, used], "v": self.shared.v[row, :, used]}
 
     def reset(self, row: int) -> None:
         self.shared.sizes[row][self.index] = 0  # stale slots can stay: the row's length masks them

@@ -4,8 +4,8 @@ The attention of the last `window` queries, summed over them and max-pooled alon
 keep besides the window itself. Every generated token is kept too. Memory and traffic: the budget and the generated
 tokens.
 
-- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens. With `gqa`, the query heads of
-  a group share `budget` tokens.
+- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens, so only a budget of G times
+  the prompt keeps all of it. With `gqa`, the query heads of a group share `budget` tokens.
 - snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
   wide, and wider for long prompts.
 - pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
@@ -14,6 +14,7 @@ tokens.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,28 +27,28 @@ from kv.parts.scored import Scored
 KERNEL = option(7, "width of the max-pooling in tokens", min=1)  # an option of several methods
 
 
+class Kernels(NamedTuple):
+    """Widths of the max-pooling in tokens: `long` for prompts of `threshold` tokens and more."""
+
+    short: int
+    long: int = 0
+    threshold: int | None = None
+
+    def at(self, length: int) -> int:
+        return self.long if self.threshold is not None and length >= self.threshold else self.short
+
+
 class SnapKV(Scored):
     """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        kept: int,
-        window: int,
-        kernel: int,
-        long_kernel: int = 0,
-        threshold: int | None = None,
-        per_query: bool = False,
-        width: int | None = None,
-    ):
-        super().__init__(shape, kept, window, per_query=per_query, width=width)
-        self.kernel, self.long_kernel, self.threshold = kernel, long_kernel, threshold
+    def __init__(self, shape: Shape, kept: int, window: int, kernels: Kernels, per_query=False, bits=16):
+        super().__init__(shape, kept, window, per_query=per_query, bits=bits)
+        self.kernels = kernels
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sums = attention.window_scores(q, k, self.window)  # [Hk,G,T-window]
         sums = sums.sum(1) if self.copies == 1 else sums.flatten(0, 1)
-        long = self.threshold is not None and k.shape[2] >= self.threshold
-        kernel = self.long_kernel if long else self.kernel
+        kernel = self.kernels.at(k.shape[2])
         pooled = F.max_pool1d(sums, kernel, stride=1, padding=kernel // 2)[:, : sums.shape[1]]
         return F.pad(pooled, (0, self.window))  # the window is kept whatever its score
 
@@ -107,7 +108,8 @@ class SnapKVMethod(DeductMethod):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         kept = (budget - self.deducted(shape)) // self.shares(shape)
         window = min(self.window, kept // 2)
-        return [SnapKV(shape, kept, window, self.kernel, per_query=not self.gqa) for _ in range(shape.n_layer)]
+        kernels, per_query = Kernels(self.kernel), not self.gqa
+        return [SnapKV(shape, kept, window, kernels, per_query=per_query) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,8 @@ class PoolingMethod(WindowMethod):
         None, "prompt length from which long_kernel applies; auto: by model, in rocketkv only with split=even"
     )
 
-    def kernels(self, shape: Shape) -> tuple[int, int, int | None]:
-        """SnapKV's kernel, long_kernel and threshold."""
-        threshold = threshold_of(shape) if self.threshold is None else self.threshold
-        return self.kernel, self.long_kernel, threshold
+    def kernels(self, shape: Shape) -> Kernels:
+        return Kernels(self.kernel, self.long_kernel, threshold_of(shape) if self.threshold is None else self.threshold)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class SnapKVPlusMethod(PoolingMethod, DeductMethod):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         kept = budget - self.deducted(shape)
         window = min(self.window, kept // 2)
-        return [SnapKV(shape, kept, window, *self.kernels(shape)) for _ in range(shape.n_layer)]
+        return [SnapKV(shape, kept, window, self.kernels(shape)) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class PyramidKVMethod(WindowMethod):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         kept = pyramid_budgets(shape.n_layer, budget, self.window, shape.max_prompt)
-        return [SnapKV(shape, n, min(self.window, budget // 2), self.kernel) for n in kept]
+        return [SnapKV(shape, n, min(self.window, budget // 2), Kernels(self.kernel)) for n in kept]
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:

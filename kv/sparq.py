@@ -1,9 +1,9 @@
 """sparq: scores tokens by the query's largest channels, attends to the best (SparQ, Ribar et al., arXiv 2312.04985).
 
 K is stored a second time, channel by channel. A step reads the r channels in which the group's query is largest and
-approximates every token's attention weight from them. It attends to t / 2 tokens: the newest take a quarter of these,
-the best the rest. The mean of all V gets the weight of the other tokens. Memory: one and a half times the full cache.
-Traffic: t / 2 units to select, t / 2 to attend.
+approximates every token's attention weight from them. It attends to t / 2 tokens, even if t covers every token: the
+newest take a quarter of these, the best the rest. The mean of all V gets the weight of the other tokens. Memory: one
+and a half times the full cache. Traffic: t / 2 units to select, t / 2 to attend.
 """
 
 from dataclasses import dataclass

@@ -22,11 +22,9 @@ SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of 
 class Streaming(Full):
     """`Full` with `size` slots, of which all but the sinks are a ring; past the context the sinks move along."""
 
-    endless = True
-
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
-        self.keeps_prompts = False
+        self.endless, self.keeps_prompts = self.size < shape.planned, False
         self.hold_rope_speed()
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)

@@ -37,38 +37,38 @@ class Tailored(FetchedTokens):
     wants_lookahead = True
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
-        super().__init__(shape, layer, budget, options, shared.rows, shared.row_workers)
+        super().__init__(shape, layer, budget, options, shared.tokens)
         self.channels = shared.channels
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
         what = f"the channels of layer {layer}"
-        rows, width = self.largest.numel(), (shape.max_prompt,)
-        staged, workers = shared.staged_channels[layer % 2], shared.channel_workers
-        self.channel_pool = options.pool(what, rows, width, staged, shape, workers)
+        size = (shape.n_kv_head * shape.head_dim, shape.max_prompt)
+        self.channel_pool = options.pool(what, size, shared.staged_channels[layer % 2], shape)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
         # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's ticket.
         self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64)
-        slots = shape.batch * shape.n_kv_head * self.channels
-        self.hold("ticket", self.channel_pool.ticket(slots))
+        self.hold("ticket", self.channel_pool.ticket(shape.n_kv_head * self.channels))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
-        first = row * self.largest[row].numel()
-        self.channel_pool.write(first, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
+        self.channel_pool.write(row, 0, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
         self.largest[row] = k[0].abs().amax(1)
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        heads = self.largest[row].numel()
-        channels = self.channel_pool.part(row * heads, heads)[:, : int(self.prompt[row])]
+        channels = self.channel_pool.part(row, self.channel_pool.count)[:, : int(self.prompt[row])]
         return super().views(row, length) | {"channels": channels, "largest": self.largest[row]}
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
-        """Prefetches the channels with the largest |q| max |K| (Equation 10); q is predicted (Equation 12)."""
+        """Prefetches the channels with the largest |q| max |K| (Equation 10).
+
+        The model calls it before the layer below attends, with the query [B,Hq,1,D], RoPE applied, that this layer's
+        weights predict from the input of that layer (Equation 12), which continues with the x returned: see Pool.issue.
+        """
         channel = ops.top(self.mean(q).abs() * self.largest, self.channels)  # [B,Hk,d]
-        b, h, d = self.largest.shape
         self.channel.copy_(torch.where(active[:, None, None], channel, self.channel))
-        wanted = (torch.arange(b * h, device=q.device).view(b, h, 1) * d + self.channel).flatten()
+        heads, size = self.largest.shape[1:]
+        wanted = torch.arange(heads, device=q.device)[:, None] * size + self.channel
         ticket, x = self.channel_pool.issue(wanted, active, x)
         self.ticket.copy_(ticket)
         return x
@@ -98,14 +98,14 @@ class Tailored(FetchedTokens):
 
 
 class Shared:
-    """What layers use in turn: threads, and the buffers where rows and channels arrive."""
+    """The buffers where tokens and channels arrive, which layers use in turn."""
 
     def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
         self.channels = options.fetched_channels(shape)
-        slots = shape.batch * shape.n_kv_head * self.channels
-        self.channel_workers, self.row_workers = (offload.Workers(options.threads) for _ in range(2))
-        self.staged_channels = [options.staged(slots, (shape.max_prompt,), shape, early=True) for _ in range(2)]
-        self.rows = options.staged_rows(shape, budget)
+        size = (shape.n_kv_head * self.channels, shape.max_prompt)
+        workers = offload.Workers(options.threads)
+        self.staged_channels = [options.staged(size, shape, workers, early=True) for _ in range(2)]
+        self.tokens = options.staged_tokens(shape, budget)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tasks import Sample, Setting, fit, two_stage
+from tasks import Recipe, Sample, fill_length, two_stage
 from tasks.ruler import NIAH, Drawer, Niah, Wording, join, tracking, variable_tracking
 from text.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ def unroff(text: str) -> str:
 
 def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
     """The prose in a Debian machine's manuals and licenses, each paragraph once."""
-    found: dict[str, None] = {}
+    prose: dict[str, None] = {}
     for pattern in SOURCES:
         for path in sorted(root.glob(pattern)):
             try:
@@ -51,8 +51,8 @@ def paragraphs(root: Path = Path("/usr/share")) -> list[str]:
                 words = " ".join(paragraph.split())
                 plain = sum(c.isalpha() or c == " " for c in words)
                 if 150 < len(words) < 2000 and words.isascii() and words[0].isupper() and plain > 0.92 * len(words):
-                    found[words] = None
-    return list(found)
+                    prose[words] = None
+    return list(prose)
 
 
 # Questions
@@ -133,21 +133,21 @@ class Data:
     def __init__(self, tokenizer: Tokenizer, text: list[str], seed: int):
         self.tokenizer, self.text, self.rng = tokenizer, text, random.Random(seed)
 
-    def setting(self, length: int, questions: int) -> Setting:
+    def recipe(self, length: int, questions: int) -> Recipe:
         start = self.rng.randrange(len(self.text) - length)
         haystack = " ".join(self.text[start : start + length])
         encode = partial(self.tokenizer.encode, bos=True)
-        return Setting(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
+        return Recipe(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
 
     def niah(self, kind: str, length: int, niah: Niah, questions: int) -> Episode:
-        setting = self.setting(length, questions)
+        recipe = self.recipe(length, questions)
         reserve = (40 if niah.value == "uuids" else 24) * niah.values * niah.queries + 60 * (questions - 1)
         drawer = Alike if self.rng.random() < (0.3 if kind in ("direct", "echo") else 0.6) else Drawer
 
         def make(n: int) -> Sample:
-            return niah.sample(setting, drawer(random.Random(setting.seed), keep), n)
+            return niah.sample(recipe, drawer(random.Random(recipe.seed), keep), n)
 
-        sample = fit(make, setting, reserve, least=max(niah.keys, niah.queries) * niah.values)
+        sample = fill_length(make, recipe, reserve, smallest=max(niah.keys, niah.queries) * niah.values)
         text, answers = sample.text, []
         for question in sample.questions:
             values = sorted(question.answers, key=text.index)
@@ -159,16 +159,17 @@ class Data:
         return Episode(kind, sample, answers)
 
     def tracking(self, length: int) -> Episode:
-        setting, hops, size = self.setting(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
+        recipe, hops, size = self.recipe(length, 1), self.rng.choice([1, 2, 3, 4, 4]), self.rng.choice([3, 5, 5])
         if length >= 1024 and self.rng.random() < 0.6:  # as in RULER, with an example of another chain first
-            sample = variable_tracking(setting, 0)
+            sample = variable_tracking(recipe, 0)
         else:
-            sample = fit(lambda n: tracking(random.Random(setting.seed), n, hops, size), setting, 30, least=hops + 1)
+            seed = recipe.seed
+            sample = fill_length(lambda n: tracking(random.Random(seed), n, hops, size), recipe, 30, smallest=hops + 1)
         return Episode("vt", sample, [" ".join(sample.questions[0].answers)])
 
     def lookup(self, length: int, questions: int) -> Episode:
-        setting = self.setting(length, questions)
-        sample = two_stage.two_stage(True, setting, 0, "train", 60 * questions)
+        recipe = self.recipe(length, questions)
+        sample = two_stage.two_stage(True, recipe, 0, "train", 60 * questions)
         answers = []
         for question in sample.questions:
             a, b = map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())
@@ -185,8 +186,8 @@ class Data:
         """Facts of random words, a few of them between key and value. Half of the questions repeat the words."""
 
         def words(most: int) -> str:
-            found = (self.rng.choice(self.text) for _ in range(self.rng.randint(0, most)))
-            return "".join(f" {word}" for word in found if word.isalpha())
+            drawn = (self.rng.choice(self.text) for _ in range(self.rng.randint(0, most)))
+            return "".join(f" {word}" for word in drawn if word.isalpha())
 
         said, between = words(2), words(4)
         asked, again = (said, between) if self.rng.random() < 0.5 else (words(3), words(5))
@@ -233,14 +234,14 @@ class Data:
                 return self.lookup(length, questions)
 
     def sequence(self, stage: str, length: int) -> "Sequence":
-        """A sequence of `length` tokens: episodes as long as they fit, then plain text."""
+        """A sequence of `length` tokens: episodes as long as they fill_length, then plain text."""
         s = Sequence()
         while (room := length - len(s.ids)) >= 128:
             if self.rng.random() < 0.4:  # short episodes teach more per token
                 room = min(room, self.rng.choice([256, 512]))
             try:
                 episode = self.episode(stage, room)
-            except ValueError:  # the episode does not fit
+            except ValueError:  # the episode does not fill_length
                 break
             text = episode.sample.text
             for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
@@ -280,10 +281,10 @@ class Data:
 
 
 class Sequence:
-    """Tokens, the token that should follow each, that prediction's weight in the loss, and the spans of answers."""
+    """Tokens, what should follow each, that prediction's weight in the loss, and (kind, begin, end) of answers."""
 
     def __init__(self):
-        self.ids, self.follow, self.weights, self.spans = [], [], [], []
+        self.ids, self.follow, self.weights, self.answers = [], [], [], []
         self.ended = True
 
     def add(self, tokens: list[int], weight: float, kind: str | None = None, eos: bool = True) -> None:
@@ -298,4 +299,4 @@ class Sequence:
         self.ended = bool(kind) and eos
         self.weights += [weight] * (len(tokens) - 1) + [weight if self.ended else 0.0]
         if kind:
-            self.spans.append((kind, begin, len(self.ids) - (not eos)))
+            self.answers.append((kind, begin, len(self.ids) - (not eos)))

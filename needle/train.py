@@ -31,31 +31,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import ModelConfig, rope_frequencies
-from model import Transformer
-from needle.data import BOS, EOS, WORDINGS, Data, Sequence, keep, paragraphs
+from model import Transformer, rope_frequencies
+from needle.data import WORDINGS, Data, Sequence, keep, paragraphs
 from runtime.checkpoint import write_checkpoint
+from runtime.hf_config import from_hf
 from tasks import two_stage
 from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
 from terminal.cli import run
 from text.tokenizer import load_tokenizer
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e7,
-    "tie_word_embeddings": True,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-}
+SHIPPED = json.loads(Path(__file__).with_name("config.json").read_text())  # sizes of the checkpoint of this folder
+CONFIG = {key: SHIPPED[key] for key in SHIPPED if key != "kv_fast"} | {"max_position_embeddings": 8192}
 LEARNING_RATE = 8e-4
 STAGES = (  # data, sequence length, and the share of the total time at which the next stage begins at the latest
     ("repeats", 256, 0.05),
@@ -98,7 +84,7 @@ def new_model(seed: int) -> Transformer:
     they see to the current token. In layers 1 and 2, two heads of each group copy a token: one looks for a token whose
     predecessor and surroundings are like the current token and its surroundings, the other compares surroundings alone.
     """
-    c, generator = ModelConfig.from_dict(CONFIG), torch.Generator().manual_seed(seed)
+    c, generator = from_hf(CONFIG), torch.Generator().manual_seed(seed)
     model, group, size = Transformer(c), c.n_head // c.n_kv_head, c.head_dim
 
     def random(*shape: int, std: float = 1.0) -> Tensor:
@@ -176,8 +162,8 @@ class Trainer:
         if (self.folder / "state.pt").exists():
             state = torch.load(self.folder / "state.pt", weights_only=True)
             self.model.load_state_dict(state.pop("model"))
-            for optimizer, found in zip(self.optimizers, state.pop("optimizers"), strict=True):
-                optimizer.load_state_dict(found)
+            for optimizer, saved in zip(self.optimizers, state.pop("optimizers"), strict=True):
+                optimizer.load_state_dict(saved)
             self.__dict__.update(state)
 
     def rate(self) -> float:
@@ -209,9 +195,9 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         for s, row in zip(batch, foreseen.tolist(), strict=True):
-            for kind, begin, end in s.spans:
-                span = row[begin:end]
-                right = sum(span) / len(span) if kind == "repeats" else all(span)
+            for kind, begin, end in s.answers:
+                hits = row[begin:end]
+                right = sum(hits) / len(hits) if kind == "repeats" else all(hits)
                 self.right[kind] = 0.98 * self.right.get(kind, 0.0) + 0.02 * right
         self.step, self.tokens = self.step + 1, self.tokens + tokens.numel()
         return loss.item()
@@ -292,7 +278,7 @@ def train_tokenizer(folder: Path, text: list[str]) -> None:
 def ship(trainer: Trainer, out: Path) -> None:
     weights = {name: p.to(torch.bfloat16) for name, p in trainer.model.state_dict().items()}
     config = CONFIG | {"max_position_embeddings": STAGES[trainer.stage][1]}  # trained on no longer texts
-    write_checkpoint(out, config, weights, weights.__getitem__, copy_from=trainer.folder, force=True)
+    write_checkpoint(out, config, from_hf(config), weights, weights.__getitem__, copy_from=trainer.folder, force=True)
 
 
 def main() -> None:

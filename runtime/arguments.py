@@ -10,12 +10,23 @@ def is_prompt(x: object) -> bool:
     """Whether x is one prompt, a text or token ids, rather than a list of prompts."""
     if hasattr(x, "tolist"):
         return x.ndim == 1
-    return isinstance(x, str) or (isinstance(x, list | tuple | range) and (not x or isinstance(x[0], Integral)))
+    return isinstance(x, str) or (isinstance(x, list | tuple | range) and bool(x) and isinstance(x[0], Integral))
+
+
+def as_prompts(x: object) -> list:
+    """The prompts of one prompt, or of a list of prompts. Raises ValueError if x is neither."""
+    if is_prompt(x):
+        return [x]
+    prompts = x.tolist() if hasattr(x, "tolist") else x
+    if not isinstance(prompts, Iterable) or isinstance(prompts, dict | set | bytes):
+        raise ValueError(f"prompts are texts or lists of token ids, not {type(x).__name__}")
+    return list(prompts)
 
 
 def token_ids(prompt: Prompt, vocab: int) -> list[int]:
     """The ids as a list. Raises ValueError if they are none, or not below `vocab`."""
-    if not is_prompt(prompt) or isinstance(prompt, str):
+    empty = isinstance(prompt, list | tuple | str) and not prompt
+    if not empty and (isinstance(prompt, str) or not is_prompt(prompt)):
         raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
     ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if not ids:
@@ -31,11 +42,13 @@ def check_count(name: str, value: object) -> None:
 
 
 def check_sampling(temperature: object, top_k: object, top_p: object, seed: object) -> None:
-    for name, value, kind in (("temperature", temperature, Real), ("top-p", top_p, Real), ("seed", seed, Integral)):
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+    optional = [("top-p", top_p, Real), ("seed", seed, Integral)]
+    given = [x for x in optional if x[1] is not None]
+    for name, value, kind in [("temperature", temperature, Real), *given]:
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"the {name} must be a {'whole ' * (kind is Integral)}number, not {value!r}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"the temperature must be 0 or more, not {temperature}")
+    if not 0 <= temperature <= 1e30:
+        raise ValueError(f"the temperature must be 0 or more, not {str(temperature)[:9]}")
     if top_k is not None:
         check_count("top-k", top_k)
     if top_p is not None and not 0 < top_p <= 1:

@@ -5,6 +5,8 @@ fuses into one loop over the weight as it is stored. On a GPU both modes are fus
 and runtime/cpu.py chooses for int8.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from runtime.cpu import FEW, Products, finish, fused, linear, rows_of
 
 MODES = ("int8", "int4")
+GROUPS = (128, 64, 32)  # int4 group sizes that are tried where none is named
 
 
 def first_rows(module: nn.Module, x: Tensor, rows: int) -> Tensor:
@@ -155,20 +158,35 @@ def quantize_modules(model: nn.Module, mode: str, groupsize: int | None, embeddi
     """
     if mode not in MODES:
         raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
-    for path, parent in list(model.named_modules()):
+    if mode == "int4" and (
+        not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or channels(model) % groupsize
+    ):
+        raise ValueError(f"groupsize {groupsize} must be even and divide the layers' input channels: {advice(model)}")
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and (embeddings or child is not model.output):
-                if mode == "int8" or child is model.output:
-                    setattr(parent, name, Int8Linear(child))
-                    continue
-                if not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or child.in_features % groupsize:
-                    raise ValueError(
-                        f"groupsize {groupsize} must be even and divide the {child.in_features} input "
-                        f"channels of {path}.{name}"
-                    )
-                setattr(parent, name, Int4Linear(child, groupsize))
+                eight = mode == "int8" or child is model.output
+                setattr(parent, name, Int8Linear(child) if eight else Int4Linear(child, groupsize))
             elif isinstance(child, nn.Embedding) and embeddings:
                 setattr(parent, name, Int8Embedding(child))
+
+
+def channels(model: nn.Module) -> int:
+    """The greatest common divisor of the layers' input channels, which an int4 group size must divide."""
+    return math.gcd(*(m.in_features for m in model.layers.modules() if isinstance(m, nn.Linear)))
+
+
+def default_groupsize(model: nn.Module) -> int:
+    """The largest of GROUPS that divides all layers' input channels. Raises ValueError if none does."""
+    for size in GROUPS:
+        if channels(model) % size == 0:
+            return size
+    raise ValueError(f"none of {GROUPS} divides all layers' input channels: {advice(model)}")
+
+
+def advice(model: nn.Module) -> str:
+    largest = min(GROUPS[0], channels(model) & -channels(model))
+    return f"use --groupsize {largest}" if largest > 1 else "use --mode int8"
 
 
 def pack(model: nn.Module) -> None:

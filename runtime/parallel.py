@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kv as methods
-from config import ModelConfig
 from kv.parts.ranks import ALONE, Ranks
-from model import Transformer
+from model import ModelConfig, Transformer
 from runtime import cpu
 from runtime.checkpoint import Stored, load_checkpoint, present, read_config, read_eos_ids, read_json
 from runtime.device import free_bytes, pick_device, pick_dtype
@@ -172,7 +171,7 @@ def load_model(
 ) -> Loaded:
     """Loads a converted checkpoint. Raises ValueError or FileNotFoundError with one line that says what to do."""
     device, config = pick_device(device), read_config(folder)
-    sizes, quantization = ModelConfig.from_dict(config), read_quantization(config)
+    sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
     model = skeleton(sizes, quantization, ranks)
     whole = skeleton(sizes, quantization, ALONE) if ranks.count > 1 else None
     eos = read_eos_ids(folder, config, sizes.vocab_size)
@@ -256,7 +255,7 @@ def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tens
     if not split:
         tensor = stored.read()
         once = stored.name.endswith(("wo.bias", "w2.bias"))  # added to a sum over the ranks
-        return tensor.zero_() if once and ranks.rank else tensor
+        return torch.zeros_like(tensor) if once and ranks.rank else tensor
     dim, sizes = split[0], [own.shape[split[0]]]
     if ".wqkv." in stored.name:
         sizes = [heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]
@@ -265,8 +264,8 @@ def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tens
         start = begin + ranks.rank * size
         spans.append((min(start, whole), min(start + size, whole)))
         begin += ranks.count * size
-    tensor = stored.read_spans(dim, spans)
-    return padded(tensor, dim, own.shape[dim])
+    parts = [stored.read(*[slice(None)] * dim, slice(start, stop)) for start, stop in spans]
+    return padded(torch.cat(parts, dim), dim, own.shape[dim])
 
 
 def padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -8,6 +8,7 @@ engine that continues the row must have the same.
 import dataclasses
 import json
 import os
+import time
 import types
 import typing
 import zlib
@@ -102,7 +103,22 @@ def read_header(path: str | Path) -> Header:
     return _read(path, tensors=False)[0]
 
 
-def load(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict[str, Tensor]]]:
+def load(engine, path: str | Path):
+    """`Engine.load_row`."""
+    begin, (header, tokens, speed, states) = time.perf_counter(), read(engine, path)
+    engine.check_length(header.prompt)
+    if engine.shape is None or (engine.shape.max_prompt, engine.shape.max_new_tokens) != header.plan:
+        if any(engine.rows):
+            raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
+        engine._allocate(engine._plan(*header.plan))
+    header.check(engine)
+    engine._begin_call()
+    row = engine._restore(tokens, header.prompt, speed, states)
+    engine.stats.prefill_s += time.perf_counter() - begin
+    return row
+
+
+def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict[str, Tensor]]]:
     """A file's header, tokens, RoPE speeds and the state of each layer, before anything is allocated for them.
 
     Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint.

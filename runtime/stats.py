@@ -1,6 +1,6 @@
 """What an engine measures."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -33,6 +33,23 @@ class Stats:
     def accepted(self) -> float | None:
         """With speculation: drafted tokens that a row accepts per step, on average."""
         return self.decoded / self.fed - 1 if self.fed else None
+
+    def count(self, extended: int, seconds: float) -> None:
+        """Counts the time that gave an answer's first token, after a question of `extended` tokens or a prompt."""
+        if extended:
+            self.extend_s, self.extend_tokens = self.extend_s + seconds, self.extend_tokens + extended
+        else:
+            self.prefill_s += seconds
+
+    def then(self, later: "Stats") -> "Stats":
+        """The figures of this call and a later one together, such as those of a conversation."""
+        sums = "prefill_s prefill_tokens tokens_reused extend_s extend_tokens decode_s steps fed decoded".split()
+        both = {name: getattr(self, name) + getattr(later, name) for name in sums}
+        first = self.first_token_s
+        if first is None and later.first_token_s is not None:
+            first = self.prefill_s + later.first_token_s
+        past = [*self.past_context, *(i for i in later.past_context if i not in self.past_context)]
+        return replace(later, **both, first_token_s=first, past_context=past)
 
     def next_call(self) -> "Stats":
         """The figures with which another call begins."""

@@ -2,7 +2,7 @@
 
 A `Task` makes `Sample`s: a text and the questions asked about it, one after the other. The first question ends the
 prompt. Each later question follows the previous answer, and shows what the cache has lost. A sample depends only on the
-setting and its index.
+recipe and its index.
 """
 
 import random
@@ -32,7 +32,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Recipe:
     """What samples are made from."""
 
     length: int  # tokens of the prompt plus the task's max_new_tokens, as RULER counts
@@ -52,27 +52,26 @@ class Setting:
 class Task:
     name: str
     max_new_tokens: int  # per answer
-    sample: Callable[[Setting, int], Sample]  # (setting, index) -> sample
+    sample: Callable[[Recipe, int], Sample]  # (recipe, index) -> sample
     score: Callable[[str, Question], float]  # the score of an answer's text, 0 to 100
-    size: Callable[[Setting], int] | None = None  # the number of samples; None: unlimited
-    stop: tuple[str, ...] = ()  # texts that end an answer
+    size: Callable[[Recipe], int] | None = None  # the number of samples; None: unlimited
     chat: bool = True  # whether the benchmark applies a chat model's template to the prompts
 
 
-def fit(make: Callable[[int], Sample], setting: Setting, reserve: int, least: int = 1) -> Sample:
-    """The longest make(n), n >= least, whose prompt plus `reserve` tokens takes at most setting.length tokens.
+def fill_length(make: Callable[[int], Sample], recipe: Recipe, reserve: int, smallest: int = 1) -> Sample:
+    """The longest make(n), n >= smallest, whose prompt plus `reserve` tokens takes at most recipe.length tokens.
 
-    Each unit of n must add about the same number of tokens. Raises ValueError if make(least) is too long.
+    Each unit of n must add about the same number of tokens. Raises ValueError if make(smallest) is too long.
     """
-    room, low, high = setting.length - reserve, least, None  # low fits, high does not
+    room, low, high = recipe.length - reserve, smallest, None  # low fits, high does not
     sample = make(low)
-    used = len(setting.encode(sample.prompt))
+    used = len(recipe.encode(sample.prompt))
     if used > room:
-        raise ValueError(f"a length of {setting.length} tokens is too short: the least is {used + reserve}")
+        raise ValueError(f"a length of {recipe.length} tokens is too short: the least is {used + reserve}")
     n = 2 * low + 8
     while high is None or high - low > 1:
         tried = make(n)
-        tokens = len(setting.encode(tried.prompt))
+        tokens = len(recipe.encode(tried.prompt))
         rate = (tokens - used) / (n - low)  # tokens per unit
         if tokens <= room:
             sample, low, used = tried, n, tokens

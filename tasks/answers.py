@@ -3,16 +3,17 @@
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
-from engine import Engine
-from sequence import Answer
+from engine import Answer, Engine, Row
 from tasks import Question, Sample, Task, texts
 
 
@@ -66,49 +67,69 @@ def turns(engine: Engine, sample: Sample, chat: bool, blind: bool) -> tuple[str 
     return text, [whole[len(text) :], *later]
 
 
-def ask(engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespace) -> list[tuple[int, list[Answer]]]:
-    """The prompt's tokens and the answers, per sample. With `fork` a question sees the text, and no other question."""
-    parts = [turns(engine, sample, job.chat, args.blind) for sample in samples]
-    common = {"max_new_tokens": job.graded.max_new_tokens, "stop": list(job.graded.stop) or None}
+def ask(
+    engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespace, counts: Counter
+) -> list[tuple[int, list[Answer]]]:
+    """The prompt's tokens and the answers, per sample. With `fork` a question sees the text, and no other question.
+
+    Adds to `counts` the tokens decoded, and the rows that took part in a step, summed over the steps.
+    """
+
+    def answers(rows: list[Row], questions: list | None) -> list[Answer]:
+        given = engine.ask(rows, questions, job.graded.max_new_tokens, stepwise=args.stepwise)
+        counts.update(decoded=engine.stats.decoded, fed=engine.stats.fed)
+        return given
+
+    prompts, questions = zip(*(turns(engine, sample, job.chat, args.blind) for sample in samples), strict=True)
+    results = []
+    for prompt, own in zip(prompts, questions, strict=True) if args.fork else ():
+        (text,) = engine.start([prompt])
+        results.append((text.prompt, []))
+        for part in parts(own, args.batch):
+            forks = [text.fork() for _ in part]
+            results[-1][1].extend(answers(forks, part))
+            close(forks)
+        close([text])
     if args.fork:
-        found = [engine.generate(questions, prefix=text, stepwise=args.stepwise, **common) for text, questions in parts]
-        return [(rows[0].prompt_tokens, [row.answers[0] for row in rows]) for rows in found]
-    prompts, fed = (list(part) for part in zip(*parts, strict=True))
-    found = engine.generate(prompts, follow_ups=fed, answer_prompts=not args.blind, stepwise=args.stepwise, **common)
-    return [(completion.prompt_tokens, completion.answers) for completion in found]
+        return results
+    rows = engine.start(list(prompts))
+    results = [(row.prompt, []) for row in rows]
+    if not args.blind:  # the prompt asks the first question
+        for (_, own), given in zip(results, answers(rows, None), strict=True):
+            own.append(given)
+    for turn in itertools.zip_longest(*questions):
+        asked = [i for i, question in enumerate(turn) if question is not None]
+        for i, given in zip(asked, answers([rows[i] for i in asked], [turn[i] for i in asked]), strict=True):
+            results[i][1].append(given)
+    close(rows)
+    return results
 
 
-def answer(engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespace) -> list[dict]:
-    """The engine's answers to samples, and their scores; args: blind, fork and stepwise of eval.py."""
-    found = []
-    for sample, (prompt_tokens, answers) in zip(samples, ask(engine, job, samples, args), strict=True):
+def parts(items: list, size: int) -> list[list]:
+    """Consecutive parts of `size` items, the last of fewer."""
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def close(rows: list[Row]) -> None:
+    for row in rows:
+        row.close()
+
+
+def answer(engine: Engine, job: Job, samples: list[Sample], args: argparse.Namespace, counts: Counter) -> list[dict]:
+    """The engine's answers to samples, and their scores; args: blind, fork, stepwise and batch of eval.py."""
+    results = []
+    for sample, (prompt_tokens, answers) in zip(samples, ask(engine, job, samples, args, counts), strict=True):
         graded = [
             {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q)}
             for q, a in zip(sample.questions, answers, strict=True)
         ]
         scores = [g["score"] for g in graded]
-        found.append(
+        results.append(
             {"prompt_tokens": prompt_tokens, **graded[0], "score": sum(scores) / len(scores)}
             | {"first": scores[0], "later": graded[1:]}
             | ({} if sample.depth is None else {"depth": sample.depth})
         )
-    return found
-
-
-class Reference:
-    """The full cache's logits for forced texts, computed once: samples x 128 x vocab fp32 on the host."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.logits = engine, {}
-
-    def prepare(self, job: Job, indices: list[int], batch: int) -> None:
-        wanted = [i for i in indices if (job.length, i) not in self.logits]
-        if wanted:
-            self.engine.use("full", batch=batch, max_prompt=job.prompt, max_new_tokens=job.new)
-        for at in range(0, len(wanted), batch):
-            part = wanted[at : at + batch]
-            for i, logits in zip(part, forced(self.engine, job, part), strict=True):
-                self.logits[job.length, i] = logits
+    return results
 
 
 def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
@@ -117,16 +138,17 @@ def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
     return [logits.cpu() for logits in engine.logits(list(prompts), list(continuations))]
 
 
-def force(engine: Engine, job: Job, indices: list[int], reference: Reference) -> list[dict]:
-    """Scores of the engine's predictions on forced texts."""
+def force(engine: Engine, job: Job, indices: list[int], reference: dict[tuple[int, int], Tensor]) -> list[dict]:
+    """Scores of the engine's predictions on forced texts; `reference`: the full cache's logits by (length, index)."""
     results = []
     for i, logits in zip(indices, forced(engine, job, indices), strict=True):
         prompt, continuation = job.items[i]
-        found = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
+        result = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
         if job.task == "perplexity":
             nll = texts.negative_log_likelihood(logits, continuation)
-            results.append(found | {"score": math.exp(nll), "nll": nll})
-        else:
-            kl, same = texts.divergence(logits, reference.logits[job.length, i])
-            results.append(found | {"score": 100 * same, "kl": kl})
+            result |= {"score": math.exp(nll), "nll": nll}
+        else:  # without the first row, which prefill computes for every method
+            kl, same = texts.divergence(logits[1:], reference[job.length, i][1:])
+            result |= {"score": 100 * same, "kl": kl}
+        results.append(result)
     return results

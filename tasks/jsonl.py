@@ -1,12 +1,18 @@
-"""Published datasets with one record per line: finds their files, and turns a record into a text and a question."""
+"""Tasks of published datasets with one record per line: finds their files, and turns records into samples."""
 
 import json
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
-from tasks import Setting
+from tasks import Question, Recipe, Sample, Task
 
 PAGE = "https://huggingface.co/datasets/{}"
+
+
+def read_specs(name: str) -> dict[str, dict]:
+    """task -> its prompt, max_new_tokens and score (a function of tasks/metrics.py), from a file of this folder."""
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -50,35 +56,57 @@ def record(path: Path, index: int) -> dict:
     with path.open("rb") as file:
         file.seek(line_starts(path)[index])
         try:
-            found = json.loads(file.readline())
+            content = json.loads(file.readline())
         except ValueError as error:
             raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"record {index} of {path} is not a JSON object; fetch the file again")
-    return found
+    return content
 
 
-def cut_middle(setting: Setting, text: str, question: str, reserve: int) -> tuple[str, str]:
-    """Cuts a prompt so that it plus `reserve` tokens takes at most setting.length tokens; returns (text, question).
+def cut_middle(recipe: Recipe, text: str, question: str, reserve: int) -> tuple[str, str]:
+    """Cuts a prompt so that it plus `reserve` tokens takes at most recipe.length tokens; returns (text, question).
 
     As published, an overlong prompt keeps as many tokens as fit, half from its beginning and half from its end. If the
     joined halves encode to more tokens, each half loses one token at a time. Raises ValueError if nothing fits.
     """
-    ids, room = setting.encode(text + question), setting.length - reserve
+    ids, room = recipe.encode(text + question), recipe.length - reserve
     if len(ids) <= room:
         return text, question
     for half in range(room // 2, 0, -1):
-        head, tail = setting.decode(ids[:half]), setting.decode(ids[-half:])
-        if len(setting.encode(head + tail)) <= room:
+        head, tail = recipe.decode(ids[:half]), recipe.decode(ids[-half:])
+        if len(recipe.encode(head + tail)) <= room:
             break
     else:
-        raise ValueError(f"a length of {setting.length} tokens is too short: {reserve} of them are for the answer")
+        raise ValueError(f"a length of {recipe.length} tokens is too short: {reserve} of them are for the answer")
     if tail.endswith(question):
         return head + tail.removesuffix(question), question
     return head, tail  # the cut reaches into the question
 
 
-def split(template: str, context: str, fields: dict[str, str]) -> tuple[str, str]:
-    """Fills in a template; returns the part up to the end of the context, and the part after it."""
-    before, after = template.split("{context}")
-    return before.format(**fields) + context, after.format(**fields)
+def make_tasks(
+    specs: dict[str, dict],
+    path_of: Callable[[str, Recipe], Path],
+    fields: Callable[[str, dict], dict[str, str]],
+    references: Callable[[str, dict], tuple],
+    score: Callable[[str, str, Question], float],
+    plain: tuple[str, ...] = (),
+) -> dict[str, Task]:
+    """The tasks of `specs`, by name. For a task's name, `path_of` gives its file, `fields` a record's values for the
+    prompt, `references` its answers (and classes), `score` an answer's score. `plain` tasks take no chat template."""
+
+    def sample(name: str, recipe: Recipe, index: int) -> Sample:
+        content, spec = record(path_of(name, recipe), index), specs[name]
+        before, after = spec["prompt"].split("{context}")
+        values = fields(name, content)
+        text, question = before.format(**values) + content["context"], after.format(**values)
+        text, question = cut_middle(recipe, text, question, spec["max_new_tokens"])
+        return Sample(text, (Question(question, *references(name, content)),))
+
+    def size(name: str, recipe: Recipe) -> int:
+        return len(line_starts(path_of(name, recipe)))
+
+    return {
+        name: Task(name, spec["max_new_tokens"], *(partial(f, name) for f in (sample, score, size)), name not in plain)
+        for name, spec in specs.items()
+    }

@@ -73,17 +73,17 @@ def lcs(wanted: Sequence[str], said: Sequence[str], tie_to_said: bool) -> list[i
         for j, other in enumerate(said):
             row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
         lengths.append(row)
-    found, i, j = [], len(wanted), len(said)
+    common, i, j = [], len(wanted), len(said)
     while i and j:
         shorter_wanted, shorter_said = lengths[i - 1][j], lengths[i][j - 1]
         if wanted[i - 1] == said[j - 1]:
             i, j = i - 1, j - 1
-            found.append(i)
+            common.append(i)
         elif shorter_wanted > shorter_said or (tie_to_said and shorter_wanted == shorter_said):
             i -= 1
         else:
             j -= 1
-    return found
+    return common
 
 
 # LongBench
@@ -153,27 +153,12 @@ def code_similarity(answer: str, reference: str) -> float:
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
 
 
-def _share(answer: str, number: str) -> float:
+@best_reference
+def number_share(answer: str, reference: str) -> float:
+    """The share of the answer's numbers that are the reference's (LongBench count_score, retrieval_score and
+    retrieval_zh_score, whose references are 4, "Paragraph 4" and "段落4")."""
     numbers = re.findall(r"\d+", answer)
-    return numbers.count(number) / max(1, len(numbers))
-
-
-@best_reference
-def count(answer: str, reference: str) -> float:
-    """The share of the answer's numbers that are the right one (LongBench count_score)."""
-    return _share(answer, reference)
-
-
-@best_reference
-def retrieval(answer: str, reference: str) -> float:
-    """The share of the answer's numbers that are the n of a reference "Paragraph n" (LongBench retrieval_score)."""
-    return _share(answer, re.search(r"Paragraph (\d+)", reference)[1])
-
-
-@best_reference
-def retrieval_zh(answer: str, reference: str) -> float:
-    """The share of the answer's numbers that are the n of a reference "段落n" (LongBench retrieval_zh_score)."""
-    return _share(answer, re.search(r"段落(\d+)", reference)[1])
+    return numbers.count(re.search(r"\d+", reference)[0]) / max(1, len(numbers))
 
 
 # InfiniteBench; qa_f1 is its longbook_qa_eng
@@ -227,15 +212,15 @@ def longdialogue_qa_eng(answer: str, reference: str) -> float:
 
 def _lone_letter(answer: str, letters: str) -> str | None:
     """The last lone letter of the first line that has one."""
-    found = (re.findall(rf"\b[{letters}]\b", line) for line in answer.split("\n"))
-    return next((letter[-1] for letter in found if letter), None)
+    by_line = (re.findall(rf"\b[{letters}]\b", line) for line in answer.split("\n"))
+    return next((lone[-1] for lone in by_line if lone), None)
 
 
 def _after(answer: str, phrases: Sequence[str]) -> str | None:
     """The text one character after the first phrase, in the given order, that the answer contains; None without one."""
     for phrase in phrases:
-        _, found, rest = answer.partition(phrase)
-        if found:
+        _, said, rest = answer.partition(phrase)
+        if said:
             return rest[1:]
     return None
 

@@ -7,7 +7,7 @@ guessed.
 
 from itertools import accumulate
 
-from tasks import Question, Sample, Setting, Task, fit, string_match_all
+from tasks import Question, Recipe, Sample, Task, fill_length, string_match_all
 from tasks.ruler import Drawer, essay
 
 DEPTHS = 11
@@ -16,20 +16,20 @@ QUESTION = "\n\nQuestion: What is the access code of the {key} vault?\n"
 OPENING = f"Answer: {FACT}"
 
 
-def needle(setting: Setting, index: int) -> Sample:
+def needle(recipe: Recipe, index: int) -> Sample:
     depth = index % DEPTHS / (DEPTHS - 1)
 
     def make(n: int) -> Sample:
-        drawer = Drawer(setting.rng("needle", index))
+        drawer = Drawer(recipe.rng("needle", index))
         key, value, first = drawer.draw("words"), drawer.draw("numbers"), drawer.rng.randrange(10**6)
-        sentences = essay(setting.haystack, n, first)
+        sentences = essay(recipe.haystack, n, first)
         ends = [0, *accumulate(len(sentence) + 1 for sentence in sentences)]
         at = min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1]))
         sentences.insert(at, f"{FACT.format(key=key)} {value}.")
         question, opening = QUESTION.format(key=key), OPENING.format(key=key)
         return Sample(" ".join(sentences), (Question(question + opening, (value,), opening=opening),), depth)
 
-    return fit(make, setting, 32)
+    return fill_length(make, recipe, 32)
 
 
 TASKS = {"needle": Task("needle", 32, needle, string_match_all)}

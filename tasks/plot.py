@@ -1,7 +1,9 @@
 """Plots of the results of `eval.py`."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tasks.needle import DEPTHS
@@ -9,8 +11,6 @@ from terminal.cli import Choice, load_pyplot
 
 pyplot = load_pyplot()
 COLOURS = pyplot.get_cmap("tab10")
-
-
 KINDS = {"score": "accuracy", "first": "accuracy, first questions", "later": "accuracy, later questions"}
 
 
@@ -27,27 +27,19 @@ def draw(rows: list[dict], samples: list[dict], path: str | Path) -> None:
         "MB of KV cache read in a decode step": lambda row: (row["step_device_bytes"] + row["step_host_bytes"]) / 1e6,
         "MB of KV cache kept": lambda row: (row["kv_device_bytes"] + row["kv_host_bytes"]) / 1e6,
     }
-    across, panels = len(axes_of_x), len(axes_of_x) * len(kinds) + len(grids)
-    down = -(-panels // across)
-    size = (6.4 * across, 4.8 * down)
-    figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-    axes = list(axes.flat)
-    for axis in axes[panels:]:
-        axis.remove()
-    places = iter(axes)
-    for kind in kinds:
-        for label, x in axes_of_x.items():
-            axis = next(places)
-            over(axis, graded, kind, x)
-            axis.set(xlabel=label, ylabel=KINDS[kind], ylim=(-3, 103))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize="small")
-    for label, grid in grids.items():
-        heat(next(places), label, grid)
+    panels = [partial(over, graded, kind, x, label) for kind in kinds for label, x in axes_of_x.items()]
+    panels += [partial(heat, label, grid) for label, grid in grids.items()]
+    down = -(-len(panels) // 3)
+    figure, axes = pyplot.subplots(down, 3, figsize=(19.2, 4.8 * down), squeeze=False, layout="constrained")
+    for axis, panel in itertools.zip_longest(axes.flat, panels):
+        panel(axis) if panel else axis.remove()
+    legend = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside upper center", ncols=9, fontsize="small")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def over(axis, rows: list[dict], kind: str, x: Callable[[dict], float]) -> None:
+def over(rows: list[dict], kind: str, x: Callable[[dict], float], label: str, axis) -> None:
     """Draws one line per method: the mean `kind` score over tasks at each budget's mean x; level without a budget."""
     lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -73,6 +65,7 @@ def over(axis, rows: list[dict], kind: str, x: Callable[[dict], float]) -> None:
             if not apart or tick / apart[-1] > 1.4:
                 apart.append(tick)
         axis.set_xticks(apart, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in apart])
+    axis.set(xlabel=label, ylabel=KINDS[kind], ylim=(-3, 103))
     axis.grid(alpha=0.3)
 
 
@@ -85,7 +78,7 @@ def needle_grids(samples: list[dict]) -> dict[str, dict]:
     return {label: {at: sum(v) / len(v) for at, v in grid.items()} for label, grid in cells.items()}
 
 
-def heat(axis, label: str, grid: dict) -> None:
+def heat(label: str, grid: dict, axis) -> None:
     lengths = sorted({length for length, _ in grid})
     depths = [i / (DEPTHS - 1) for i in range(DEPTHS)]
     values = [[grid.get((length, depth), float("nan")) for length in lengths] for depth in depths]

@@ -2,19 +2,12 @@
 
 from tasks import Task, infinitebench, longbench, needle, ruler, two_stage
 
-GROUPS = {
-    "ruler": list(ruler.TASKS),
-    "retrieval": [*needle.TASKS, *two_stage.TASKS],
-    "longbench": list(longbench.TASKS),
-    "infinitebench": list(infinitebench.TASKS),
-    "texts": ["perplexity", "fidelity"],
+BY_GROUP: dict[str, dict[str, Task | None]] = {
+    "ruler": ruler.TASKS,
+    "retrieval": needle.TASKS | two_stage.TASKS,
+    "longbench": longbench.TASKS,
+    "infinitebench": infinitebench.TASKS,
+    "texts": {"perplexity": None, "fidelity": None},
 }
-TASKS: dict[str, Task | None] = {
-    **ruler.TASKS,
-    **needle.TASKS,
-    **two_stage.TASKS,
-    **longbench.TASKS,
-    **infinitebench.TASKS,
-    "perplexity": None,
-    "fidelity": None,
-}
+GROUPS = {group: list(tasks) for group, tasks in BY_GROUP.items()}
+TASKS = {name: task for tasks in BY_GROUP.values() for name, task in tasks.items()}

@@ -19,7 +19,7 @@ from functools import cache, partial
 
 from wonderwords import RandomWord
 
-from tasks import Question, Sample, Setting, Task, fit, shipped_haystack, string_match_all, string_match_part
+from tasks import Question, Recipe, Sample, Task, fill_length, shipped_haystack, string_match_all, string_match_part
 from tasks.ruler_qa import answering, count_qa, opened
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -41,10 +41,10 @@ class Drawer:
     drawn: set[str] = field(default_factory=set, init=False)
 
     def draw(self, kind: str) -> str:
-        while (found := getattr(self, kind)()) in self.drawn:
+        while (word := getattr(self, kind)()) in self.drawn:
             pass
-        self.drawn.add(found)
-        return found
+        self.drawn.add(word)
+        return word
 
     def words(self) -> str:
         return f"{self._kept(lambda: self.rng.choice(wordlist('adjective')))}-{self.noun()}"
@@ -59,9 +59,9 @@ class Drawer:
         return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
 
     def _kept(self, draw: Callable[[], str]) -> str:
-        while not self.keep(found := draw()):
+        while not self.keep(word := draw()):
             pass
-        return found
+        return word
 
 
 def split_sentences(text: str) -> list[str]:
@@ -138,7 +138,7 @@ class Niah:
     queries: int = 1
     wording: Wording | None = None  # None: RULER's
 
-    def sample(self, setting: Setting, drawer: Drawer, n: int) -> Sample:
+    def sample(self, recipe: Recipe, drawer: Drawer, n: int) -> Sample:
         """n: words of the essay, lines of noise, or other needles."""
         rng, single = drawer.rng, self.queries * self.values == 1
         wording = self.wording or (ONE if single else MANY)
@@ -152,7 +152,7 @@ class Niah:
         needles = [needle(key, value) for key, values in facts.items() for value in values]
         rng.shuffle(needles)
         if self.haystack == "essay":
-            context = insert(rng, essay(setting.haystack, n), needles)
+            context = insert(rng, essay(recipe.haystack, n), needles)
         else:
             lines = [NOISE] * n
             if self.haystack == "needle":
@@ -163,7 +163,7 @@ class Niah:
             for at in sorted(rng.sample(range(n), len(needles)), reverse=True):
                 lines.insert(at, needles.pop())
             context = "\n".join(lines)
-        asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: setting.questions]
+        asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: recipe.questions]
         kind = self.value[:-1] if single else self.value
         questions = [
             wording.ask(kind, join(group), tuple(value for key in group for value in facts[key])) for group in asked
@@ -175,11 +175,9 @@ def join(names: list[str]) -> str:
     return ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
 
 
-def needles(name: str, niah: Niah, setting: Setting, index: int) -> Sample:
-    def make(n: int) -> Sample:
-        return niah.sample(setting, Drawer(setting.rng(name, index)), n)
-
-    return fit(make, setting, 128, least=max(niah.keys, niah.queries) * niah.values)
+def needles(name: str, niah: Niah, recipe: Recipe, index: int) -> Sample:
+    smallest = max(niah.keys, niah.queries) * niah.values
+    return fill_length(lambda n: niah.sample(recipe, Drawer(recipe.rng(name, index)), n), recipe, 128, smallest)
 
 
 # Variable tracking
@@ -193,8 +191,7 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
     """One chain of hops + 1 variables, with names of `size` letters, in n lines of noise."""
     names: list[str] = []
     while len(names) <= hops:
-        name = letters(rng, size)
-        names += [name] * (name not in names)
+        names = list(dict.fromkeys([*names, letters(rng, size)]))
     value = str(rng.randint(10000, 99998))
     lines, chain = [NOISE] * n, [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
@@ -209,15 +206,16 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
     return Sample(text, (opened(question, tuple(names)),))
 
 
-def variable_tracking(setting: Setting, index: int) -> Sample:
-    example = fit(lambda n: tracking(setting.rng("vt example", index), n, size=3), replace(setting, length=500), 0, 5)
+def variable_tracking(recipe: Recipe, index: int) -> Sample:
+    short = replace(recipe, length=500)
+    example = fill_length(lambda n: tracking(recipe.rng("vt example", index), n, size=3), short, reserve=0, smallest=5)
     shown = example.prompt + " " + " ".join(example.questions[0].answers) + "\n\n"
 
     def make(n: int) -> Sample:
-        sample = tracking(setting.rng("vt", index), n)
+        sample = tracking(recipe.rng("vt", index), n)
         return replace(sample, text=shown + sample.text)
 
-    return fit(make, setting, 30, least=5)
+    return fill_length(make, recipe, 30, smallest=5)
 
 
 # Aggregation
@@ -247,26 +245,20 @@ def common_words(rng: random.Random, n: int, common: int, uncommon: int) -> Samp
     return Sample(text, (opened(question, tuple(words[:10])),))
 
 
-def common_words_extraction(setting: Setting, index: int) -> Sample:
-    small = setting.length < 4096
-    example = common_words(setting.rng("cwe example", index), *((20, 3, 1) if small else (40, 10, 3)))
+def common_words_extraction(recipe: Recipe, index: int) -> Sample:
+    small = recipe.length < 4096
+    example = common_words(recipe.rng("cwe example", index), *((20, 3, 1) if small else (40, 10, 3)))
     listed = " ".join(f"{i}. {word}" for i, word in enumerate(example.questions[0].answers, 1))
 
     def make(n: int) -> Sample:
-        sample = common_words(setting.rng("cwe", index), n, *((6, 1) if small else (30, 3)))
+        sample = common_words(recipe.rng("cwe", index), n, *((6, 1) if small else (30, 3)))
         return replace(sample, text=f"{example.prompt} {listed}\n{sample.text}")
 
-    return fit(make, setting, 120, least=11)
+    return fill_length(make, recipe, 120, smallest=11)
 
 
-def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
+def frequent_words(recipe: Recipe, index: int) -> Sample:
     """Coded words, the k-th one n k^-2 / zeta(2) times, rounded down; the first one is written as dots."""
-    coded: dict[str, None] = {"...": None}
-    while len(coded) < vocabulary:
-        coded[letters(rng, 6, string.ascii_lowercase)] = None
-    words = list(coded)
-    text = [word for k, word in enumerate(words, 1) for _ in range(int(n * k**-2.0 / (math.pi**2 / 6)))]
-    rng.shuffle(text)
     intro = (
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         "appeared coded words. "
@@ -276,12 +268,17 @@ def frequent_words(rng: random.Random, n: int, vocabulary: int) -> Sample:
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         "appeared words are:"
     )
-    return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
+    def make(n: int) -> Sample:
+        rng, coded = recipe.rng("fwe", index), {"...": None}
+        while len(coded) < max(4, (recipe.length - 50) // 50):
+            coded[letters(rng, 6, string.ascii_lowercase)] = None
+        words = list(coded)
+        text = [word for k, word in enumerate(words, 1) for _ in range(int(n * k**-2.0 / (math.pi**2 / 6)))]
+        rng.shuffle(text)
+        return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
-def frequent_words_extraction(setting: Setting, index: int) -> Sample:
-    vocabulary = max(4, (setting.length - 50) // 50)
-    return fit(lambda n: frequent_words(setting.rng("fwe", index), n, vocabulary), setting, 50, least=64)
+    return fill_length(make, recipe, 50, smallest=64)
 
 
 NIAH = {
@@ -298,7 +295,7 @@ TASKS = {name: Task(name, 128, partial(needles, name, niah), string_match_all) f
 TASKS |= {
     "vt": Task("vt", 30, variable_tracking, string_match_all),
     "cwe": Task("cwe", 120, common_words_extraction, string_match_all),
-    "fwe": Task("fwe", 50, frequent_words_extraction, string_match_all),
+    "fwe": Task("fwe", 50, frequent_words, string_match_all),
     "qa_1": Task("qa_1", 32, partial(answering, "squad"), string_match_part, partial(count_qa, "squad")),
     "qa_2": Task("qa_2", 32, partial(answering, "hotpotqa"), string_match_part, partial(count_qa, "hotpotqa")),
 }

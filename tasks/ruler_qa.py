@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tasks import Question, Sample, Setting, fit
+from tasks import Question, Recipe, Sample, fill_length
 
 
 def opened(text: str, answers: tuple[str, ...]) -> Question:
@@ -75,19 +75,19 @@ def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
         raise ValueError(f"{path} is not the {dataset} file that RULER reads ({error!r})") from None
 
 
-def count_qa(dataset: str, setting: Setting) -> int:
-    return len(read_qa(dataset, setting.data)[0])
+def count_qa(dataset: str, recipe: Recipe) -> int:
+    return len(read_qa(dataset, recipe.data)[0])
 
 
-def answering(dataset: str, setting: Setting, index: int) -> Sample:
-    asked, documents = read_qa(dataset, setting.data)
+def answering(dataset: str, recipe: Recipe, index: int) -> Sample:
+    asked, documents = read_qa(dataset, recipe.data)
     ask = asked[index]
     order = (
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
     )
 
     def make(n: int) -> Sample:
-        rng = setting.rng(dataset, index)
+        rng = recipe.rng(dataset, index)
         missing = n - len(ask.support)
         close = rng.sample(ask.close, min(missing, len(ask.close)))
         taken = set(ask.support) | set(ask.close)
@@ -101,4 +101,4 @@ def answering(dataset: str, setting: Setting, index: int) -> Sample:
         text = f"{order}\n\nThe following are given documents.\n\n{context}"
         return Sample(text, (opened(f"\n\n{order}\n\nQuestion: {ask.query} Answer:", ask.answers),))
 
-    return fit(make, setting, 32, least=len(ask.support))
+    return fill_length(make, recipe, 32, smallest=len(ask.support))

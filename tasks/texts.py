@@ -2,7 +2,8 @@
 
 `perplexity`: exp of the mean negative log-likelihood of the text's next tokens. `fidelity`: how far a method's next-
 token distributions are from the full cache's on the same forced text: the mean KL divergence D(full || method) in
-nats, and how often both have the same most likely token.
+nats, and how often both have the same most likely token. The first of the forced tokens is left out: every method
+predicts it from the whole prompt.
 """
 
 import torch

@@ -8,7 +8,7 @@ dict has the keys 0, 1, 2, ... and grows with the requested length, to at most 2
 import re
 from functools import partial
 
-from tasks import Question, Sample, Setting, Task, fit
+from tasks import Question, Recipe, Sample, Task, fill_length
 
 PAIRS = 200  # the most pairs in the dict
 COLOURS = (
@@ -27,29 +27,29 @@ def ask(a: int, b: int, given: bool) -> str:
     return f" The equation is {a} + {b} = {total} Answer the corresponding color based on the addition result."
 
 
-def two_stage(given: bool, setting: Setting, index: int, name: str = "two_stage", reserve: int = 64) -> Sample:
+def two_stage(given: bool, recipe: Recipe, index: int, name: str = "two_stage", reserve: int = 64) -> Sample:
     def make(n: int) -> Sample:
-        rng = setting.rng(name, index)
+        rng = recipe.rng(name, index)
         order = rng.sample(range(PAIRS), PAIRS)
         splits = [rng.random() for _ in range(PAIRS)]
         colours = [rng.choice(COLOURS) for _ in range(PAIRS)][: min(n, PAIRS)]
         questions = []
-        for total in [t for t in order if t < len(colours)][: setting.questions]:
+        for total in [t for t in order if t < len(colours)][: recipe.questions]:
             a = round(splits[total] * total)
             questions.append(Question(ask(a, total - a, given), (colours[total],)))
         pairs = ", ".join(f"{i}: {colour}" for i, colour in enumerate(colours))
         return Sample(INTRO + "{" + pairs + "}", tuple(questions))
 
     whole = make(PAIRS)  # the longest sample there is
-    if len(setting.encode(whole.prompt)) + reserve <= setting.length:
+    if len(recipe.encode(whole.prompt)) + reserve <= recipe.length:
         return whole
-    return fit(make, setting, reserve)
+    return fill_length(make, recipe, reserve)
 
 
 def names_colour(answer: str, question: Question) -> float:
     """Whether the answer contains the color as a word (the paper's exact match), and no other color before it."""
-    found = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
-    return 100.0 * (found[:1] == [question.answers[0]])
+    named = re.findall(r"\b(" + "|".join(COLOURS) + r")\b", answer.lower())
+    return 100.0 * (named[:1] == [question.answers[0]])
 
 
 TASKS = {

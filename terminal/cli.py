@@ -180,8 +180,9 @@ def profile_lines(rows: list[dict]) -> list[str]:
     return list(found)
 
 
-def columns(lines: list[list[str]]) -> str:
-    """A table as text: the first column left-aligned, the others right-aligned."""
+def table(lines: list[dict[str, object]]) -> str:
+    """A table of lines that map headings to cells: the first column is left-aligned, the others right-aligned."""
+    lines = [list(lines[0]), *([str(cell) for cell in line.values()] for line in lines)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))

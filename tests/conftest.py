@@ -18,9 +18,9 @@ import pytest
 import sentencepiece
 import torch
 
-from config import ModelConfig
 from model import Transformer
 from runtime.checkpoint import write_checkpoint
+from runtime.hf_config import from_hf
 from tasks import shipped_haystack
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
@@ -68,14 +68,14 @@ def traced_only(monkeypatch):
 def write_random(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
     """Writes a converted checkpoint with random weights and no tokenizer; its logits are far from uniform."""
     config = LLAMA | changes
-    model = Transformer(ModelConfig.from_dict(config))
+    model = Transformer(from_hf(config))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         scale = 0.2 if parameter.dim() > 1 and "embeddings" not in name else 1.0
         parameter.data = torch.randn(parameter.shape, generator=generator) * scale
         parameter.data += parameter.dim() == 1  # norms around 1
     model.to(dtype)
-    write_checkpoint(folder, config, model.state_dict(), model.state_dict().__getitem__)
+    write_checkpoint(folder, config, model.config, model.state_dict(), model.state_dict().__getitem__)
     return folder
 
 

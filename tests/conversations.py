@@ -1,11 +1,15 @@
 """Conversations with an engine, and what they gave, shared by the tests of several rooms."""
 
+import torch
+from torch import Tensor
+
 import engine as engine_py
-from engine import Answer, Completion, Engine
+from engine import Answer, Completion, Engine, RowState, Sampling, decode_step
+from model import Transformer
 
 
 def converse(engine: Engine, prompts: list, questions: list[list] | None = None, new: int = 12, **how) -> list[list]:
-    """Each prompt's answer, and those to its questions: all prompts are answered together, then the first questions."""
+    """Each prompt's answer, and those to its questions: prompts together, then the first questions, and so on."""
     rows = engine.start(prompts)
     answers = [[answer] for answer in engine.ask(rows, max_new_tokens=new, **how)]
     questions = questions or [[] for _ in rows]
@@ -32,3 +36,12 @@ def number(monkeypatch, first: int) -> None:
 
 
 GUMBEL = engine_py.gumbel
+
+
+def model_step(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
+    """The decode step for tokens [B,1] at positions pos [B] -> logits [B, vocab]."""
+    state = RowState(model, len(pos), ())
+    state.pos.copy_(pos)
+    state.left.fill_(1)
+    with torch.no_grad():
+        return decode_step(state, tokens[:, 0], "greedy", *Sampling().tensors(pos.device))[1]

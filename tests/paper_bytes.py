@@ -231,4 +231,4 @@ def overhead(layer: KV) -> Counter[str]:
         named["staging"] -= layer.channel_pool.staged_bytes  # Table 2 counts those
         buffers("max |K|", "largest")
         buffers("channels", "channel")
-    return named
+    return Counter({kind: size for kind, size in named.items() if size})

@@ -1,5 +1,7 @@
 """A driver for a method's layers, shared by the tests of several methods."""
 
+from collections.abc import Callable, Hashable, Iterable
+
 import torch
 
 import kv
@@ -25,6 +27,13 @@ def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
         MAX_PROMPT,
         new,
     )
+
+
+def with_heads(cases: Iterable[tuple], kind: Callable[[tuple], Hashable] = lambda case: None) -> list[tuple]:
+    """(*case, heads): all cases with GQA, and the first of each kind with MHA and MQA too."""
+    cases = list(cases)
+    first = {kind(case): case for case in reversed(cases)}
+    return [(*case, "gqa") for case in cases] + [(*case, h) for case in first.values() for h in ("mha", "mqa")]
 
 
 def generations(prompts: tuple[int, ...], new: int) -> list[tuple[int, int]]:

@@ -14,8 +14,9 @@ from conftest import LLAMA
 import bench.__main__ as bench
 import kv
 from bench import acceptance, contenders, papers
-from bench.papers import Setting
+from bench.papers import Published
 from kv.full import Full
+from kv.parts.ranks import ALONE
 from runtime import device as devices
 from terminal.cli import Choice
 from terminal.cli import run as run_main
@@ -46,18 +47,36 @@ def result(*args) -> dict:
 
 
 def test_every_method_context_batch_and_quantization_is_a_row_with_all_keys(here):
-    quantized = ["--quantize", "none,int4", "--groupsize", "32"]
-    found = result("--kv", "all", "--budget", "32,0.5", "--batch", "1,2", *quantized)
-    assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(found)
-    able = [method for name, method in kv.METHODS.items() if name != "infllm"]  # it needs more and is left out
-    per_case = sum(1 + method.budgeted for method in able)
-    assert len(found["rows"]) == per_case * 4
-    for row in found["rows"]:
+    report = result("--kv", "all", "--budget", "32")
+    assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(report)
+    assert len(report["rows"]) == len(kv.METHODS) - 1  # infllm needs a larger budget and is left out
+    product = ["--budget", "32,0.5", "--context", "64,96", "--batch", "1,2", "--quantize", "none,int4"]
+    rows = result("--kv", "full,streaming", *product)["rows"]
+    cases = list(itertools.product((None, "int4"), (64, 96), (1, 2), (None, 32, 0.5)))
+    assert [(r["quantize"], r["context"], r["batch"], r["budget"]) for r in rows] == cases
+    assert {row["speedup_vs_full"] for row in rows if row["kv"] == "full"} == {1.0}
+    for row in report["rows"] + rows:
         assert set(KEYS) <= set(row)
         assert 0 < row["p10"] <= row["ms_per_token"] <= row["p90"]
         assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms_per_token"])
         assert row["prefill_s"] > 0 and row["peak_decode_bytes"] >= row["weight_bytes"] + row["kv_device_bytes"]
-    assert {row["speedup_vs_full"] for row in found["rows"] if row["kv"] == "full"} == {1.0}
+
+
+def test_int4_takes_the_largest_group_that_divides_the_models_channels(here):
+    (row,) = result("--kv", "full", "--quantize", "int4")["rows"]
+    assert row["groupsize"] == 32  # of 64 and 96 channels
+    (here / "tiny.json").write_text(json.dumps(LLAMA | {"intermediate_size": 128}))
+    (row,) = result("--kv", "full", "--quantize", "int4")["rows"]
+    assert row["groupsize"] == 64
+
+
+def test_every_case_is_checked_before_the_first_is_measured(here, monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match="groupsize 48 must be even and divide"):
+        run("--kv", "full", "--quantize", "none,int4", "--groupsize", "48")
+    (here / "tiny.json").write_text(json.dumps(LLAMA | {"intermediate_size": 90}))
+    with pytest.raises(ValueError, match="groupsize 32 must be even and divide the 90"):
+        run("--kv", "full", "--quantize", "none,int4")
 
 
 @pytest.mark.parametrize("tied", (False, True))
@@ -140,7 +159,7 @@ def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, ca
     for flags, message in (
         (["--accept", "1.5"], "--accept must lie"),
         (["--speculate", "0"], "must be positive"),
-        (["--speculate", "2", "--generate", "5"], "leave out --paper and --generate"),
+        (["--speculate", "2", "--generate", "5"], "leave out --generate"),
     ):
         with pytest.raises(ValueError, match=message):
             run("--kv", "full", *flags)
@@ -153,11 +172,11 @@ def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
 
     file = str(tmp_path / "out.json")
     flags = ["--kv", "quest:page=4:skip_layers=0,full:bits=8", "--budget", "32"]
-    flags += ["--length", "400", "--tokens", "12", "--samples", "2"]
-    acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--speculate", "2,3", "--json", file])
+    flags += ["--length", "400", "--tokens", "6", "--samples", "2"]
+    acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--speculate", "3", "--json", file])
     with open(file) as found:
         rows = json.load(found)["rows"]
-    assert [(r["kv"], r["speculate"]) for r in rows] == [("quest", 2), ("quest", 3), ("full", 2), ("full", 3)]
+    assert [(r["kv"], r["speculate"]) for r in rows] == [("quest", 3), ("full", 3)]
     for row in rows:
         assert all(0 <= x["accepted"] <= row["speculate"] and x["same"] == 2 for x in row["kinds"].values())
         assert 0 < row["draft_bytes"] < row["full_bytes"]
@@ -175,7 +194,7 @@ def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
 
 def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):
     for _ in range(2):
-        run("--kv", "all", "--budget", "16,32", "--plot", "out.png", "--profile", "trace.json", "--json")
+        run("--kv", "full,streaming", "--budget", "16,32", "--plot", "out.png", "--profile", "trace.json", "--json")
     found = [json.loads(line) for line in open("bench-results.jsonl")]
     assert len(found) == 2 and found[0]["rows"]
     assert (here / "out.png").read_bytes()[:4] == b"\x89PNG"
@@ -228,16 +247,8 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
     largest = {r["kv"]: r["batch"] for r in result("--kv", "full,h2o", *more, "--batch", "max")["rows"]}
     assert largest["h2o"] > 1.5 * largest["full"] > 0
     for name, batch in largest.items():
-        case = bench.new_case(
-            bench.parser().parse_args(SMALL),
-            bench.shape_config("tiny.json"),
-            None,
-            torch.float32,
-            torch.device("cpu"),
-            32,
-            batch + 1,
-        )
-        case.steps = 68
+        sizes = 32, 68, False, False, ALONE, batch + 1
+        case = contenders.Case("", bench.shape_config("tiny.json"), torch.float32, torch.device("cpu"), 1e9, *sizes)
         budget = None if name == "full" else 32
         one_more = sum(kv.planned_bytes(name, case.shape(), budget, {}))
         assert one_more < 2 * 10**6 * 1.1 and one_more + (batch + 1) * 12 * 128 + 8 * 32 * 64 * 4 > 2 * 10**6
@@ -247,12 +258,13 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
         run("--batch", "max")
 
 
-def test_finished_rows_survive_an_interrupt(here, monkeypatch, capsys):
+@pytest.mark.parametrize("end, code", ((KeyboardInterrupt(), 130), (ValueError("broken"), 2)))
+def test_finished_rows_survive_an_interrupt_or_a_failure(here, monkeypatch, capsys, end, code):
     measure, seen = bench.measure, []
 
     def twice(*args):
         if len(seen) == 2:
-            raise KeyboardInterrupt
+            raise end
         seen.append([json.loads(line)["rows"] for line in open("bench-results.jsonl")] if seen else [])
         return measure(*args)
 
@@ -260,7 +272,7 @@ def test_finished_rows_survive_an_interrupt(here, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         run_main(lambda: run("--kv", "full", "--context", "64,80,96", "--json", "out.json", "--plot", "out.png"))
     out, err = capsys.readouterr()
-    assert stop.value.code == 130 and err.splitlines()[-1] == "interrupted"
+    assert stop.value.code == code and err.splitlines()[-1] in ("interrupted", "error: broken")
     assert [line.split()[3] for line in out.splitlines() if line.startswith("full  ")] == ["64", "80"]
     assert [r["context"] for r in json.load(open("out.json"))["rows"]] == [64, 80]
     assert [row["context"] for (row,) in seen[1]] == [64]  # written as soon as it was measured
@@ -277,12 +289,14 @@ def test_the_default_results_file_is_checked_before_the_work(here, capsys):
 
 def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
     monkeypatch.setitem(bench.SHAPES, "tiny", LLAMA)
+    figures = {"speedup": 3.0, "memory": 0.7}
     steps = [
-        Setting("streaming", "Small, Table 1", "H100", "tiny", context, 16, {"speedup": 3.0, "memory": 0.7})
+        Published(Choice("streaming", 16, {}), "Small, Table 1", "H100", context, figures, "tiny")
         for context in (96, 10**9)
     ]
-    whole = Setting("h2o", "Small, Table 2", "H100", "tiny", 64, 16, {"speedup": 2.0}, new=32, memory=2 * 10**6)
-    monkeypatch.setattr(papers, "SETTINGS", (*steps, whole))
+    h2o = Choice("h2o", 16, {})
+    whole = Published(h2o, "Small, Table 2", "H100", 64, {"speedup": 2.0}, "tiny", new=32, memory=2 * 10**6)
+    monkeypatch.setattr(papers, "PUBLISHED", (*steps, whole))
     found = result("--paper")
     rows = found["rows"]
     assert [r["kv"] for r in rows] == ["full", "streaming", "naive"]
@@ -302,7 +316,7 @@ def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
         (["--shape", "gpt-2"], ["gpt-2", "llama-3.1-8b"]),
         (["--kv", "lru"], ["lru", "streaming"]),
         (["--quantize", "int3"], ["int3", "int8"]),
-        (["--quantize", "int4", "--groupsize", "48"], ["48", "64"]),
+        (["--quantize", "int4", "--groupsize", "48"], ["48", "use --groupsize 32"]),
         (["--context", "many"], ["--context", "commas"]),
         (["--context", "0"], ["--context"]),
         (["--steps", "0"], ["--steps"]),
@@ -318,7 +332,7 @@ def test_mistakes_are_refused_in_one_line(here, capsys, args, words):
 
 
 def test_known_shapes_have_the_sizes_of_their_models():
-    sizes = {name: contenders.ModelConfig.from_dict(config) for name, config in bench.SHAPES.items()}
+    sizes = {name: contenders.from_hf(config) for name, config in bench.SHAPES.items()}
     with torch.device("meta"):
         count = {name: sum(p.numel() for p in contenders.Transformer(c).parameters()) for name, c in sizes.items()}
     expected = {  # as their model cards state

@@ -1,13 +1,13 @@
 """calibrate.py: its findings equal slow computations from the attention, and the methods find them."""
 
 import json
-import math
 import shutil
 
 import pytest
-import references_tailor
 import torch
 from conftest import write_random
+from references.attention import probabilities
+from references.quantized import dense_preference
 
 import calibrate
 from engine import Engine
@@ -25,8 +25,8 @@ def spy(engine: Engine, ids: list[int]) -> list[Spy]:
     """Layers that have recorded q and k of a prompt of 90 tokens."""
     engine.use("full", max_prompt=90, max_new_tokens=1)
     spies = [Spy(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(spies, 1)
-    engine.model.prefill(torch.tensor(ids), 0)
+    engine.model.set_kv(spies)
+    engine.model.prefill(0, torch.tensor(ids))
     return spies
 
 
@@ -63,7 +63,7 @@ def test_head_scores_are_the_attention_between_sinks_and_window(folder):
             for query_head in (2 * head, 2 * head + 1):
                 total = 0.0
                 for at in range(90 - 32, 90):
-                    p = torch.softmax(k[head, : at + 1] @ q[query_head, at] / math.sqrt(16), dim=0)
+                    p = probabilities(q[query_head, at], k[head, : at + 1])
                     total += sum(p[i].item() for i in range(4, at - 16 + 1))
                 most = max(most, total / 32)
             assert score == pytest.approx(most, abs=2e-5)
@@ -78,7 +78,7 @@ def test_filter_ability_is_the_attention_of_later_layers_to_a_layers_choice(tmp_
     def attention(layer: int, at: int) -> list[list[float]]:
         """Each query head's attention over all positions."""
         q, k = spies[layer].seen
-        seen = [torch.softmax(k[h // 2, : at + 1] @ q[h, at] / math.sqrt(16), dim=0).tolist() for h in range(len(q))]
+        seen = [probabilities(q[h, at], k[h // 2, : at + 1]).tolist() for h in range(len(q))]
         return [p + [0.0] * (89 - at) for p in seen]
 
     for layer in range(3):
@@ -98,7 +98,7 @@ def test_dense_preference_is_the_attention_outside_the_most_attended_tokens(fold
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)
     spies = spy(engine, ids)
-    expected = [references_tailor.dense_preference(*one.seen) for one in spies]
+    expected = [dense_preference(*one.seen) for one in spies]
     assert found["dense_preference"] == pytest.approx(expected, abs=2e-5)
     assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > 0.2]
     tau = sum(expected) / len(expected)
@@ -112,11 +112,9 @@ def test_query_similarity_compares_predicted_with_true_queries(folder):
     engine = Engine.load(folder, compile=False)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16)["query_similarity"]
     engine.use("full", max_prompt=90, max_new_tokens=40)
-    seekers = [Seeker(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(seekers, 1)
-    engine.model.prefill(torch.tensor(ids[:58]), 0)
-    for at in range(58, 90):
-        engine.model(torch.tensor([[ids[at]]]), torch.tensor([at]), torch.tensor([True]))
+    engine.layers[:] = seekers = [Seeker(engine.shape) for _ in engine.layers]
+    engine.model.set_kv(seekers)
+    engine.ask(engine.start(ids[:58]), [ids[58:]], 1, stepwise=True)
     assert found[0] is None
     for similarity, seeker in zip(found[1:], seekers[1:], strict=True):
         expected = torch.cosine_similarity(torch.stack(seeker.offered), torch.stack(seeker.true), dim=-1).mean().item()

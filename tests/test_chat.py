@@ -1,7 +1,9 @@
 """Chat turns through checkpoints' own templates, compared with transformers; and malicious templates."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,6 @@ from chat_templates import TEMPLATES
 from test_tokenizer import LLAMA3_SPLIT, byte_level_folder, edited, rendered, sentencepiece_folder, split_by
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from text import chat
 from text.tokenizer import load_tokenizer
 
 SYSTEM_AT_THE_END = ("Mistral-7B-v0.3", "Mistral-Nemo")  # the system text stands in the newest turn
@@ -167,7 +168,10 @@ def test_an_answer_may_open_with_a_given_text(pairs):
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
         ("{% include 'text/chat.py' %}", "no loader"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ 'x' * 10**12 }}", "needs more than 1024 MB"),
+        ("{{ 'x' * 10**14 }}", "MemoryError"),
+        ("{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "adds more than 1000000 characters"),
+        ("{{ raise_exception('\x1b[2Jred\x07' + 'x' * 10**7) }}", "fails: \ufffd[2Jred\ufffdxxx"),
+        ("{#" + "x" * 300_000 + "#}", "more than 200000 characters"),
         ("{{ 'x' * 10**7 }}", "adds more than 1000000 characters"),
         ("{{ range(10**9) | list }}", "Range too big"),
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -178,24 +182,26 @@ def test_a_template_that_fails_is_refused_in_one_line(with_template, template, m
     ours, _ = with_template(template)
     with pytest.raises(ValueError) as error:
         ours.chat("hello", system="x")
+    assert len(str(error.value)) < 400
     assert message in str(error.value) and "\n" not in str(error.value) and "chat template" in str(error.value)
 
 
-def test_an_endless_template_is_stopped_and_the_next_one_renders(with_template, pairs, monkeypatch):
-    ours, _ = with_template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    expected = pairs["QwQ"][0].chat("hello")
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
-    with pytest.raises(ValueError, match="takes more than 0.5 s"):
-        ours.chat("hello")
-    monkeypatch.undo()
-    assert pairs["QwQ"][0].chat("hello") == expected
+def test_a_message_may_hold_private_use_characters(with_template):
+    ours, theirs = with_template(TEMPLATES["Llama-3"][2])
+    text = "".join(map(chr, range(0xE000, 0xF900))) + "\U000f0000<|eot_id|>"
+    control = set(ours.special.values())
+    assert ours.decode(ours.chat(text)).count(text) == 1
+    assert [i for i in ours.chat(text) if i in control] == [i for i in ours.chat("x") if i in control]
 
 
-def test_a_renderer_that_was_killed_is_restarted(pairs):
-    expected = pairs["QwQ"][0].chat("hello")
-    chat._worker.process.kill()
-    chat._worker.process.wait()
-    assert pairs["QwQ"][0].chat("hello") == expected
+def test_a_template_renders_after_a_fork(with_template):
+    ours, _ = with_template("{{ messages[0].content }}<|eot_id|>")
+    expected = ours.chat("hello")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if ours.chat("hello") == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_template_that_leaves_answers_out_allows_one_turn(with_template):

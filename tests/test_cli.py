@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import termios
-from contextlib import closing, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,11 @@ from torch._inductor.exc import CppCompileError, InductorError
 
 import generate
 from engine import Engine
+from model import Transformer
 from runtime.checkpoint import open_weights, write_checkpoint
-from runtime.device import compile_errors
+from runtime.compile import compile_errors
+from runtime.hf_config import from_hf
 from terminal import cli
-from terminal.progress import Phase, Progress
 
 ROOT = Path(__file__).parent.parent
 NEEDLE = ROOT / "needle"
@@ -123,16 +124,23 @@ def test_answers_to_a_batch_of_json_lines_are_written_one_by_one(text_checkpoint
     prompts = {"a": "The keeper", 7: "fog\nand light", "c": "At low tide"}
     batch.write_text("\n".join(json.dumps({"id": i, "prompt": p, "more": 1}) for i, p in prompts.items()) + "\n\n")
     out.write_text('{"id": "cut o')  # left by a run that was killed
-    seen, done = [], Progress.finished
+    seen, write = [], generate.write
 
-    def note(progress):
-        seen.append(len(out.read_text().splitlines()))
-        done(progress)
+    def note(file, entry):
+        write(file, entry)
+        seen.append((entry["id"], len(out.read_text().splitlines()), prefilled[-1]))
 
-    monkeypatch.setattr(Progress, "finished", note)
+    prefilled, prefill = [0], Transformer.prefill
+
+    def count(model, *args, **kwargs):
+        prefilled.append(prefilled[-1] + 1)
+        return prefill(model, *args, **kwargs)
+
+    monkeypatch.setattr(generate, "write", note)
+    monkeypatch.setattr(Transformer, "prefill", count)
     common = ("--checkpoint", text_checkpoint, "--json", *SHORT)
     report = json.loads(run("--batch-file", batch, "--out", out, "--batch", 1, *common).stdout)
-    assert seen == [2, 3, 4]  # each answer is in the file before the next begins
+    assert seen == [("a", 2, 1), (7, 3, 2), ("c", 4, 3)]  # each answer is in the file before the next prefill
     cut, *written = out.read_text().splitlines()
     assert cut == '{"id": "cut o' and [json.loads(line) for line in written] == report["completions"]
     assert [completion["id"] for completion in report["completions"]] == ["a", 7, "c"]
@@ -179,43 +187,41 @@ def test_stop_flags_cut_the_answer(text_checkpoint):
     assert stopped.stdout == free[: free.index(free[at : at + 2])] + "\n"
 
 
-def test_phases_are_lines_on_stderr_and_keys_of_the_report(text_checkpoint):
+def test_progress_is_lines_on_stderr_and_timings_are_keys_of_the_report(text_checkpoint):
     result = run("--checkpoint", text_checkpoint, "--prompt", "The keeper", "--json", *SHORT)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("-- ")]
-    assert re.fullmatch(r"-- load: 0\.\d\d GB, \d+\.\d\d s", lines[0])
-    assert re.fullmatch(r"-- prefill: \d+ tokens, \d+\.\d\d s, \d+ tokens/s", lines[1])
-    assert re.fullmatch(r"-- first token: \d+\.\d\d s", lines[2]) and len(lines) == 4  # the last line heads the report
-    assert "\x1b" not in result.stderr and "layer" not in result.stderr
     report = json.loads(result.stdout)
     tokens = report["completions"][0]["prompt_tokens"]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("-- ")]
+    assert f"-- prefill {tokens} tokens" in lines and lines[-1] == "-- full, bfloat16, " + report["device"]
+    assert "\x1b" not in result.stderr and "layer" not in result.stderr
     assert report["prefill_tokens_per_s"] == pytest.approx(tokens / report["prefill_s"])
     assert report["load_s"] > 0 and report["first_token_s"] >= report["prefill_s"] and report["past_context"] == []
-    for name in ("load ", "first token "):
+    for name in ("load ", "prefill ", "first token "):
         assert any(line.startswith(name) for line in result.stderr.splitlines())
 
 
-def test_a_long_prefill_shows_its_layers_only_on_a_terminal(monkeypatch):
-    """A batch prints no lines for single prefills: its bar counts prompts."""
-    for terminal in (True, False):
+def test_progress_is_a_bar_on_a_terminal_and_otherwise_a_line_unless_quiet():
+    for terminal, quiet in ((True, False), (True, True), (False, False), (False, True)):
         err = io.StringIO()
         err.isatty = lambda terminal=terminal: terminal
-        with redirect_stderr(err), closing(Progress(1)) as progress:
-            phase = Phase("prefill", "9000 tokens", tokens=9000, layers=32, done=7)
-            progress(phase)
-            assert err.getvalue() == ("\r\x1b[Kprefill 9000 tokens, layer 7 of 32" if terminal else "")
-            phase.seconds = 2.0
-            progress(phase)
-            assert err.getvalue().endswith("-- prefill: 9000 tokens, 2.00 s, 4500 tokens/s\n")
-    err = io.StringIO()
-    with redirect_stderr(err), closing(Progress(2)) as progress:
-        progress(phase)
-    assert err.getvalue() == ""
+        with redirect_stderr(err):
+            assert list(cli.progress(range(7), "prefill 9000 tokens", quiet)) == list(range(7))
+        if terminal:
+            assert "prefill 9000 tokens:   0%" in err.getvalue() and "0/7" in err.getvalue()
+        else:
+            assert err.getvalue() == ("" if quiet else "-- prefill 9000 tokens\n")
+
+
+def test_a_batch_prints_no_lines_for_single_prefills(text_checkpoint, tmp_path):
+    (tmp_path / "batch.txt").write_text("fog\nlight\n")
+    result = run("--checkpoint", text_checkpoint, "--batch-file", tmp_path / "batch.txt", *SHORT)
+    assert result.returncode == 0 and "-- prefill" not in result.stderr
 
 
 def test_a_conversation_beyond_the_context_is_reported(text_checkpoint, tmp_path):
     folder = tmp_path / "short"
     shutil.copytree(text_checkpoint, folder)
-    edit(folder / "config.json", max_position_embeddings=20)
+    edit_model(folder / "config.json", max_length=20)
     flags = ("--prompt", "The keeper rowed", "--max-new-tokens", "30", "--no-compile", "--json")
     result = run("--checkpoint", folder, *flags)
     assert json.loads(result.stdout)["past_context"] == [0] and "context of 20 tokens" in result.stderr
@@ -316,8 +322,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
     flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", tmp_path / "out.json")
     flags += ("--no-compile", "--dtype", "float32", "--max-new-tokens", 60, "--system", "Be brief.")
     with Terminal(*flags) as terminal:
-        assert b"/exit or Ctrl-D" in terminal.until(rb"first token: .* s\r\n")
-        terminal.until(ASKED)
+        assert b"/exit or Ctrl-D" in terminal.until(ASKED)
         terminal.type(b"\r")
         terminal.until(ASKED)
         terminal.type(b"\x1b[200~Two lines\r\r/exit\rand a third\x1b[201~\r")
@@ -347,7 +352,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
 def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
-    for place in ("conversation.ask", "engine.Engine.prefill"):
+    for place in ("terminal.conversation.typed", "model.Transformer.prefill"):
         terminal, inner = pty.openpty()
         with (
             monkeypatch.context() as patch,
@@ -357,10 +362,11 @@ def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, 
             pytest.raises(SystemExit) as end,
         ):
             patch.setattr(sys, "stdin", stdin)
-            patch.setattr(place, lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr(place, lambda *_, **__: signal.raise_signal(signal.SIGINT))
             cli.run(lambda: generate.main(flags))
         os.close(terminal)
-        assert end.value.code == 130 and err.getvalue().endswith("interrupted\n")
+        assert end.value.code == 130, err.getvalue()
+        assert err.getvalue().endswith("interrupted\n")
         assert signal.getsignal(signal.SIGINT) is default
 
 
@@ -388,11 +394,11 @@ MISTAKES = {
     "empty stop text": (["--prompt", "x", "--stop", ""], ["--stop"]),
     "system without chat": (["--prompt", "x", "--system", "Be brief."], ["--chat"]),
     "out nowhere": (["--prompt", "x", "--out", "/nowhere/x.jsonl"], ["--out", "/nowhere/x.jsonl"]),
-    "two bits": (["--prompt", "x", "--kv-bits", "8", "--kv-opt", "bits=4"], ["option bits is given twice", "4 and 8"]),
+    "two bits": (["--prompt", "x", "--kv-bits", "8", "--kv-opt", "bits=4"], ["option bits is given twice: 8 and 4"]),
     "two options": (["--prompt", "x", "--kv-opt", "bits=4", "--kv-opt", "bits=8"], ["option bits is given twice"]),
     "offload or not": (
         ["--prompt", "x", "--kv", "omnikv", "--budget", "9", "--offload", "--kv-opt", "offload=false"],
-        ["option offload is given twice: false and True"],
+        ["option offload is given twice: true and false"],
     ),
     "top-p and greedy": (["--prompt", "x", "--top-p", "0.9"], ["temperature 0", "--temperature"]),
     "top-k and greedy": (["--prompt", "x", "--top-k", "40"], ["temperature 0", "--temperature"]),
@@ -403,7 +409,7 @@ MISTAKES = {
 def test_an_option_may_be_given_twice_with_the_same_value():
     flags = ["--kv-bits", "8", "--kv-opt", "bits=8", "--offload", "--kv-opt", "offload=1", "--kv", "omnikv"]
     options = generate.given_options(generate.parser().parse_args(flags))
-    assert options == {"bits": "8", "offload": True}
+    assert options == {"bits": "8", "offload": "1"}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -437,26 +443,24 @@ def break_checkpoint(folder: Path, how: str) -> None:
         config_was = json.loads(config.read_text())
         tensors = {name: t.read() for name, t in stored.items()}
         shutil.rmtree(folder)
-        write_checkpoint(folder, config_was, layout, tensors.__getitem__, shard_bytes=1_000_000)
+        write_checkpoint(folder, config_was, from_hf(config_was), layout, tensors.__getitem__, shard_bytes=1_000_000)
         next(folder.glob("model-00002-of-*")).unlink()
     elif how == "not JSON":
         config.write_text(config.read_text()[:40])
     elif how == "foreign tokenizer":
-        edit(config, vocab_size=1000)
+        edit_model(config, vocab_size=1000)
     elif how == "wrong shapes":
-        edit(config, intermediate_size=512)
-    elif how == "unknown architecture":
-        edit(config, architectures=["GemmaForCausalLM"])
+        edit_model(config, ffn_dim=512)
     elif how == "unknown RoPE":
-        edit(config, rope_scaling={"rope_type": "longrope"})
+        edit_model(config, rope={"rope_type": "longrope"})
     elif how == "endless layers":
-        edit(config, num_hidden_layers=10**9)
+        edit_model(config, n_layer=10**9)
     elif how == "odd EOS":
         edit(config, eos_token_id={"a": 1})
     elif how == "quantized":
-        edit(config, kv_fast={"format": 1, "dtype": "bfloat16", "quantization": {"mode": "int3"}})
+        edit_section(config, quantization={"mode": "int3"})
     elif how == "odd dtype":
-        edit(config, kv_fast={"format": 1, "dtype": ["x"], "quantization": None})
+        edit_section(config, dtype=["x"])
     elif how == "not converted":
         edit(config, kv_fast=None)
     elif how == "damaged tokenizer":
@@ -470,18 +474,25 @@ def edit(config: Path, **changes) -> None:
     config.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
+def edit_section(config: Path, **changes) -> None:
+    edit(config, kv_fast=json.loads(config.read_text())["kv_fast"] | changes)
+
+
+def edit_model(config: Path, **changes) -> None:
+    edit_section(config, model=json.loads(config.read_text())["kv_fast"]["model"] | changes)
+
+
 BROKEN = {
     "no folder": ["no checkpoint folder"],
     "no config": ["config.json"],
     "no weights": ["model.safetensors"],
     "missing shard": ["model-00002-of-", "is missing"],
-    "truncated weights": ["truncated", "model.safetensors", "tensor"],
+    "truncated weights": ["model.safetensors is damaged or cut off"],
     "not JSON": ["JSON"],
     "foreign tokenizer": ["1024 tokens", "another checkpoint"],
     "wrong shapes": ["shape", "[768, 256]", "[512, 256]", "feed_forward"],
-    "unknown architecture": ["GemmaForCausalLM"],
     "unknown RoPE": ["longrope"],
-    "endless layers": ["num_hidden_layers", "at most 1000"],
+    "endless layers": ["n_layer", "at most 1000"],
     "odd EOS": ["config.json", "eos_token_id"],
     "quantized": ["int3", "int8, int4"],
     "odd dtype": ["dtype", "bfloat16"],

@@ -5,6 +5,7 @@ import fnmatch
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import httpx
 import huggingface_hub
 import pytest
 import torch
+from conftest import LLAMA
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
@@ -27,12 +30,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from config import ModelConfig
 from convert_hf_checkpoint import convert, main
 from engine import Engine
-from model import Transformer
+from model import ModelConfig, Transformer
+from quantize import quantize
 from runtime import checkpoint
-from runtime.checkpoint import load_checkpoint, open_weights, write_checkpoint
+from runtime.checkpoint import load_checkpoint, open_weights, read_config, write_checkpoint
+from runtime.hf_config import from_hf
 from terminal import cli
 
 ROOT = Path(__file__).parent.parent
@@ -80,26 +84,26 @@ def save_bin(model, folder, shards=False):
     return folder
 
 
+OURS = {
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+}
+OURS |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+OURS |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "model.norm": "norm"}
+OURS |= {"model.embed_tokens": "tok_embeddings", "lm_head": "output"}
+
+
 def expected(model):
-    """The state dict of the Hugging Face model under our names and stacking, spelled out."""
+    """The state dict of the Hugging Face model under our names and stacking."""
     hf, ours = model.state_dict(), {}
-    ours["tok_embeddings.weight"] = hf["model.embed_tokens.weight"]
-    ours["norm.weight"] = hf["model.norm.weight"]
-    if not model.config.tie_word_embeddings:
-        ours["output.weight"] = hf["lm_head.weight"]
-    one = {"self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm"}
-    one |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-    one |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
-    one |= {"post_attention_layernorm": "ffn_norm"}
-    for i in range(2):
-        for theirs, our in one.items():
-            for kind in ("weight", "bias"):
-                if f"model.layers.{i}.{theirs}.{kind}" in hf:
-                    ours[f"layers.{i}.{our}.{kind}"] = hf[f"model.layers.{i}.{theirs}.{kind}"]
-        for kind in ("weight", "bias"):
-            if f"model.layers.{i}.self_attn.q_proj.{kind}" in hf:
-                qkv = [hf[f"model.layers.{i}.self_attn.{x}_proj.{kind}"] for x in "qkv"]
-                ours[f"layers.{i}.attention.wqkv.{kind}"] = torch.cat(qkv)
+    for name, tensor in hf.items():
+        layer, module, kind = re.fullmatch(r"(?:model\.(layers\.\d+\.))?(.+)\.(weight|bias)", name).groups()
+        if module in OURS and not (module == "lm_head" and model.config.tie_word_embeddings):
+            ours[f"{layer or ''}{OURS[module]}.{kind}"] = tensor
+        elif module == "self_attn.q_proj":
+            qkv = [hf[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
+            ours[f"{layer}attention.wqkv.{kind}"] = torch.cat(qkv)
     return ours
 
 
@@ -131,31 +135,37 @@ def refused(capsys, args, *words, watch):
     assert everything(watch) == before
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_architecture_keeps_its_weights(name, tmp_path):
-    model = hf_model(name)
-    convert(save(model, tmp_path / "hf"), tmp_path / "out")
+FORMS = {
+    "safetensors": (save, False),
+    "sharded": (save, True),
+    "bin": (save_bin, False),
+    "sharded bin": (save_bin, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "safetensors") for name in MODELS), *(("llama-mha-tied", form) for form in FORMS)]
+)
+def test_every_architecture_and_source_form_keeps_the_weights(name, form, tmp_path):
+    model, (save_as, shards) = hf_model(name), FORMS[form]
+    convert(save_as(model, tmp_path / "hf", shards), tmp_path / "out")
     assert_same(written(tmp_path / "out"), expected(model))
-    config = checkpoint.read_config(tmp_path / "out")
+    assert_same(load_checkpoint(tmp_path / "out", meta_model(tmp_path / "out")).state_dict(), expected(model))
+
+
+def meta_model(folder):
     with torch.device("meta"):
-        ours = Transformer(ModelConfig.from_dict(config))
-    assert_same(load_checkpoint(tmp_path / "out", ours).state_dict(), expected(model))
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-mha-tied"])
-@pytest.mark.parametrize("shards", [False, True], ids=["single", "sharded"])
-@pytest.mark.parametrize("form", [save, save_bin], ids=["safetensors", "bin"])
-def test_every_source_form_gives_the_same_weights(name, form, shards, tmp_path):
-    model = hf_model(name, torch.bfloat16)
-    convert(form(model, tmp_path / "hf", shards), tmp_path / "out")
-    assert_same(written(tmp_path / "out"), expected(model))
+        return Transformer(ModelConfig(**read_config(folder)["kv_fast"]["model"]))
 
 
 def test_config_gains_one_key_and_companion_files_are_copied(tmp_path):
     src, out = save(hf_model(dtype=torch.bfloat16), tmp_path / "hf"), tmp_path / "new" / "parents" / "out"
     convert(src, out)
     config = json.loads((out / "config.json").read_text())
-    assert config.pop("kv_fast") == {"format": 1, "dtype": "bfloat16", "quantization": None}
+    section = config.pop("kv_fast")
+    assert ModelConfig(**section.pop("model")) == from_hf(config)
+    assert len(section.pop("weights")) == 16
+    assert section == {"format": 2, "dtype": "bfloat16", "quantization": None}
     assert config == json.loads((src / "config.json").read_text())
     copied = ["generation_config.json", "tokenizer.json", "tokenizer.model"]
     assert sorted(p.name for p in out.iterdir()) == sorted(["config.json", "model.safetensors", *copied])
@@ -163,12 +173,11 @@ def test_config_gains_one_key_and_companion_files_are_copied(tmp_path):
     assert os.listdir(out.parent) == ["out"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_dtype_casts_every_tensor(dtype, tmp_path):
+def test_dtype_casts_every_tensor(tmp_path):
     model = hf_model()
-    convert(save(model, tmp_path / "hf"), tmp_path / "out", dtype=dtype)
-    assert_same(written(tmp_path / "out"), expected(model.to(getattr(torch, dtype))))
-    assert checkpoint.read_config(tmp_path / "out")["kv_fast"]["dtype"] == dtype
+    convert(save(model, tmp_path / "hf"), tmp_path / "out", dtype="float16")
+    assert_same(written(tmp_path / "out"), expected(model.to(torch.float16)))
+    assert read_config(tmp_path / "out")["kv_fast"]["dtype"] == "float16"
 
 
 def test_float16_refuses_values_that_it_cannot_hold(tmp_path, capsys):
@@ -177,6 +186,35 @@ def test_float16_refuses_values_that_it_cannot_hold(tmp_path, capsys):
     src = save(model, tmp_path / "hf")
     args = [src, "--out", tmp_path / "out", "--dtype", "float16"]
     refused(capsys, args, "layers.1.feed_forward.w3.weight", "--dtype bfloat16", watch=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "chosen", "reason"),
+    [
+        ("float32", "float32", "as config.json says"),
+        ("bfloat16", "bfloat16", "as config.json says"),
+        (None, "float32", "the widest"),
+    ],
+)
+def test_tensors_of_several_dtypes_are_written_in_the_configurations_or_the_widest(
+    stated, chosen, reason, tmp_path, capsys
+):
+    model = hf_model()
+    model.model.embed_tokens.to(torch.bfloat16)
+    src = save(model, tmp_path / "hf")
+    edit_json(src / "config.json", dtype=stated)
+    convert(src, tmp_path / "out")
+    said = f"the tensors are in bfloat16 and float32; all are written in {chosen}, {reason}"
+    assert said in capsys.readouterr().err
+    assert_same(written(tmp_path / "out"), expected(model.to(getattr(torch, chosen))))
+
+
+def test_a_tied_source_may_store_the_head_alone(tmp_path, capsys):
+    model = hf_model("llama-mha-tied")
+    src = save(model, tmp_path / "hf")
+    edit_weights(src / "model.safetensors", lambda s: s.update({"lm_head.weight": s.pop("model.embed_tokens.weight")}))
+    convert(src, tmp_path / "out")
+    assert_same(written(tmp_path / "out"), expected(model))
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -196,15 +234,6 @@ def test_a_head_stored_beside_tied_embeddings_is_used_if_it_differs_from_them(tm
     torch.testing.assert_close(engine.logits([3, 4, 5], [6])[0], theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_converted_checkpoint_with_tied_embeddings_and_a_head_is_refused(tmp_path):
-    model = hf_model("llama-mha-tied")
-    convert(save(model, tmp_path / "hf"), tmp_path / "out")
-    state = load_file(tmp_path / "out" / "model.safetensors") | {"output.weight": torch.zeros(96, 32)}
-    save_file(state, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="unknown: output.weight"):
-        Engine.load(tmp_path / "out", compile=False)
-
-
 def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -215,17 +244,21 @@ def edit_weights(file, change):
     save_file(state, file)
 
 
+def edit_tensors(src, changes):
+    """Replaces, adds or (None) deletes tensors of a sharded folder; returns the last one's file."""
+    index = src / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    for name, tensor in changes.items():
+        file = src / places.setdefault(name, shard(src, 0).name)
+        state = {key: t for key, t in load_file(file).items() if key != name}
+        save_file(state if tensor is None else state | {name: tensor}, file)
+        places = {key: place for key, place in places.items() if key != name or tensor is not None}
+    edit_json(index, weight_map=places)
+    return file
+
+
 def shard(src, number):
     return sorted(src.glob("model-*.safetensors"))[number]
-
-
-def first_at(file, position):
-    """The tensor whose bytes include `position`."""
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    for name, entry in json.loads(raw[8 : 8 + length]).items():
-        if name != "__metadata__" and entry["data_offsets"][0] <= position - 8 - length < entry["data_offsets"][1]:
-            return name
 
 
 def missing_shard(src):
@@ -236,20 +269,8 @@ def missing_shard(src):
 def truncated_shard(src):
     file = shard(src, 1)
     size = file.stat().st_size - 9000  # two tensors before the end
-    name = first_at(file, size)
     os.truncate(file, size)
-    return [file, name, f"{size:,}", "truncated"]
-
-
-def truncated_header(src):
-    os.truncate(shard(src, 0), 100)
-    return [shard(src, 0), "truncated"]
-
-
-def trailing_bytes(src):
-    with open(shard(src, 0), "ab") as file:
-        file.write(b"more")
-    return [shard(src, 0), "4 bytes follow"]
+    return [file, "damaged or cut off"]
 
 
 def lfs_pointer(src):
@@ -257,36 +278,17 @@ def lfs_pointer(src):
     return [shard(src, 0), "git lfs"]
 
 
-def overlapping_tensors(src):
-    raw = shard(src, 1).read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    names = [name for name in header if name != "__metadata__"]
-    header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
-    text = json.dumps(header).encode()
-    shard(src, 1).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
-    return [shard(src, 1), "corrupt header"]
-
-
 def index_names_a_tensor_the_shard_lacks(src):
     index = src / "model.safetensors.index.json"
     edit_json(index, weight_map=json.loads(index.read_text())["weight_map"] | {"lm_head.weight": shard(src, 0).name})
     edit_weights(shard(src, 0), lambda state: state.pop("lm_head.weight", None))
-    return [index, "lm_head.weight", shard(src, 0).name]
-
-
-def index_places_a_tensor_in_another_shard(src):
-    index = src / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    places["model.norm.weight"] = next(shard for shard in places.values() if shard != places["model.norm.weight"])
-    edit_json(index, weight_map=places)
-    return [index, "model.norm.weight", places["model.norm.weight"]]
+    return [index, "disagree on tensor lm_head.weight", shard(src, 0).name]
 
 
 def tensor_in_two_shards(src):
     edit_weights(shard(src, 0), lambda state: state.update({"model.norm.weight": torch.ones(32)}))
     edit_weights(shard(src, 1), lambda state: state.update({"model.norm.weight": torch.ones(32)}))
-    return ["model.norm.weight", "two files"]
+    return ["disagree on tensor model.norm.weight"]
 
 
 def index_without_map(src):
@@ -295,35 +297,25 @@ def index_without_map(src):
 
 
 def missing_tensor(src):
-    for file in src.glob("model-*.safetensors"):
-        edit_weights(file, lambda state: state.pop("model.layers.1.self_attn.k_proj.weight", None))
-    index = src / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    del places["model.layers.1.self_attn.k_proj.weight"]
-    edit_json(index, weight_map=places)
-    return ["missing: model.layers.1.self_attn.k_proj.weight", src]
+    edit_tensors(src, {"model.layers.1.self_attn.k_proj.weight": None})
+    return ["they lack model.layers.1.self_attn.k_proj.weight", src]
 
 
 def unknown_tensors(src):
-    extra = {f"model.layers.{i}.adapter.weight": torch.ones(1) for i in range(6)}
-    edit_weights(shard(src, 0), lambda state: state.update(extra))
-    return ["unknown: model.layers.0.adapter.weight, ", "and 2 more"]
+    edit_tensors(src, {f"model.layers.{i}.adapter.weight": torch.ones(1) for i in range(6)})
+    return ["must not have model.layers.0.adapter.weight, ", "and 2 more"]
 
 
 def wrong_shape(src):
     name = "model.layers.0.self_attn.v_proj.weight"
-    for file in src.glob("model-*.safetensors"):
-        if name in load_file(file):
-            edit_weights(file, lambda state: state.update({name: torch.ones(24, 32)}))
-            return [name, "[24, 32]", "[16, 32]", file]
+    file = edit_tensors(src, {name: torch.ones(24, 32)})
+    return [name, "[24, 32]", "[16, 32]", file]
 
 
 def integer_weights(src):
     name = "model.layers.0.self_attn.v_proj.weight"
-    for file in src.glob("model-*.safetensors"):
-        if name in load_file(file):
-            edit_weights(file, lambda state: state.update({name: torch.ones(16, 32, dtype=torch.int8)}))
-            return [name, "int8", "quantized", file]
+    file = edit_tensors(src, {name: torch.ones(16, 32, dtype=torch.int8)})
+    return [name, "int8", "quantized", file]
 
 
 def quantized(src):
@@ -336,13 +328,8 @@ def other_architecture(src):
     return ["MambaForCausalLM", "LlamaForCausalLM"]
 
 
-def other_rope(src):
-    edit_json(src / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
-    return ["longrope"]
-
-
 def converted_already(src):
-    edit_json(src / "config.json", kv_fast={"format": 1})
+    edit_json(src / "config.json", kv_fast={"format": 2})
     return [src, "converted already"]
 
 
@@ -365,12 +352,8 @@ def no_weights(src):
 DAMAGE = [
     missing_shard,
     truncated_shard,
-    truncated_header,
-    trailing_bytes,
     lfs_pointer,
-    overlapping_tensors,
     index_names_a_tensor_the_shard_lacks,
-    index_places_a_tensor_in_another_shard,
     tensor_in_two_shards,
     index_without_map,
     missing_tensor,
@@ -379,7 +362,6 @@ DAMAGE = [
     integer_weights,
     quantized,
     other_architecture,
-    other_rope,
     converted_already,
     broken_config,
     no_config,
@@ -442,8 +424,8 @@ def test_an_existing_folder_is_replaced_only_with_force(tmp_path, capsys):
 def test_force_keeps_the_old_checkpoint_when_the_new_one_fails(tmp_path, capsys):
     src, out = save(hf_model(), tmp_path / "hf"), tmp_path / "out"
     convert(src, out)
-    truncated_header(save(hf_model(), tmp_path / "bad", shards=True))
-    refused(capsys, [tmp_path / "bad", "--out", out, "--force"], "truncated", watch=tmp_path)
+    truncated_shard(save(hf_model(), tmp_path / "bad", shards=True))
+    refused(capsys, [tmp_path / "bad", "--out", out, "--force"], "cut off", watch=tmp_path)
     large = hf_model(dtype=torch.bfloat16)
     large.model.norm.weight.data[0] = 1e5  # known only when the tensor is read
     save(large, tmp_path / "large")
@@ -479,38 +461,46 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(full, tmp_path, capsys, monk
             failed.append(full)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def open_full(path, mode):  # every write to /dev/full fails with ENOSPC
-        return open("/dev/full" if "w" in mode else path, mode)
+    def full_disk(tensors, path, metadata):  # what save_file raises, and the part it may leave
+        Path(path).write_bytes(b"part")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     if full == "model.safetensors":
-        monkeypatch.setattr(checkpoint, "open", open_full, raising=False)
+        monkeypatch.setattr(checkpoint, "save_file", full_disk)
     else:
         sys.addaudithook(fail)
     refused(capsys, [src, "--out", tmp_path / "out"], "is full", "0.1 MB", watch=tmp_path)
 
 
-# Forks children that convert. The n-th one signals itself at its n-th open, mkdir, rename or delete; each tensor takes
-# one open of the source. Prints each child's exit code, the names it left and which checkpoint is in `out`.
+# Forks children that convert. The n-th one signals itself at its n-th read or write of weights, open, mkdir, rename or
+# delete. Prints each child's exit code, the names it left and which checkpoint is in `out`.
 INTERRUPT = """
-import json, os, shutil, signal, sys
+import json, os, shutil, sys
 from pathlib import Path
 import convert_hf_checkpoint
 from runtime import checkpoint
 from terminal import cli
-src, out, old, number = sys.argv[1:]
-src, out, old, number = Path(src), Path(out), old and Path(old), int(number)
+src, out, old, new, number = sys.argv[1:]
+src, out, old, new, number = Path(src), Path(out), old and Path(old), Path(new), int(number)
 
 def convert(moment):
     seen = 0
-    def watch(event, args):
+    def step():
         nonlocal seen
+        seen += 1
+        if seen == moment:
+            os.kill(os.getpid(), number)
+    def watch(event, args):
         if event in ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove") and str(src.parent) in str(args[0]):
-            seen += 1
-            if seen == moment:
-                os.kill(os.getpid(), number)
+            step()
+    def counted(function):
+        def call(*args, **options):
+            step()
+            return function(*args, **options)
+        return call
+    checkpoint.safe_open, checkpoint.save_file = counted(checkpoint.safe_open), counted(checkpoint.save_file)
     sys.addaudithook(watch)
-    args = [str(src), "--out", str(out)] + ["--force"] * bool(old)
-    cli.run(lambda: convert_hf_checkpoint.main(args))
+    cli.run(lambda: convert_hf_checkpoint.main([str(src), "--out", str(out)] + ["--force"] * bool(old)))
 
 for moment in range(1, 1000):
     if old:
@@ -527,7 +517,7 @@ for moment in range(1, 1000):
     if old:
         checkpoint.check_output(out, force=True)
     content = (out / "model.safetensors").read_bytes() if out.exists() else b""
-    state = "new" if content == (src.parent / "new.safetensors").read_bytes() else "old" if content else "none"
+    state = "new" if content == (new / "model.safetensors").read_bytes() else "old" if content else "none"
     print(json.dumps([code, left, state]))
     if code == 0:
         break
@@ -536,67 +526,41 @@ for moment in range(1, 1000):
 """
 
 
-def interrupted(tmp_path, number, force):
-    """[exit code, names in the parent folder, which checkpoint is there] for a signal at every moment of a run."""
-    src, parent = save(hf_model(), tmp_path / "hf"), tmp_path / "parent"
+@pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize(("number", "ended"), [(9, -9), (2, 130)], ids=["killed", "Ctrl-C"])
+def test_a_run_that_ends_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(number, ended, force, tmp_path):
+    src, parent, old = save(hf_model(), tmp_path / "hf"), tmp_path / "parent", ""
+    edit_json(src / "config.json", num_hidden_layers=1)  # fewer moments
+    edit_weights(src / "model.safetensors", lambda state: [state.pop(n) for n in list(state) if ".layers.1." in n])
     convert(src, tmp_path / "new")
-    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "new.safetensors")
-    old = ""
     if force:
         old = tmp_path / "old"
         convert(save(hf_model("llama-biases"), tmp_path / "other"), old)
     parent.mkdir()
-    args = [src, parent / "out", old, number]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPT, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    args = [sys.executable, "-c", INTERRUPT, src, parent / "out", old, tmp_path / "new", number]
+    done = subprocess.run(list(map(str, args)), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    *lines, last = lines
+    *lines, last = [json.loads(line) for line in done.stdout.splitlines()]
     assert last == [0, ["out"], "new"]  # the run after the last interruption cleans up and succeeds
-    return lines
-
-
-def test_a_killed_run_leaves_nothing_that_loads_and_the_next_run_succeeds(tmp_path):
-    lines = interrupted(tmp_path, 9, force=False)
-    assert len(lines) > 30 and any(left for _, left, _ in lines)
-    for code, left, state in lines:
-        assert code == -9 and (state == "none" or left == ["out"])
-        assert state == "none" or state == "new"
-        assert all(name == "out" or name.startswith(".out.partial-") for name in left) and len(left) <= 1
-
-
-def test_a_killed_run_with_force_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    states = [(code, state) for code, _, state in interrupted(tmp_path, 9, force=True)]
-    assert {code for code, _ in states} == {-9}
-    assert [state for _, state in states] == sorted((state for _, state in states), reverse=True)  # old, then new
-    assert {state for _, state in states} == {"old", "new"}
-
-
-def test_ctrl_c_exits_with_130_and_leaves_nothing(tmp_path):
-    lines = interrupted(tmp_path, 2, force=False)
-    assert len(lines) > 30
-    for code, left, state in lines:
-        assert code == 130 and (left, state) in (([], "none"), (["out"], "new"))
-
-
-def test_ctrl_c_with_force_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    lines = interrupted(tmp_path, 2, force=True)
-    assert {state for _, _, state in lines} == {"old", "new"}
-    assert all(code == 130 and (left == ["out"] or state == "new") for code, left, state in lines)
-
-
-def test_the_command_line_fails_in_one_line(tmp_path):
-    command = [sys.executable, ROOT / "convert_hf_checkpoint.py", tmp_path, "--out", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path} has no config.json, so it is not a checkpoint\n"
+    assert len(lines) > 20 and {code for code, _, _ in lines} == {ended}
+    states, before = [state for _, _, state in lines], "old" if force else "none"
+    assert set(states) == {before, "new"} and states[0] == before
+    assert number == 2 or states == sorted(states, key=[before, "new"].index)  # the change is one moment
+    for _, left, state in lines:
+        others = [name for name in left if name != "out"]
+        if number == 9:
+            assert all(name.startswith((".out.partial-", ".out.replaced")) for name in others) and len(others) <= 2
+        else:
+            assert not others or state == "new"
 
 
 MEMORY = """
 import sys
+from functools import partial
 from pathlib import Path
 import convert_hf_checkpoint
+
+convert_hf_checkpoint.write_checkpoint = partial(convert_hf_checkpoint.write_checkpoint, shard_bytes=30_000_000)
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -613,7 +577,7 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_memory_stays_below_one_shard(form, tmp_path):
     config = LlamaConfig(**SIZES | dict(vocab_size=8000, hidden_size=1024, intermediate_size=4096, head_dim=256))
-    config.num_hidden_layers, config.architectures = 6, ["LlamaForCausalLM"]
+    config.num_hidden_layers, config.architectures = 3, ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "hf")
     with torch.device("meta"):
         shapes = {name: t.shape for name, t in LlamaForCausalLM(config).state_dict().items()}
@@ -627,8 +591,9 @@ def test_memory_stays_below_one_shard(form, tmp_path):
     (tmp_path / "hf" / index).write_text(json.dumps({"weight_map": files}))
     largest = max((tmp_path / "hf" / file).stat().st_size for file in files.values())
     command = [sys.executable, "-c", MEMORY, tmp_path / "hf", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    assert largest > 60e6 and int(done.stdout) < largest, (done.stdout, largest)
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system at once
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    assert largest > 40e6 and int(done.stdout) < largest, (done.stdout, largest)
 
 
 def error(kind, status):
@@ -700,66 +665,106 @@ def test_a_failed_download_is_one_line_that_says_what_to_do(failure, word, tmp_p
     refused(capsys, args, word, watch=tmp_path)
 
 
-def meta_model(folder):
-    with torch.device("meta"):
-        return Transformer(ModelConfig.from_dict(checkpoint.read_json(folder / "config.json")))
-
-
 def test_shards_and_integer_tensors_survive_writing_and_loading(tmp_path):
     state = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.uint8), "c": torch.randn(5, 4).t()}
     state |= {"d": torch.ones(()), "e": torch.randint(-128, 127, (2, 3, 4), dtype=torch.int8)}
     about = {"mode": "int8", "groupsize": 128}
-    write_checkpoint(tmp_path / "out", {"x": 1}, state, state.__getitem__, quantization=about, shard_bytes=70)
+    model = from_hf(LLAMA)
+    write_checkpoint(tmp_path / "out", {"x": 1}, model, state, state.__getitem__, quantization=about, shard_bytes=70)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == {"x": 1, "kv_fast": {"format": 1, "dtype": "float32", "quantization": about}}
+    assert config["x"] == 1 and config["kv_fast"]["dtype"] == "float32" and config["kv_fast"]["quantization"] == about
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # the weights can be read by whoever can read config.json
     assert len(set(index["weight_map"].values())) == 3 and index["weight_map"].keys() == state.keys()
     assert_same(written(tmp_path / "out"), state)
     assert_same({name: stored.read() for name, stored in open_weights(tmp_path / "out").items()}, state)
 
 
-def test_load_checkpoint_casts_to_the_dtype_asked_for(tmp_path):
-    model = hf_model("llama-mha-tied")
-    convert(save(model, tmp_path / "hf"), tmp_path / "out")
-    loaded = load_checkpoint(tmp_path / "out", meta_model(tmp_path / "out"), "cpu", torch.bfloat16)
-    assert_same(loaded.state_dict(), expected(model.to(torch.bfloat16)))
-
-
 def test_load_checkpoint_says_what_to_do_with_a_folder_it_cannot_load(tmp_path):
     src, out = save(hf_model(), tmp_path / "hf"), tmp_path / "out"
-    model = meta_model(src)
     command = f"python convert_hf_checkpoint.py {src} --out {src}-kv-fast"
     with pytest.raises(ValueError, match=f"convert it first: {command}"):
-        load_checkpoint(src, model)
+        load_checkpoint(src, torch.nn.Identity())
     with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
-        load_checkpoint(out, model)
+        load_checkpoint(out, torch.nn.Identity())
     convert(src, out)
-    stored = open_weights(out)["norm.weight"]
+    model, stored = meta_model(out), open_weights(out)["norm.weight"]
     os.truncate(out / "model.safetensors", 60_000)
-    with pytest.raises(ValueError, match="truncated: tensor norm.weight"):
-        stored.read()
-    with pytest.raises(ValueError, match=f"{out}/model.safetensors is truncated.*first tensor cut off is"):
-        load_checkpoint(out, model)
+    for read in (stored.read, lambda: load_checkpoint(out, model)):
+        with pytest.raises(ValueError, match=f"{out}/model.safetensors is damaged or cut off"):
+            read()
     (out / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="holds no weights"):
-        load_checkpoint(out, model)
-    edit_json(out / "config.json", kv_fast={"format": 2})
-    with pytest.raises(ValueError, match="format 2"):
         load_checkpoint(out, model)
     (out / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json"):
         load_checkpoint(out, model)
 
 
-def test_load_checkpoint_refuses_weights_that_disagree_with_the_config(tmp_path):
-    out = tmp_path / "out"
-    convert(save(hf_model(), tmp_path / "hf"), out)
-    edit_json(out / "config.json", num_key_value_heads=4)
-    with pytest.raises(ValueError, match=r"layers.0.attention.wqkv.weight has shape \[64, 32\].* needs \[96, 32\]"):
-        load_checkpoint(out, meta_model(out))
-    edit_json(out / "config.json", num_key_value_heads=2, num_hidden_layers=1)
-    with pytest.raises(ValueError, match="unknown: layers.1"):
-        load_checkpoint(out, meta_model(out))
-    edit_json(out / "config.json", num_hidden_layers=3)
-    with pytest.raises(ValueError, match="missing: layers.2"):
-        load_checkpoint(out, meta_model(out))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_kv_head": 4}, r"layers.0.attention.wqkv.weight has shape \[64, 32\].* needs \[96, 32\]"),
+        ({"n_layer": 1}, "must not have layers.1"),
+        ({"n_layer": 3}, "they lack layers.2"),
+    ],
+)
+def test_weights_that_disagree_with_the_config_are_refused(changes, message, tmp_path):
+    convert(save(hf_model(), tmp_path / "hf"), tmp_path / "out")
+    edit_section(tmp_path / "out", model=section_of(tmp_path / "out")["model"] | changes)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path / "out", meta_model(tmp_path / "out"))
+
+
+# The kv_fast section
+
+
+def section_of(folder):
+    return json.loads((folder / "config.json").read_text())["kv_fast"]
+
+
+def edit_section(folder, **changes):
+    edit_json(folder / "config.json", kv_fast=section_of(folder) | changes)
+
+
+HOSTILE = (None, True, -1, 0, 1.5, 2**63, 10**400, 1e308, float("nan"), "x", "\n" * 99, [], {}, {"rope_type": "yarn"})
+
+
+def test_a_damaged_section_is_refused_in_one_line(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "m")
+    section, accepted = section_of(checkpoint), []
+    cases = [(name, section["model"] | {name: value}, value) for name in section["model"] for value in HOSTILE]
+    for name, model, value in [*cases, ("model", None, None), ("model", {}, {})]:
+        edit_section(tmp_path / "m", model=model)
+        try:
+            read_config(tmp_path / "m")
+            accepted.append((name, value))
+        except ValueError as error:
+            assert "kv_fast in " in str(error) and len(str(error).splitlines()) == 1 and len(str(error)) < 500
+    flags = ("tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+    assert accepted == [("norm_eps", 1.5), ("window", None), *((flag, True) for flag in flags)]
+    edit_section(tmp_path / "m", model=section["model"], weights=None)
+    with pytest.raises(ValueError, match="weights must be their id"):
+        read_config(tmp_path / "m")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_folder_of_format_1_is_refused_with_the_command_that_converts_it(quantized, checkpoint, tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    if quantized:
+        quantize(checkpoint, old, "int4", groupsize=16, embeddings=True)
+    else:
+        shutil.copytree(checkpoint, old)
+    whole = section_of(old)
+    section = {key: whole[key] for key in ("dtype", "quantization")} | {"format": 1}
+    edit_json(old / "config.json", kv_fast=section)
+    with pytest.raises(ValueError, match=f"format 1 .* again: python convert_hf_checkpoint.py {old} --out {old}-2$"):
+        Engine.load(old, compile=False)
+    refused(capsys, [old, "--out", new, "--dtype", "float16"], "keeps its dtype", watch=tmp_path)
+    main([str(old), "--out", str(new)])
+    assert section_of(new) == whole
+    assert_same(written(new), written(old))
+    edit_json(old / "config.json", kv_fast=section | {"format": 3})
+    with pytest.raises(ValueError, match="format 3 .* update kv-fast"):
+        Engine.load(old, compile=False)

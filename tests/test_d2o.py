@@ -2,13 +2,16 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
-import references_d2o as slow
 import test_contract as contract
 import torch
-from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens
+from paper_bytes import overhead, paper_bytes
+from references import eviction as slow
+from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens, with_heads
 
 import kv
 from kv.base import Held
@@ -66,8 +69,7 @@ def sorted_slots(layer, row: int, head: int) -> tuple:
     return place[order].tolist(), layer.k[row, head, at], layer.v[row, head, at]
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name, options, budget", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("name, options, budget, heads", with_heads(CASES, itemgetter(0)))
 def test_every_eviction_method_equals_its_reference(name, options, budget, heads):
     shape = replace(make_shape(heads), n_layer=3)
     run = Run(name, shape, budget, options)
@@ -204,7 +206,7 @@ def test_six_tokens_merge_as_computed_by_hand():
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
     (score,), _ = attention.column_sums(torch.zeros(1, 1, 6, 2), k[None])
     assert score[0].tolist() == pytest.approx([2.45, 1.45, 0.95, 0.61667, 0.36667, 0.16667], abs=1e-5)
-    layer.compress(0, Held.new(k, v), score, [score], prompt=True)
+    layer.compress(0, Held.new(k, v), score, [score])
     keys, values = layer.k[0, :, :4], layer.v[0, :, :4]
     assert layer.position[0, :, :4].tolist() == [[0, 1, 2, 3]]
     # Token 4 (60 degrees) is most similar to token 3 (45): cos 15 = 0.9659. Token 5 (270) to 0 and 2: cos 90 = 0.
@@ -289,9 +291,9 @@ def test_uncounted_layers_stay_full_beyond_the_budget():
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
     assert layers[2].shared.budget == 20
     device, host = kv.total_bytes(layers)
-    paper = kv.paper_bytes(kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
+    paper = paper_bytes("d2o", kv.parse_options("d2o", {"uncounted": [0, 1, 7]}), shape, 20)
     assert paper == (5 * 20 + 3 * shape.planned) * shape.slot_bytes
-    assert paper <= device + host <= paper + sum(sum(layer.overhead().values()) for layer in layers)
+    assert paper <= device + host <= paper + sum(map(overhead, layers), Counter()).total()
     both = {"uncounted": [0], "full_layers": [1]}
     assert kv.build("d2o", shape, 60, both)[2].shared.budget == (60 * (LAYERS - 1) - shape.planned) // 6
     for options, words in (
@@ -361,3 +363,18 @@ def test_a_prompt_allocates_no_square_matrix(monkeypatch):
         layer.prefill(0, *inputs[0])
         layer.finish(0)
     assert max(sizes.found) <= 3000 * 6 * 16  # as large as q
+
+
+@pytest.mark.parametrize("name", ("h2o", "roco", "cam", "d2o"))
+def test_a_nan_in_a_prompt_does_not_reach_the_rows_next_prompt(name):
+    shape = make_shape()
+    used, fresh = (Run(name, shape, 24, {}) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    bad, good, step = (tokens(shape, 1, n, generator) for n in (60, 10, 1))
+    for qkv in bad:
+        for x in qkv:
+            x[:, :, 50] = torch.nan
+    used.prefill(0, bad)
+    used.prefill(0, good)
+    fresh.prefill(0, good)
+    assert torch.equal(used.step(step), fresh.step(step))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from decoder import Sampling, sample
 
 VOCAB = 50

@@ -116,7 +116,7 @@ def test_an_answer_in_pieces_is_the_whole_answer(checkpoint, lag, pieces):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lag", (0, 1))
 def test_a_fork_and_its_origin_are_independent(checkpoint, method, lag):
-    engine, asked = load(checkpoint, method, batch=3, lag=lag), [[1, 2, 3], [9, 9]]
+    engine, asked = load(checkpoint, method, batch=3, lag=lag, max_prompt=97), [[1, 2, 3], [9, 9]]
     (row,) = engine.start([PROMPTS[0]])
     fresh = row.fork()
     (first,) = engine.ask([row], None, 6)
@@ -159,7 +159,7 @@ def test_a_row_that_is_not_asked_keeps_its_conversation(checkpoint, lag, ends):
 @pytest.mark.parametrize("lag", (0, 1))
 def test_a_stop_text_ends_an_answer_and_is_cut_off(tiny_checkpoint, lag):
     """The streamed text is the returned one; the next question follows all tokens of the answer, uncut."""
-    engine = load(tiny_checkpoint, batch=3, lag=lag)
+    engine = load(tiny_checkpoint, batch=3, lag=lag, max_prompt=60)
     prompts, question = ["The keeper rowed", "At low tide"], [7, 8, 9]
     free = [c.answers[0].text for c in engine.generate(prompts, 12)]
     at = len(free[0]) // 2
@@ -379,13 +379,13 @@ def test_extending_the_model_equals_prefilling_the_whole_text(checkpoint):
 def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint, eos):
     engine, events, done = load(checkpoint, batch=2, eos=eos), [], {}
     found = engine.generate(
-        [PROMPTS[1], PROMPTS[0], PROMPTS[4]],
+        [PROMPTS[2], PROMPTS[0], PROMPTS[4]],
         12,
         on_token=lambda i, *_: events.append(i),
         on_done=lambda i, completion: (events.append(f"done {i}"), done.update({i: completion})),
     )
-    assert done == dict(enumerate(found)) and [len(c.answers[0].tokens) for c in found] == [12, 5, 12]
-    assert events.index("done 1") < events.index(2) < events.index("done 0") < events.index("done 2")
+    assert done == dict(enumerate(found)) and len(found[0].answers[0].tokens) > len(found[1].answers[0].tokens)
+    assert events.index("done 1") < events.index(2) < events.index("done 0")
     assert 0 in events[events.index(2) :]
 
 
@@ -453,12 +453,12 @@ def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
 def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
     engine = load(checkpoint, max_prompt=40, max_new_tokens=20)
     rows = engine.start([PROMPTS[0]])
-    answers = [engine.ask(rows, question, 8) for question in (None, [[5] * 4])]
+    answers = [engine.ask(rows, None, 8), engine.ask(rows, [[5] * 4], 7)]
     for question in ([[5] * 4], [[5] * 3], [[5] * 10**5]):
         with pytest.raises(ValueError, match="no room for another question: the caches hold 20"):
             engine.ask(rows, question, 8)
-    answers.append(engine.ask(rows, [[5]], 8))  # 8 + 4 + 8 tokens after the prompt, of which the last is not held
-    assert [len(a.tokens) for (a,) in answers] == [8, 8, 1]
+    answers.append(engine.ask(rows, [[5]], 8))  # after 8 + 4 + 7 tokens and this one
+    assert [len(a.tokens) for (a,) in answers] == [8, 7, 1]
     history = PROMPTS[0] + answers[0][0].tokens + [5] * 4 + answers[1][0].tokens + [5]
     assert outcome(load(checkpoint).generate([history], 1)) == outcome(answers[2])
 
@@ -574,11 +574,11 @@ def test_prompts_can_be_prefilled_alone_and_asked_about_afterwards(checkpoint):
     found = engine.ask(rows[::-1], [[5, 6], [7]], 6)  # in any order
     whole = load(checkpoint, batch=2).generate([PROMPTS[1] + [5, 6], PROMPTS[0] + [7]], 6)
     assert outcome(found) == outcome(whole)
-    with pytest.raises(ValueError, match="2 prompts and 0 free rows"):
+    with pytest.raises(ValueError, match="0 of 2 rows are free and 2 are needed"):
         engine.start(PROMPTS[:2])
-    with pytest.raises(ValueError, match="no row is free"):
+    with pytest.raises(ValueError, match="0 of 2 rows are free"):
         engine.generate(PROMPTS[:1])
-    with pytest.raises(ValueError, match="no row is free"):
+    with pytest.raises(ValueError, match="0 of 2 rows are free"):
         rows[0].fork()
     rows[0].close()
     rows[0].close()
@@ -607,6 +607,7 @@ def test_rows_that_are_closed_or_anothers_are_refused(checkpoint, tmp_path):
     closed.close()
     assert engine.rows == [again, row, moved] and not [*tmp_path.iterdir()]
     assert outcome(engine.ask([again], None, 5)) == outcome(load(checkpoint).generate([PROMPTS[3]], 5))
+    again.close()
     with pytest.raises(ValueError, match="rows are in use"):
         engine.generate([PROMPTS[2] * 2])
     engine.use("full", batch=1)
@@ -683,7 +684,7 @@ def test_prompts_of_no_known_kind_are_refused(tiny_checkpoint, checkpoint, promp
     for engine in (load(checkpoint), load(tiny_checkpoint)):
         refused = [lambda: engine.generate(prompt), lambda: engine.start(prompt)]  # noqa: B023
         for call in refused:
-            if prompt == [128] and engine.tokenizer:
+            if str(prompt) == "[128]" and engine.tokenizer:
                 continue
             with pytest.raises(ValueError, match=r"^[^\n]*$"):
                 call()
@@ -817,7 +818,12 @@ def test_closing_frees_the_caches_at_once(checkpoint, options):
     """Larger caches are allocated when the old ones are gone, not when the garbage collector finds them."""
     engine = Engine.load(checkpoint, **{"compile": False, "max_new_tokens": 4} | options)
     engine.generate([[5, 6, 7]])
-    buffers = [weakref.ref(buffer) for layer in engine.layers for buffer in layer.buffers()]
+    buffers = [
+        weakref.ref(buffer)
+        for layer in engine.layers
+        for name, buffer in layer.named_buffers()
+        if not name.endswith("rope_speed")  # the model's
+    ]
     gc.disable()
     try:
         engine.close()

@@ -9,6 +9,7 @@ import torch
 import eval as evaluation
 from engine import Engine
 from tasks import Question, Sample, Task
+from tasks.prefill_once import prefill_once
 from tasks.registry import TASKS
 from terminal import cli
 
@@ -59,16 +60,35 @@ def test_fidelity_of_the_full_cache_to_itself_is_perfect_and_of_a_small_one_is_n
     assert found["streaming", 64, "fidelity"]["kl"] > 0
 
 
+def excerpt(engine: Engine, i: int) -> tuple[list[int], list[int]]:
+    """The prompt and the 128 forced tokens of the i-th forced text of 600 tokens."""
+    bos, *ids = engine.encode(evaluation.shipped_haystack())
+    own = ids[i * 599 : (i + 1) * 599]
+    return [bos, *own[:-128]], own[-128:]
+
+
+def samples_of(out, task: str, kv: str) -> list[dict]:
+    return [s for s in json.loads(out.read_text())["samples"] if (s["task"], s["kv"]) == (task, kv)]
+
+
 def test_perplexity_is_computed_through_the_decode_path(result, tiny_checkpoint):
-    samples = [s for s in json.loads(result.read_text())["samples"] if (s["task"], s["kv"]) == ("perplexity", "full")]
     engine = Engine.load(tiny_checkpoint, compile=False, max_new_tokens=128)
-    text = evaluation.shipped_haystack()
-    bos, *ids = engine.encode(text)
-    for i, sample in enumerate(samples):
-        own = ids[i * 599 : (i + 1) * 599]
-        logits = engine.logits([bos, *own[:-128]], own[-128:])
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(own[-128:])).item()
-        assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == 472
+    for i, sample in enumerate(samples_of(result, "perplexity", "full")):
+        prompt, forced = excerpt(engine, i)
+        logits = engine.logits(prompt, forced)
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(forced)).item()
+        assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == len(prompt) == 472
+
+
+def test_fidelity_leaves_out_the_token_that_prefill_predicts(result, tiny_checkpoint):
+    engines = [
+        Engine.load(tiny_checkpoint, *kv, compile=False, max_prompt=472, max_new_tokens=128)
+        for kv in (("full",), ("streaming", 64))
+    ]
+    for i, sample in enumerate(samples_of(result, "fidelity", "streaming")):
+        full, small = (engine.logits(*excerpt(engine, i)).log_softmax(-1) for engine in engines)
+        rows = (full.exp() * (full - small)).sum(-1)
+        assert rows[0].abs() < 1e-6 and sample["kl"] == pytest.approx(rows[1:].mean().item(), rel=1e-4)
 
 
 def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, monkeypatch):
@@ -77,26 +97,25 @@ def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, mo
     progress = result.with_name(result.name + ".progress.jsonl")
     lines = progress.read_text().splitlines(keepends=True)
     progress.write_text("".join(lines[: len(lines) // 2]) + lines[-1][:40])
-    asked = []
-    generate = Engine.generate
+    started, start = [], Engine.start
 
-    def spy(self, prompts, **k):
-        asked.extend(prompts)
-        return generate(self, prompts, **k)
+    def spy(self, prompts):
+        started.extend(prompts)
+        return start(self, prompts)
 
-    monkeypatch.setattr(Engine, "generate", spy)
+    monkeypatch.setattr(Engine, "start", spy)
     arguments(tiny_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
     after = json.loads(result.read_text())
     assert after["rows"] == before["rows"] and after["samples"] == before["samples"]
-    assert 0 < len(asked) < 16
+    assert 0 < len(started) < 12
     length = len(progress.read_text().splitlines())
     arguments(tiny_checkpoint, "--json", result, "--samples", 2, "--questions", 3, "--batch", 2)
     assert len(progress.read_text().splitlines()) == length == len(lines) + 1  # nothing was computed twice
 
 
-def test_a_changed_profile_invalidates_saved_answers(text_checkpoint, tmp_path):
+def test_a_changed_profile_invalidates_saved_answers(tiny_checkpoint, tmp_path):
     folder, out = tmp_path / "own", tmp_path / "out.json"
-    shutil.copytree(text_checkpoint, folder)
+    shutil.copytree(tiny_checkpoint, folder)
     for layer in (1, 2, 2):
         (folder / "kv_profile.json").write_text(json.dumps({"filter_layers": [layer]}))
         arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
@@ -108,7 +127,7 @@ def perplexities(folder, out) -> list[float]:
     """The perplexity that a resumed run reports, then those of all lines of its progress."""
     arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
     lines = out.with_name(out.name + ".progress.jsonl").read_text().splitlines()
-    return [rows(out)["full", None, "perplexity"]["score"], *(json.loads(x)["found"]["score"] for x in lines)]
+    return [rows(out)["full", None, "perplexity"]["score"], *(json.loads(x)["result"]["score"] for x in lines)]
 
 
 def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_path, monkeypatch):
@@ -118,6 +137,9 @@ def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_p
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 128  # flips the sign of a number in the last tensor
     (folder / "model.safetensors").write_bytes(weights)
+    config = json.loads((folder / "config.json").read_text())
+    config["kv_fast"]["weights"] = "another"  # as the converter would write it
+    (folder / "config.json").write_text(json.dumps(config))
     changed = perplexities(folder, out)
     assert len(changed) == 3 and changed[0] == changed[2] != first[0]
     assert perplexities(shutil.copytree(folder, tmp_path / "moved"), out) == changed  # the location does not matter
@@ -127,24 +149,17 @@ def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_p
 
 def test_the_hash_of_the_code_covers_the_methods_the_engine_and_the_tasks(tmp_path):
     root = tmp_path / "root"
-    for place in (".", "bench", "kv", "tasks"):
-        (root / place).mkdir(parents=True, exist_ok=True)
-        for file in (evaluation.ROOT / place).glob("*.py"):
-            shutil.copy(file, root / place)
+    for file in evaluation.ROOT.rglob("*.py"):
+        place = root / file.relative_to(evaluation.ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
     assert evaluation.code(root) == evaluation.code()
-    for name, counts in {
-        "kv/h2o.py": True,
-        "engine.py": True,
-        "tasks/metrics.py": True,
-        "eval.py": True,
-        "kv/new.py": True,
-        "bench/measure.py": False,
-        "calibrate.py": False,
-    }.items():
+    counted = "kv/h2o.py kv/parts/ops.py engine.py runtime/cpu.py text/tokenizer.py tasks/metrics.py eval.py kv/new.py"
+    for name in (*counted.split(), "bench/measure.py", "calibrate.py", "terminal/report.py"):
         before = evaluation.code(root)
         with open(root / name, "a") as file:
             file.write("# more\n")
-        assert (evaluation.code(root) != before) == counts, name
+        assert (evaluation.code(root) != before) == (name in counted.split()), name
 
 
 def test_damaged_progress_is_ignored(tiny_checkpoint, tmp_path):
@@ -158,39 +173,57 @@ def test_a_plot_is_drawn(result):
     assert result.with_name(result.name + ".png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_blind_prefills_the_text_alone_and_feeds_every_question(tiny_checkpoint, tmp_path, monkeypatch):
-    seen = []
-    generate = Engine.generate
+@pytest.fixture
+def fed(monkeypatch):
+    """What rows are given, in order: ("start", prompt), ("fork", None), ("ask", question). Answers have 2 tokens."""
+    calls, start, ask, fork = [], Engine.start, Engine.ask, Engine.fork
 
-    def spy(self, prompts, **k):
-        seen.append((prompts, k["follow_ups"], k["answer_prompts"]))
-        return generate(self, prompts, **k)
+    def spy_start(self, prompts):
+        calls.extend(("start", prompt) for prompt in prompts)
+        return start(self, prompts)
 
-    monkeypatch.setattr(Engine, "generate", spy)
+    def spy_fork(self, row):
+        calls.append(("fork", None))
+        return fork(self, row)
+
+    def spy_ask(self, rows, questions, *_, **how):
+        calls.extend(("ask", question) for question in questions or [None] * len(rows))
+        return ask(self, rows, questions, 2, **how)
+
+    for name, spy in (("start", spy_start), ("fork", spy_fork), ("ask", spy_ask)):
+        monkeypatch.setattr(Engine, name, spy)
+    return calls
+
+
+def test_blind_prefills_the_text_alone_and_feeds_every_question(tiny_checkpoint, tmp_path, fed):
     arguments(tiny_checkpoint, "--samples", 1, "--blind", "--json", tmp_path / "o", tasks="niah_single_2", kv="full")
-    [([prompt], [[question]], answered)] = seen
-    assert "What is the special magic number" in question and "What is" not in prompt and not answered
+    (started, prompt), (asked, question) = fed
+    assert (started, asked) == ("start", "ask")
+    assert "What is the special magic number" in question and "What is" not in prompt
     assert json.loads((tmp_path / "o").read_text())["samples"][0]["prompt_tokens"] < 600 - 128
 
 
-def test_fork_asks_every_question_of_a_copy_of_the_text(tiny_checkpoint, tmp_path, monkeypatch):
-    seen = []
-    generate = Engine.generate
+ORDERS = {1: "start fork ask fork ask fork ask", 2: "start fork fork ask ask fork ask"}
 
-    def spy(self, prompts, **k):
-        found = generate(self, prompts, **k)
-        seen.append((prompts, k["prefix"], [completion.answers[0].text for completion in found]))
-        seen.append(self.stats.tokens_reused)
-        return found
 
-    monkeypatch.setattr(Engine, "generate", spy)
-    common = ("--samples", 1, "--questions", 3, "--fork", "--json", tmp_path / "o")
+@pytest.mark.parametrize("batch", ORDERS)
+def test_fork_asks_every_question_of_a_copy_of_the_text(tiny_checkpoint, tmp_path, fed, batch):
+    common = ("--samples", 1, "--questions", 3, "--fork", "--batch", batch, "--json", tmp_path / "o")
     arguments(tiny_checkpoint, *common, tasks="niah_multikey_1", kv="full")
-    [(questions, text, answers), reused] = seen
-    assert len(questions) == 3 and all("special magic" in q and "special magic number" in text for q in questions)
+    assert " ".join(call for call, _ in fed) == ORDERS[batch]
+    (_, text), *_ = fed
+    questions = [question for call, question in fed if call == "ask"]
+    assert all("special magic" in q and "special magic number" in text and q not in text for q in questions)
     (sample,) = json.loads((tmp_path / "o").read_text())["samples"]
-    assert [sample["prediction"], *(later["prediction"] for later in sample["later"])] == answers
-    assert reused == 3 * sample["prompt_tokens"]
+    engine = Engine.load(tiny_checkpoint, compile=False)
+    (completion,) = engine.generate(engine.encode(text) + engine.encode(questions[2], bos=False), 2)
+    assert sample["later"][1]["prediction"] == completion.answers[0].text  # as if no other question had been asked
+
+
+def test_questions_and_their_answers_follow_one_another_in_a_row(tiny_checkpoint, tmp_path, fed):
+    arguments(tiny_checkpoint, "--samples", 3, "--questions", 2, "--batch", 2, tasks="niah_multikey_1", kv="full")
+    assert " ".join(call for call, _ in fed) == "start start ask ask ask ask start ask ask"
+    assert [question is None for call, question in fed if call == "ask"] == [True, True, False, False, True, False]
 
 
 TEMPLATE = (
@@ -207,19 +240,6 @@ def chat_checkpoint(tiny_checkpoint, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def fed(monkeypatch):
-    """[(prompts, follow-ups)] of every call of `generate`; answers, which no test here reads, are cut to 2 tokens."""
-    calls, generate = [], Engine.generate
-
-    def spy(self, prompts, **k):
-        calls.append((prompts, k["follow_ups"]))
-        return generate(self, prompts, **k | {"max_new_tokens": 2})
-
-    monkeypatch.setattr(Engine, "generate", spy)
-    return calls
-
-
 def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
     chat_checkpoint, tmp_path, monkeypatch, fed, capsys
 ):
@@ -228,13 +248,13 @@ def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
     run = ["--samples", 1, "--questions", 2, "--json", tmp_path / "o", "--chat"]
     arguments(chat_checkpoint, *run, tasks="niah_multikey_1,needle,plain", kv="full")
     tokenizer = Engine.load(chat_checkpoint, compile=False).tokenizer
-    by_task = {len(followed): [prompt, *followed] for [prompt], [followed] in fed if not isinstance(prompt, str)}
-    first, later = map(tokenizer.decode, by_task[1])
-    assert first.startswith("(user) A special magic number is hidden")
+    chats = [given if given is None or isinstance(given, str) else tokenizer.decode(given) for _, given in fed]
+    (first,) = (given for given in chats if given and given.startswith("(user) A special magic number is hidden"))
+    later = chats[chats.index(first) + 2]
     assert "mentioned in the provided text?\n(assistant) The special magic number for" in first
     assert "(user) What is the special magic" in later and "?\n(assistant) The special magic number for" in later
-    assert "vault?\n(assistant)Answer: The access code of" in tokenizer.decode(by_task[0][0])
-    assert [prompts for prompts, _ in fed if isinstance(prompts[0], str)] == [["one two?"]]
+    assert any(given and "vault?\n(assistant)Answer: The access code of" in given for given in chats)
+    assert [given for _, given in fed if isinstance(given, str)] == ["one two?"]
     found = json.loads((tmp_path / "o").read_text())
     assert {r["task"]: r["chat"] for r in found["rows"]} == {"niah_multikey_1": True, "needle": True, "plain": False}
     assert found["args"]["chat"] is True
@@ -246,9 +266,9 @@ def test_chat_and_blind_split_the_first_turn_where_the_question_begins(chat_chec
     run = ["--samples", 1, "--questions", 2, "--json", tmp_path / "o"]
     arguments(chat_checkpoint, *run, "--chat", tasks="niah_multikey_1", kv="full")
     arguments(chat_checkpoint, *run, "--chat", "--blind", tasks="niah_multikey_1", kv="full")
-    ([whole], [[later]]), ([text], [[question, also_later]]) = fed
+    (_, whole), (_, none), (_, later), (_, text), (_, question), (_, also_later) = fed
     decode = Engine.load(chat_checkpoint, compile=False).tokenizer.decode
-    assert text + question == whole and also_later == later
+    assert text + question == whole and also_later == later and none is None
     assert "What is the special" not in decode(text) and "What is the special" in decode(question)
     assert len(text) > len(question)
 
@@ -322,20 +342,21 @@ def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, tex
     prompts = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in (90, 150)]
     forced = [prompts[1][:5], prompts[0][:9]]
     [method] = cli.choices(kv, [] if kv in ("full", "kivi") else [64])
-    found = []
-    for kind in (Engine, evaluation.SharedPrompts):
-        engine = kind.load(text_checkpoint, compile=False, max_prompt=150, batch=2)
-        if kind is evaluation.SharedPrompts:
-            engine.share().logits(prompts, forced)  # of the full cache; from now on the prompts are known
+    logits = []
+    for shared in (False, True):
+        engine = Engine.load(text_checkpoint, compile=False, max_prompt=150, batch=2)
+        if shared:
+            prefill_once(engine)
+            engine.logits(prompts, forced)  # of the full cache; from now on the prompts are known
             engine.model.layers[0].prefill = None  # no prompt runs through the model again
-        engine.use(method.kv, method.budget, method.options, 2, 150, 128)
-        found.append(engine.logits(prompts, forced))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        engine.use(method.kv, method.budget, method.options, 2, 150, 256)
+        logits.append(engine.logits(prompts, forced))
+    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
 
 
-def test_prompts_beyond_the_room_for_sharing_are_prefilled(tiny_checkpoint):
-    engine = evaluation.SharedPrompts.load(tiny_checkpoint, compile=False, max_prompt=40).share()
-    engine.room = 0
-    shared = engine.logits([3] * 40, [4, 5])
-    assert not engine.seen
-    assert torch.equal(shared, Engine.load(tiny_checkpoint, compile=False, max_prompt=40).logits([3] * 40, [4, 5]))
+def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):
+    engine = Engine.load(tiny_checkpoint, compile=False, max_prompt=40)
+    recorded = prefill_once(engine, room=0)
+    logits = engine.logits([3] * 40, [4, 5])
+    assert not recorded
+    assert torch.equal(logits, Engine.load(tiny_checkpoint, compile=False, max_prompt=40).logits([3] * 40, [4, 5]))

@@ -31,40 +31,13 @@ from bench import compare
 from engine import Engine
 from runtime.checkpoint import open_weights, write_checkpoint
 from runtime.device import resident_bytes
+from runtime.hf_config import from_hf
 from terminal import cli
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = (None, True, -1, 0, 3, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "x", "64", [], [1], {}, {"a": 1})
-SENSELESS = (
-    "",
-    "x",
-    "-1",
-    "0",
-    "1.5",
-    "2",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "1" + "0" * 30,
-    ",",
-    ":",
-    "=",
-    "a=b=c",
-    "full,",
-    "é☃",
-    "\udcff",
-    "/proc/nowhere/x",
-    "/",
-    "full:bits=3",
-    "streaming:sinks=-1",
-    "none",
-    "-",
-    "--",
-    "[",
-    "%s",
-    "~",
-)
+SENSELESS = ("", *"x -1 0 1.5 2 nan inf -inf 1e400".split(), "1" + "0" * 30, *", : = a=b=c full, é☃ \udcff".split())
+SENSELESS += (*"/proc/nowhere/x / full:bits=3 streaming:sinks=-1 none - -- [ %s ~".split(),)
 FLAGS = ("--nosuch", "--chat", "--json", "--batch", "--kv", "--budget", "--length", "--samples", "--force", "--device")
 METHODS = (["full"], ["omnikv", "--budget", "32"], ["tailorkv", "--budget", "48"], ["duo", "--budget", "0.5"])
 
@@ -118,7 +91,7 @@ def whole(text_checkpoint, tmp_path_factory) -> Path:
     config = json.loads((single / "config.json").read_text())
     config |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     del config["kv_fast"]
-    write_checkpoint(root / "whole", config, tensors, tensors.__getitem__, shard_bytes=400_000)
+    write_checkpoint(root / "whole", config, from_hf(config), tensors, tensors.__getitem__, shard_bytes=400_000)
     whole = root / "whole"
     assert len(list(whole.glob("*.safetensors"))) > 1
     shutil.copy(text_checkpoint / "tokenizer.model", whole)
@@ -250,7 +223,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path
         file = folder / name
         file.write_text(text)
     code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
-    assert code == 2 and file.name in said and ("too deeply" in said or "no valid safetensors header" in said)
+    assert code == 2 and file.name in said and ("too deeply" in said or "is damaged or cut off" in said)
 
 
 @pytest.mark.parametrize("shard", ("../single/model.safetensors", "a/../../single/model.safetensors", "/dev/zero"))
@@ -338,98 +311,32 @@ def lines_of(whole, tmp_path_factory) -> dict:
     ]
     (root / "answers.json").write_text(json.dumps({"rows": rows}))
     (root / "speed.json").write_text(json.dumps({"rows": [rows[0] | {"ms_per_token": 3.0}]}))
-    tiny = ["--steps", 1, "--repeats", 1, "--no-compile"]
-    return {
-        "generate": (
-            generate.main,
-            [
-                "--checkpoint",
-                whole,
-                "--prompt",
-                "x",
-                "--kv",
-                "streaming",
-                "--budget",
-                32,
-                "--max-new-tokens",
-                3,
-                "--no-compile",
-                "--seed",
-                1,
-                "--temperature",
-                0.5,
-            ],
-        ),
-        "eval": (
-            evaluation.main,
-            [
-                "--checkpoint",
-                whole,
-                "--tasks",
-                "niah_single_1,perplexity",
-                "--length",
-                400,
-                "--samples",
-                1,
-                "--kv",
-                "full,streaming:sinks=2",
-                "--budget",
-                "32,0.5",
-                "--json",
-                root / "out.json",
-                "--batch",
-                2,
-                "--seed",
-                3,
-            ],
-        ),
-        "bench": (
-            bench.main,
-            [
-                "--shape",
-                whole / "config.json",
-                "--kv",
-                "full,streaming",
-                "--budget",
-                32,
-                "--context",
-                "64",
-                "--batch",
-                1,
-                "--quantize",
-                "none",
-                *tiny,
-                "--results",
-                root / "results.jsonl",
-            ],
-        ),
-        "quantize": (
-            quantize.main,
-            ["--checkpoint", whole, "--mode", "int4", "--groupsize", 32, "--out", root / "q", "--force"],
-        ),
-        "convert": (convert_hf_checkpoint.main, [source, "--out", root / "c", "--dtype", "float32", "--force"]),
-        "calibrate": (
-            calibrate.main,
-            [
-                "--checkpoint",
-                whole,
-                "--text",
-                root / "text.txt",
-                "--length",
-                200,
-                "--tau",
-                0.3,
-                "--sinks",
-                4,
-                "--recent",
-                16,
-            ],
-        ),
-        "compare": (compare.main, [root / "answers.json", root / "speed.json", "--plot", root / "plot.png"]),
+    tiny = "--batch 1 --quantize none --steps 1 --repeats 1 --no-compile"
+    lines = {
+        "generate": f"--checkpoint {whole} --prompt x --kv streaming --budget 32 --max-new-tokens 3 --no-compile "
+        "--seed 1 --temperature 0.5",
+        "eval": f"--checkpoint {whole} --tasks niah_single_1,perplexity --length 400 --samples 1 --batch 2 --seed 3 "
+        f"--kv full,streaming:sinks=2 --budget 32,0.5 --json {root}/out.json",
+        "bench": f"--shape {whole}/config.json --kv full,streaming --budget 32 --context 64 {tiny} "
+        f"--results {root}/results.jsonl",
+        "quantize": f"--checkpoint {whole} --mode int4 --groupsize 32 --out {root}/q --force",
+        "convert": f"{source} --out {root}/c --dtype float32 --force",
+        "calibrate": f"--checkpoint {whole} --text {root}/text.txt --length 200 --tau 0.3 --sinks 4 --recent 16",
+        "compare": f"{root}/answers.json {root}/speed.json --plot {root}/plot.png",
     }
+    return {tool: (MAINS[tool], line.split()) for tool, line in lines.items()}
 
 
-TOOLS = ("generate", "eval", "bench", "quantize", "convert", "calibrate", "compare")
+MAINS = {
+    "generate": generate.main,
+    "eval": evaluation.main,
+    "bench": bench.main,
+    "quantize": quantize.main,
+    "convert": convert_hf_checkpoint.main,
+    "calibrate": calibrate.main,
+    "compare": compare.main,
+}
+TOOLS = tuple(MAINS)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -481,7 +388,7 @@ def run_for(tool: str, args: list, seconds: float | None) -> tuple[int, float]:
 
 @pytest.mark.parametrize("tool", ("quantize", "convert_hf_checkpoint"))
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp_path, tool, kills):
-    _, args = lines_of[tool.removesuffix("_hf_checkpoint")]
+    main, args = lines_of[tool.removesuffix("_hf_checkpoint")]
     args = [tmp_path / "out" if str(arg).endswith(("/q", "/c")) else arg for arg in args if arg != "--force"]
     code, whole_run = run_for(tool, args, None)
     assert code == 0
@@ -493,7 +400,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp
         if (tmp_path / "out").exists():
             assert torch.equal(Engine.load(tmp_path / "out", compile=False).logits([1, 2, 3], [4, 5]), expected)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    assert run_for(tool, args, None)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert outcome(main, args)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_evaluation_that_is_killed_resumes_to_the_same_result(lines_of, tmp_path, kills):
@@ -509,5 +416,5 @@ def test_an_evaluation_that_is_killed_resumes_to_the_same_result(lines_of, tmp_p
     draw = random.Random(0)
     for _ in range(kills):
         run_for("eval", [*args, "--json", tmp_path / "out.json"], draw.uniform(0, 2 * whole_run / kills))
-    assert run_for("eval", [*args, "--json", tmp_path / "out.json"], None)[0] == 0
+    assert outcome(evaluation.main, [*args, "--json", tmp_path / "out.json"])[0] == 0
     assert results("out.json") == results("whole.json")

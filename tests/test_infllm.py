@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from references_omni import SlowInfLLM
-from runs import HEADS, Run, compare, generations, make_shape, tokens
+from paper_bytes import overhead
+from references.infllm import SlowInfLLM
+from runs import Run, compare, generations, make_shape, tokens, with_heads
 
 import kv
 from kv.parts import inductor, ops
@@ -16,17 +17,16 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 8)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    "budget, options",
-    [
-        (24, {"block": 6, "reps": 2}),
-        (60, {"block": 7}),
-        (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
-        (64, {"block": 20, "sinks": 4, "local": 9}),
-        (24, {"block": 6, "reps": 2, "joint": False}),
-    ],
-)
+CASES = [
+    (24, {"block": 6, "reps": 2}),
+    (60, {"block": 7}),
+    (50, {"block": 3, "reps": 4, "sinks": 0, "local": 5}),
+    (64, {"block": 20, "sinks": 4, "local": 9}),
+    (24, {"block": 6, "reps": 2, "joint": False}),
+]
+
+
+@pytest.mark.parametrize("budget, options, heads", with_heads(CASES))
 def test_infllm_equals_its_reference(budget, options, heads):
     shape = make_shape(heads)
     run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
@@ -117,7 +117,7 @@ def test_infllm_needs_room_for_a_block():
 def test_brute_offload_declares_its_memory_where_layers_share_buffers():
     shape, options = make_shape(), {"ahead": 1}
     layers = kv.build("brute_offload", shape, None, options)  # five on the host, and buffers for two
-    over = [layer.overhead() for layer in layers]
+    over = [overhead(layer) for layer in layers]
     assert all(n >= 0 for named in over for n in named.values())
     declared = sum(sum(named.values()) for named in over)
     assert sum(kv.total_bytes(layers)) == shape.full_bytes() + declared

@@ -4,11 +4,13 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from references_tailor import SlowQuantized
-from runs import HEADS, Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens
+from paper_bytes import overhead, paper_bytes
+from references.quantized import SlowQuantized
+from runs import Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens, with_heads
 from torch._inductor.utils import run_and_get_code
 
 import kv
@@ -40,9 +42,7 @@ def same_codes(layer, slow: SlowQuantized, index: int) -> None:
         assert torch.equal(packed.v_zero[0, head, :count].flatten(0, 1), zero)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("recent", (0, 8, 13, 500))
-@pytest.mark.parametrize("bits", (2, 4))
+@pytest.mark.parametrize("bits, recent, heads", with_heads(product((2, 4), (13, 0, 8, 500))))
 def test_kivi_equals_its_reference(bits, recent, heads):
     shape = replace(make_shape(heads, new=30), n_layer=2)
     run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})
@@ -100,10 +100,10 @@ def test_memory_is_table_2s_and_the_window(bits, head_dim):
     shape = replace(make_shape(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
     table = 2 * 4096 * shape.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
     rows = shape.n_layer * shape.batch
-    assert kv.paper_bytes(kv.parse_options("kivi", {"bits": bits}), shape, None) == rows * table
+    assert paper_bytes("kivi", kv.parse_options("kivi", {"bits": bits}), shape, None) == rows * table
     for recent in (0, 128):
         options = {"bits": bits, "recent": recent}
-        over = kv.build("kivi", replace(shape, device=torch.device("meta")), None, options)[0].overhead()
+        over = overhead(kv.build("kivi", replace(shape, device=torch.device("meta")), None, options)[0])
         device, host = kv.planned_bytes("kivi", shape, None, options)
         packed = device - shape.n_layer * sum(over.values())
         assert packed == rows * table * (1 - recent / 4096) and host == 0

@@ -12,10 +12,12 @@ import pytest
 import torch
 from chat_templates import LLAMA2
 from conftest import write_random
+from conversations import converse
 
 import quantize
 from engine import Engine
 from kv import METHODS, parse_options
+from kv.kivi import Quantized
 
 AXES = {
     "dtype": ("float32", "bfloat16"),
@@ -26,8 +28,6 @@ AXES = {
     "storage": ({}, {"offload": "true"}, {"bits": "4"}),
 }
 EVERY = [(name, *values) for name in METHODS for values in itertools.product(*AXES.values())]
-# A question taken at once is what these would make of it token by token; others attend to more, or evict less often.
-AT_ONCE = {"full", "streaming", "snapkv", "snapkv++", "pyramidkv", "duo", "simlayer", "brute_offload"}
 PROMPTS = ["The keeper rowed out to the light before the tide had turned. " * n for n in (9, 4, 1)]
 QUESTIONS = ["And the fog?", "Who was it?", "And then?"]
 NEW, MAX_PROMPT, BUDGET = 5, 256, 96
@@ -36,12 +36,12 @@ FLIPS = {"float32": 0.0, "bfloat16": 0.2}  # share of wrong tokens: rounding may
 
 
 def sample() -> list[tuple]:
-    """Two eager combinations of every method, and one that it must refuse; a compiled one of every ninth method."""
+    """Two eager combinations of every method, and one that it must refuse; a compiled one of every 18th method."""
     chosen, draw = [], random.Random(0)
     for i, name in enumerate(METHODS):
         own = [c for c in EVERY if c[0] == name and (c[6] == {} or accepts(name, c[6]))]
         chosen += draw.sample([c for c in own if not c[4]], 2)
-        chosen += draw.sample([c for c in own if c[4]], 1) if i % 9 == 0 else []
+        chosen += draw.sample([c for c in own if c[4]], 1) if i % 18 == 0 else []
         chosen += draw.sample([c for c in EVERY if c[0] == name and c not in own], 1) if len(own) < 144 else []
     return chosen
 
@@ -104,11 +104,12 @@ def test_a_combination_works_or_is_refused(folders, combination):
     code = engine.tokenizer
     prompts = [code.chat(p) if chat else engine.encode(p) for p in PROMPTS[:batch]]
     questions = [[code.chat_next(q)] if chat else [] for q in QUESTIONS[:batch]]
-    stepwise = name not in AT_ONCE or storage == "bits"
-    completions = engine.generate(prompts, max_new_tokens=NEW, follow_ups=questions, stepwise=stepwise)
+    # Methods that take a question at once as they would token by token; others attend to more, or evict less often.
+    at_once = all(x.reads_all and not x.evicts_by_chunk and not isinstance(x, Quantized) for x in engine.layers)
+    conversations = converse(engine, prompts, questions, NEW, stepwise=not at_once)
     alone = load(folder, name, storage)
-    for prompt, question, completion in zip(prompts, questions, completions, strict=True):
-        answers = [answer.tokens for answer in completion.answers]
+    for prompt, question, conversation in zip(prompts, questions, conversations, strict=True):
+        answers = [tokens for tokens, _ in conversation]
         assert [len(tokens) for tokens in answers] == [NEW] * (1 + chat)
         said = answers[0] + (question[0] + answers[1] if chat else [])
         logits = alone.logits(prompt, said)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conversations import model_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import model as model_py
-from config import ModelConfig, rope_frequencies
 from convert_hf_checkpoint import convert
 from engine import Engine
 from kv import Shape
 from kv.full import Full
-from model import FeedForward, Transformer
-from runtime import linear as linear_py
+from model import FeedForward, Transformer, rope_frequencies
+from runtime import cpu
 from runtime.checkpoint import write_checkpoint
+from runtime.hf_config import from_hf
 
 transformers.logging.set_verbosity_error()  # it warns about RoPE scaling at sizes this small
 transformers.logging.disable_progress_bar()
@@ -226,25 +227,25 @@ def test_dynamic_ntk_takes_its_base_from_the_length_that_the_row_will_reach(leng
     assert gap(found, of_the_prompt) > 0.05
 
 
-@pytest.mark.parametrize("follow_ups", [[], [3, 4, 5]], ids=["one answer", "two"])
-def test_dynamic_ntk_counts_the_answers_and_follow_ups_of_a_row(follow_ups, tmp_path):
-    engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False)
-    prompt, new = text(40, DYNAMIC["vocab_size"])[0], 7
-    engine.generate([prompt], new, follow_ups=[[follow_ups] if follow_ups else []])
-    held = 40 + new - 1 + (len(follow_ups) + new if follow_ups else 0)
-    speed, _ = rope_frequencies(engine.config.rope, engine.config.head_dim, held)
-    assert torch.equal(engine.model.rope_speed[0], speed)
+def test_dynamic_ntk_counts_the_tokens_that_may_follow_a_prompt(tmp_path):
+    """Those of its answer or, where questions may follow, all that the row has room for."""
+    engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False, max_new_tokens=19)
+    prompt = text(40, DYNAMIC["vocab_size"])[0]
+    for call, new in ((lambda: engine.generate([prompt], 7), 7), (lambda: engine.start([prompt]), 19)):
+        call()
+        speed, _ = rope_frequencies(engine.config.rope, engine.config.head_dim, 40 + new - 1)
+        assert torch.equal(engine.model.rope_speed[0], speed)
 
 
 def test_each_row_decodes_at_its_own_position_and_with_its_own_base(tmp_path):
     theirs = hf_model(DYNAMIC)
     engine = Engine.load(converted(theirs, DYNAMIC, tmp_path), batch=2, max_prompt=80, compile=False)
     texts = [text(80, 160, seed=1), text(20, 160, seed=2)]
-    found = [[engine.model.prefill(torch.tensor(prompt), row)] for row, (prompt, _) in enumerate(texts)]
+    found = [[engine.model.prefill(row, torch.tensor(prompt))] for row, (prompt, _) in enumerate(texts)]
     for i in range(STEPS):
         tokens = torch.tensor([[continuation[i]] for _, continuation in texts])
         pos = torch.tensor([len(prompt) + i for prompt, _ in texts])
-        logits = engine.model(tokens, pos, torch.ones(2, dtype=torch.bool))
+        logits = model_step(engine.model, tokens, pos)
         for row in range(2):
             found[row].append(logits[row])
     for row, (prompt, continuation) in enumerate(texts):
@@ -268,16 +269,16 @@ def test_bfloat16_stays_close_to_fp32(tmp_path):
 @pytest.mark.parametrize("widened", (False, True), ids=("as it is", "widened"))
 @pytest.mark.parametrize("compiled", (False, True))
 def test_a_linear_layer_is_exact_to_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
-    monkeypatch.setattr(linear_py, "WIDENED", [dtype] if widened else [])
+    monkeypatch.setattr(cpu, "WIDENED", [dtype] if widened else [])
     torch._dynamo.reset()
-    run = torch.compile(linear_py.linear, fullgraph=True) if compiled else linear_py.linear
+    run = torch.compile(cpu.linear, fullgraph=True) if compiled else cpu.linear
     weight, bias = torch.randn(24, 64).to(dtype), torch.randn(24).to(dtype)
     for tokens in (1, 7, 8, 50):
         x = torch.randn(1, tokens, 64).to(dtype)
         for b in (None, bias):
             y, exact = run(x, weight, b), F.linear(x.double(), weight.double(), None if b is None else b.double())
             assert y.dtype == dtype
-            roundings = 1 if widened and tokens >= linear_py.MANY else 3  # the product, the bias and their sum
+            roundings = 1 if widened and tokens >= cpu.MANY else 3  # the product, the bias and their sum
             close = exact.abs() + exact.abs().amax() / 8
             assert ((y.double() - exact).abs() <= roundings * torch.finfo(dtype).eps / 2 * close + 1e-5).all()
 
@@ -291,7 +292,7 @@ def test_sharded_and_single_file_checkpoints_give_identical_logits(tmp_path):
     engine = Engine.load(single, compile=False)
     expected = engine.logits(prompt, continuation)
     weights = engine.model.state_dict()
-    write_checkpoint(tmp_path / "ours", LLAMA, weights, weights.__getitem__, shard_bytes=200_000)
+    write_checkpoint(tmp_path / "ours", LLAMA, from_hf(LLAMA), weights, weights.__getitem__, shard_bytes=200_000)
     assert (single / "model.safetensors").exists() and len([*(tmp_path / "ours").glob("model-*.safetensors")]) > 2
     for folder in (from_shards, tmp_path / "ours"):
         assert torch.equal(Engine.load(folder, compile=False).logits(prompt, continuation), expected)
@@ -324,7 +325,7 @@ def test_no_tensor_of_a_prefill_is_larger_than_its_queries(config, tmp_path, mon
     engine = Engine.load(converted(hf_model(config), config, tmp_path), max_prompt=length, compile=False)
     prompt, _ = text(length, config["vocab_size"])
     with Largest(engine.model) as largest:
-        engine.model.prefill(torch.tensor(prompt), 0)
+        engine.model.prefill(0, torch.tensor(prompt))
     assert largest.numel == length * config["hidden_size"]
 
 
@@ -382,7 +383,7 @@ def recorded(config: dict, folder: Path, looks: list[bool]) -> tuple[object, Tra
     """transformers' model, ours with a Recorder in each layer and two rows, and the list of calls."""
     theirs, calls = hf_model(config), []
     engine = Engine.load(converted(theirs, config, folder), batch=2, max_prompt=80, compile=False)
-    engine.model.set_kv([Recorder(engine.shape, i, look, calls) for i, look in enumerate(looks)], 2)
+    engine.model.set_kv([Recorder(engine.shape, i, look, calls) for i, look in enumerate(looks)])
     return theirs, engine.model, calls
 
 
@@ -405,13 +406,10 @@ def test_a_module_that_looks_ahead_receives_the_query_predicted_by_the_layer_bel
     theirs, ours, calls = recorded(CASES[name].config, tmp_path, looks=[True, True, True])
     prompts = [text(80, 160, seed=1)[0], text(33, 160, seed=2)[0]]
     for row, prompt in enumerate(prompts):
-        ours.prefill(torch.tensor(prompt[:-1]), row)
+        ours.prefill(row, torch.tensor(prompt[:-1]))
     calls.clear()
-    ours(
-        torch.tensor([[prompt[-1]] for prompt in prompts]),
-        torch.tensor([len(prompt) - 1 for prompt in prompts]),
-        torch.ones(2, dtype=torch.bool),
-    )
+    last = torch.tensor([[prompt[-1]] for prompt in prompts])
+    model_step(ours, last, torch.tensor([len(prompt) - 1 for prompt in prompts]))
     kinds = [call[:2] for call in calls]
     assert kinds == [("lookahead", 1), ("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
     offered = {layer: q for kind, layer, q in calls if kind == "lookahead"}
@@ -424,9 +422,9 @@ def test_a_module_that_looks_ahead_receives_the_query_predicted_by_the_layer_bel
 
 def test_modules_that_do_not_look_ahead_receive_no_prediction(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[False, False, True])
-    ours.prefill(torch.tensor([1, 2, 3]), 0)
+    ours.prefill(0, torch.tensor([1, 2, 3]))
     calls.clear()
-    ours(torch.tensor([[4], [5]]), torch.tensor([3, 0]), torch.ones(2, dtype=torch.bool))
+    model_step(ours, torch.tensor([[4], [5]]), torch.tensor([3, 0]))
     assert [call[:2] for call in calls] == [("decode", 0), ("lookahead", 2), ("decode", 1), ("decode", 2)]
 
 
@@ -434,7 +432,7 @@ def test_finish_is_called_once_per_layer_after_the_prefill_of_a_row(tmp_path):
     _, ours, calls = recorded(LLAMA, tmp_path, looks=[True, True, True])
     for row in (1, 0):
         calls.clear()
-        ours.prefill(torch.tensor([1, 2, 3]), row)
+        ours.prefill(row, torch.tensor([1, 2, 3]))
         assert calls == [(kind, layer, row) for kind in ("prefill", "finish") for layer in range(3)]
 
 
@@ -465,7 +463,7 @@ def test_every_spelling_of_rope_gives_the_same_config(kind, tmp_path):
     hf_model(spellings[0]).config.save_pretrained(tmp_path)  # the spelling that transformers writes today
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["rope_parameters"]["rope_type"] == kind and "rope_scaling" not in saved
-    configs = [ModelConfig.from_dict(c) for c in [*spellings, saved]]
+    configs = [from_hf(c) for c in [*spellings, saved]]
     assert configs[0].rope["rope_type"] == kind and configs[0].rope["rope_theta"] == 20000.0
     assert all(config == configs[0] for config in configs)
 
@@ -501,7 +499,7 @@ PUBLISHED = {  # max_position_embeddings, rope_theta, rope_scaling, and the long
 def test_published_configs_give_their_context_and_the_rope_speeds_of_transformers(name):
     limit, theta, scaling, longest = PUBLISHED[name]
     raw = LLAMA | {"max_position_embeddings": limit, "rope_theta": theta, "rope_scaling": scaling, "head_dim": 128}
-    config = ModelConfig.from_dict(raw)
+    config = from_hf(raw)
     assert config.max_length == longest
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
     speed, factor = rope_frequencies(config.rope, 128, limit)
@@ -529,7 +527,7 @@ ODD = {  # spellings that are rare, or that contradict themselves
 def test_odd_configs_are_read_as_transformers_reads_them(name):
     raw = LLAMA | ODD[name] | {"head_dim": 128}
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
-    speed, factor = rope_frequencies(ModelConfig.from_dict(raw).rope, 128, 256)
+    speed, factor = rope_frequencies(from_hf(raw).rope, 128, 256)
     assert torch.allclose(speed, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
 
@@ -537,12 +535,12 @@ def test_odd_configs_are_read_as_transformers_reads_them(name):
 def test_dynamic_ntk_depends_on_max_position_embeddings_alone():
     plain = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     odd = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}
-    assert ModelConfig.from_dict(plain) == ModelConfig.from_dict(odd)
+    assert from_hf(plain) == from_hf(odd)
 
 
 def test_config_json_cannot_change_what_an_architecture_fixes():
     biased = {"attention_bias": True, "mlp_bias": True}
-    mistral, qwen2, qwen3, llama = (ModelConfig.from_dict(c | biased) for c in (MISTRAL, QWEN2, QWEN3, LLAMA))
+    mistral, qwen2, qwen3, llama = (from_hf(c | biased) for c in (MISTRAL, QWEN2, QWEN3, LLAMA))
     assert not (mistral.qkv_bias or mistral.o_bias or mistral.mlp_bias)
     assert qwen2.qkv_bias and not (qwen2.o_bias or qwen2.mlp_bias)
     assert qwen3.qkv_bias and qwen3.o_bias and not qwen3.mlp_bias
@@ -551,12 +549,12 @@ def test_config_json_cannot_change_what_an_architecture_fixes():
 
 def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
     unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    assert ModelConfig.from_dict(unsaid).window == 4096
-    assert ModelConfig.from_dict(MISTRAL).window is None
-    assert ModelConfig.from_dict(MISTRAL_V1).window == 32
-    assert ModelConfig.from_dict(MISTRAL_V1 | {"layer_types": ["sliding_attention"] * 2}).window == 32
-    assert ModelConfig.from_dict(MISTRAL | {"layer_types": ["full_attention"] * 2}).window is None
-    assert ModelConfig.from_dict(QWEN2).window is None
+    assert from_hf(unsaid).window == 4096
+    assert from_hf(MISTRAL).window is None
+    assert from_hf(MISTRAL_V1).window == 32
+    assert from_hf(MISTRAL_V1 | {"layer_types": ["sliding_attention"] * 2}).window == 32
+    assert from_hf(MISTRAL | {"layer_types": ["full_attention"] * 2}).window is None
+    assert from_hf(QWEN2).window is None
 
 
 @pytest.mark.parametrize(
@@ -621,6 +619,26 @@ def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
 def test_unsupported_config_values_are_refused_by_name(changes, message):
-    ModelConfig.from_dict(LLAMA)
+    from_hf(LLAMA)
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict(LLAMA | changes)
+        from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_values_of_any_kind_are_read_or_refused_in_one_line(scaling):
+    """Among them numbers at which a formula overflows, divides by zero or leaves its domain."""
+    values = (1e308, -1e308, 10**400, 1e-308, 5e-324, 2**63, 0, float("inf"), float("nan"), True, "x" * 10**6, [], {})
+    rope = {"rope_type": scaling, "rope_theta": 20000.0} | SCALINGS[scaling]
+    rope |= dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"), 1.0)
+    rope |= dict.fromkeys(("original_max_position_embeddings", "partial_rotary_factor"))
+    whole = LLAMA | {"layer_types": None, "use_sliding_window": False, "head_dim": 32} | {"rope_parameters": rope}
+    places = [(whole, key) for key in whole] + [(rope, key) for key in rope]
+    for place, key in places:
+        for value in values:
+            changed = whole | ({key: value} if place is whole else {"rope_parameters": rope | {key: value}})
+            try:
+                config = from_hf(changed)
+            except ValueError as error:
+                assert len(str(error).splitlines()) == 1 and len(str(error)) < 400, (key, value)
+            else:
+                assert rope_frequencies(config.rope, config.head_dim, config.max_length)[0].isfinite().all()

@@ -21,13 +21,13 @@ ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
 
 
-def make_pool(count: int = 3, delta: bool = True) -> offload.ThreadedPool:
-    staged = offload.Staged(SLOTS, WIDTH, torch.float32, CPU)
-    return offload.ThreadedPool("layers 2, 3", ROWS, WIDTH, staged, offload.Workers(count), delta)
+def make_pool(count: int = 3, delta: bool = True, batch: int = 1) -> offload.ThreadedPool:
+    staged = offload.Staged((1, SLOTS, *WIDTH), torch.float32, CPU, offload.Workers(count))
+    return offload.ThreadedPool("layers 2, 3", (batch, ROWS // batch, *WIDTH), staged, delta)
 
 
 def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
-    token, _ = pool.issue(ids, torch.ones(len(ids), dtype=torch.bool), torch.zeros(1))
+    token, _ = pool.issue(ids[None], torch.ones(1, dtype=torch.bool), torch.zeros(1))
     return pool.take(pool.wait(token, ids))
 
 
@@ -35,7 +35,7 @@ def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
     rows = torch.randn(ROWS, *WIDTH, generator=torch.Generator().manual_seed(seed))
     for start in range(0, ROWS, 16):
         for column in range(WIDTH[0]):
-            pool.write(start, rows[start : start + 16, column], column)
+            pool.write(0, start, rows[start : start + 16, column], column)
     pool.settle()
     return rows
 
@@ -45,7 +45,7 @@ def fill(pool: offload.Pool, seed: int = 0) -> torch.Tensor:
 def test_fetched_rows_are_those_that_were_written(delta, chunk, monkeypatch, offload_threads):
     monkeypatch.setattr(offload, "CHUNK", chunk)  # one row in each staging buffer
     pools = [make_pool(count, delta) for count in (1, 3, 40)]
-    pools.append(offload.Pool("layers 2, 3", ROWS, WIDTH, torch.float32, CPU, host=True))
+    pools.append(offload.Pool("layers 2, 3", (1, ROWS, *WIDTH), torch.float32, CPU, host=True))
     for pool in pools:
         for seed in range(3):
             rows = fill(pool, seed)
@@ -68,7 +68,7 @@ def test_a_failing_thread_raises_in_the_caller_with_layer_and_rows(monkeypatch):
         raise OSError("bus error")
 
     monkeypatch.setattr(pool, "gather", fails)
-    with pytest.raises(RuntimeError, match="layers 2, 3: rows 10 to 29 could not be fetched .bus error"):
+    with pytest.raises(RuntimeError, match="layers 2, 3: entries 10 to 29 could not be fetched .bus error"):
         fetch(pool, ids)
     monkeypatch.setattr(pool, "gather", gather)  # what failed is fetched again
     assert torch.equal(fetch(pool, ids), rows[ids])
@@ -77,7 +77,7 @@ def test_a_failing_thread_raises_in_the_caller_with_layer_and_rows(monkeypatch):
 
 def test_a_failing_write_raises_in_the_caller():
     pool = make_pool()
-    pool.write(0, torch.zeros(5, 7), 0)  # of another shape
+    pool.write(0, 0, torch.zeros(5, 7), 0)  # of another shape
     with pytest.raises(RuntimeError):
         pool.settle()
     pool.close()
@@ -103,7 +103,7 @@ def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeyp
     def step(ids):
         tokens, x = [], ids.float()
         for pool in pools:
-            token, x = pool.issue(ids, ids >= -1, x)
+            token, x = pool.issue(ids[None], ids[:1] >= -1, x)
             tokens.append(token)
         x = x @ torch.ones(SLOTS, SLOTS)  # a layer that computes in the meantime
         return [pool.take(pool.wait(token, x), 1) for pool, token in zip(pools, tokens, strict=True)], x
@@ -129,19 +129,19 @@ def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeyp
 
 def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_threads):
     """An error elsewhere or Ctrl-C may abort a step between issue and wait."""
-    staged, workers = offload.Staged(SLOTS, WIDTH, torch.float32, CPU), offload.Workers(2)
-    pools = [offload.ThreadedPool(f"layer {i}", ROWS, WIDTH, staged, workers, delta=i == 0) for i in range(2)]
+    staged = offload.Staged((1, SLOTS, *WIDTH), torch.float32, CPU, offload.Workers(2))
+    pools = [offload.ThreadedPool(f"layer {i}", (1, ROWS, *WIDTH), staged, delta=i == 0) for i in range(2)]
     ids, rows = torch.arange(SLOTS), [fill(pool, seed) for seed, pool in enumerate(pools)]
     for pool in pools:
         slow = pool.gather
         monkeypatch.setattr(pool, "gather", lambda *a, gather=slow: (time.sleep(0.1), gather(*a))[1])
-    pools[0].issue(ids, ids >= 0, ids)
+    pools[0].issue(ids[None], ids[:1] >= 0, ids)
     rows[0] = fill(pools[0], 5)  # another prompt
     assert torch.equal(fetch(pools[0], ids), rows[0][ids])
-    pools[0].issue(ids + 1, ids >= 0, ids)
+    pools[0].issue(ids[None] + 1, ids[:1] >= 0, ids)
     assert torch.equal(fetch(pools[1], ids), rows[1][ids])  # in the same buffer
-    pools[0].issue(ids, ids >= 0, ids)
-    pools[0].write(0, torch.zeros(5, 7), 0)  # fails, as may the fetch in flight; the pools can still be closed
+    pools[0].issue(ids[None], ids[:1] >= 0, ids)
+    pools[0].write(0, 0, torch.zeros(5, 7), 0)  # fails, as may the fetch in flight; the pools can still be closed
     for pool in pools:
         pool.close()
     assert not offload_threads()
@@ -149,13 +149,19 @@ def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_thread
 
 def test_slots_that_are_not_asked_for_are_left_alone():
     for delta in (False, True):
-        pool = make_pool(2, delta)
-        rows, ids, asked = fill(pool), torch.arange(SLOTS), torch.arange(SLOTS) % 2 == 0
-        first = fetch(pool, ids).clone()
-        token, _ = pool.issue(ids + 30, asked, ids)
-        found = pool.take(pool.wait(token, ids))
-        assert torch.equal(found[asked], rows[30 + ids[asked]]) and torch.equal(found[~asked], first[~asked])
-        assert pool.counts == (SLOTS + SLOTS // 2,) * 2
+        pool = make_pool(2, delta, batch=2)
+        entries, index = fill(pool).unflatten(0, (2, -1)), torch.arange(SLOTS // 2).expand(2, -1)
+        both = torch.ones(2, dtype=torch.bool)
+        token, _ = pool.issue(index, both, index)
+        first = pool.take(pool.wait(token, index)).unflatten(0, (2, -1)).clone()
+        assert torch.equal(first, entries[:, : SLOTS // 2])
+        asked = index[0] % 2 == 0
+        token, _ = pool.issue(torch.where(asked, index + 20, -1), both & torch.tensor([False, True]), index)
+        found = pool.take(pool.wait(token, index)).unflatten(0, (2, -1))
+        assert torch.equal(found[0], first[0])  # the row is inactive
+        assert torch.equal(found[1, asked], entries[1, 20 + index[1, asked]])
+        assert torch.equal(found[1, ~asked], first[1, ~asked])
+        assert pool.counts == (SLOTS + SLOTS // 4,) * 2
         pool.close()
 
 
@@ -174,11 +180,11 @@ def test_python_exits_while_a_fetch_is_under_way():
     code = """
         import time, torch
         from kv.parts import offload
-        staged = offload.Staged(4, (2,), torch.float32, torch.device("cpu"))
-        pool = offload.ThreadedPool("x", 8, (2,), staged, offload.Workers(2), False)
+        staged = offload.Staged((1, 4, 2), torch.float32, torch.device("cpu"), offload.Workers(2))
+        pool = offload.ThreadedPool("x", (1, 8, 2), staged)
         pool.gather = lambda *_: time.sleep(0.5)
         ids = torch.arange(4)
-        pool.issue(ids, ids >= 0, ids)
+        pool.issue(ids[None], ids[:1] >= 0, ids)
     """
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, env={**os.environ}, timeout=60, check=True)
@@ -187,7 +193,7 @@ def test_python_exits_while_a_fetch_is_under_way():
 def test_too_much_host_memory_is_refused_with_the_free_amount():
     for host in (2**50, free_bytes(CPU) * 2):
         with pytest.raises(ValueError, match=r"layers 2, 3 need .* GB of host memory and .* GB are free"):
-            offload.Pool("layers 2, 3", host // 4, (1,), torch.float32, CPU, host=True)
+            offload.Pool("layers 2, 3", (1, host // 4, 1), torch.float32, CPU, host=True)
 
 
 def test_threads_fetch_by_default_only_what_a_gpu_is_told_to_fetch_early():
@@ -207,13 +213,13 @@ def test_threads_fetch_by_default_only_what_a_gpu_is_told_to_fetch_early():
 def test_fetched_rows_on_a_gpu_are_those_that_were_written(kind):
     device, rows = torch.device("cuda"), torch.randn(4096, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
     if kind == "direct":
-        pool = offload.Pool("layers 2", 4096, (2, 8, 64), torch.bfloat16, device, host=True)
-        assert pool.memory.is_pinned() and pool.rows.is_cuda
+        pool = offload.Pool("layers 2", (1, 4096, 2, 8, 64), torch.bfloat16, device, host=True)
+        assert pool.memory.is_pinned() and pool.entries.is_cuda
     else:
-        staged = offload.Staged(500, (2, 8, 64), torch.bfloat16, device)
-        pool = offload.ThreadedPool("layers 2", 4096, (2, 8, 64), staged, offload.Workers(4), kind == "delta")
+        staged = offload.Staged((1, 500, 2, 8, 64), torch.bfloat16, device, offload.Workers(4))
+        pool = offload.ThreadedPool("layers 2", (1, 4096, 2, 8, 64), staged, kind == "delta")
     for column in range(2):
-        pool.write(0, rows[:, column], column)
+        pool.write(0, 0, rows[:, column], column)
     pool.settle()
     assert torch.equal(pool.memory, rows.cpu())
 

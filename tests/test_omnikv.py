@@ -1,17 +1,33 @@
-"""OmniKV against a slow reference written from its equations, on the device and offloaded."""
+"""OmniKV against slow references written from its equations: on the device, offloaded, and its prefill in chunks."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import write_random
-from references_omni import SlowOmni
-from runs import HEADS, LAYERS, D, Run, compare, generations, make_shape, prefill_both, step_both, tokens
+from conversations import converse
+from paper_bytes import overhead
+from references.attention import causal, masked_attention
+from references.omnikv import SlowOmni, choose_chunk, chunked_attention
+from runs import (
+    HEADS,
+    LAYERS,
+    D,
+    Run,
+    TensorSizes,
+    compare,
+    generations,
+    make_shape,
+    prefill_both,
+    step_both,
+    tokens,
+    with_heads,
+)
 
 import kv
 from engine import Engine
 from kv import Shape
-from kv.omnikv import BankSparse, Filter, Sparse, default_filters
+from kv.omnikv import BankSparse, Chunks, Filter, Sparse, default_filters
 from kv.parts import inductor, offload, ops, quant
 
 PROMPTS = (100, 97, 33, 7)
@@ -44,8 +60,7 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 8)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+@pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_omnikv_equals_its_reference(options, budget, heads):
     shape = make_shape(heads)
     run, slow_options = Omni(shape, budget, options), dict(options)
@@ -145,7 +160,7 @@ def test_memory_is_the_papers_share_to_the_byte(engine):
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
-        declared = [layer.overhead() for layer in layers]
+        declared = [overhead(layer) for layer in layers]
         pool = sparse[0].segment.bank.pool
         device, host = kv.total_bytes(layers)
         assert [sum(d.pop("staging", 0) for d in declared)] == [pool.overhead()]
@@ -204,14 +219,14 @@ PROMPT_IDS = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
 
 
 def answers(engine: Engine) -> list:
-    found = engine.generate(PROMPT_IDS, max_new_tokens=10, follow_ups=[[[7, 8, 9]]] * 4)
-    return [[answer.tokens for answer in completion.answers] for completion in found]
+    pairs = [converse(engine, PROMPT_IDS[i : i + 2], [[[7, 8, 9]]] * 2, 10) for i in (0, 2)]
+    return pairs[0] + pairs[1]
 
 
 def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=2**21)
     engine = Engine.load(folder, compile=False)
-    monkeypatch.setattr("runtime.processes.free_bytes", lambda device: 10**8)
+    monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: 10**8)
     for options in ({"offload": True}, {}):
         with pytest.raises(ValueError, match=r"omnikv cache of 1 x .* needs 0.\d\d GB on cpu and 0.10 GB are free"):
             engine.use("omnikv", 1000, options, max_prompt=2**20)
@@ -237,17 +252,17 @@ def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ({}, {"engine": "direct"}, {"engine": "threads"}, {"engine": "threads", "delta": True}))
-@pytest.mark.parametrize("kv", ("omnikv", "infllm", "brute_offload"))
-def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, kv, how):
+@pytest.mark.parametrize("name", ("omnikv", "infllm", "brute_offload"))
+def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, name, how):
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
-    budget = {"omnikv": 12, "infllm": 24}.get(kv)
-    options = {"infllm": {"block": 6}}.get(kv, {})
-    if kv == "brute_offload":
+    budget = {"omnikv": 12, "infllm": 24}.get(name)
+    options = {"infllm": {"block": 6}}.get(name, {})
+    if name == "brute_offload":
         how = {}
-    elif kv == "infllm":
+    elif name == "infllm":
         how = {key: value for key, value in how.items() if key != "delta"}
     expected, found = (
-        answers(Engine.load(folder, kv, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
+        answers(Engine.load(folder, name, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
         for more, compiled in ((options, False), (options | (how and {"offload": True} | how), True))
     )
     assert found == expected
@@ -256,8 +271,8 @@ def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, kv,
 @pytest.mark.parametrize(
     "name, budget, options",
     [
-        ("omnikv", 12, {"filter_layers": [0, 4], "offload": True, "engine": "threads"}),
-        ("brute_offload", None, {"layers": 7, "ahead": 1}),
+        ("omnikv", 12, {"filter_layers": [0, 3], "offload": True, "engine": "threads"}),
+        ("brute_offload", None, {"layers": 5, "ahead": 1}),
     ],
 )
 def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monkeypatch):
@@ -281,7 +296,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
             return method(pool, *a)
 
         monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
-    shape = make_shape()
+    shape = replace(make_shape(), n_layer=6)
     runs = [Run(name, shape, budget, options) for _ in range(2)]
     eager, compiled = runs
 
@@ -311,6 +326,59 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
         elif entry[0] == "finish":
             between = log[begun.pop(entry[1]) : i].count("attention")
             assert between >= 1, log
-    assert log.count("attention") == LAYERS
+    assert log.count("attention") == shape.n_layer
     for run in runs:
         run.close()
+
+
+# The prefill in chunks
+
+FILTER, SPARSE = 1, (3, 4)  # layer 2 is full
+
+
+def chunked(shape, **options):
+    return kv.build("omnikv", shape, 24, {"filter_layers": [FILTER, 5], **options})
+
+
+def prefill_all(layers, inputs) -> list[torch.Tensor]:
+    return [layer.prefill(0, *qkv)[0] for layer, qkv in zip(layers, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("r, chunk", ((1, 16), (2, 16), (0.3, 20), (0.01, 7), (1, 100)))
+def test_chunks_equal_their_reference(heads, r, chunk):
+    shape = make_shape(heads)
+    layers, count = chunked(shape, prefill=r, chunk=chunk), max(1, int(r * chunk + 0.5))
+    for prompt in (100, 97, 33, 7, 1):
+        inputs = tokens(shape, 1, prompt, torch.Generator().manual_seed(prompt))
+        found = prefill_all(layers, inputs)
+        expected = [masked_attention(*(x[0] for x in qkv), causal()) for qkv in inputs]
+        q, k, _ = (x[0] for x in inputs[FILTER])
+        starts = range(0, prompt, chunk)
+        chosen = [choose_chunk(q, k, start, min(start + chunk, prompt), count) for start in starts]
+        for layer in SPARSE:
+            expected[layer] = chunked_attention(*(x[0] for x in inputs[layer]), chosen, chunk)
+        for layer, y in enumerate(found):
+            if layer <= SPARSE[-1]:
+                assert (y - expected[layer]).abs().max() <= 1e-5
+
+
+def test_more_than_the_prompt_is_exact_and_less_is_not(tmp_path):
+    folder = write_random(tmp_path / "m", num_hidden_layers=4)
+    prompt = [(7 * i) % 90 + 3 for i in range(120)]
+    logits = []
+    for options in ({}, {"prefill": 8, "chunk": 16}, {"prefill": 1, "chunk": 16}):
+        options = {"filter_layers": [0], **options}
+        engine = Engine.load(folder, "omnikv", 24, options, max_prompt=120, max_new_tokens=8, compile=False)
+        logits.append(engine.start([prompt])[0].logits)
+    assert (logits[0] - logits[1]).abs().max() <= 1e-4 < (logits[0] - logits[2]).abs().max()
+
+
+def test_a_long_prompt_allocates_no_square_matrix():
+    shape = make_shape()
+    inputs = tokens(shape, 1, 2000, torch.Generator().manual_seed(0))[0]
+    chunks = Chunks(1, 50)
+    with TensorSizes() as sizes:
+        chunks.choose(*inputs[:2])
+        chunks.attend(*inputs)
+    assert max(sizes.found) <= 2000 * shape.n_head * 32 < 2000 * 2000

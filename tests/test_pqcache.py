@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import references_tailor as slow
 import torch
-from runs import HEADS, Run, make_shape, prefill_both, step_both
+from references import quantized as slow
+from runs import Run, make_shape, prefill_both, step_both, with_heads
 
 import kv
 from kv.parts import attention, inductor
@@ -28,8 +28,7 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 500)  # keys are assigned to centroids in several blocks
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+@pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
     monkeypatch.setattr(
         "kv.parts.inductor.TILE", 8 if heads == "gqa" else 2
@@ -40,7 +39,6 @@ def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
     for prompt in (100, 61, 30, 3):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, check, prompt, generator)
-        check.finish()
         for _ in range(50):  # generated tokens leave the window and are chosen
             step_both(run, check, generator)
         for layer, ours in enumerate(run.layers):

@@ -5,10 +5,13 @@ import random
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import write_random
+from safetensors import safe_open
 from test_contract import VARIANTS
 
 from engine import Engine
@@ -20,7 +23,6 @@ TEXT = [(7 * i) % 90 + 3 for i in range(50)]
 QUESTIONS = [[5, 6, 7], [9], list(range(20, 40)), [3, 3]]
 OPTIONS = {name: options for name, (base, options) in VARIANTS.items() if name == base}
 OPTIONS["duo"] = {"sinks": 2, "recent": 6, "head_scores": [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0]]}
-WEIGHTS = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -34,52 +36,57 @@ def load(checkpoint, kv="full", batch=2, **more):
     return Engine.load(checkpoint, kv, batch=batch, **budget, **more)
 
 
-def tokens(completions):
-    return [[answer.tokens for answer in completion.answers] for completion in completions]
+def saved(engine, path: Path, text=TEXT) -> Path:
+    """A file of a row that holds `text`."""
+    (row,) = engine.start([text])
+    row.save(path)
+    row.close()
+    return path
 
 
 @pytest.mark.parametrize("kv", METHODS)
-def test_prompts_that_continue_a_prefix_are_answered_like_questions_about_it(checkpoint, kv, tmp_path):
-    """In memory, from a file, in another engine, in rows that are refilled."""
-    engine = load(checkpoint, kv)
-    ask = [[question, [8, 8]] for question in QUESTIONS]
-    expected = engine.generate([TEXT] * 4, 12, follow_ups=ask, answer_prompts=False)
-    later = [[[8, 8]]] * 4
-    found = engine.generate(QUESTIONS, 12, prefix=TEXT, follow_ups=later)
-    assert tokens(found) == tokens(expected)
-    assert engine.stats.prefill_tokens == 50 and engine.stats.tokens_reused == 200
-    engine.prefix(TEXT).save(tmp_path / "text.kv", WEIGHTS)
-    assert [file.name for file in tmp_path.iterdir()] == ["text.kv"]
-    other = load(checkpoint, kv, batch=3)
-    saved = prefix.load(tmp_path / "text.kv", WEIGHTS)
-    assert tokens(other.generate(QUESTIONS, 12, prefix=saved, follow_ups=later)) == tokens(expected)
-    assert other.stats.prefill_tokens == 0
+def test_a_saved_row_is_continued_like_the_row_itself(checkpoint, kv, tmp_path):
+    """After its prompt and after an answer, in forks, in another engine, in another row."""
+    engine, other = load(checkpoint, kv), load(checkpoint, kv, batch=3)
+    (row,) = engine.start([TEXT])
+    for step in range(2):
+        assert row.save(tmp_path / "text.kv") > 0 and [file.name for file in tmp_path.iterdir()] == ["text.kv"]
+        rows = [other.load_row(tmp_path / "text.kv")]
+        rows += [rows[0].fork() for _ in QUESTIONS[:2]]
+        assert rows[0].tokens == row.tokens and rows[0].prompt == len(TEXT)
+        answers = other.ask(rows, QUESTIONS[:3], 6)
+        for question, answer in zip(QUESTIONS[:3], answers, strict=True):
+            fork = row.fork()
+            assert engine.ask([fork], [question], 6) == [answer]
+            fork.close()
+        for each in rows:
+            each.close()
+        if step == 0:
+            engine.ask([row], [QUESTIONS[3]], 4)
+            row.pending = None  # a file has no place for a token that the caches do not hold
+    engine.close()
+    other.close()
 
 
-def test_with_the_full_cache_a_prefix_and_a_prompt_are_one_prompt(checkpoint):
-    engine = load(checkpoint)
-    whole = engine.generate([TEXT + question for question in QUESTIONS], 12, temperature=1.0)
-    again = load(checkpoint)
-    assert tokens(again.generate(QUESTIONS, 12, temperature=1.0, prefix=TEXT)) == tokens(whole)
-
-
-def test_a_prefix_of_other_caches_is_refused(checkpoint):
-    saved = load(checkpoint, "streaming").prefix(TEXT)
+def test_a_row_of_other_caches_is_refused(checkpoint, tmp_path):
+    file = saved(load(checkpoint, "streaming"), tmp_path / "text.kv")
     for engine, message in (
-        (load(checkpoint), "prefilled with kv=streaming and this engine has kv=full"),
-        (load(checkpoint, "streaming", dtype="bfloat16"), "prefilled with dtype=float32 and .* dtype=bfloat16"),
+        (load(checkpoint), "saved with kv=streaming and this engine has kv=full"),
+        (load(checkpoint, "streaming", dtype="bfloat16"), "saved with dtype=float32 and .* dtype=bfloat16"),
+        (load(write_random(tmp_path / "m", num_hidden_layers=3, seed=5), "streaming"), "saved with another checkpoint"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.generate([[5]], prefix=saved)
+            engine.load_row(file)
         assert engine.generate([TEXT], 3)[0].answers[0].tokens
-    engine = load(checkpoint)
-    with pytest.raises(ValueError, match="room for 60 more tokens and 63 are needed"):
-        engine.generate([[5] * 33], 30, prefix=engine.prefix(TEXT))
+    engine = load(checkpoint, "streaming")
+    engine.start([[1, 2, 3]])
+    with pytest.raises(ValueError, match="rows are in use"):
+        engine.load_row(file)
 
 
 def test_100_damaged_files_are_refused(checkpoint, tmp_path):
-    load(checkpoint, "rocketkv").prefix(TEXT).save(tmp_path / "good.kv", WEIGHTS)
-    good, chance, file = (tmp_path / "good.kv").read_bytes(), random.Random(0), tmp_path / "bad.kv"
+    engine = load(checkpoint, "rocketkv")
+    good, chance, file = saved(engine, tmp_path / "good.kv").read_bytes(), random.Random(0), tmp_path / "bad.kv"
     for i in range(100):
         bad = bytearray(good)
         at = chance.randrange(len(bad))
@@ -91,18 +98,60 @@ def test_100_damaged_files_are_refused(checkpoint, tmp_path):
             bad[at : at + 64] = chance.randbytes(64)
         file.write_bytes(bad)
         with pytest.raises(ValueError, match=r"^[^\n]*bad\.kv[^\n]*$"):
-            prefix.load(file, WEIGHTS)
-    assert prefix.load(tmp_path / "good.kv", WEIGHTS).tokens == TEXT
-    with pytest.raises(ValueError, match="saved with another checkpoint"):
-        prefix.load(tmp_path / "good.kv", "another")
+            engine.load_row(file)
+        assert engine.rows == [None, None]
+    assert engine.load_row(tmp_path / "good.kv").tokens == TEXT
     with pytest.raises(FileNotFoundError):
-        prefix.load(tmp_path / "none.kv", WEIGHTS)
+        engine.load_row(tmp_path / "none.kv")
+
+
+def forged(good: Path, file: Path, fields: dict, tensors: dict) -> Path:
+    """A copy of a saved row with other header fields and tensors, and checksums that fit them."""
+    with safe_open(good, "pt") as old:
+        about, held = json.loads(old.metadata()["about"]), {name: old.get_tensor(name) for name in old.keys()}
+    held |= tensors
+    about |= {"checksums": {name: prefix.checksum(x) for name, x in held.items()}} | fields
+    about = json.dumps(about)
+    header = {"format": prefix.FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))}
+    prefix.save_file(held, file, header)
+    return file
+
+
+FORGED = {
+    "a budget that is a text": ({"budget": "24"}, {}),
+    "a plan of no tokens": ({"max_new_tokens": 0}, {}),
+    "a plan for 3e12 tokens": ({"max_prompt": 3 * 10**12}, {}),
+    "a plan that is true": ({"max_prompt": True}, {}),
+    "a prompt longer than the plan": ({"prompt": 51}, {}),
+    "no drafts": ({"speculate": -1}, {}),
+    "options that are a list": ({"options": []}, {}),
+    "speeds of one value": ({}, {"rope_speed": torch.ones(1)}),
+    "tokens beyond the vocabulary": ({}, {"tokens": torch.full((50,), 128)}),
+    "no tokens": ({}, {"tokens": torch.empty(0, dtype=torch.int64)}),
+    "a NaN": ({}, {"0.k": "nan"}),
+    "a layer too many": ({}, {"9.k": torch.ones(2)}),
+    "a tensor of another size": ({}, {"0.k": torch.ones(2, 3, 16)}),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, tmp_path, what):
+    fields, tensors = FORGED[what]
+    good = saved(load(checkpoint), tmp_path / "good.kv")
+    with safe_open(good, "pt") as file:
+        key = file.get_tensor("0.k").clone()
+    key[0, 3, 5] = torch.nan
+    tensors = {name: key if isinstance(x, str) else x for name, x in tensors.items()}
+    engine = load(checkpoint)
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        engine.load_row(forged(good, tmp_path / "bad.kv", fields, tensors))
+    assert not any(engine.rows)
+    assert engine.generate([TEXT], 3)[0].answers[0].tokens
 
 
 def test_a_save_that_fails_leaves_the_old_file(checkpoint, tmp_path, monkeypatch):
-    found = load(checkpoint).prefix(TEXT)
-    found.save(tmp_path / "text.kv", WEIGHTS)
-    before = (tmp_path / "text.kv").read_bytes()
+    engine = load(checkpoint)
+    before = saved(engine, tmp_path / "text.kv").read_bytes()
 
     def fails(tensors, path, header):
         path.write_bytes(b"half")
@@ -110,7 +159,7 @@ def test_a_save_that_fails_leaves_the_old_file(checkpoint, tmp_path, monkeypatch
 
     monkeypatch.setattr(prefix, "save_file", fails)
     with pytest.raises(OSError):
-        found.save(tmp_path / "text.kv", WEIGHTS)
+        saved(engine, tmp_path / "text.kv")
     assert (tmp_path / "text.kv").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
@@ -166,30 +215,4 @@ def test_a_text_in_the_chat_format_is_saved_and_questions_complete_its_turn(tiny
     assert tokenizer.decode(begin + end) == tokenizer.decode(
         tokenizer.chat("A mouse lived in a mill. Who lived?", "Be brief.")
     )
-    assert prefix.read_about(file)["chat"] and entry["prompt_tokens"] == len(begin)
-
-
-REUSE = {"full", "quest", "sparq", "exact_topk", "hybrid"}  # they keep every token as it is
-
-
-@pytest.mark.parametrize("kv", METHODS)
-def test_prompts_that_begin_alike_are_prefilled_once(checkpoint, kv, monkeypatch):
-    monkeypatch.setattr(prefix, "LEAST", 20)
-    prompts = [TEXT + question for question in QUESTIONS] + [[4] * 30, [4] * 30 + [5], [6, 7]]
-    engine = load(checkpoint, kv)
-    found = tokens(engine.generate(prompts, 12))
-    assert (engine.stats.tokens_reused > 0) == (kv in REUSE)
-    total = sum(map(len, prompts))
-    assert engine.stats.prefill_tokens + engine.stats.tokens_reused == total
-    monkeypatch.setattr(prefix, "LEAST", 1000)
-    assert found == tokens(engine.generate(prompts, 12)) and engine.stats.prefill_tokens == total
-
-
-def test_what_consecutive_prompts_share():
-    a, b = list(range(300)), list(range(400, 1000))
-    found = prefix.Shared.find([[*a, 1], [*a, 2, 3], [*b, 1], [*b, 2], [*b[:280], 3], [5], a])
-    shared = [x and (x.tokens, x.users) for x in found]
-    assert shared == [(a, 2), (a, 2), (b, 2), (b, 2), None, None, None]
-    assert found[0] is found[1] is not found[2]
-    twice = prefix.Shared.find([a, a])
-    assert twice[0].tokens == a[:-1] and twice[0] is twice[1]
+    assert prefix.read_header(file).chat and entry["prompt_tokens"] == len(begin)

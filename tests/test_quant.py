@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references_tailor import dequantize
-from references_tailor import quantize as slow_quantize
+from references.quantized import dequantize
+from references.quantized import quantize as slow_quantize
 from runs import make_shape
 
 from kv.parts import quant
-from runtime.region import Region
+from runtime.cpu import Parts
 
 BITS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("bits", BITS)
@@ -130,10 +130,11 @@ def test_attention_to_packed_tokens_equals_attention_to_their_dequantized_values
     assert torch.equal(packed.keys(1, 2), keys[:, :, group : 3 * group])
     assert torch.equal(packed.values(1, 2), values[:, :, group : 3 * group])
     rows, weight = torch.randn(2, 2, 3, head_dim), torch.rand(2, 2, 3, 4 * group)
-    dots, sums = (torch.compile(function, dynamic=False) for function in (packed.dots, packed.weighted_sum))
-    seen = slice(0, 3 * group)
-    assert (dots(rows, 3) - rows @ keys[:, :, seen].mT).abs().max() <= 1e-4
-    assert (sums(weight[..., seen], 3) - weight[..., seen] @ values[:, :, seen]).abs().max() <= 1e-4
+    if group == 24:  # no power of two
+        dots, sums = (torch.compile(function, dynamic=False) for function in (packed.dots, packed.weighted_sum))
+        seen = slice(0, 3 * group)
+        assert (dots(rows, 3) - rows @ keys[:, :, seen].mT).abs().max() <= 1e-4
+        assert (sums(weight[..., seen], 3) - weight[..., seen] @ values[:, :, seen]).abs().max() <= 1e-4
     for tokens in (4096, 2 * group, group, 1):  # tokens per slice
         monkeypatch.setattr(quant, "SLICE", tokens)
         for n in (4, 3, 1):
@@ -163,5 +164,5 @@ def test_a_step_that_mixes_bf16_and_fp16_compiles_without_a_warning():
     x, scale = torch.randn(3, 64).bfloat16(), torch.rand(3, 1).half()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "bf16 and fp16")
-        y = Region(lambda x, scale: (x * scale.to(torch.bfloat16) + scale).half())("", None, (x, scale))
+        y = Parts()(lambda _, x, scale: (x * scale.to(torch.bfloat16) + scale).half(), None, x, scale)
     assert y.dtype == torch.float16

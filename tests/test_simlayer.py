@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import references_d2o as slow
 import torch
-from runs import HEADS, MAX_PROMPT, Run, generations, make_shape, step_both, tokens
+from paper_bytes import overhead
+from references import eviction as slow
+from runs import MAX_PROMPT, Run, generations, make_shape, step_both, tokens, with_heads
 
 import kv
 from kv.parts import inductor
@@ -40,10 +41,10 @@ def attended(shape: kv.Shape, prompt: int, generator: torch.Generator, scales: l
     return found
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    "large, threshold", [(n, t) for n in (0, 1, 3, 6) for t in (0.0, 0.3, 0.9, 1.0) if (n, t) != (6, 1.0)]
-)  # the pair left out is the full cache
+CASES = [(n, t) for n in (3, 0, 1, 6) for t in (0.3, 0.0, 0.9, 1.0) if (n, t) != (6, 1.0)]  # that is the full cache
+
+
+@pytest.mark.parametrize("large, threshold, heads", with_heads(CASES))
 def test_simlayer_equals_its_reference(large, threshold, heads):
     shape = replace(make_shape(heads), n_layer=6)
     budget = 12 + -(-large * (shape.planned - 12) // 6)
@@ -121,7 +122,7 @@ def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
     generator, sizes = torch.Generator().manual_seed(0), {}
     for budget in (12, 40, shape.planned):
         layers = kv.build("simlayer", shape, budget, WINDOW)
-        sizes[budget] = kv.total_bytes(layers)[0] - layers[0].overhead()["regions"]
+        sizes[budget] = kv.total_bytes(layers)[0] - overhead(layers[0])["regions"]
         assert sizes[budget] <= 6 * shape.n_kv_head * budget * shape.unit_bytes
     assert sizes[shape.planned] == shape.full_bytes()
     run = Run("simlayer", shape, shape.planned, WINDOW)

@@ -1,18 +1,20 @@
 """Methods that keep or read only a part of the tokens, against slow references written from the papers' equations."""
 
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 import torch
-from references import SLOW, pyramid_budgets, rocket_sizes
-from runs import TensorSizes, generations
+from paper_bytes import APPROXIMATES, overhead
+from references.sparse import SLOW, pyramid_budgets, rocket_sizes
+from runs import TensorSizes, generations, with_heads
 
 import kv
 from bench import papers
 from kv import METHODS, Shape
 from kv.parts import inductor, ops
 from kv.rocketkv import Sizes
-from kv.snapkv import SnapKV
+from kv.snapkv import Kernels, SnapKV
 from kv.snapkv import pyramid_budgets as our_pyramid
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
@@ -37,12 +39,7 @@ CASES = {  # method: options, and budgets that make the choice hard
     "sparq": [({}, (2, 24, 60, EVERYTHING))],
     "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
 }
-EVERY = [
-    pytest.param(name, options, budget, id=f"{name}-{i}-{budget}")
-    for name, cases in CASES.items()
-    for i, (options, budgets) in enumerate(cases)
-    for budget in budgets
-]
+EVERY = [(name, *case, budget) for name, cases in CASES.items() for *case, budgets in cases for budget in budgets]
 PROMPTS = (100, 97, 33, 7)  # longer and shorter than the kept tokens, with full and partly filled pages
 
 
@@ -58,8 +55,8 @@ def test_every_sparse_method_has_cases_and_a_reference():
 
 
 def test_methods_that_approximate_with_a_budget_for_everything_are_compared_with_their_reference():
-    held = {name for name, cases in CASES.items() for _, budgets in cases if EVERYTHING in budgets}
-    assert held == {name for name, method in METHODS.items() if method.approximates}
+    tried = {name for name, cases in CASES.items() for _, budgets in cases if EVERYTHING in budgets}
+    assert tried == set(APPROXIMATES)
 
 
 class Both:
@@ -131,8 +128,7 @@ class Both:
         return found
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name, options, budget", EVERY)
+@pytest.mark.parametrize("name, options, budget, heads", with_heads(EVERY, itemgetter(0)))
 def test_every_sparse_method_equals_its_reference(name, options, budget, heads, monkeypatch):
     shape = make_shape(heads)
     if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):
@@ -183,7 +179,7 @@ def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, chann
     (layer, *_) = kv.build("rocketkv", shape, budget, {"split": "even"})
     unit = shape.n_kv_head * shape.unit_bytes
     pages = -(-slots // page)
-    assert layer.device_bytes() - sum(layer.overhead().values()) == (slots + pages) * unit
+    assert layer.device_bytes() - overhead(layer).total() == (slots + pages) * unit
     ratio = planned / budget
     assert slots + pages < planned * (ratio**-0.5 + 2 * ratio**-0.75)  # Table 1 of the paper, up to rounding
     assert layer.step_bytes(planned)[0] == pytest.approx(budget * unit, rel=0.1)
@@ -206,7 +202,7 @@ def test_pages_of_one_token_add_one_copy_of_k():
     shape = make_shape("gqa")
     layer = kv.build("rocketkv", shape, 100, {})[0]
     assert layer.page == 1
-    units = layer.device_bytes() - sum(layer.overhead().values())
+    units = layer.device_bytes() - overhead(layer).total()
     assert units * 2 == 3 * layer.slots * shape.n_kv_head * shape.unit_bytes
 
 
@@ -266,9 +262,9 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
         return pool(x, kernel, **more)
 
     monkeypatch.setattr(torch.nn.functional, "max_pool1d", record)
-    layer = SnapKV(make_shape("gqa"), 20, 4, 3, 9, threshold=50)
+    layer = SnapKV(make_shape("gqa"), 20, 4, Kernels(3, 9, threshold=50))
     for length in (49, 50):
-        layer.choose(torch.randn(1, 6, length, D), torch.randn(1, 2, length, D))
+        layer.choose(torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D))
     assert kernels == [3, 9]
 
 
@@ -284,7 +280,7 @@ def test_only_the_models_of_the_paper_have_a_threshold(name, options):
     shapes = (*paper_shapes(), make_shape("gqa"))
     for shape, threshold in zip(shapes, (48 * 1024, 12 * 1024, None), strict=True):
         layer = kv.build(name, shape, 24, options)[-1]
-        assert (layer.kernel, layer.long_kernel, layer.threshold) == (63, 511, threshold)
+        assert layer.kernels == (63, 511, threshold)
 
 
 def test_longchat_has_two_full_layers():
@@ -296,23 +292,23 @@ def test_longchat_has_two_full_layers():
 def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length():
     for shape in (*paper_shapes(), make_shape("gqa")):
         layer = kv.build("rocketkv", shape, 24, {})[-1]
-        assert (layer.kernel, layer.threshold) == (63, None)
+        assert layer.kernels == (63, 511, None)
         assert layer.slots == Sizes.of(shape, 24, "adaptive").slots != Sizes.of(shape, 24, "even").slots
     layer = kv.build("rocketkv", shape, 24, {"threshold": 50})[-1]
-    assert layer.threshold == 50  # as the user says
+    assert layer.kernels.threshold == 50  # as the user says
 
 
 def test_the_paper_settings_are_those_of_the_first_rocketkv_paper():
-    settings = [setting for setting in papers.SETTINGS if setting.kv == "rocketkv"]
-    assert settings and all(setting.options == {"split": "even"} for setting in settings)
+    methods = [p.method for p in papers.PUBLISHED if p.method.kv == "rocketkv"]
+    assert methods and all(method.options == {"split": "even"} for method in methods)
 
 
 def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
     """No T x T, nothing over all heads: the largest tensor made for a long prompt is G x window x T, or K in fp32."""
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
-    layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), 200, 8, 63)
+    layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), 200, 8, Kernels(63))
     with TensorSizes() as sizes:
-        layer.choose(q, k)
+        layer.choose(q, k, k)
     assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2
 
 

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kv.parts.pool as pool_module
 from kv.parts import offload
-from kv.parts.offload import Staged, ThreadedPool, Workers
-from kv.parts.pool import Pool
+from kv.parts.offload import Pool, Staged, ThreadedPool, Workers
 
 Clock = dict  # {actor: how many of its actions are known to have happened}
 
@@ -198,36 +196,36 @@ ROWS, WIDTH = 32, 4
 def run(machine: Machine, delta: bool, threads: int = 2, slots: int = 16) -> list[Tensor]:
     """Two pools fetch in turn, as the segments of omnikv do; returns what each step took."""
     cpu, workers = torch.device("cpu"), Workers(threads)
-    shared = [Staged(slots, (WIDTH,), torch.float32, cpu) for _ in range(2 if delta else 1)]
-    pools = [ThreadedPool("rows", ROWS, (WIDTH,), shared[i % len(shared)], workers, delta) for i in range(2)]
+    shared = [Staged((1, slots, WIDTH), torch.float32, cpu, workers) for _ in range(2 if delta else 1)]
+    pools = [ThreadedPool("entries", (1, ROWS, WIDTH), shared[i % len(shared)], delta) for i in range(2)]
     workers.executor, workers.free = Executor(machine, workers.executor), Queue(machine, workers.free)
     values = [torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH) + 1000 * i for i in range(2)]
     ids = [torch.tensor([(i + 3 * slot) % ROWS for slot in range(slots)]) for i in range(4)]
     names = [(pool.memory, "pool") for pool in pools] + [(pool.ids, "ids") for pool in pools]
-    names += [(pool.numbers, "numbers") for pool in pools] + [(x.rows, "slots") for x in shared]
+    names += [(pool.arrived, "arrived") for pool in pools] + [(x.slots, "slots") for x in shared]
     names.append((workers.buffers, "staging"))
     machine.tracked = {x.untyped_storage().data_ptr(): name for x, name in names}
-    on_device = [*values, *ids, *(x.rows for x in shared)]
+    on_device = [*values, *ids, *(x.slots for x in shared)]
     machine.on_device = {x.untyped_storage().data_ptr() for x in on_device}
     found = []
     for pool in pools:
         pool.stream = Stream(machine)
     with Watch(machine):
         for pool, rows in zip(pools, values, strict=True):
-            pool.write(0, rows[:9])
-            pool.write(9, rows[9:])
+            pool.write(0, 0, rows[:9])
+            pool.write(0, 9, rows[9:])
         for pool in pools:
             pool.settle()
         for wanted in ids:
             for pool in pools:
                 pool.start(wanted)
                 pool.finish()
-                found.append(pool.staged.rows + 0)
+                found.append(pool.staged.slots + 0)
         for pool in pools:  # a second pool may fetch before the first one's rows were waited for
             pool.start(ids[0])
         pools[1].finish()
-        found.append(pools[1].staged.rows + 0)
-        pools[0].write(0, values[0])  # the row is refilled
+        found.append(pools[1].staged.slots + 0)
+        pools[0].write(0, 0, values[0])  # the row is refilled
         pools[0].settle()
         pools[0].start(ids[1])
         pools[0].finish()
@@ -257,10 +255,10 @@ BREAKS = {
 def test_every_wait_is_needed(machine, monkeypatch, what):
     """The model sees a race as soon as one of the waits is left out."""
     name, wait = BREAKS[what]
-    owner, module = (ThreadedPool, offload) if name != "settle" else (Pool, pool_module)
+    owner = ThreadedPool if name != "settle" else Pool
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert source.count(wait) == 1
-    scope = dict(vars(module))
+    scope = dict(vars(offload))
     exec(source.replace(wait, "pass"), scope)
     monkeypatch.setattr(owner, name, scope[name])
     if name == "settle":

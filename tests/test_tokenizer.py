@@ -5,8 +5,7 @@ import json
 import os
 import random
 import shutil
-import sys
-import tracemalloc
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +19,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Oracle
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from text import tokenizer
-from text.tokenizer import MAX_RUN, load_tokenizer
+from text.tokenizer import load_tokenizer
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -56,7 +54,7 @@ NASTY = [
     "</s><s>[INST] hi [/INST]</s> <unk>",
     "aaaaaaa aaaa aaa aa a      a",
 ]
-PROPERTY = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+PROPERTY = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # No unassigned code points: their treatment depends on the version of the Unicode tables.
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40) | st.lists(
     st.sampled_from([*" \t\n\r\u00a0'", "a", "aa", "the", "S", "'re", "é", "e\u0301", "日", "12", "<|im_end|>", "!?"]),
@@ -143,12 +141,6 @@ LLAMA3_TEMPLATE = (
     "{{ m.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-LLAMA31_TEMPLATE = (
-    '{% set date_string = "26 Jul 2024" %}{{ bos_token }}{% set first = messages[0].role == "system" %}'
-    "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: ' }}"
-    "{{ date_string + '\n\n' + (messages[0].content | trim if first else '') + '<|eot_id|>' }}"
-    "{% set messages = messages[1:] if first else messages %}" + LLAMA3_TEMPLATE.removeprefix("{{ bos_token }}")
-)
 CHATML_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -157,6 +149,77 @@ QWEN_TEMPLATE = (
     "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}"
     + CHATML_TEMPLATE
 )
+
+
+def trained(
+    model, trainer, normalizer=None, splitter=None, decoder=None, post=None, special=("<unk>", "</s>")
+) -> Oracle:
+    oracle = Oracle(model)
+    oracle.normalizer, oracle.pre_tokenizer, oracle.decoder = normalizer, splitter, decoder
+    oracle.train_from_iterator(corpus(), trainer(special_tokens=list(special), show_progress=False, vocab_size=400))
+    oracle.post_processor = post
+    return oracle
+
+
+def lacking_bytes(oracle: Oracle) -> Oracle:
+    """A vocabulary without the tokens of 21 bytes that its corpus did not have, like SmolLM2's."""
+    data = json.loads(oracle.to_str())
+    vocab, merged = data["model"]["vocab"], "".join(map("".join, data["model"]["merges"]))
+    lost = [c for c in map(oracle_char, range(255, 127, -1)) if c not in merged][:21]
+    data["model"]["vocab"] = {token: i for token, i in vocab.items() if token not in lost}
+    return Oracle.from_str(json.dumps(data))
+
+
+def ignoring_merges(oracle: Oracle) -> Oracle:
+    """Words that no merge makes are tokens only where they are whole."""
+    data = json.loads(oracle.to_str())
+    data["model"]["vocab"] |= {"\u0120tails": 900, "tokensx": 901, "<|im_end|>": 902}
+    data["model"]["ignore_merges"] = True
+    oracle = Oracle.from_str(json.dumps(data))
+    oracle.add_special_tokens(["<|im_end|>"])
+    oracle.add_tokens(["ell", "the"])  # one is in the vocabulary already
+    return oracle
+
+
+def around(template: str):
+    def change(oracle: Oracle) -> Oracle:
+        oracle.add_special_tokens(["<first>", "<second>"])
+        ids = [(token, oracle.token_to_id(token)) for token in ("<first>", "<second>", "<|endoftext|>")]
+        oracle.post_processor = processors.TemplateProcessing(template, special_tokens=ids)
+        return oracle
+
+    return change
+
+
+KINDS = {
+    "lacking-bytes": lacking_bytes,
+    "ignore-merges": ignoring_merges,
+    "other-first": around("<second> $A"),
+    "two-tokens": around("<first> <second> $A"),
+    "eos": around("$A <|endoftext|>"),
+    "end-of-word-suffix": lambda _: trained(
+        models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
+        partial(trainers.BpeTrainer, end_of_word_suffix="</w>"),
+        normalizers.Lowercase(),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.BPEDecoder(suffix="</w>"),
+    ),
+    "wordpiece": lambda _: trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer,
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(),
+        special=["[UNK]", "<|endoftext|>"],
+    ),
+    "unigram": lambda _: trained(
+        models.Unigram(),
+        partial(trainers.UnigramTrainer, unk_token="<unk>"),
+        normalizers.NFKC(),
+        pre_tokenizers.Metaspace(),
+        decoders.Metaspace(),
+    ),
+}
 
 
 @pytest.fixture(scope="session")
@@ -193,7 +256,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         made[f"{name}-json"] = root / f"{name}-json"
         assert not (made[f"{name}-json"] / "tokenizer.model").exists()
     made["mistral"] = edited(made["llama-2"], root / "mistral", chat_template=MISTRAL_TEMPLATE)
-    made["llama-3.1"] = edited(made["llama-3"], root / "llama-3.1", chat_template=LLAMA31_TEMPLATE)
     made["chatml"] = edited(made["qwen"], root / "chatml", chat_template=CHATML_TEMPLATE)
     made["shuffled"] = edited(made["qwen"], root / "shuffled")
     shuffle_ids(made["shuffled"])
@@ -202,6 +264,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     digits = {"type": "Digits", "individual_digits": True}
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     change_json(made["steps"], pre_tokenizer={"type": "Sequence", "pretokenizers": [vowels, digits, bare]})
+    for name, change in KINDS.items():
+        made[name] = edited(made["gpt2"], root / name, eos_token="<|endoftext|>")
+        oracle = change(Oracle.from_file(str(made[name] / "tokenizer.json")))
+        oracle.add_special_tokens(["<|endoftext|>"])
+        oracle.save(str(made[name] / "tokenizer.json"))
     made["ranks"] = rank_folder(made["llama-3"], root / "ranks")
     return made
 
@@ -256,47 +323,154 @@ def ids_of(theirs, text: str, bos: bool = True) -> list[int]:
     return theirs(text, add_special_tokens=bos, split_special_tokens=True).input_ids
 
 
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+AWKWARD = st.lists(
+    st.sampled_from([*" \t\n\u3000aé_1日!-\u200d", "e\u0301", "[T]", "[S]", "[Té]", "[Te\u0301]", "[SS]", "[T"]),
+    max_size=14,
+).map("".join)
+
+
+def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
+    """A copy whose tokenizer.json has three more tokens with these flags and a special one that is not normalized."""
+    shutil.copytree(source, folder)
+    oracle = Oracle.from_file(str(folder / "tokenizer.json"))
+    plain = dict.fromkeys(FLAGS, False)
+    for token in ("[T]", "[Té]", "[SS]"):
+        oracle.add_tokens([AddedToken(token, special=False, **plain | flags)])
+    oracle.add_special_tokens([AddedToken("[S]", special=True, **plain | flags | {"normalized": False})])
+    oracle.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 NAMES = ["llama-2", "llama-2-legacy", "mistral-v0.3", "llama-3", "ranks", "qwen", "shuffled", "gpt2", "steps"]
-BYTE_LEVEL = NAMES[3:]
+NAMES += ["llama-2-json", "llama-2-legacy-json", *KINDS]
+LOSSLESS = ["llama-3", "ranks", "gpt2", "steps", "ignore-merges", "two-tokens", "eos"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("text", NASTY)
-def test_ids_equal_transformers(pairs, name, text):
-    pair = pairs[name]
-    assert pair.ours.encode(text) == ids_of(pair.theirs, text)
-    assert pair.ours.encode(text, bos=False) == ids_of(pair.theirs, text, bos=False)
+def test_ids_equal_transformers(pairs, name):
+    ours, theirs = pairs[name].ours, pairs[name].theirs
+    for text in NASTY:
+        if name == "unigram" and "</s>" in text:
+            continue  # the model itself forms this special token, there
+        assert ours.encode(text) == ids_of(theirs, text), text
+        assert ours.encode(text, bos=False) == ids_of(theirs, text, bos=False), text
 
 
 @pytest.mark.parametrize("name", NAMES)
-@PROPERTY
-@given(text=TEXT)
-def test_ids_of_any_text_equal_transformers(pairs, name, text):
-    pair = pairs[name]
-    ids = pair.ours.encode(text, bos=False)
-    assert ids == ids_of(pair.theirs, text, bos=False)
-    assert pair.ours.decode(ids) == pair.theirs.decode(ids, skip_special_tokens=True)
+def test_ids_and_texts_of_any_text_equal_transformers(pairs, name):
+    ours, theirs = pairs[name].ours, pairs[name].theirs
+
+    @PROPERTY
+    @given(text=TEXT)
+    def same(text):
+        ids = ours.encode(text, bos=False)
+        assert ids == ids_of(theirs, text, bos=False)
+        decoded = ours.decode(ids)
+        assert decoded == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert decoded == text or name not in LOSSLESS
+        assert not ours.silent.intersection(ids) - {ours.special.get("[UNK]"), ours.special.get("<unk>")}
+
+    same()
 
 
-@pytest.mark.parametrize("name", ["llama-3", "ranks", "gpt2", "steps"])
-@PROPERTY
-@given(text=TEXT)
-def test_byte_level_text_survives_a_round_trip(pairs, name, text):
-    assert pairs[name].ours.decode(pairs[name].ours.encode(text)) == text
+@pytest.mark.parametrize("name", NAMES)
+def test_special_tokens_in_user_text_stay_plain_text(pairs, name):
+    ours = pairs[name].ours
+    for token, special in list(ours.special.items())[:12]:
+        if token in ("<unk>", "[UNK]"):
+            continue  # what is unknown, typed or not
+        assert special not in ours.encode(f"say {token}{token} now", bos=False)
+        if name in LOSSLESS:
+            assert ours.decode(ours.encode(f"say {token} now")) == f"say {token} now"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_text_is_the_decoded_text_without_broken_characters(pairs, name):
+    ours = pairs[name].ours
+    for text in NASTY:
+        ids, stream = ours.encode(text), ours.stream()
+        pieces = [stream.push(i) for i in ids]
+        assert "".join(pieces) + stream.flush() == pairs[name].theirs.decode(ids, skip_special_tokens=True)
+        assert "".join(pieces).count("\ufffd") <= text.count("\ufffd") or name == "lacking-bytes"
+
+
+@pytest.mark.parametrize("name", ["llama-2", "qwen"])
+def test_any_ids_stream_to_their_bytes(pairs, name):
+    ours = pairs[name].ours
+    oracle = (
+        sentencepiece.SentencePieceProcessor(str(pairs[name].folder / "tokenizer.model")) if name == "llama-2" else None
+    )
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = rng.choices(range(-1, ours.vocab_size + 2), k=20)
+        kept = [i for i in ids if 0 <= i < ours.vocab_size and i not in ours.silent]
+        expected = oracle.decode(kept) if oracle else pairs[name].theirs.decode(kept)
+        text = ours.decode(ids)
+        assert text.replace("\ufffd", "") == expected.replace("\ufffd", "")
+
+
+def test_text_that_never_ends_a_character_is_streamed_in_time(pairs):
+    ours = pairs["llama-2"].ours
+    stream = ours.stream()
+    byte = ours.encode("\U0001f600", bos=False)[-1]  # a continuation byte
+    shown = "".join(stream.push(byte) for _ in range(1000))
+    assert len(stream.ids) < 200 and len(shown + stream.flush()) == 1000
+
+
+@pytest.mark.parametrize("name", ["llama-2", "ranks", "qwen"])
+@pytest.mark.parametrize(
+    "text", [" " * 600_000 + "x", "a" * 600_000 + "\t" * 600_000], ids=["spaces", "letters and tabs"]
+)
+def test_a_very_long_run_is_encoded_without_loss(pairs, name, text):
+    ours = pairs[name].ours
+    decoded = ours._decode(ours.encode(text, bos=False))
+    assert decoded == (text.removeprefix(" ") if name == "llama-2" else text)
+
+
+def test_bos_and_the_ends_of_answers_are_the_checkpoints(pairs, folders, tmp_path):
+    llama2, llama3, qwen = (pairs[name].ours for name in ("llama-2", "llama-3", "qwen"))
+    assert (llama2.encode("")[0], llama2.eos_ids) == (1, {2})
+    assert {llama3.special["<|end_of_text|>"], llama3.special["<|eot_id|>"]} <= llama3.eos_ids
+    assert qwen.encode("") == [] and qwen.eos_ids == {qwen.special["<|im_end|>"], qwen.special["<|endoftext|>"]}
+    token = "<|reserved_special_token_99|>"
+    for i, eos in enumerate((token, {"content": token, "lstrip": False})):
+        ours = load_tokenizer(edited(folders["llama-3"], tmp_path / str(i), eos_token=eos))
+        assert {ours.special[token], ours.special["<|eot_id|>"]} <= ours.eos_ids
+
+
+def test_vocab_size_is_the_highest_id_plus_one(pairs):
+    for name in NAMES:
+        assert pairs[name].ours.vocab_size == max(pairs[name].theirs.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("flags", [(), *((flag,) for flag in FLAGS), FLAGS], ids=",".join)
+@pytest.mark.parametrize("name", ["qwen", "llama-2-json"])
+def test_added_tokens_follow_their_flags_in_texts_and_templates(folders, tmp_path, name, flags):
+    folder = with_tokens(folders[name], tmp_path / "flags", dict.fromkeys(flags, True))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}a [S] {{ m.content }} [S]b [S]\n{% endfor %}")
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    special, seen = ours.special["[S]"], []
+
+    @settings(PROPERTY, max_examples=30)
+    @given(text=AWKWARD)
+    def same(text):
+        found = ours.encode(text, bos=False)
+        assert found == ids_of(theirs, text, bos=False)
+        assert special not in found
+        seen.extend(found)
+        if "[S]" not in text:
+            assert ours.chat(text) == rendered(theirs, text)
+
+    same()
+    assert ours.chat(" [S] ").count(special) == ours.chat("x").count(special) > 0
+    assert theirs.convert_tokens_to_ids("[T]") in seen
 
 
 @PROPERTY
 @given(text=TEXT.filter(lambda text: not text.startswith((" ", "▁"))).map(lambda text: text.replace("▁", "_")))
 def test_sentencepiece_text_that_begins_with_no_space_survives_a_round_trip(pairs, text):
     assert pairs["llama-2"].ours.decode(pairs["llama-2"].ours.encode(text)) == text
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_in_user_text_stay_plain_text(pairs, name):
-    ours = pairs[name].ours
-    for token, special in ours.special.items():
-        assert special not in ours.encode(f"say {token}{token} now", bos=False)
-        assert ours.decode(ours.encode(f"say {token} now")) == f"say {token} now"
 
 
 def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_path):
@@ -308,39 +482,17 @@ def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_pat
     assert ours.chat("hi").count(ours.special["<|im_end|>"]) == 1
 
 
-def test_added_tokens_that_are_not_special_are_recognized_in_text_and_printed(pairs):
-    ours, theirs = pairs["qwen"].ours, pairs["qwen"].theirs
-    text = "<think>\nhello</think> world <think><think><think"
-    assert ours.encode(text) == ids_of(theirs, text)
-    assert ours.encode(text).count(ours.added["<think>"]) == 3
-    assert ours.decode(ours.encode(text)) == text
-
-
 def test_a_lone_surrogate_is_encoded_as_the_replacement_character(pairs):
     for name in ("llama-2", "llama-3"):
         assert pairs[name].ours.encode("a\ud800b") == pairs[name].ours.encode("a\ufffdb")
-
-
-def test_vocab_size_is_the_highest_id_plus_one(pairs):
-    for name in NAMES:
-        assert pairs[name].ours.vocab_size == len(pairs[name].theirs)
 
 
 def test_rank_file_gives_llama_3s_special_tokens_their_ids(pairs):
     ranks, ours = pairs["ranks"].ours, pairs["llama-3"].ours
     for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
         assert ranks.special[token] == ours.special[token]
-    assert (ranks.bos_id, ranks.vocab_size) == (ours.bos_id, ours.vocab_size)
+    assert (ranks.encode(""), ranks.vocab_size) == (ours.encode(""), ours.vocab_size)
     assert ranks.chat("hello", system="be brief") == ours.chat("hello", system="be brief")
-
-
-def test_bos_and_eos_are_the_checkpoints(pairs):
-    llama2, llama3, qwen = (pairs[name].ours for name in ("llama-2", "llama-3", "qwen"))
-    assert (llama2.bos_id, llama2.eos_ids) == (1, {2})
-    assert llama3.bos_id == pairs["llama-3"].theirs.bos_token_id
-    assert {llama3.special["<|end_of_text|>"], llama3.special["<|eot_id|>"]} <= llama3.eos_ids
-    assert qwen.bos_id is None
-    assert qwen.eos_ids == {qwen.special["<|im_end|>"], qwen.special["<|endoftext|>"]}
 
 
 def test_bos_is_added_as_the_config_says_and_by_default_with_sentencepiece(folders, tmp_path):
@@ -349,30 +501,6 @@ def test_bos_is_added_as_the_config_says_and_by_default_with_sentencepiece(folde
     assert 1 not in load_tokenizer(silent).encode("hi")
     (silent / "tokenizer_config.json").unlink()
     assert load_tokenizer(silent).encode("hi")[0] == 1
-
-
-@pytest.mark.parametrize("config", [True, False])
-@pytest.mark.parametrize("post_processor", [True, False])
-def test_the_post_processor_of_a_json_overrules_add_bos_token(folders, tmp_path, config, post_processor):
-    folder = edited(folders["llama-3"], tmp_path / "bos", add_bos_token=config)
-    if not post_processor:
-        change_json(folder, post_processor=None)
-    ours = load_tokenizer(folder)
-    assert ours.encode("hi") == ids_of(PreTrainedTokenizerFast.from_pretrained(folder), "hi")
-    assert (ours.encode("hi")[0] == ours.bos_id) is post_processor
-    assert ours.chat("hi")[0] == ours.bos_id and ours.bos_id not in ours.encode("hi", bos=False)
-
-
-def test_tokens_stored_as_objects_are_read(folders, tmp_path):
-    folder = edited(folders["llama-3"], tmp_path / "objects", eos_token={"content": "<|eot_id|>", "lstrip": False})
-    ours = load_tokenizer(folder)
-    assert ours.eos_id == ours.special["<|eot_id|>"]
-
-
-def test_whatever_the_config_calls_eos_ends_an_answer(folders, tmp_path):
-    token = "<|reserved_special_token_99|>"
-    ours = load_tokenizer(edited(folders["llama-3"], tmp_path / "eos", eos_token=token))
-    assert ours.special[token] == ours.eos_id and {ours.eos_id, ours.special["<|eot_id|>"]} <= ours.eos_ids
 
 
 def test_a_json_has_precedence_over_a_rank_file_and_a_sentencepiece_model_over_the_json(folders, tmp_path):
@@ -396,142 +524,22 @@ def test_add_prefix_space_false_means_no_leading_space(folders, tmp_path, text):
     assert ours.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize("ignore_merges", [True, False])
-def test_a_token_that_no_merge_makes_is_recognized_only_as_a_whole_word_with_ignore_merges(
-    folders, tmp_path, ignore_merges
-):
-    folder = edited(folders["llama-3"], tmp_path / "whole")
-    model = read(folder)["model"]
-    vocab = {**model["vocab"], "ĠZyzzyva": 900}
-    change_json(folder, model={**model, "vocab": vocab, "ignore_merges": ignore_merges})
-    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    for text in ("a Zyzzyva", "a Zyzzyvas", "Zyzzyva"):
-        assert ours.encode(text) == ids_of(theirs, text)
-    assert (900 in ours.encode("a Zyzzyva")) is ignore_merges
-    assert ours.decode([900]) == " Zyzzyva"
-
-
 def test_a_model_trained_without_the_leading_space_gets_none(tmp_path):
     ours = load_tokenizer(sentencepiece_folder(tmp_path, {}, add_dummy_prefix=False))
     assert ours.decode(ours.encode(" hello")) == " hello"
     assert ours.encode("hello") != ours.encode(" hello")
 
 
-# Added tokens that absorb spaces, stand alone or are matched in normalized text
-
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-AWKWARD = st.lists(
-    st.sampled_from([*" \t\n\u3000aé_1日!-\u200d", "e\u0301", "[T]", "[S]", "[Té]", "[Te\u0301]", "[SS]", "[T"]),
-    max_size=14,
-).map("".join)
-
-
-def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
-    """A copy whose tokenizer.json has three more tokens with these flags and a special one that is not normalized."""
-    shutil.copytree(source, folder)
-    oracle = Oracle.from_file(str(folder / "tokenizer.json"))
-    plain = dict.fromkeys(FLAGS, False)
-    for token in ("[T]", "[Té]", "[SS]"):
-        oracle.add_tokens([AddedToken(token, special=False, **plain | flags)])
-    oracle.add_special_tokens([AddedToken("[S]", special=True, **plain | flags | {"normalized": False})])
-    oracle.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.mark.parametrize("flags", [(), *((flag,) for flag in FLAGS), ("lstrip", "rstrip"), FLAGS], ids=",".join)
-@pytest.mark.parametrize("name", ["qwen", "llama-2-json"])
-def test_added_tokens_are_recognized_as_their_flags_say(folders, tmp_path, name, flags):
-    folder = with_tokens(folders[name], tmp_path / "flags", dict.fromkeys(flags, True))
-    ours = load_tokenizer(folder)
-    theirs = Oracle.from_file(str(folder / "tokenizer.json"))
-    theirs.encode_special_tokens = True
-    special, seen = ours.special["[S]"], []
-
-    @settings(PROPERTY, max_examples=60)
-    @given(text=AWKWARD)
-    def same(text):
-        found = ours.encode(text, bos=False)
-        assert found == theirs.encode(text, add_special_tokens=False).ids
-        assert special not in found
-        seen.extend(found)
-
-    same()
-    assert {ours.added["[T]"], ours.added["[Té]"]} <= set(seen)
-
-
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_special_tokens_of_a_template_absorb_spaces_as_their_flags_say(folders, tmp_path, flag):
-    folder = with_tokens(folders["qwen"], tmp_path / "flags", {flag: True})
-    template = "{% for m in messages %}a [S] {{ m.content }} [S]b [S]\n{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    for text in ("x", " y ", "  "):
-        assert ours.chat(text) == rendered(theirs, text)
-    assert ours.chat(" [S] ").count(ours.special["[S]"]) == ours.chat("x").count(ours.special["[S]"])
-
-
-@pytest.mark.parametrize("value", [1, None, "yes", []])
-def test_a_flag_that_is_neither_true_nor_false_is_refused(folders, tmp_path, value):
-    folder = with_tokens(folders["qwen"], tmp_path / "flags", {})
-    added = read(folder)["added_tokens"]
-    change_json(folder, added_tokens=[*added[:-1], added[-1] | {"lstrip": value}])
-    refused(folder, "tokenizer.json", "[S]")
-
-
-# A tokenizer.json that is not byte-level, through the package tokenizers
-
-
 def test_a_sentencepiece_model_stored_only_as_json_is_read_like_the_model(pairs):
     for form, original in (("llama-2-json", "llama-2"), ("llama-2-legacy-json", "llama-2-legacy")):
         ours, model = pairs[form].ours, pairs[original].ours
-        assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (model.vocab_size, model.bos_id, model.eos_ids)
-        assert ours.pieces == model.pieces
-        for text in NASTY:
-            assert ours.encode(text) == model.encode(text)
-            assert ours.decode(ours.encode(text)) == model.decode(model.encode(text))
+        assert (ours.vocab_size, ours.special, ours.eos_ids) == (model.vocab_size, model.special, model.eos_ids)
         assert ours.chat("  hello ", "be brief") == model.chat("  hello ", "be brief")
         assert ours.chat_next("</s> you") == model.chat_next("</s> you")
-
-
-@pytest.mark.parametrize("change", ["normalizer", "pattern"])
-def test_a_byte_level_json_with_an_unknown_step_is_read_through_the_package(folders, tmp_path, change):
-    folder = edited(folders["qwen"], tmp_path / "own")
-    steps = read(folder)["pre_tokenizer"]["pretokenizers"]
-    own = (
-        {"normalizer": {"type": "Lowercase"}}
-        if change == "normalizer"
-        else {
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [{**steps[0], "behavior": "MergedWithNext"}, steps[1]],
-            }
-        }
-    )
-    change_json(folder, **own)
-    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    for text in NASTY:
-        assert ours.encode(text) == ids_of(theirs, text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(ids_of(theirs, text))
-
-
-def test_a_decoder_that_joins_words_by_rules_is_refused(tmp_path):
-    oracle = Oracle(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
-    oracle.decoder = decoders.WordPiece()
-    oracle.save(str(tmp_path / "tokenizer.json"))
-    refused(tmp_path, "tokenizer.json", "WordPiece")
+        assert ours.chat_end("hello") == model.chat_end("hello")  # no leading space: the text goes on
 
 
 # Streaming
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("text", NASTY)
-def test_streamed_text_is_the_decoded_text_without_broken_characters(pairs, name, text):
-    ours = pairs[name].ours
-    ids, stream = ours.encode(text), ours.stream()
-    pieces = [stream.push(i) for i in ids]
-    assert "".join(pieces) + stream.flush() == ours.decode(ids)
-    assert "".join(pieces).count("\ufffd") == text.count("\ufffd")
 
 
 def test_a_character_is_streamed_once_its_last_byte_has_come(pairs):
@@ -549,49 +557,13 @@ def test_an_unfinished_character_appears_as_a_replacement_on_flush(pairs):
     assert stream.flush() == "\ufffd" and ours.decode(ids) == "ok \ufffd"
 
 
-@PROPERTY
-@given(ids=st.lists(st.integers(-1, 900), max_size=30))
-def test_any_ids_stream_to_what_they_decode_to(pairs, ids):
-    for name in ("llama-2", "qwen"):
-        stream = pairs[name].ours.stream()
-        pieces = pairs[name].ours.pieces
-        text = b"".join(pieces[i] for i in ids if 0 <= i < len(pieces)).decode(errors="replace")
-        text = text.removeprefix(" ") if name == "llama-2" else text
-        assert "".join(map(stream.push, ids)) + stream.flush() == pairs[name].ours.decode(ids) == text
-
-
-def test_special_tokens_and_ids_outside_the_vocabulary_print_nothing(pairs):
-    ours = pairs["qwen"].ours
-    assert ours.pieces[-1] and ours.decode([-1, ours.vocab_size]) == ""
-    ours = pairs["llama-3"].ours
-    assert ours.decode([*ours.encode("hello"), ours.special["<|eot_id|>"], *ours.encode(" you")]) == "hello you"
-
-
 # Long inputs
-
-
-@pytest.mark.parametrize("name", ["llama-2", "llama-3", "qwen"])
-@pytest.mark.parametrize(
-    "text",
-    [" " * 1_000_000 + "x", "a" * 1_000_000, "\t" * 600_000 + "!" * 600_000, "1" * 300_000, "x" + "日" * 300_000],
-    ids=["spaces", "letters", "tabs and symbols", "digits", "ideographs"],
-)
-def test_a_very_long_run_is_encoded_without_loss(pairs, name, text):
-    decoded = pairs[name].ours.decode(pairs[name].ours.encode(text))
-    assert decoded == text.removeprefix(" ") if name == "llama-2" else decoded == text
-
-
-@pytest.mark.parametrize("name", ["llama-3", "qwen"])
-def test_long_text_without_long_runs_is_not_cut(pairs, name):
-    text = "\n".join(corpus() * 12) + " " + "ab" * (MAX_RUN // 2 - 1) + "  " * (MAX_RUN // 2 - 1)
-    assert len(text) > 16 * MAX_RUN
-    assert pairs[name].ours.encode(text) == ids_of(pairs[name].theirs, text)
 
 
 # Chat formats
 
 CHATS = ["llama-2", "llama-2-json", "llama-2-legacy", "mistral", "mistral-v0.3"]
-CHATS += ["llama-3", "llama-3.1", "qwen", "chatml"]
+CHATS += ["llama-3", "qwen", "chatml"]
 
 
 def rendered(theirs, *said: str, system: str | None = None) -> list[int]:
@@ -616,15 +588,6 @@ def test_a_later_turn_continues_the_published_template_from_the_end_of_the_answe
     assert whole[: len(first)] == first and whole[-len(later) :] == later
     assert ours.decode(whole[len(first) : -len(later)]).strip() == "the answer"
     assert later[0] in ours.eos_ids
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_control_tokens_typed_by_a_user_do_not_change_the_turns(pairs, name):
-    ours = pairs[name].ours
-    typed = "</s>[/INST]<|eot_id|><|im_end|>\n<|im_start|>system<|start_header_id|>x"
-    control = set(ours.special.values())
-    for turn, plain in ((ours.chat(typed), ours.chat("x")), (ours.chat_next(typed), ours.chat_next("x"))):
-        assert [i for i in turn if i in control] == [i for i in plain if i in control]
 
 
 def test_a_template_file_overrides_the_configs_template(folders, tmp_path):
@@ -654,15 +617,6 @@ def test_a_finetunes_chatml_tokens_are_read_from_its_config_and_bos_from_its_tem
     assert ours.decode([start, start + 1]) == "" and start not in ours.encode("<|im_end|>")
 
 
-def test_later_mistrals_write_no_space_after_their_control_tokens(folders, tmp_path):
-    start = load_tokenizer(folders["llama-3"]).vocab_size
-    tokens = {str(start + i): {"content": name, "special": True} for i, name in enumerate(["[INST]", "[/INST]"])}
-    template = MISTRAL3_TEMPLATE.replace("[INST] ", "[INST]")
-    folder = edited(folders["llama-3"], tmp_path / "later", chat_template=template, added_tokens_decoder=tokens)
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    assert load_tokenizer(folder).chat("hello", system="be brief") == rendered(theirs, "hello", system="be brief")
-
-
 @pytest.mark.parametrize("name", ["llama-2", "gpt2"])
 def test_chat_without_a_template_or_the_tokens_of_a_known_format_is_refused(folders, tmp_path, name):
     ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
@@ -682,30 +636,6 @@ def test_without_a_template_the_tokens_of_a_known_format_imply_one(folders, pair
 # Refusals
 
 
-@pytest.mark.parametrize("i", [10**9, 2**63, -1, "x", 1.5, None, True])
-@pytest.mark.parametrize("where", ["added_tokens", "added_tokens_decoder", "added_tokens.json", "vocab"])
-def test_an_id_that_no_vocabulary_has_is_refused_before_memory_is_allocated(folders, tmp_path, where, i):
-    folder = edited(folders["qwen"], tmp_path / "ids")
-    if where == "added_tokens":
-        token = {"id": i, "content": "new", "special": False}
-        change_json(folder, added_tokens=[*read(folder)["added_tokens"], token])
-    elif where == "vocab":
-        model = read(folder)["model"]
-        change_json(folder, model={**model, "vocab": {**model["vocab"], "new": i}})
-    elif where == "added_tokens.json":
-        write(folder, added_tokens={"new": i})
-    else:
-        token = {"content": "new", "special": False}
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        write(folder, tokenizer_config={**config, "added_tokens_decoder": {str(i): token}})
-    tracemalloc.start()
-    try:
-        refused(folder, str(folder))
-        assert tracemalloc.get_traced_memory()[1] < 50_000_000
-    finally:
-        tracemalloc.stop()
-
-
 def test_a_folder_without_tokenizer_files_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^[^\n]*has no tokenizer[^\n]*$"):
         load_tokenizer(tmp_path)
@@ -715,20 +645,6 @@ def refused(folder: Path, *words: str) -> None:
     with pytest.raises(ValueError) as error:
         load_tokenizer(folder)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "model, word",
-    [
-        (models.BPE({"a": 0, "<0x0A>": 1}, [], byte_fallback=True), "BPE with byte fallback"),
-        (models.Unigram([("a", -1.0)]), "Unigram"),
-        (models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"), "WordPiece"),
-    ],
-)
-def test_a_json_that_is_not_byte_level_bpe_names_what_reads_it(tmp_path, monkeypatch, model, word):
-    Oracle(model).save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
-    refused(tmp_path, word, "pip install tokenizers", "tokenizer.model", "tokenizer.json")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 500, -40])
@@ -767,113 +683,54 @@ def test_invalid_json_is_refused_by_name(folders, tmp_path, name, text):
 @pytest.mark.parametrize(
     "change, word",
     [
-        (lambda data: data.pop("model"), "model"),
-        (lambda data: data["model"].pop("merges"), "merges"),
-        (lambda data: data["model"]["merges"].append(["the", "absent"]), "theabsent"),
-        (lambda data: data["model"]["vocab"].pop("!"), "!"),
-        (lambda data: data.update(normalizer={"type": "Lowercase"}), "Lowercase"),
-        (lambda data: data["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Whitespace"}), "Whitespace"),
-        (lambda data: data["added_tokens"].append({"id": 1}), "content"),
+        (lambda data: data.pop("model"), "tokenizer.json"),
+        (lambda data: data["model"].pop("merges"), "tokenizer.json"),
+        (lambda data: data["model"]["merges"].append(["the", "absent"]), "tokenizer.json"),
+        (lambda data: data["pre_tokenizer"].update(type="unheard of"), "tokenizer.json"),
+        (lambda data: data["added_tokens"].append({"id": 1}), "tokenizer.json"),
+        (lambda data: data["model"]["vocab"].update(new=10**9), "not every token has an id"),
     ],
 )
-def test_a_json_with_parts_that_are_missing_or_not_supported_is_refused(folders, tmp_path, monkeypatch, change, word):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
+def test_a_json_that_is_damaged_is_refused(folders, tmp_path, change, word):
     folder = edited(folders["qwen"], tmp_path / "changed")
     data = read(folder)
     change(data)
     write(folder, tokenizer=data)
-    refused(folder, "tokenizer.json", word)
+    refused(folder, word)
 
 
-HOSTILE = (None, True, -1, 3, 1.5, 2**63, 1e308, "", "x", "(", [], [1], ["x"], [[]], {}, {"a": 1}, {"type": "x"})
-
-
-def places(value: object, path: tuple = ()) -> list[tuple]:
-    """Every path in a JSON value, except in vocabularies beyond 3 entries and in lists beyond the first item."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
-    found = [path] if path else []
-    for key, inner in list(entries)[: 3 if path[-1:] == ("vocab",) else None]:
-        found += places(inner, (*path, key))
-    return found
-
-
-def changed(value, path: tuple, new: object):
-    if not path:
-        return new
-    copy = value.copy()
-    copy[path[0]] = changed(value[path[0]], path[1:], new)
-    return copy
-
-
-@pytest.mark.parametrize("name", ["llama-3", "qwen", "llama-2-json", "chat"])
-def test_a_value_of_the_wrong_type_anywhere_is_refused_in_one_line_or_read(folders, tmp_path, name):
-    folder = tmp_path / "wrong"
-    shutil.copytree(folders["qwen" if name == "chat" else name], folder)
-    token = {"content": "<new>", "special": False, "lstrip": True}
-    named = [{"name": "default", "template": CHATML_TEMPLATE}]
-    config = {"added_tokens_decoder": {"700": token}, "chat_template": named}
-    file = "tokenizer_config" if name == "chat" else "tokenizer"
-    whole = config | {"bos_token": token, "eos_token": "<new>"} if name == "chat" else read(folder)
-    if name != "chat":
-        whole["added_tokens"] = whole["added_tokens"][:3]
-    random.Random(0).shuffle(cases := [(place, value) for place in places(whole) for value in HOSTILE])
-    for place, value in cases[:50]:
-        write(folder, **{file: changed(whole, place, value)})
-        try:
-            ours = load_tokenizer(folder)
-            ours.decode(ours.encode("hello <new> x"))
-        except ValueError as error:
-            assert "\n" not in str(error), (place, value)
-    write(folder, **{file: whole})
-    load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
-@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens"])
-def test_a_file_that_is_nested_too_deeply_is_refused(folders, tmp_path, name, text):
-    folder = edited(folders["qwen"], tmp_path / "nested")
-    (folder / f"{name}.json").write_text(text)
-    refused(folder, f"{name}.json", "nested too deeply")
-
-
-def with_pattern(source: Path, folder: Path, *patterns: str) -> Path:
-    shutil.copytree(source, folder)
-    splits = [{"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in patterns]
-    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    change_json(folder, pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, bare]})
-    return folder
-
-
-def test_groups_in_a_pattern_change_nothing(folders, tmp_path):
-    folder = with_pattern(folders["qwen"], tmp_path / "groups", "((a)+b)(c)?", "(x)|.")
-    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    assert ours.encode("aabc xaab") == ids_of(theirs, "aabc xaab")
-
-
-def test_an_empty_split_pattern_is_refused(folders, tmp_path):
-    refused(with_pattern(folders["qwen"], tmp_path / "empty", ""), "tokenizer.json", "empty pattern")
-
-
-@pytest.mark.parametrize("pattern", ["a*", r"\s*", "a|", "(?=a)|b*"])
-def test_a_pattern_that_an_empty_text_matches_is_left_to_the_package(folders, tmp_path, monkeypatch, pattern):
-    folder = with_pattern(folders["qwen"], tmp_path / "star", pattern)
-    assert load_tokenizer(folder).encode("aab ba") == ids_of(PreTrainedTokenizerFast.from_pretrained(folder), "aab ba")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(folder, "tokenizer.json", "empty text matches")
+@pytest.mark.parametrize("i", ["1000000000", str(2**63), "-1", "x", "1.5"])
+@pytest.mark.parametrize("name", ["qwen", "llama-2"])
+def test_an_added_token_with_an_id_that_it_cannot_have_is_refused(folders, tmp_path, name, i):
+    entry = {"content": "new", "special": False}
+    refused(edited(folders[name], tmp_path / "ids", added_tokens_decoder={i: entry}), str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "patterns, text",
+    "change",
     [
-        (("(?:x|x)+y", "a"), "x" * 40),  # the first of two: under a time limit
-        ((r"(?:x|x)*(?!z)c",), "x" * 3000),  # the last: tiktoken limits its steps
-        (("(?=x)",), "axa"),  # matches nothing, in places
+        {"bos_token": 5},
+        {"bos_token": {}},
+        {"added_tokens_decoder": []},
+        {"added_tokens_decoder": {"700": 5}},
+        {"added_tokens_decoder": {"700": {"content": "x", "lstrip": 1.5}}},
+        {"added_tokens_decoder": {"700": {"content": ""}}},
     ],
 )
-def test_a_pattern_that_backtracks_without_end_or_loses_text_is_stopped(folders, tmp_path, monkeypatch, patterns, text):
-    monkeypatch.setattr(tokenizer, "SECONDS", 0.2)
-    ours = load_tokenizer(with_pattern(folders["qwen"], tmp_path / "slow", *patterns))
-    assert ours.encode("a b")
-    with pytest.raises(ValueError, match="patterns") as error:
-        ours.encode(text)
-    assert "\n" not in str(error.value)
+def test_a_setting_of_the_wrong_type_is_refused(folders, tmp_path, change):
+    refused(edited(folders["qwen"], tmp_path / "wrong", **change), "tokenizer")
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(folders, tmp_path):
+    folder = edited(folders["qwen"], tmp_path / "nested")
+    (folder / "tokenizer.json").write_text("[" * 100_000)
+    refused(folder, "tokenizer.json", "nested too deeply")
+
+
+def test_a_pattern_that_backtracks_without_end_is_stopped(folders, tmp_path):
+    folder = edited(folders["qwen"], tmp_path / "slow")
+    split = {"type": "Split", "pattern": {"Regex": "(?:x|x)+y"}, "behavior": "Isolated", "invert": False}
+    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    change_json(folder, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, bare]})
+    with pytest.raises(ValueError, match="patterns"):
+        load_tokenizer(folder).encode("x" * 40)

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from config import rope_frequencies
 from engine import Engine
+from model import rope_frequencies
 from needle import data, train
 from tasks.ruler import wordlist
 from text.tokenizer import load_tokenizer
@@ -46,12 +46,12 @@ def test_every_token_predicts_the_next_and_the_last_of_an_answer_predicts_eos(to
     for _ in range(40):
         s = source.sequence(stage, length)
         assert len(s.ids) == len(s.follow) == len(s.weights) == length
-        ends = {end - 1 for _, _, end in s.spans}
+        ends = {end - 1 for _, _, end in s.answers}
         for i in range(length - 1):
-            assert s.follow[i] == (train.EOS if i in ends else s.ids[i + 1])
-        weight_one = {i for _, begin, end in s.spans for i in range(begin, end)}
+            assert s.follow[i] == (data.EOS if i in ends else s.ids[i + 1])
+        weight_one = {i for _, begin, end in s.answers for i in range(begin, end)}
         assert {i for i, w in enumerate(s.weights) if w == 1} == weight_one
-        kinds |= {kind for kind, _, _ in s.spans}
+        kinds |= {kind for kind, _, _ in s.answers}
     everything = {"essay", "lookup", "multikey_2", *["vt"] * (length > 256)}
     assert kinds >= {"direct": {"direct"}, "echo": {"echo"}, "ruler": {"ruler"}}.get(stage, everything)
 
@@ -95,7 +95,7 @@ def test_a_new_model_copies_before_any_training():
     for seed in range(4):
         rng = random.Random(seed)
         stretch = [rng.randrange(3, train.CONFIG["vocab_size"]) for _ in range(40)]
-        tokens = torch.tensor([[train.BOS, *stretch, *stretch]])
+        tokens = torch.tensor([[data.BOS, *stretch, *stretch]])
         angle = torch.arange(tokens.shape[1])[:, None].float() * speed
         follow = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
         for span, sign in ((slice(1, 40), 1), (slice(42, 80), -1)):

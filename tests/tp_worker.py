@@ -1,37 +1,47 @@
 """What each rank runs for test_tp.py: torchrun ... tests/tp_worker.py CASES RESULTS, both files of torch.save."""
 
-import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from paper_bytes import overhead, paper_bytes
 
 import kv
 from engine import Engine
-from runtime import processes
+from runtime import parallel
 
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 93))]
-FOLLOW_UPS = [[[1, 2, 3]], [[4], [5, 6]], []]
+FOLLOW_UPS = [{0: [1, 2, 3], 1: [4]}, {1: [5, 6]}]  # questions by row, in the order of the calls
 FORCED = [list(range(20, 26)), list(range(50, 54)), list(range(60, 66))]
 SAMPLING = {"temperature": 0.9, "top_k": 30}
+
+
+def conversations(engine: Engine) -> list[list[int]]:
+    """Sampled answers to the prompts and to the questions after them."""
+    rows = engine.start(PROMPTS)
+    answers = engine.ask(rows, max_new_tokens=5, **SAMPLING)
+    for questions in FOLLOW_UPS:
+        answers += engine.ask([rows[i] for i in questions], list(questions.values()), 5, **SAMPLING)
+    for row in rows:
+        row.close()
+    return [answer.tokens for answer in answers]
 
 
 def outcome(engine: Engine) -> dict:
     """What an engine computes: logits, tokens, and the bytes of its caches."""
     found = {"logits": [x.clone() for x in engine.logits(PROMPTS, FORCED)]}
-    engine.requests = itertools.count()  # the noise of sampling depends on a request's number
-    rows = engine.generate(PROMPTS, 5, follow_ups=FOLLOW_UPS, **SAMPLING)
-    found["tokens"] = [answer.tokens for row in rows for answer in row.answers]
+    found["tokens"] = conversations(engine)
     method = kv.parse_options(engine.method, engine.options)
     shape, budget = engine.shape, engine.budget
     tokens = None if budget is None else shape.tokens(budget)
     return found | {
         "bytes": sum(engine.kv_bytes()[:2]),
-        "paper": 0 if engine.speculate else kv.paper_bytes(method, shape, tokens),
-        "overhead": sum(sum(layer.overhead().values()) for layer in engine.layers),
+        "paper": 0 if engine.speculate else paper_bytes(engine.method, method, shape, tokens),
+        "overhead": sum(map(overhead, engine.layers), Counter()).total(),
     }
 
 
@@ -51,7 +61,7 @@ def run(case: dict, engines: dict[str, Engine]) -> dict:
 
 def main() -> None:
     cases, results = sys.argv[1:]
-    ranks, engines, found = processes.join(), {}, {}
+    ranks, engines, found = parallel.join(), {}, {}
     for name, case in torch.load(cases, weights_only=False).items():
         ours = run(case, engines)
         everyone = [None] * ranks.count
@@ -61,7 +71,7 @@ def main() -> None:
         found[name] = everyone
     if ranks.rank == 0:
         torch.save(found, results)
-    processes.leave()
+    parallel.leave()
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
 """Chat templates turn a conversation into text for the model. A checkpoint brings its own template, a Jinja program.
 
 `render` runs it as transformers does, in jinja2's immutable sandbox: a template can access no file, module or private
-attribute and cannot change its inputs. The sandbox is in a separate process (`python chat.py`), limited to SECONDS per
-answer and BYTES of memory: a template that never ends, or whose text never ends, affects only that process.
+attribute and cannot change its inputs. The sizes of a template and of its output are limited; time and memory are
+not, so a template can loop for hours or fill the memory with one long text: checkpoints are trusted that far.
 """
 
-import atexit
 import json
-import select
-import subprocess
-import sys
-import threading
 from datetime import datetime
 from functools import lru_cache
 
-SECONDS = 10
-BYTES = 1 << 30
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+LONGEST = 200_000  # characters of a template
 GROWTH = 1_000_000  # characters that a template may add to a conversation
+MESSAGE = 300  # characters shown of a template's error message
 
 # For checkpoints without a template: (control tokens the vocabulary must have, template).
 DEFAULTS = {
@@ -45,112 +44,50 @@ CONTROL_TOKENS = {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}.union(*(tokens for toke
 def render(template: str, messages: list[dict[str, str]], variables: dict[str, str]) -> str:
     """The conversation as text, up to the header of the next answer; `variables` are bos_token and the like.
 
-    Raises a one-line ValueError if the template rejects the conversation, is damaged, or exceeds its limits.
+    Raises a one-line ValueError if the template rejects the conversation, is damaged, or exceeds the limits on sizes.
     """
-    found = _worker.ask({"template": template, "messages": messages, "variables": variables})
-    if "error" in found:
-        raise ValueError(f"the checkpoint's chat template fails: {' '.join(found['error'].split())}")
-    return found["text"]
+    left = GROWTH + sum(len(m["content"]) for m in messages)
+    pieces = []
+    try:
+        if len(template) > LONGEST:
+            raise ValueError(f"it has more than {LONGEST} characters")
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **variables}
+        for piece in _compiled(template).generate(given):
+            left -= len(piece)
+            if left < 0:
+                raise ValueError(f"it adds more than {GROWTH} characters")
+            pieces.append(piece)
+    except Exception as error:  # a template is a program and can raise anything
+        said = " ".join((str(error)[:MESSAGE] or type(error).__name__).split())
+        said = "".join(c if c.isprintable() else "\ufffd" for c in said)  # no escape sequence reaches a terminal
+        raise ValueError(f"the checkpoint's chat template fails: {said}") from None
+    return "".join(pieces)
 
 
-class Worker:
-    """The rendering process: started on first use, and restarted after it was stopped."""
+class Generation(Extension):
+    """{% generation %}: marks an answer's text for training; here it renders that text unchanged."""
 
-    def __init__(self):
-        self.process: subprocess.Popen | None = None
-        self.lock = threading.Lock()
+    tags = {"generation"}
 
-    def ask(self, request: dict) -> dict:
-        with self.lock:
-            try:
-                if self.process is None or self.process.poll() is not None:
-                    self.stop()
-                    command = [sys.executable, "-P", __file__]
-                    self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
-                self.process.stdin.flush()
-                ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
-                answer = self.process.stdout.readline() if ready else b""
-            except BrokenPipeError:
-                ready, answer = True, b""
-            except BaseException:  # Ctrl-C: the pending answer must not reach the next call
-                self.stop()
-                raise
-            if not answer:
-                self.stop()
-                return {"error": "it ended the process that renders it" if ready else f"it takes more than {SECONDS} s"}
-            return json.loads(answer)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-_worker = Worker()
-atexit.register(_worker.stop)
+def raise_exception(message):
+    raise jinja2.TemplateError(str(message)[:MESSAGE])
 
 
-# The rendering process
+def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @lru_cache
-def _compiled(template: str):
-    import jinja2
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %}: marks an answer's text for training; here it renders that text unchanged."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
+def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json  # jinja2's own filter escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
-
-
-def _answer(line: str) -> dict:
-    try:
-        request = json.loads(line)
-        text = _compiled(request["template"]).render(
-            messages=request["messages"], tools=None, documents=None, add_generation_prompt=True, **request["variables"]
-        )
-        if len(text) > len(line) + GROWTH:
-            return {"error": f"it adds more than {GROWTH} characters"}
-        return {"text": text}
-    except MemoryError:
-        return {"error": f"it needs more than {BYTES >> 20} MB"}
-    except ImportError as error:
-        return {"error": f"{error}: pip install jinja2"}
-    except Exception as error:  # a template is a program and can raise anything
-        return {"error": str(error) or type(error).__name__}
-
-
-def main() -> None:
-    import resource
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and kills this process at exit
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    for line in sys.stdin:
-        print(json.dumps(_answer(line)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

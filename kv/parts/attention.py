@@ -102,6 +102,20 @@ def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
     return torch.stack(sums)
 
 
+def highest_attention(q: Tensor, k: Tensor, n: int) -> Tensor:
+    """The attention of the last n queries to each token, the maximum over the heads: [n,T] fp32.
+
+    q [Hq,N,D] are the last N of T queries, k [Hk,T,D]. One KV head at a time.
+    """
+    length = k.shape[1]
+    later = torch.arange(length, device=q.device) > torch.arange(length - n, length, device=q.device)[:, None]
+    scores = torch.zeros(n, length, device=q.device)
+    for rows, keys in zip(q[:, q.shape[1] - n :].unflatten(0, (k.shape[0], -1)), k, strict=True):
+        logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
+        scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
+    return scores
+
+
 def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
     """The attention that tokens receive from the last n queries, fp32: q [1,Hq,n,D], k [1,Hk,T,D] -> `powers` of
     [Hk,T], and [Hq].
@@ -112,7 +126,7 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
     """
     length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
     block = max(1, min(n, SCORES // (groups * length)))
-    found = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
+    totals = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
     variance = torch.empty(k.shape[1], groups, device=q.device)
     for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):
         keys = keys.float().mT * q.shape[-1] ** -0.5
@@ -124,10 +138,10 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
             later = torch.arange(seen, device=q.device) > torch.arange(first, seen, device=q.device)[:, None]
             weight = logits.masked_fill_(later, -torch.inf).softmax(-1)
             own[:, :seen] += weight.sum(1)
-            for power, sums in enumerate(found[1:], 2):
+            for power, sums in enumerate(totals[1:], 2):
                 sums[head, :seen] += (weight.sum(0) ** power).sum(0)
-        found[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
-    return found, variance.flatten()
+        totals[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
+    return totals, variance.flatten()
 
 
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor], Tensor]:

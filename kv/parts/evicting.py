@@ -40,12 +40,13 @@ class Evicting(KV):
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
 
-    endless = reads_all = evicts_by_chunk = True
+    reads_all = evicts_by_chunk = True
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
         super().__init__(shape)
         self.size, self.sinks, self.recent, self.region = size, sinks, recent, region
+        self.endless = size < shape.planned
         self.slots = (size if region is None else region.most) + 1  # one is spare
         self.read_slots = inductor.symbol(self.slots, shape.device)
         if region is None:
@@ -81,24 +82,17 @@ class Evicting(KV):
         """How many of `kept` tokens are reserved for the newest."""
         return self.recent
 
-    def merge(
-        self, slot: Tensor, evicts: Tensor, keys: Tensor, values: Tensor, position: Tensor, importance: Tensor
-    ) -> None:
-        """Merges the tokens at slot [B,Hk], where evicts [B,Hk], into kept ones.
+    def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
+        """Merges the tokens at slot [B,Hk], where evicts [B,Hk], into others of all `held` [B,Hk,n,...]."""
 
-        The other arguments cover all slots that the step reads.
-        """
-
-    def merge_many(
-        self, row: int, tokens: Held, kept: Tensor, k: Tensor, v: Tensor, sums: list[Tensor], prompt: bool
-    ) -> None:
-        """Merges those of `tokens`, a prompt's or an extended row's, that are not kept [Hk,n] into k and v [Hk,n,D]."""
+    def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
+        """Merges those of `tokens`, a prompt's or an extended row's, whose index is not in kept [Hk,n] into `stay`."""
 
     # Many tokens
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
-        self.compress(row, tokens, *self.rank(row, q, k, tokens.position), prompt=True)
+        self.compress(row, tokens, *self.rank(row, q, k, tokens.position))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
@@ -113,20 +107,17 @@ class Evicting(KV):
         self.compress(row, tokens, *self.rank(row, q, keys, tokens.position), prompt=False)
         return y
 
-    def compress(self, row: int, tokens: Held, importance: Tensor, sums: list[Tensor], prompt: bool) -> None:
+    def compress(self, row: int, tokens: Held, importance: Tensor, sums: list[Tensor], prompt: bool = True) -> None:
         """Stores what stays of N tokens, a prompt's or those of an extended row: the other tensors are [Hk,N]."""
         region = self.region_of(row)
         size = region.stop - region.start - 1
-        kept = select(importance, size, self.sinks, self.newest(size))
-        k, v, position = tokens
-        if kept.shape[1] < position.shape[1]:
-            each = kept[..., None].expand(-1, -1, k.shape[2])
-            k, v = k.gather(1, each), v.gather(1, each)
-            self.merge_many(row, tokens, kept, k, v, sums, prompt)
+        kept, stay = select(importance, size, self.sinks, self.newest(size)), tokens
+        if kept.shape[1] < tokens.k.shape[1]:
+            stay = tokens.at(kept)
+            self.merge_many(row, tokens, kept, stay, sums, prompt)
         at = slice(region.start, region.start + kept.shape[1])
         self.position[row, :, region] = -1
-        self.k[row, :, at], self.v[row, :, at] = k, v
-        self.position[row, :, at] = position.gather(1, kept)
+        self.k[row, :, at], self.v[row, :, at], self.position[row, :, at] = stay
         for name, values in zip(self.sums, sums, strict=True):
             getattr(self, name)[row, :, at] = values.gather(1, kept)
         self.spare[row] = kept.shape[1]
@@ -152,7 +143,7 @@ class Evicting(KV):
         evictable = self.evictable(position, pos[:, None, None])
         slot = importance.masked_fill(~evictable, torch.inf).argmin(2)
         evicts = live & (held[..., None] > self.sizes())[..., 0]
-        self.merge(slot, evicts, keys, values, position, importance)
+        self.merge(slot, evicts, Held(keys, values, position), importance)
         self.put(self.position, slot, evicts, -1)
         self.spare.copy_(torch.where(evicts, slot, torch.where(live, held, self.spare)))
         return y
@@ -219,9 +210,7 @@ class Evicting(KV):
         return position.argsort(1)[:, position.shape[1] - int((position[0] >= 0).sum()) :] + region.start
 
     def held(self, row: int, length: int) -> Held:
-        slot = self.slots_by_position(row)
-        each = slot[..., None].expand(-1, -1, self.k.shape[3])
-        return Held(self.k[row].gather(1, each), self.v[row].gather(1, each), self.position[row].gather(1, slot))
+        return Held(self.k[row], self.v[row], self.position[row]).at(self.slots_by_position(row))
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
         region = self.region_of(row)
@@ -230,7 +219,9 @@ class Evicting(KV):
 
     def reset(self, row: int) -> None:
         super().reset(row)
-        self.position[row, :, self.region_of(row)] = -1
+        region = self.region_of(row)
+        self.position[row, :, region] = -1
+        self.k[row, :, region], self.v[row, :, region] = 0, 0  # a NaN would reach the output: 0 x NaN is NaN
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)

@@ -26,6 +26,10 @@ class FetchMethod(offload.OffloadMethod):
         local = min(max(local, self.initial), budget - 1)
         return local, budget - local
 
+    def most(self, shape: Shape) -> int:
+        """Beyond what covers every token, n_local still grows, up to 128."""
+        return shape.planned + 3 * 128
+
     def reach(self, shape: Shape) -> int:
         """How many tokens of a row can be chosen from, those that stay included: by default, the prompt's."""
         return shape.max_prompt
@@ -35,10 +39,9 @@ class FetchMethod(offload.OffloadMethod):
         local, count = self.split(budget)
         return local, min(count, max(1, self.reach(shape) - local))
 
-    def staged_rows(self, shape: Shape, budget: int) -> Staged | None:
-        """The buffer where fetched rows arrive, which all layers use in turn; None unless threads fetch."""
-        slots = shape.batch * shape.n_kv_head * self.sizes(shape, budget)[1]
-        return self.staged(slots, (2, shape.head_dim), shape)
+    def staged_tokens(self, shape: Shape, budget: int) -> Staged | None:
+        """The buffer where fetched tokens arrive, which all layers use in turn; None unless threads fetch."""
+        return self.staged((shape.n_kv_head * self.sizes(shape, budget)[1], 2, shape.head_dim), shape)
 
 
 class Parts(KV):
@@ -134,22 +137,20 @@ class Parts(KV):
 
 
 class Fetched(Parts):
-    """A pool holds the middle, K and V of `per_row` tokens per pool row; a step fetches `count` rows per KV head."""
+    """A pool holds the middle, K and V of `size` tokens per entry; a step fetches `count` entries per KV head."""
 
-    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, per_row: int, pool: Pool):
-        super().__init__(shape, sinks, ends, count * per_row)
+    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, size: int, pool: Pool):
+        super().__init__(shape, sinks, ends, count * size)
         self.count = count
         self.allocate_state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
         self.hold("pool_buffer", pool.buffer)
 
     def bring(self, wanted: Tensor, active: Tensor, q: Tensor) -> Tensor:
-        """Fetches pool rows wanted [B,Hk,count], below 0 none, to the chosen slots; returns q, see Pool.issue."""
-        ticket, q = self.pool.issue(wanted.flatten(), active, q)
-        rows = inductor.stored(self.pool.take(self.pool.wait(ticket, q))).unflatten(
-            0, wanted.shape
-        )  # [B,Hk,count,2,...,D]
-        for buffer, new in zip((self.k, self.v), rows.unbind(3), strict=True):
+        """Fetches entries wanted [B,Hk,count], below 0 none, to the chosen slots; returns q, see Pool.issue."""
+        ticket, q = self.pool.issue(wanted, active, q)
+        entries = inductor.stored(self.pool.take(self.pool.wait(ticket, q)))
+        for buffer, new in zip((self.k, self.v), entries.unflatten(0, wanted.shape).unbind(3), strict=True):
             self.store_chosen(buffer, new.flatten(2, -2), active)
         return q
 
@@ -165,28 +166,26 @@ class Fetched(Parts):
 
 
 class FetchedTokens(Fetched):
-    """A pool row is one token of one KV head, [B,max_prompt,Hk] of them: every head chooses its own."""
+    """An entry is one token of one KV head, [max_prompt,Hk] of them in each row: every head chooses its own."""
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged, workers):
+    def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged: Staged | None):
         ends, count = options.sizes(shape, budget)
-        rows, width = shape.batch * shape.max_prompt * shape.n_kv_head, (2, shape.head_dim)
-        pool = options.pool(f"layer {layer}", rows, width, staged, shape, workers)
-        super().__init__(shape, options.initial, ends, count, per_row=1, pool=pool)
+        size = (shape.max_prompt * shape.n_kv_head, 2, shape.head_dim)
+        pool = options.pool(f"layer {layer}", size, staged, shape)
+        super().__init__(shape, options.initial, ends, count, size=1, pool=pool)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
         for i, x in enumerate((k, v)):
-            self.pool.write(row * self.shape.max_prompt * k.shape[1], x[0].transpose(0, 1).flatten(0, 1), i)
+            self.pool.write(row, 0, x[0].transpose(0, 1).flatten(0, 1), i)
 
     def views(self, row: int, length: int) -> dict[str, Tensor]:
-        heads = self.shape.n_kv_head
-        pool = self.pool.part(row * self.shape.max_prompt * heads, int(self.prompt[row]) * heads)
+        pool = self.pool.part(row, int(self.prompt[row]) * self.shape.n_kv_head)
         return super().views(row, length) | {"pool": pool}
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        heads = self.shape.n_kv_head
-        rows = self.pool.read(row * self.shape.max_prompt * heads, prompt * heads)  # [T Hk,2,D]
-        return rows.unflatten(0, (prompt, heads)).permute(2, 1, 0, 3).unbind(0)
+        entries = self.pool.read(row, prompt * self.shape.n_kv_head)  # [T Hk,2,D]
+        return entries.unflatten(0, (prompt, -1)).permute(2, 1, 0, 3).unbind(0)
 
     def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor, most: int = 0) -> Tensor:
         """Fetches the candidates [B,N] with the best scores [B,Hk,N] to the chosen slots; returns q, see Pool.issue.
@@ -197,7 +196,7 @@ class FetchedTokens(Fetched):
         best = ops.top(scores, self.count, most=most)
         best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
-        b, h = best.shape[:2]
-        row, head = torch.arange(b, device=q.device)[:, None, None], torch.arange(h, device=q.device)[:, None]
+        heads = best.shape[1]
         there = (self.index >= 0) & (self.index < self.prompt[:, None, None])  # pqcache also chooses generated tokens
-        return self.bring(torch.where(there, (row * self.shape.max_prompt + self.index) * h + head, -1), active, q)
+        entry = self.index * heads + torch.arange(heads, device=q.device)[:, None]
+        return self.bring(torch.where(there, entry, -1), active, q)

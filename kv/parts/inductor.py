@@ -115,7 +115,7 @@ def tile_winners(rank: Tensor, k: int) -> Tensor:
     count = (rank.shape[-1] - 1) // TILE
     tile = rank[..., : TILE * count].unflatten(-1, (TILE, count)).amax(-2).topk(k, sorted=False).indices
     members = (tile[..., None, :] + count * torch.arange(TILE, device=tile.device)[:, None]).flatten(-2)
-    left = torch.arange(TILE * count, rank.shape[-1], device=tile.device).expand(*tile.shape[:-1], -1)  # 1 to TILE
+    left = torch.arange(rank.shape[-1], device=tile.device)[TILE * count :].expand(*tile.shape[:-1], -1)  # 1 to TILE
     return torch.cat([members, left], dim=-1)
 
 

@@ -61,9 +61,9 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
     `read` decodes the gathered slots if they do not store plain vectors.
     """
     slots = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # the choices of each KV head, concatenated
-    found = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
+    gathered = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
     # Stored: else the sums would gather number by number.
-    keys, values = (inductor.stored(x if read is None else read(x)) for x in found)
+    keys, values = (inductor.stored(x if read is None else read(x)) for x in gathered)
     return attend(q, keys, values, mask)
 
 

@@ -140,10 +140,10 @@ class Packed(Buffers):
         """Quantizes whole groups k and v [..., group, D]: the contents of each buffer, by name."""
         codes, k_scale, k_zero = quantize(k.mT, self.bits, -1)
         packed = pack_words(codes, self.bits) if self.words else pack(codes, self.bits, -1)
-        found = {"k": packed, "k_scale": k_scale, "k_zero": k_zero}
+        keys = {"k": packed, "k_scale": k_scale, "k_zero": k_zero}
         codes, v_scale, v_zero = quantize(v.unflatten(-1, (-1, self.channels)), self.bits, -1)
-        found |= {"v": pack(codes.flatten(-2), self.bits, -2), "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
-        return found
+        packed = pack(codes.flatten(-2), self.bits, -2)
+        return keys | {"v": packed, "v_scale": v_scale[..., 0], "v_zero": v_zero[..., 0]}
 
     def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Packs tokens, k and v [Hk,n group,D], into n groups of a row, from group `first` on."""

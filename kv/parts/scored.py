@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.parts import ops
+from kv.parts import ops, quant
 
 
 class Scored(KV):
@@ -22,21 +22,17 @@ class Scored(KV):
     rewinds = reads_all = True
 
     def __init__(
-        self,
-        shape: Shape,
-        kept: int,
-        window: int = 0,
-        sinks: int = 0,
-        per_query: bool = False,
-        width: int | None = None,
+        self, shape: Shape, kept: int, window: int = 0, sinks: int = 0, per_query: bool = False, bits: int = 16
     ):
-        """width: bytes of a stored vector, if `coded` changes it."""
+        """bits of a stored value (quant.encode); `decode` is then the method's own."""
         copies = shape.n_head // shape.n_kv_head if per_query else 1
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
         self.copies = copies  # stored K and V per KV head
         self.kept = min(kept, shape.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
         self.recent = max(1, self.window)
+        self.bits = bits
+        width = None if bits == 16 else quant.vector_bytes(shape.head_dim, bits)
         self.allocate_slots(self.kept + shape.max_new_tokens, width)
         self.allocate_state("dropped")  # how many tokens of each row's prompt are gone, [B]
         self.allocate_state("position", self.shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
@@ -51,7 +47,7 @@ class Scored(KV):
         best = self.choose(q, k, v)
         head = torch.arange(len(best), device=k.device)[:, None] // self.copies
         n = best.shape[1]
-        self.k[row, :, :n], self.v[row, :, :n] = (self.coded(x[0, head, best]) for x in (k, v))
+        self.k[row, :, :n], self.v[row, :, :n] = (quant.encode(x[0, head, best], self.bits) for x in (k, v))
         self.dropped[row] = k.shape[2] - n
         self.position[row, :, :n] = best
 
@@ -71,25 +67,20 @@ class Scored(KV):
         return self.attend(q, pos - self.dropped + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        k, v = self.coded(self.copied(k)), self.coded(self.copied(v))
-        self.store(k, v, ops.following(pos - self.dropped, k.shape[2]), active)
+        self.store(self.encoded(k), self.encoded(v), ops.following(pos - self.dropped, k.shape[2]), active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         first = pos - int(self.dropped[row])
         for buffer, x in ((self.k, k), (self.v, v)):
-            buffer[row, :, first : first + k.shape[2]] = self.coded(self.copied(x)[0])
+            buffer[row, :, first : first + k.shape[2]] = self.encoded(x)[0]
 
-    def copied(self, x: Tensor) -> Tensor:
-        """New K or V [B,Hk,n,D], for each head that stores tokens."""
-        return x if self.copies == 1 else x.repeat_interleave(self.copies, dim=1)
-
-    def coded(self, x: Tensor) -> Tensor:
-        """Converts vectors to the form in which they are stored."""
-        return x
+    def encoded(self, x: Tensor) -> Tensor:
+        """K or V [B,Hk,n,D] of new tokens, as each head that stores tokens keeps them."""
+        return quant.encode(x if self.copies == 1 else x.repeat_interleave(self.copies, dim=1), self.bits)
 
     def decoded(self, x: Tensor) -> Tensor:
-        """The inverse of `coded`."""
-        return x
+        """Stored vectors as numbers, [..., D]."""
+        return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
 
     # A row's state
 

@@ -26,11 +26,8 @@ class Speculation(KV):
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
 
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return self.draft.attend_prompt(q, k, v)
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, *seen: Tensor) -> None:
-        self.draft.keep(row, q, k, v, *seen)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.draft.keep(row, q, k, v)
         if not self.draft.holds_all:
             self.full.keep(row, q, k, v)
 
@@ -52,9 +49,6 @@ class Speculation(KV):
 
     def held(self, row: int, length: int) -> Held:
         return self.full.held(row, length)
-
-    def skip_prompt(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return self.draft.skip_prompt(q, k)
 
     def finish(self, row: int) -> None:
         self.draft.finish(row)
@@ -106,7 +100,7 @@ def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
         )
     if name == "full" and all(type(draft) is Full for draft in drafts):
         raise ValueError("the full cache cannot draft for itself: choose another --kv, or leave out --speculate")
-    if not all(draft.rewinds for draft in drafts):
+    if not all(draft.rewinds and not draft.statistics for draft in drafts):
         raise ValueError(f"{name} cannot draft: its cache cannot take tokens back")
     if not all(draft.exact_prompt for draft in drafts):
         raise ValueError(f"{name} with prefill=... cannot draft: the full cache's prompt is exact")

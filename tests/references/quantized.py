@@ -1,12 +1,5 @@
-"""Slow reference implementations of TailorKV, KIVI and PQCache: one batch row, all layers, plain loops.
-
-They follow the equations and share no code with kv/. TailorKV (arXiv 2505.19586, Equations 4 and 6 to 12, Figure 14),
-KIVI (arXiv 2402.02750), PQCache (arXiv 2407.12820). All arithmetic is fp64 except the quantizer's: it rounds as an fp32
-implementation with 16-bit scales and zero points does, so codes can be compared bit by bit. Outputs and stored vectors
-are returned as fp32.
-
-The life of a sequence: `prefill` for layers 0 ... L - 1 (layer 0 begins a new sequence), `finish`, then `decode` for
-each layer of each step. Attention within the prompt is exact and left out here. Ties go to the lowest index.
+"""TailorKV (arXiv 2505.19586, Equations 4 and 6 to 12, Figure 14), KIVI (arXiv 2402.02750), PQCache (arXiv 2407.12820):
+all layers. Attention within the prompt is exact and left out here.
 """
 
 import math
@@ -14,11 +7,11 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 import torch
-from references import best, half_up
-from references_omni import Text, probabilities
 from torch import Tensor
 
 from kv.method import Shape
+
+from .attention import SlowLayers, Text, best, half_up, probabilities
 
 EPS = 2.0**-14  # the smallest scale: fp16's smallest normal number
 LEAST_BUDGET = 8
@@ -76,56 +69,6 @@ def split_budget(budget: int, initial: int = 4, local: int | None = None) -> tup
     if n_local > budget:
         raise ValueError(f"{n_local} initial and local tokens exceed the budget of {budget}")
     return n_local, budget - n_local
-
-
-class SlowLayers:
-    """Full attention, and the base of the methods: each layer's tokens, and the positions each KV head attends to."""
-
-    def __init__(self, shape: Shape):
-        self.shape = shape
-        self.groups = shape.n_head // shape.n_kv_head
-        self.texts: list[Text] = []  # by layer
-        self.attended: dict[int, list[list[int]]] = {}  # by layer and KV head: positions of the last step, ascending
-
-    def begin(self) -> None:
-        """Forgets the sequence."""
-        self.texts, self.attended = [], {}
-
-    def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
-        """A layer's storage of a prompt."""
-        return Text(self.shape, q, k, v)
-
-    def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
-        if layer == 0:
-            self.begin()
-        if layer != len(self.texts):
-            raise ValueError(f"layer {layer} follows layer {len(self.texts) - 1}")
-        self.texts.append(self.text_of(layer, q, k, v))
-
-    def finish(self) -> None:
-        """Does nothing: no layer waits for the last layer's prompt."""
-
-    def choose(self, layer: int, kv_head: int) -> list[int]:
-        """The positions that a KV head attends to, ascending; the newest token is already stored."""
-        return list(range(self.texts[layer].length))
-
-    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores one token, then attends: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
-        text = self.texts[layer]
-        text.append(q, k, v)
-        attended = [self.choose(layer, kv_head) for kv_head in range(self.shape.n_kv_head)]
-        self.attended[layer] = attended
-        heads = range(self.shape.n_head)
-        return torch.stack([text.attend(head, attended[head // self.groups]) for head in heads]).float()
-
-    def chosen(self, layer: int, kv_head: int) -> list[int]:
-        """The positions that the last step attended to, ascending; empty before the first step."""
-        return self.attended[layer][kv_head] if layer in self.attended else []
-
-    def queries(self, layer: int, kv_head: int) -> Tensor:
-        """The newest token's queries of a group: [G,D]."""
-        return self.texts[layer].queries[kv_head * self.groups : (kv_head + 1) * self.groups, -1]
 
 
 class QuantizedText(Text):

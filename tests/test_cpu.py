@@ -1,4 +1,4 @@
-"""The choice of products for a compiled step on a CPU."""
+"""The products and the attention of a compiled step on a CPU, and the choice between them."""
 
 import json
 from dataclasses import replace
@@ -8,16 +8,13 @@ import torch
 import torch.nn.functional as F
 from conftest import write_random
 from test_contract import make_shape
-from torch import Tensor
+from torch import Tensor, nn
 
-from config import ModelConfig
-from decoder import Sampling
 from engine import Engine
 from kv.parts import inductor, ops
 from model import Transformer
-from quantize import quantize_modules
-from runtime import linear, tune
-from runtime.linear import Embedding, Int8Linear, Linear
+from runtime import cpu
+from runtime.linear import Int8Linear, quantize_modules
 
 PROMPT = [*range(5, 45)]
 
@@ -40,14 +37,14 @@ def test_products_agree_to_rounding(dtype, rows):
     exact = F.linear(x.double(), weight.double(), bias.double())
     torch._dynamo.reset()
     for product in ("kernel", "mv", "fused"):
-        y = torch.compile(linear.linear, fullgraph=True)(x, weight, bias, (product, product))
+        y = torch.compile(cpu.linear, fullgraph=True)(x, weight, bias, (product, product))
         assert y.dtype == dtype and y.shape == exact.shape
         assert (y.double() - exact).abs().max() <= 3 * torch.finfo(dtype).eps * exact.abs().max() + 1e-5
 
 
 def test_the_fused_product_of_int8_is_the_kernels():
     torch.manual_seed(0)
-    module = Int8Linear(Linear(64, 40))
+    module = Int8Linear(nn.Linear(64, 40))
     module.weight.random_(-127, 128)
     module.scales.uniform_(0.01, 0.1)
     torch._dynamo.reset()
@@ -61,36 +58,36 @@ def test_the_fused_product_of_int8_is_the_kernels():
 
 
 def sizes(model: Transformer, rows: int) -> set[str]:
-    return {tune.describe(m, rows) for m in model.modules() if tune.is_product(m, model)}
+    return {cpu.describe(m, rows) for m in model.modules() if hasattr(m, "products")}
 
 
 def test_known_times_decide_and_nothing_is_measured(model, monkeypatch):
-    monkeypatch.setattr(tune, "LEAST", 0)
-    monkeypatch.setattr(tune, "measure", None)
+    monkeypatch.setattr(cpu, "LEAST", 0)
+    monkeypatch.setattr(cpu, "measure", None)
     slow, fast, even = {"kernel": 2.0, "fused": 3.0}, {"kernel": 2.0, "fused": 1.0}, {"kernel": 2.0, "fused": 1.95}
     times = dict.fromkeys(sizes(model, 1), even) | {"float32 96 x 64, 1 row": fast, "float32 64 x 64, 1 row": slow}
-    tune.write(tune.cache_file(), {tune.where(): times, "another machine": {}})
-    assert tune.tune(model, 1) == times
+    cpu.write(cpu.cache_file(), {cpu.where(): times, "another machine": {}})
+    assert cpu.tune_products(model, 1) == times
     block = model.layers[1]
     assert block.feed_forward.w1.products == ("fused", "kernel")
     assert block.attention.wo.products == block.feed_forward.w2.products == ("kernel", "kernel")
-    assert "float32 96 x 64, 1 row: fused 1.000 ms, kernel 2.000 ms" in tune.lines(times)
+    assert "float32 96 x 64, 1 row: fused 1.000 ms, kernel 2.000 ms" in cpu.lines(times)
 
 
 def test_a_size_is_measured_once_and_kept(model, monkeypatch):
     measured = []
-    monkeypatch.setattr(tune, "LEAST", 0)
-    monkeypatch.setattr(tune, "measure", lambda modules, rows, region: measured.append(len(modules)) or {"kernel": 1.0})
-    file = tune.cache_file()
+    monkeypatch.setattr(cpu, "LEAST", 0)
+    monkeypatch.setattr(cpu, "measure", lambda modules, rows: measured.append(len(modules)) or {"kernel": 1.0})
+    file = cpu.cache_file()
     file.parent.mkdir(parents=True)
     file.write_text('{"damaged": ')
-    tune.tune(model, 1)
+    cpu.tune_products(model, 1)
     assert sum(measured) == 5 * 2 + 1 and len(measured) == len(sizes(model, 1))
-    tune.tune(model, 1)
+    cpu.tune_products(model, 1)
     assert len(measured) == len(sizes(model, 1))
-    tune.tune(model, 3)
+    cpu.tune_products(model, 3)
     assert len(measured) == 2 * len(sizes(model, 1))
-    assert set(json.loads(file.read_text())[tune.where()]) == sizes(model, 1) | sizes(model, 3)
+    assert set(json.loads(file.read_text())[cpu.where()]) == sizes(model, 1) | sizes(model, 3)
     assert [*file.parent.iterdir()] == [file]
 
 
@@ -110,7 +107,7 @@ def test_a_size_is_measured_once_and_kept(model, monkeypatch):
 )
 def test_a_damaged_file_counts_as_empty(tmp_path, damage):
     (tmp_path / "products.json").write_text(damage)
-    assert tune.read(tmp_path / "products.json") == {}
+    assert cpu.read(tmp_path / "products.json") == {}
 
 
 def test_a_user_without_a_home_has_no_file(monkeypatch):
@@ -119,48 +116,46 @@ def test_a_user_without_a_home_has_no_file(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("pathlib.Path.home", homeless)
-    tune.write(tune.cache_file(), {"m": {"s": {"fused": 1.0}}})
-    assert tune.read(tune.cache_file()) == {}
+    cpu.write(cpu.cache_file(), {"m": {"s": {"fused": 1.0}}})
+    assert cpu.read(cpu.cache_file()) == {}
 
 
 def test_without_a_place_for_the_file_it_measures_each_time(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(tune, "LEAST", 0)
-    monkeypatch.setattr(tune, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
+    monkeypatch.setattr(cpu, "LEAST", 0)
+    monkeypatch.setattr(cpu, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
     (tmp_path / "cache").write_text("a file where the folder should be")
-    tune.tune(model, 1)
+    cpu.tune_products(model, 1)
     assert model.layers[0].attention.wo.products == ("fused", "kernel")
 
 
 def test_small_models_and_large_batches_keep_the_defaults(model, monkeypatch):
-    assert tune.tune(model, 1) == {}
-    monkeypatch.setattr(tune, "LEAST", 0)
-    assert tune.tune(model, linear.FEW + 1) == {}
-    assert model.output.products == ("mv", "kernel") and not tune.cache_file().exists()
+    assert cpu.tune_products(model, 1) == {}
+    monkeypatch.setattr(cpu, "LEAST", 0)
+    assert cpu.tune_products(model, cpu.FEW + 1) == {}
+    assert model.output.products == ("mv", "kernel") and not cpu.cache_file().exists()
 
 
 def test_a_product_can_be_fixed_and_an_unknown_one_is_refused(model, monkeypatch):
     monkeypatch.setenv("KV_FAST_PRODUCT", "fused")
-    assert tune.tune(model, 4) == {} and model.output.products == ("mv", "fused")
+    assert cpu.tune_products(model, 4) == {} and model.output.products == ("mv", "fused")
     monkeypatch.setenv("KV_FAST_PRODUCT", "fastest")
     with pytest.raises(ValueError, match="KV_FAST_PRODUCT=fastest names no product: use auto, kernel, mv, fused"):
-        tune.tune(model, 1)
+        cpu.tune_products(model, 1)
 
 
-def test_the_table_takes_part_where_it_is_the_head():
-    for tied in (False, True):
-        with torch.device("meta"):
-            model = Transformer(ModelConfig.from_dict(json.loads(CONFIG) | {"tie_word_embeddings": tied}))
-        tables = [m for m in model.modules() if tune.is_product(m, model) and isinstance(m, Embedding)]
-        assert tables == [model.tok_embeddings] * tied
-
-
-CONFIG = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}"""
+def test_the_tied_head_takes_part(tmp_path, monkeypatch):
+    """It has the table's weights, and is chosen for as any other linear layer; the table is not."""
+    monkeypatch.setattr(cpu, "LEAST", 0)
+    model = Engine.load(write_random(tmp_path / "model", tie_word_embeddings=True), compile=False).model
+    assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
+    monkeypatch.setattr(cpu, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
+    assert cpu.describe(model.output, 1) in cpu.tune_products(model, 1)
+    assert model.output.products == ("fused", "kernel") and not hasattr(model.tok_embeddings, "products")
 
 
 @pytest.mark.parametrize("tied", (False, True))
 def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
-    monkeypatch.setattr(tune, "LEAST", 0)
+    monkeypatch.setattr(cpu, "LEAST", 0)
     folder = write_random(tmp_path / "model", tie_word_embeddings=tied)
     prompts = [PROMPT, PROMPT[:7], PROMPT[3:]]
     expected = Engine.load(folder, compile=False, batch=3).generate(prompts, 12)
@@ -170,25 +165,26 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
     assert set(engine.stats.products) == sizes(engine.model, 3) | {"float32 attention, 2 x 16, 256 tokens"}
     for times in engine.stats.products.values():
         assert set(times) == {"kernel", "fused"} and min(times.values()) > 0
-    monkeypatch.setattr(tune, "measure", None)
+    monkeypatch.setattr(cpu, "measure", None)
     engine.use("full", batch=3, max_prompt=40)
-    engine.decoder.warm_up(Sampling(), 40)
+    engine._begin_answers(1, None, {})
+    engine._warm_up(40)
 
 
 @pytest.mark.parametrize("faster", ("kernel", "widened"))
 def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
     times = {"kernel": 2.0, "widened": 1.0 if faster == "widened" else 3.0}
-    monkeypatch.setattr(tune, "decided", set())
-    monkeypatch.setattr(tune, "WIDENED", found := [])
-    monkeypatch.setattr(tune, "measure_widening", lambda dtype: times)
-    tune.widen(torch.bfloat16)
-    tune.widen(torch.float32)
+    monkeypatch.setattr(cpu, "decided", set())
+    monkeypatch.setattr(cpu, "WIDENED", found := [])
+    monkeypatch.setattr(cpu, "measure_widening", lambda dtype: times)
+    cpu.widen(torch.bfloat16)
+    cpu.widen(torch.float32)
     assert found == [torch.bfloat16] * (faster == "widened")
-    monkeypatch.setattr(tune, "measure_widening", None)
-    tune.widen(torch.bfloat16)
-    monkeypatch.setattr(tune, "decided", set())
-    tune.widen(torch.bfloat16)  # from the file
-    assert json.loads(tune.cache_file().read_text())[tune.where()] == {"bfloat16, many rows": times}
+    monkeypatch.setattr(cpu, "measure_widening", None)
+    cpu.widen(torch.bfloat16)
+    monkeypatch.setattr(cpu, "decided", set())
+    cpu.widen(torch.bfloat16)  # from the file
+    assert json.loads(cpu.cache_file().read_text())[cpu.where()] == {"bfloat16, many rows": times}
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -238,31 +234,31 @@ def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
         return {"kernel": 1.0, "fused": 0.5 if faster == "fused" else 2.0}
 
     monkeypatch.setattr(inductor, "FUSED", {})
-    monkeypatch.setattr(tune, "measure_attention", measure)
+    monkeypatch.setattr(cpu, "measure_attention", measure)
     small = make_shape()
-    large = replace(small, max_prompt=tune.LEAST // (small.n_layer * small.slot_bytes))
-    assert tune.tune_attention(model, small, 1) == {} and not measured  # a small model with a small cache
+    large = replace(small, max_prompt=cpu.LEAST // (small.n_layer * small.slot_bytes))
+    assert cpu.tune_attention(model, small, 1) == {} and not measured  # a small model with a small cache
     for queries in (1, 4, 1):
-        found = tune.tune_attention(model, large, queries)
+        found = cpu.tune_attention(model, large, queries)
         assert list(found) == [f"float32 attention, {2 * queries} x 16, 8192 tokens"]
     assert measured == [(2, 8192), (8, 8192)]
     assert inductor.FUSED == {(torch.float32, 16): 8 if faster == "fused" else 0}
-    monkeypatch.setattr(tune, "LEAST", 0)  # a large model with a small cache
+    monkeypatch.setattr(cpu, "LEAST", 0)  # a large model with a small cache
     for planned, tokens in ((40, 256), (1023, 512), (1024, 1024)):
-        tune.tune_attention(model, replace(small, max_prompt=planned - small.max_new_tokens), 1)
+        cpu.tune_attention(model, replace(small, max_prompt=planned - small.max_new_tokens), 1)
         assert measured[-1] == (2, tokens)
     monkeypatch.setenv("KV_FAST_PRODUCT", "kernel")
-    tune.tune_attention(model, large, 1)
+    cpu.tune_attention(model, large, 1)
     assert inductor.FUSED[torch.float32, 16] < 2
     monkeypatch.setenv("KV_FAST_PRODUCT", "fused")
-    tune.tune_attention(model, small, 1)
+    cpu.tune_attention(model, small, 1)
     assert inductor.FUSED[torch.float32, 16] >= 2
 
 
 def test_both_forms_of_attention_are_measured(monkeypatch):
     monkeypatch.setattr(inductor, "FUSED", {(torch.float32, 16): 3})
-    monkeypatch.setattr(tune, "READ", 1)
-    times = tune.measure_attention(make_shape(), 6, 256)
+    monkeypatch.setattr(cpu, "READ", 1)
+    times = cpu.measure_attention(make_shape(), 6, 256)
     assert inductor.FUSED == {(torch.float32, 16): 3}  # what was decided before
     assert list(times) == ["kernel", "fused"] and all(ms > 0 for ms in times.values())
 
@@ -270,14 +266,14 @@ def test_both_forms_of_attention_are_measured(monkeypatch):
 def test_the_head_of_an_int4_model_is_tuned(model, monkeypatch):
     """Its other weights have no choice, and count as weights of the model."""
     quantize_modules(model, "int4", 32, embeddings=False)
-    monkeypatch.setattr(tune, "LEAST", 2 * model.output.weight.nbytes)
-    monkeypatch.setattr(tune, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
-    assert len(tune.tune(model, 1)) == 1 and model.output.products == ("fused", "kernel")
+    monkeypatch.setattr(cpu, "LEAST", 2 * model.output.weight.nbytes)
+    monkeypatch.setattr(cpu, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
+    assert len(cpu.tune_products(model, 1)) == 1 and model.output.products == ("fused", "kernel")
 
 
 @pytest.mark.parametrize(("product", "form"), (("auto", "flex"), ("kernel", "kernel"), ("fused", "fused")))
 def test_a_gpu_attends_by_the_guess_or_by_the_form_that_is_fixed(model, monkeypatch, product, form):
     monkeypatch.setattr(inductor, "CUDA_FORM", "flex")
     monkeypatch.setenv("KV_FAST_PRODUCT", product)
-    assert tune.tune_attention(model, replace(make_shape(), device=torch.device("cuda")), 1) == {}
+    assert cpu.tune_attention(model, replace(make_shape(), device=torch.device("cuda")), 1) == {}
     assert inductor.CUDA_FORM == form

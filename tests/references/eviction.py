@@ -1,12 +1,8 @@
-"""Slow reference implementations of D2O and the other eviction methods: one batch row, all layers, plain loops.
-
-They follow the equations and share no code with kv/. H2O (arXiv 2306.14048), D2O (arXiv 2406.13035, Equations 4 to 12),
-RoCo (arXiv 2402.06262), CaM (Zhang et al., 2024), SimLayerKV (arXiv 2410.13846). All arithmetic is fp64; outputs and
-stored vectors are returned as fp32.
+"""Methods that evict tokens, all layers of them: H2O (arXiv 2306.14048), D2O (arXiv 2406.13035, Equations 4 to 12),
+RoCo (arXiv 2402.06262), CaM (Zhang et al., 2024), SimLayerKV (arXiv 2410.13846).
 
 The life of a sequence: `prefill` for layers 0 ... L - 1 (layer 0 begins a new sequence), `finish`, then `decode` for
-each layer of each step. Every KV head of every layer keeps its own tokens. Ties for "lowest" and "highest" go to the
-lowest position.
+each layer of each step. Every KV head of every layer keeps its own tokens.
 """
 
 import math
@@ -15,10 +11,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from references_omni import dots, probabilities
 from torch import Tensor
 
 from kv.method import Shape
+
+from .attention import attend, dots, half_up, probabilities, refuse_window
 
 
 def group_attention(q: Tensor, keys: Tensor) -> Tensor:
@@ -153,9 +150,7 @@ class SlowEvict:
     """
 
     def __init__(self, shape: Shape):
-        window = getattr(shape, "window", None)
-        if window is not None and window < shape.max_prompt + shape.max_new_tokens:
-            raise ValueError("the references know no sliding window")
+        refuse_window(shape)
         self.shape = shape
         self.groups = shape.n_head // shape.n_kv_head
         self.prompt = 0  # T
@@ -208,7 +203,7 @@ class SlowEvict:
             keys, values = torch.stack([t.key for t in held]), torch.stack([t.value for t in held])
             heads = self.heads(q, kv_head)
             for g in range(self.groups):
-                y[kv_head * self.groups + g] = probabilities(heads[g], keys) @ values
+                y[kv_head * self.groups + g] = attend(heads[g], keys, values)
             self.after(layer, kv_head, group_attention(heads, keys).sum(0).tolist())
         return y.float()
 
@@ -331,7 +326,7 @@ class SlowRoCo(SlowH2O):
         size = self.sizes[layer]
         fixed = super().protected(layer, tokens)
         others = [token for token in tokens if token not in fixed]
-        count = min(math.floor(Fraction(3, 10) * size + Fraction(1, 2)), size - self.sinks - self.recent(size))
+        count = min(half_up(Fraction(3, 10) * size), size - self.sinks - self.recent(size))
         return fixed + highest(others, count, lambda token: token.std)
 
     def worth(self, token: Token) -> float:

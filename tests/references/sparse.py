@@ -1,12 +1,9 @@
-"""Slow reference implementations of the KV cache methods that select tokens: one batch row, one layer, plain loops.
-
-They follow the equations and share no code with kv/. RocketKV (arXiv 2502.14051, Algorithms 1 and 2), SnapKV (arXiv
+"""Methods that keep or select tokens, one layer each: RocketKV (arXiv 2502.14051, Algorithms 1 and 2), SnapKV (arXiv
 2404.14469), PyramidKV (arXiv 2406.02069), Quest (arXiv 2406.10774), SparQ (arXiv 2312.04985), DuoAttention (arXiv
 2410.10819).
 
 A head of storage holds one list of tokens. It is a KV head h, whose G query heads h G ... h G + G - 1 share a choice,
-or a query head in methods that keep or choose tokens for each query head. All arithmetic is fp32; sizes are exact
-integers.
+or a query head in methods that keep or choose tokens for each query head.
 """
 
 import math
@@ -17,10 +14,7 @@ from torch import Tensor
 
 from kv.method import Shape
 
-
-def half_up(x: Fraction | float) -> int:
-    """Rounds to the nearest integer, halves up."""
-    return math.floor(x + Fraction(1, 2))
+from .attention import Text, attend, best, dots, half_up, probabilities, softmax
 
 
 def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
@@ -80,23 +74,6 @@ def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list
     return [size + window for size in [*lower, *middle, *(2 * n - size for size in reversed(lower))]]
 
 
-def best(scores: Tensor, count: int) -> list[int]:
-    """Indices of the `count` highest scores, in ascending order; ties go to the lowest index."""
-    values = scores.tolist()
-    return sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:count])
-
-
-def softmax(logits: Tensor) -> Tensor:
-    """exp(x) / sum exp(x) of a vector, in fp32."""
-    exps = torch.exp(logits.float() - logits.float().max())
-    return exps / exps.sum()
-
-
-def weights(q: Tensor, keys: Tensor) -> Tensor:
-    """softmax(K q / sqrt(D)) of one query [D] over n keys [n,D]: [n]."""
-    return softmax(keys @ q / math.sqrt(q.shape[0]))
-
-
 def window_scores(q: Tensor, keys: Tensor, window: int) -> Tensor:
     """Attention of the last `window` queries, summed over them and over the heads that share the keys.
 
@@ -104,10 +81,10 @@ def window_scores(q: Tensor, keys: Tensor, window: int) -> Tensor:
     after the softmax (Algorithm 1, lines 1 and 2).
     """
     length = keys.shape[0]
-    scores = torch.zeros(length - window)
+    scores = torch.zeros(length - window, dtype=torch.float64)
     for head in range(q.shape[0]):
         for i in range(length - window, length):
-            scores += weights(q[head, i], keys[: i + 1])[: length - window]
+            scores += probabilities(q[head, i], keys[: i + 1])[: length - window]
     return scores
 
 
@@ -154,7 +131,7 @@ def partial_weights(q: Tensor, keys: Tensor, channels: list[int]) -> Tensor:
     q_r, keys_r = q[channels], keys[:, channels]
     if not q_r.any():  # every dot product is 0, and so is the temperature
         return softmax(torch.zeros(keys.shape[0]))
-    return softmax(keys_r @ q_r / torch.sqrt(q.shape[0] * q_r.abs().sum() / q.abs().sum()))
+    return softmax(dots(q_r, keys_r) / torch.sqrt(q.shape[0] * q_r.abs().sum() / q.abs().sum()))
 
 
 class Slow:
@@ -167,8 +144,6 @@ class Slow:
     defaults: dict = {}
 
     def __init__(self, shape: Shape, budget: int, layer: int = 0, **options):
-        if shape.window is not None and shape.window < shape.planned:
-            raise ValueError("the references know no sliding window")
         if options.keys() - self.defaults.keys():
             raise TypeError(f"{type(self).__name__} has no option {sorted(options.keys() - self.defaults.keys())}")
         self.shape, self.budget, self.layer = shape, budget, layer
@@ -176,7 +151,6 @@ class Slow:
         self.groups = shape.n_head // shape.n_kv_head
         self.shared = self.option.get("gqa", self.option.get("shared", True))  # a group shares its choice
         self.full = layer < self.option.get("skip_layers", 0)
-        self.keys = self.values = torch.empty(0)  # [Hk,N,D]: every token so far; `stored` says which are held
         self.kept: list[list[int]] = []  # prompt positions per head of storage
         self.stored: list[list[int]] = []  # kept and generated positions, in order
         self.attended: list[list[int]] = []  # positions that the last step attended to
@@ -191,24 +165,31 @@ class Slow:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a prompt: q [Hq,T,D], k and v [Hk,T,D]."""
-        q, self.keys, self.values = q.float(), k.float(), v.float()
+        self.text = Text(self.shape, q, k, v)  # every token so far; `stored` says which are held
         everything = list(range(k.shape[1]))
         self.kept, self.attended = [], []
         for head in range(self.shape.n_kv_head if self.shared else self.shape.n_head):
-            keys = self.keys[self.kv_head(head)]
-            self.kept.append(everything if self.full else self.keep(head, q[self.query_heads(head)], keys))
+            queries = self.text.queries[self.query_heads(head)]
+            self.kept.append(everything if self.full else self.keep(head, queries, self.keys(head)))
         self.stored = [list(kept) for kept in self.kept]
+
+    def keys(self, head: int) -> Tensor:
+        """The keys of every token so far that a head of storage may hold: [N,D]."""
+        return self.text.keys[self.kv_head(head)]
+
+    def values(self, head: int) -> Tensor:
+        """The values of every token so far that a head of storage may hold: [N,D]."""
+        return self.text.values[self.kv_head(head)]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token, then attends: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
-        q, position = q.float(), self.keys.shape[1]
-        self.keys = torch.cat([self.keys, k.float()[:, None]], 1)
-        self.values = torch.cat([self.values, v.float()[:, None]], 1)
+        self.text.append(q, k, v)
         y, self.attended = torch.empty_like(q), []
         for head in range(len(self.stored)):
-            self.stored[head].append(position)
+            self.stored[head].append(self.text.length - 1)
             heads = self.query_heads(head)
-            positions, y[heads] = self.step(head, q[heads])
+            positions, outputs = self.step(head, q[heads].double())
+            y[heads] = outputs.float()
             self.attended.append(positions)
         return y
 
@@ -219,8 +200,8 @@ class Slow:
 
     def attend(self, head: int, q: Tensor, positions: list[int]) -> Tensor:
         """Exact attention to some positions: q [G,D] -> [G,D]."""
-        keys, values = self.keys[self.kv_head(head), positions], self.values[self.kv_head(head), positions]
-        return torch.stack([weights(one, keys) @ values for one in q])
+        keys, values = self.keys(head)[positions], self.values(head)[positions]
+        return torch.stack([attend(one, keys, values) for one in q])
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
         """Prompt positions that one head of storage keeps, ascending: q [G,T,D], keys [T,D]."""
@@ -272,17 +253,15 @@ class SlowRocket(SlowSnapPlus):
 
     def choose(self, head: int, q: Tensor) -> list[int]:
         sizes, stored = self.sizes(), self.stored[head]
-        keys = self.keys[self.kv_head(head), stored]
+        keys = self.keys(head)[stored]
         pages = split_pages(len(stored), sizes["page"])
         channels = largest_channels(q, sizes["channels"])
         q_sum = q.sum(0)
-        bound = torch.zeros(len(pages), q.shape[1])
+        bound = torch.zeros(len(pages), q.shape[1], dtype=torch.float64)
         for i, tokens in enumerate(pages):
             low, high = bounds(keys, tokens)
             bound[i] = torch.where(q_sum >= 0, high, low)
-        scores = torch.zeros(len(pages))
-        for one in q:
-            scores += partial_weights(one, bound, channels)
+        scores = sum(partial_weights(one, bound, channels) for one in q)
         return [stored[token] for i in best(scores, sizes["pages"]) for token in pages[i]]
 
 
@@ -333,11 +312,7 @@ class SlowExactTopK(Slow):
     defaults = {"shared": False}
 
     def choose(self, head: int, q: Tensor) -> list[int]:
-        keys = self.keys[self.kv_head(head)]
-        scores = torch.zeros(keys.shape[0])
-        for one in q:
-            scores += weights(one, keys)
-        return best(scores, self.budget)
+        return best(sum(probabilities(one, self.keys(head)) for one in q), self.budget)
 
 
 class SlowQuest(Slow):
@@ -355,11 +330,11 @@ class SlowQuest(Slow):
 
     def choose(self, head: int, q: Tensor) -> list[int]:
         page, count = self.sizes()
-        keys = self.keys[self.kv_head(head)]
+        keys = self.keys(head)
         pages = split_pages(keys.shape[0], page)
-        scores = torch.zeros(len(pages))
+        scores = torch.zeros(len(pages), dtype=torch.float64)
         for one in q:
-            logits = torch.zeros(len(pages))
+            logits = torch.zeros(len(pages), dtype=torch.float64)
             for i, tokens in enumerate(pages):
                 low, high = bounds(keys, tokens)
                 logits[i] = torch.maximum(one * low, one * high).sum() / math.sqrt(one.shape[0])
@@ -380,7 +355,7 @@ class SlowSparQ(Slow):
         count = max(1, self.budget // 2)
         if self.full or count >= len(stored):
             return stored, self.attend(head, q, stored)
-        keys, values = self.keys[self.kv_head(head)], self.values[self.kv_head(head)]
+        keys, values = self.keys(head), self.values(head)
         channels = largest_channels(q, max(1, half_up(Fraction(q.shape[1] * self.budget, self.shape.planned))))
         approximate = [partial_weights(one, keys, channels) for one in q]
         older = len(stored) - count // 4
@@ -410,7 +385,7 @@ class SlowDuo(Slow):
         return self.visible(head, list(range(keys.shape[0])), keys.shape[0])
 
     def choose(self, head: int, q: Tensor) -> list[int]:
-        return self.visible(head, self.stored[head], self.keys.shape[1])
+        return self.visible(head, self.stored[head], self.text.length)
 
 
 SLOW: dict[str, type[Slow]] = {

@@ -1,0 +1,49 @@
+"""Writes the results in docs/results/*.json into the tables of the documents: python -m bench.results
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; `<!-- table NAME: ROW, ROW -->` selects rows by their
+first cell. NAME.json holds `machine`, `date`, `command`, optionally `note` and `predicted`, the `columns` as a map from
+a title to the format of its numbers, and the `rows`. An empty cell is null; a text is written as it is.
+"""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+TABLE = re.compile(r"(<!-- table (\S+?)(?:: (.*?))? -->\n).*?(<!-- end -->)", re.S)
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def cell(value: str | int | float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format(value, form)
+
+
+def table(name: str, wanted: str | None = None) -> str:
+    """Where a result comes from, and its rows, in Markdown. Raises KeyError for a row that does not exist."""
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    columns, rows = result["columns"], result["rows"]
+    if wanted is not None:
+        rows = [{row[0]: row for row in rows}[key] for key in wanted.split(", ")]
+    lines = [list(columns), ["---"] * len(columns)]
+    lines += [[cell(value, form) for value, form in zip(row, columns.values(), strict=True)] for row in rows]
+    said = "**Predicted, not measured.** " if result.get("predicted") else ""
+    where = ", ".join(filter(None, (result["machine"], result["date"])))
+    said += f"{where}: `{result['command']}`" if result["command"] else where
+    note = f" {result['note']}" if result.get("note") else ""
+    return f"{said}.{note}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def render(text: str) -> str:
+    """The text of a document, with its tables made anew."""
+    return TABLE.sub(lambda match: f"{match[1]}{table(match[2], match[3])}{match[4]}", text)
+
+
+if __name__ == "__main__":
+    for path in documents():
+        path.write_text(render(path.read_text()))

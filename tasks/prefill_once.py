@@ -1,0 +1,64 @@
+"""Prefills each prompt once for all methods."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from engine import Engine
+from kv import KV
+from runtime import parallel
+
+
+class Recorder(KV):
+    """Records on the host the q, k and v of a prompt that a layer's method receives."""
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.qkv = q.cpu(), k.cpu(), v.cpu()
+
+    def decode(self, *_) -> Tensor:
+        raise NotImplementedError("only prompts are recorded")
+
+
+def prefill_once(engine: Engine, room: float | None = None) -> dict:
+    """Makes an engine run a prompt through the model once for all methods that it will use; returns what it keeps.
+
+    Methods attend to a prompt exactly (except with omnikv's option prefill), so the q, k and v that `keep` receives do
+    not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the host's free
+    memory, stay on the host.
+    """
+    model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
+    if room is None:
+        room = parallel.least(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
+
+    def give(layers: list[KV]) -> None:
+        for block, layer in zip(model.layers, layers, strict=True):
+            block.attention.kv = layer
+
+    def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
+        nonlocal room
+        layers, key = engine.layers, (tuple(tokens.tolist()), length)
+        bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * tokens.numel() * c.head_dim * engine.dtype.itemsize
+        if not all(layer.exact_prompt for layer in layers) or (key not in recorded and bytes_ > room):
+            return prefill(row, tokens, length, progress)
+        if key not in recorded:
+            recorders = [Recorder(engine.shape) for _ in layers]
+            give(recorders)
+            try:
+                logits = prefill(row, tokens, length, progress)
+            finally:
+                give(layers)
+            recorded[key] = logits, model.rope_speed[row].clone(), [recorder.qkv for recorder in recorders], {}
+            room -= bytes_
+        logits, model.rope_speed[row], qkv, statistics = recorded[key]
+        for i, (layer, x) in enumerate(zip(layers, qkv, strict=True)):
+            q, k, v = (part.to(engine.device) for part in x)
+            if layer.statistics and (i, layer.statistics) not in statistics:
+                statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
+            layer.keep(row, q, k, v, *statistics.get((i, layer.statistics), ()))
+        for layer in layers:
+            layer.finish(row)
+        return logits
+
+    model.prefill = once
+    return recorded
