@@ -180,8 +180,8 @@ class Cache:
                 for x, source in ((q, text.q), (k, text.k), (v, text.v)):
                     x[:, row, :, 0] = source[:, :, text.prompt + i]
             longest = max((text.prompt for text in texts.values()), default=3)
-            sizes = [layer.before_step(longest + i + 1, i + 1) for layer in self.layers]
-            y = self.step(q, k, v, torch.tensor(self.newest), active, sizes)
+            fitted = [layer.before_step(longest + i + 1, i + 1) for layer in self.layers]
+            y = self.step(q, k, v, torch.tensor(self.newest), active, fitted)
             for row in texts:
                 found[row].append(y[:, row].clone())
         return {row: torch.cat(ys, dim=2) for row, ys in found.items()}
