@@ -75,7 +75,7 @@ def test_every_case_is_checked_before_the_first_is_measured(here, monkeypatch):
     with pytest.raises(ValueError, match="groupsize 48 must be even and divide"):
         run("--kv", "full", "--quantize", "none,int4", "--groupsize", "48")
     (here / "tiny.json").write_text(json.dumps(LLAMA | {"intermediate_size": 90}))
-    with pytest.raises(ValueError, match="groupsize 32 must be even and divide the 90"):
+    with pytest.raises(ValueError, match="groupsize 32 must be even and divide the layers"):
         run("--kv", "full", "--quantize", "none,int4")
 
 

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from caches import shape_of
 from conftest import LLAMA
-from decoder import Decoder, Sampling
-from runtime.region import compiled
-from runtime.speculator import Speculator
-from terminal.progress import Stats
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -21,11 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
+from engine import RowState, Sampling, decode_step, sample
 from kv.parts import attention
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
-from runtime import tp
+from runtime import parallel, speculate
+from runtime.compile import compiled
 from runtime.hf_config import from_hf
+from runtime.plan import shape_of
 
 CONFIG = from_hf(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
 LAYERS = {"omnikv": 3, "quest": 3}  # of a step; of other methods, two layers show all that a step does
@@ -88,29 +86,35 @@ def gpu(monkeypatch, guard):
     torch._dynamo.reset()
 
 
-def build(name: str, device: torch.device, batch: int, speculate: int = 0, ranks: Ranks = ALONE) -> Decoder:
+def build(name: str, device: torch.device, batch: int, drafts: int = 0, ranks: Ranks = ALONE) -> RowState:
+    """The rows of a model whose layers have the method's caches."""
     method, options = VARIANTS[name]
     if "head_scores" in options:
         options = options | {"head_scores": SCORES[:2]}
     with unset_fake_temporarily():
-        config = replace(tp.share(CONFIG, ranks), n_layer=LAYERS.get(method, 2))
-        shape = shape_of(config, torch.bfloat16, device, batch, 1024, 64, speculate, ranks)
+        config = replace(parallel.share(CONFIG, ranks), n_layer=LAYERS.get(method, 2))
+        shape = shape_of(config, torch.bfloat16, device, batch, 1024, 64, drafts, ranks)
         own = kv.parse_options(method, options)
         budget = max(256, own.minimum(shape)) if own.takes_budget else None
     with device:
         torch.set_default_dtype(torch.bfloat16)
-        model = tp.connect(Transformer(config).requires_grad_(False), ranks)
+        model = Transformer(config).requires_grad_(False)
         torch.set_default_dtype(torch.float32)
-        layers = kv.build(method, shape, budget, options)
-        model.set_kv(layers, batch)
-        kind = Speculator if speculate else Decoder
-        decoder = kind(model, layers, shape, [2], True, Stats(), None)
+        parallel.connect(model, ranks)
+        model.set_rows(batch)
+        layers = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)
+        model.set_kv(layers)
+        state = RowState(model, batch, [2])
     for layer in layers:
         layer.before_step(1024, 1)
-    return decoder
+    return state
 
 
-def trace(run, variant: str, device: torch.device, batch: int) -> tuple[torch.fx.GraphModule, object]:
+def caches(state: RowState) -> list[kv.KV]:
+    return [layer.attention.kv for layer in state.model.layers]
+
+
+def trace(run, state: nn.Module, variant: str, device: torch.device, batch: int) -> tuple[torch.fx.GraphModule, object]:
     """The graph that a compiler for CUDA receives, and what is known of its inputs."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -122,17 +126,17 @@ def trace(run, variant: str, device: torch.device, batch: int) -> tuple[torch.fx
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
-    launch(run, backend, variant, device, batch)
+    launch(run, state, backend, variant, device, batch)
     assert len(found) == 1  # fullgraph=True would have raised before
     return found[0]
 
 
-def launch(run, backend, variant: str, device: torch.device, batch: int) -> None:
-    """Compiles a step as the decoder does, with another backend, and calls it."""
+def launch(run, state: nn.Module, backend, variant: str, device: torch.device, batch: int) -> None:
+    """Compiles a step as the engine does, with another backend, and calls it."""
     sampling = Sampling(0.0 if variant == "greedy" else 1.0, 20 if variant == "cut" else None)
     with torch.no_grad():
-        command = torch.zeros(batch, dtype=torch.int64, device=device)
-        compiled(run, backend=backend)(command, sampling.variant, *sampling.tensors(device))
+        command = [torch.zeros(batch, dtype=torch.int64, device=device)] if run is not speculate.verify_step else []
+        compiled(run, backend=backend)(state, *command, sampling.variant, *sampling.tensors(device))
 
 
 def problems(graph: torch.fx.GraphModule, known) -> set[str]:
@@ -169,41 +173,42 @@ def pytest_generate_tests(metafunc):
 
 
 def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
-    decoder = build(name, gpu, batch)
-    graph, known = trace(decoder.step.forward, sampling, gpu, batch)
+    state = build(name, gpu, batch)
+    graph, known = trace(decode_step, state, sampling, gpu, batch)
     assert not problems(graph, known)
     fetches = [n for n in graph.graph.nodes if n.op == "call_function" and "kv_fast" in str(n.target)]
     assert bool(fetches) == name.endswith(":threads") or name in ("tailorkv", "brute_offload", "pqcache")
-    close(decoder)
+    close(state)
 
 
 @pytest.mark.parametrize(("name", "variant"), (("rocketkv", "cut"), ("omnikv:threads", "greedy")))
 def test_rounds_are_two_graphs_on_the_device(gpu, name, variant):
-    decoder = build(name, gpu, 3, speculate=2)
-    for part in decoder.passes:
-        graph, known = trace(part.forward, variant, gpu, 3)
+    state, passes = build(name, gpu, 3, drafts=2), []
+    speculate.rounds(state, 2, sample, lambda part: passes.append(part) or part)
+    assert passes == [speculate.draft_step, speculate.verify_step]
+    for part in passes:
+        graph, known = trace(part, state, variant, gpu, 3)
         assert not problems(graph, known)
-    assert len(decoder.passes) == 2
-    close(decoder)
+    close(state)
 
 
 def test_a_plain_step_of_one_row_is_one_graph_on_the_device(gpu):
-    decoder = build("full", gpu, 1)
-    assert not problems(*trace(decoder.step.forward, "plain", gpu, 1))
-    close(decoder)
+    state = build("full", gpu, 1)
+    assert not problems(*trace(decode_step, state, "plain", gpu, 1))
+    close(state)
 
 
 @pytest.mark.parametrize("name", ("full", "infllm", "omnikv"))
 def test_a_step_of_several_ranks_is_one_graph_on_the_device(gpu, name):
     """The ranks' sums are in it: two per layer, one of the logits, and those of a method that compares heads."""
-    decoder = build(name, gpu, 2, ranks=Ranks(1, 2, "0"))
-    graph, known = trace(decoder.step.forward, "greedy", gpu, 2)
+    state = build(name, gpu, 2, ranks=Ranks(1, 2, "0"))
+    graph, known = trace(decode_step, state, "greedy", gpu, 2)
     assert not problems(graph, known)
     names = Counter(str(node.target) for node in graph.graph.nodes)
-    layers = len(decoder.layers)
+    layers = len(state.model.layers)
     assert names["_c10d_functional.all_reduce.default"] == 2 * layers + (layers if name == "infllm" else 0)
     assert names["_c10d_functional.all_gather_into_tensor.default"] == 1
-    close(decoder)
+    close(state)
 
 
 class Wrong(nn.Module):
@@ -214,20 +219,20 @@ class Wrong(nn.Module):
         self.register_buffer("state", torch.zeros(8, device=device))
         self.plain = torch.zeros(8, device=device).clone()
 
-    def cpu(self, command: Tensor, *_) -> Tensor:
+    def cpu(self, _, command: Tensor, *__) -> Tensor:
         return command + torch.arange(3).sum().to(command.device)
 
-    def moving(self, command: Tensor, *_) -> Tensor:
+    def moving(self, _, command: Tensor, *__) -> Tensor:
         command.add_(1)  # an input that the caller may place elsewhere next time
         return command + 1
 
-    def item(self, command: Tensor, *_) -> Tensor:
+    def item(self, _, command: Tensor, *__) -> Tensor:
         return command + command.sum().item()
 
-    def bools(self, command: Tensor, *_) -> Tensor:
+    def bools(self, _, command: Tensor, *__) -> Tensor:
         return command[command > 0].sum()
 
-    def host(self, command: Tensor, *_) -> Tensor:
+    def host(self, _, command: Tensor, *__) -> Tensor:
         return torch.ops.kv_fast.mv(self.state[:, None].to(torch.bfloat16), command[:1].to(torch.bfloat16))
 
 
@@ -235,16 +240,15 @@ class Wrong(nn.Module):
 def test_a_flaw_is_seen(gpu, flaw):
     wrong = Wrong(gpu)
     try:
-        found = problems(*trace(getattr(wrong, flaw), "greedy", gpu, 8))
+        found = problems(*trace(getattr(wrong, flaw), wrong, "greedy", gpu, 8))
     except RuntimeError:  # of the compiler, or of a fake tensor whose values are asked for
         found = {"no single graph"}
     assert found
 
 
-def close(decoder: Decoder) -> None:
-    for layer in decoder.layers:
+def close(state: RowState) -> None:
+    for layer in caches(state):
         layer.close()
-    decoder.close()
 
 
 # Prompts
@@ -287,10 +291,11 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
     model = Transformer(config).requires_grad_(False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    modules = kv.build(method, shape, budget, options)
-    model.set_kv(modules, 1)
+    model.set_rows(1)
+    modules = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)
+    model.set_kv(modules)
     with Waits() as found:
-        model.prefill(torch.arange(tokens) % 100, 0)
+        model.prefill(0, torch.arange(tokens) % 100)
     for module in modules:
         module.close()
     return found

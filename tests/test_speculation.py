@@ -1,20 +1,21 @@
 """Speculation: whatever drafts, the tokens are those of the full cache."""
 
-import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import write_random
-from runtime.region import compiled
+from conversations import converse, outcome
 from test_contract import make_shape
 
 import kv
-from engine import Engine
+from engine import Engine, sample
 from eval import main as evaluate
 from generate import main
 from kv import METHODS, Shape
+from runtime.compile import compiled
+from runtime.speculate import draft_step, rounds
 
 DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "full:bits": ("full", {"bits": 4}),
@@ -57,20 +58,19 @@ def eos(checkpoint):
 
 
 def load(checkpoint, eos, kv="full", options=None, budget=None, speculate=0, lag=0, **plan):
-    plan = {"batch": 3, "max_new_tokens": 80, "compile": False, "seed": 0} | plan
+    plan = {"batch": 5, "max_new_tokens": 80, "compile": False, "seed": 0} | plan
     budget = budget if METHODS[kv].budgeted else None
     engine = Engine.load(checkpoint, kv, budget, options, speculate=speculate, **plan)
     engine.eos, engine.lag = eos, lag
     return engine
 
 
-def outcome(completions):
-    return [[(answer.tokens, answer.finish_reason) for answer in completion.answers] for completion in completions]
-
-
 def answers(engine, **how):
-    engine.requests = itertools.count()
-    return outcome(engine.generate(PROMPTS, max_new_tokens=14, follow_ups=FOLLOW_UPS, **how))
+    """Conversations in all rows; then, as `generate` feeds no questions, more prompts than rows."""
+    found = converse(engine, PROMPTS, FOLLOW_UPS, 14, **how)
+    if "stepwise" not in how:
+        found += outcome(engine.generate(PROMPTS + PROMPTS[:2], 14, **how))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +111,25 @@ def test_a_draft_that_is_always_right_gains_every_token(checkpoint, exact, tempe
     """One reads the full cache's tokens; the other holds its own, and must be given the last one of each round, and
     questions."""
     engine = load(checkpoint, set(), *exact, speculate=ROUND, batch=1, max_new_tokens=100)
-    (found,) = engine.generate([PROMPTS[0]], 41, temperature, follow_ups=[[[1, 2, 3]]])
-    assert engine.stats.fed == engine.stats.steps == 20 and engine.stats.decoded == 80
-    assert [len(answer.tokens) for answer in found.answers] == [41, 41]
+    rows = engine.start([PROMPTS[0]])
+    for questions in (None, [[1, 2, 3]]):
+        (answer,) = engine.ask(rows, questions, 41, temperature=temperature)
+        assert engine.stats.fed == engine.stats.steps == 10 and engine.stats.decoded == 40
+        assert len(answer.tokens) == 41
 
 
-def test_a_draft_that_is_always_wrong_gains_one(checkpoint, monkeypatch):
+def test_a_draft_that_is_always_wrong_gains_one(checkpoint):
     engine = load(checkpoint, set(), "exact_topk", {}, 400, speculate=ROUND, batch=1)
     expected = engine.generate([PROMPTS[0]], max_new_tokens=11)[0].answers[0].tokens
-    settle = engine.decoder.settle
 
-    def wrong(x, cut, seed, variant):
-        engine.decoder.drafted[:, 1:].add_(1).remainder_(128)
-        return settle(x, cut, seed, variant)
+    def wrong(part):
+        def verify(state, *sampling):
+            state.drafted[:, 1:].add_(1).remainder_(128)
+            return part(state, *sampling)
 
-    engine.decoder.verify.leave = wrong
+        return part if part is draft_step else verify
+
+    engine.step = rounds(engine.state, ROUND, sample, wrong)
     assert engine.generate([PROMPTS[0]], max_new_tokens=11)[0].answers[0].tokens == expected
     assert engine.stats.fed == engine.stats.decoded == 10
 
@@ -139,8 +143,8 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, l
     texts = ["The mill stood by the river, and the miller", "Once there was a mouse"]
     text = engines[0].generate(texts[:1], max_new_tokens=40)[0].answers[0].text
     for cut in (text[7:9], text[12:15], text[20:22]):
-        ask = {"max_new_tokens": 40, "stop": [cut], "follow_ups": [["And then?"], ["Why?"]]}
-        expected, found = (outcome(engine.generate(texts, **ask)) for engine in engines)
+        questions = [["And then?"], ["Why?"]]
+        expected, found = (converse(engine, texts, questions, 40, stop=[cut]) for engine in engines)
         assert found == expected and expected[0][0][1] == "stop"
 
 
@@ -164,8 +168,9 @@ def test_an_interrupted_round_ends_where_the_host_says(checkpoint, eos):
         seen.append(token)
 
     seen = []
-    (found,) = engine.generate([PROMPTS[0]], 40, follow_ups=[[[1, 2, 3]]], on_token=interrupt)
-    first, second = found.answers
+    rows = engine.start([PROMPTS[0]])
+    (first,) = engine.ask(rows, None, 40, on_token=interrupt)
+    (second,) = engine.ask(rows, [[1, 2, 3]], 40)
     assert first.finish_reason == "interrupted" and 6 < len(first.tokens) < 20 and second.finish_reason == "length"
     history = PROMPTS[0] + first.tokens + [1, 2, 3]
     assert load(checkpoint, set()).generate([history], 40)[0].answers[0].tokens == second.tokens
@@ -179,13 +184,23 @@ def test_logits_are_the_full_caches(checkpoint, eos):
         assert (found - expected).abs().max() <= 1e-4
 
 
-def test_a_saved_prompt_is_continued(checkpoint, eos, expected):
-    for name in ("quest", "snapkv", "tailorkv"):
-        kv, options = DRAFTS[name]
-        engine = load(checkpoint, set(), kv, options, 24, speculate=ROUND)
-        found = engine.generate(FOLLOW_UPS[2] + [[5]], 12, prefix=PROMPTS[2])
-        full = load(checkpoint, set()).generate(FOLLOW_UPS[2] + [[5]], 12, prefix=PROMPTS[2])
-        assert outcome(found) == outcome(full)
+@pytest.mark.parametrize("name", ("quest", "snapkv", "tailorkv"))
+def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
+    """Also by forks, and after an answer."""
+    kv, options = DRAFTS[name]
+    engine, other = (load(checkpoint, set(), kv, options, 24, speculate=ROUND) for _ in range(2))
+    full = load(checkpoint, set())
+    ((row,), (expected,)) = (each.start([PROMPTS[2]]) for each in (engine, full))
+    for _ in range(2):
+        row.save(tmp_path / "row.kv")
+        first = other.load_row(tmp_path / "row.kv")
+        rows, references = [first, first.fork()], [expected, expected.fork()]
+        found = [each.ask(own, [[4], [5, 6]], 12) for each, own in ((other, rows), (full, references))]
+        assert outcome(found[0]) == outcome(found[1])
+        for each in (*rows, references[1]):
+            each.close()
+        (answer,) = engine.ask([row], [[4]], 12)
+        assert outcome([answer]) == outcome(found[1][:1])
 
 
 @pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), ("tailorkv", 2)))
@@ -254,8 +269,7 @@ def test_a_round_is_two_graphs_for_a_gpu(checkpoint, eos, expected, name, traced
     """Where CUDA graphs capture them, drafting and verifying are compiled as wholes; here that is traced on the CPU."""
     kv, options = DRAFTS[name]
     engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True, max_prompt=97)
-    for each in (engine.decoder.draft, engine.decoder.verify):
-        each.run = compiled(each.forward, backend="eager")
+    engine.step = rounds(engine.state, ROUND, sample, lambda part: compiled(part, backend="eager"))
     assert answers(engine) == expected[0]
     assert engine.stats.compiles == 2
 

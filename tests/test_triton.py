@@ -11,6 +11,8 @@ import pytest
 import torch
 from test_cuda_trace import VARIANTS, build, close, gpu, guard, launch  # noqa: F401
 
+from engine import decode_step
+
 pytest.importorskip("triton")
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # A100, H100: bytes of shared memory that a block may have
@@ -91,7 +93,7 @@ def h100(gpu, monkeypatch):  # noqa: F811
     driver._active = before
 
 
-def generate(run, variant: str, device: torch.device, batch: int, monkeypatch) -> Generated:
+def generate(run, state: torch.nn.Module, variant: str, device: torch.device, batch: int, monkeypatch) -> Generated:
     """Traces a step as the engine does on a GPU, and lets Inductor write its kernels; nothing runs."""
     from torch._dynamo.utils import counters
     from torch._functorch.aot_autograd import make_boxed_func
@@ -116,7 +118,8 @@ def generate(run, variant: str, device: torch.device, batch: int, monkeypatch) -
         monkeypatch.setattr(AsyncCompile, kind, lambda *_, **__: pytest.fail("a kernel for the CPU"))
     skips = counters["inductor"]["cudagraph_skips"]
     with config.patch(OPTIONS):
-        launch(run, lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner), variant, device, batch)
+        backend = lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)  # noqa: E731
+        launch(run, state, backend, variant, device, batch)
     assert counters["inductor"]["cudagraph_skips"] == skips and len(graphs) == 1
     return Generated(kernels, graphs[0])
 
@@ -148,22 +151,22 @@ def pytest_generate_tests(metafunc):
 
 def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    decoder = build(name, h100, 2)
-    found = generate(decoder.step.forward, "cut" if name == "full" else "greedy", h100, 2, monkeypatch)
+    state = build(name, h100, 2)
+    found = generate(decode_step, state, "cut" if name == "full" else "greedy", h100, 2, monkeypatch)
     fetches = name.endswith(":threads") or name in ("tailorkv", "brute_offload")  # between the graphs
     assert len(found.kernels) > 10 and (found.graphs > 1) == fetches
     compile_all(found)
     print(name, len(found.kernels), "kernels,", found.graphs, "graphs")
-    close(decoder)
+    close(state)
 
 
 @pytest.mark.parametrize("form", ("flex", "kernel", "fused"))
 def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
     monkeypatch.setattr("kv.parts.inductor.CUDA_FORM", form)
-    decoder = build("full", h100, 2)
-    found = generate(decoder.step.forward, "greedy", h100, 2, monkeypatch)
+    state = build("full", h100, 2)
+    found = generate(decode_step, state, "greedy", h100, 2, monkeypatch)
     assert any("flex_attention" in source for source in found.kernels) == (form == "flex") and found.graphs == 1
-    close(decoder)
+    close(state)
 
 
 def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
@@ -172,9 +175,9 @@ def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
     found = []
     for devices in (("cpu",), ("cpu", "cuda")):
         monkeypatch.setattr("kv.parts.inductor.TILED", devices)
-        decoder = build("exact_topk", h100, 2)
-        found.append(generate(decoder.step.forward, "greedy", h100, 2, monkeypatch))
-        close(decoder)
+        state = build("exact_topk", h100, 2)
+        found.append(generate(decode_step, state, "greedy", h100, 2, monkeypatch))
+        close(state)
     plain, tiled = found
     assert plain.graphs == tiled.graphs == 1 and plain.kernels.keys() != tiled.kernels.keys()
     compile_all(tiled)
@@ -183,8 +186,8 @@ def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
 def test_a_kernel_for_the_cpu_is_seen(h100, monkeypatch):
     here = torch.ones(9, device="cpu")
 
-    def step(command, *_):
+    def step(_, command, *__):
         return command + here.cos().sum().long().to(command.device)
 
     with pytest.raises(pytest.fail.Exception, match="a kernel for the CPU"):
-        generate(step, "greedy", h100, 2, monkeypatch)
+        generate(step, torch.nn.Module(), "greedy", h100, 2, monkeypatch)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from decoder import Sampling, sample
+
+from engine import FAILED, Sampling, sample
 
 VOCAB = 50
 
@@ -81,3 +82,25 @@ def test_top_k_and_top_p_are_refused_at_temperature_zero(cut):
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError):
         Sampling(**{"temperature": 1.0} | bad)
+
+
+@pytest.mark.parametrize("how", ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}))
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf))
+def test_a_row_with_a_logit_that_is_not_finite_fails_alone(logits, how, bad):
+    rows = logits.repeat(3, 1)
+    rows[1, 7] = bad
+    sampling, counter = Sampling(**how), torch.arange(3)
+    knobs = sampling.tensors(torch.device("cpu"))
+    tokens = sample(rows, sampling.variant, *knobs, counter, counter)
+    expected = sample(logits.repeat(3, 1), sampling.variant, *knobs, counter, counter)
+    assert tokens[1] == FAILED and expected.min() >= 0
+    assert tokens[[0, 2]].tolist() == expected[[0, 2]].tolist()
+
+
+def test_rows_whose_logits_are_not_finite_fail_alone(logits):
+    for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}):
+        rows = logits.repeat(3, 1)
+        rows[0, 5], rows[2, 7] = torch.nan, torch.inf
+        sampling, zeros = Sampling(**how), torch.zeros(3, dtype=torch.int64)
+        tokens = sample(rows, sampling.variant, *sampling.tensors(rows.device), zeros, zeros)
+        assert tokens[0] == tokens[2] == FAILED and tokens[1] >= 0
