@@ -183,10 +183,7 @@ class Row:
 
     def close(self) -> None:
         """Frees the row for another prompt."""
-        engine = self.engine
-        if engine.rows[self.slot : self.slot + 1] == [self]:
-            engine.rows[self.slot] = None
-            engine.state.left[self.slot] = 0
+        self.engine.close_row(self)
 
 
 @dataclass
@@ -477,7 +474,7 @@ class Engine:
                 rows.append(self._prefill(prompt, self.max_new_tokens))
         except BaseException:
             for row in rows:
-                row.close()
+                self._free(row)
             raise
         return rows
 
@@ -536,6 +533,16 @@ class Engine:
         """
         return prefix.load(self, path)
 
+    @one_call
+    def close_row(self, row: Row) -> None:
+        """`Row.close`."""
+        self._free(row)
+
+    def _free(self, row: Row) -> None:
+        if self.rows[row.slot : row.slot + 1] == [row]:
+            self.rows[row.slot] = None
+            self.state.left[row.slot] = 0
+
     def _check_free(self, rows: int) -> None:
         if rows > self.rows.count(None):
             free = f"{self.rows.count(None)} of {self.batch} rows are free"
@@ -570,7 +577,7 @@ class Engine:
         completions = [Completion(len(prompt), []) for prompt in ids]
 
         def complete(index: int, row: Row, answer: Answer) -> None:
-            row.close()
+            self._free(row)
             completions[index].answers.append(answer)
             if on_done is not None:
                 on_done(index, completions[index])
@@ -615,7 +622,8 @@ class Engine:
         )
         for row, question in zip(rows, questions, strict=True):
             self._room(row, question)
-        self._warm_up(self.shape.max_prompt)
+        if rows:
+            self._warm_up(self.shape.max_prompt)
         self._decode(deque(zip(range(len(rows)), rows, questions, strict=True)), call)
         return [answers[index] for index in range(len(rows))]
 
@@ -638,6 +646,8 @@ class Engine:
         """
         single, continuations = is_prompt(prompts), [continuations] if is_prompt(prompts) else continuations
         ids, forced = self._encode_all(prompts), [self.encode(ids, bos=False) for ids in continuations]
+        if len(ids) != len(forced) or not ids:
+            raise ValueError(f"{len(forced)} continuations for {len(ids)} prompts")
         self._check_free(len(ids))
         self._begin_answers(max(map(len, forced)), None, {})
         self._reserve(max(map(len, ids)), max(map(len, forced)))
@@ -663,7 +673,7 @@ class Engine:
                     self._read(flight.popleft(), call)
         except BaseException:
             for row in [*asked, *(decoding.row for decoding in running)]:  # what they hold is not known
-                row.close()
+                self._free(row)
             raise
         elsewhere = self.stats.prefill_s + self.stats.extend_s - before
         self.stats.decode_s = time.perf_counter() - begin - elsewhere
@@ -674,6 +684,8 @@ class Engine:
             self.interrupted = False
             for decoding in running:
                 decoding.interrupted = True
+                if decoding.launched and not decoding.feed:  # a step in flight samples the last token
+                    decoding.wanted = self.state.left[decoding.row.slot] = 0
         while True:
             for decoding in [decoding for decoding in running if decoding.answer.finish_reason]:
                 running.remove(decoding)

@@ -23,5 +23,5 @@ def forced_logits(engine, prompts: list[list[int]], continuations: list[list[int
                 own[i] = logits[row.slot]
     finally:
         for row in rows:
-            row.close()
+            engine._free(row)
     return found

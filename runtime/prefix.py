@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kv as methods
 
-FORMAT = "kv-fast prompt 5"
+FORMAT = "kv-fast prompt 6"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Header:
     dtype: str
     speculate: int
     prompt: int  # how many of the tokens were prefilled
+    pending: int | None  # a token that follows them: the last of an answer, which the caches do not hold yet
     chat: bool  # the tokens are `Tokenizer.chat_begin`'s: questions take `chat_end`
 
     @property
@@ -46,19 +47,17 @@ class Header:
 
     def check(self, engine) -> None:
         """Raises ValueError if the engine differs in what the row depends on."""
-        for name, ours in asdict(Header.of(engine, self.prompt, self.chat)).items():
+        ours = Header.of(engine, self.plan, prompt=self.prompt, pending=self.pending, chat=self.chat)
+        for name, ours in asdict(ours).items():
             if (saved := getattr(self, name)) != ours:
                 raise ValueError(f"the prompt was saved with {name}={saved} and this engine has {name}={ours}")
 
     @classmethod
-    def of(cls, engine, prompt: int, chat: bool = False) -> "Header":
-        shape, options = (
-            engine.shape,
-            asdict(methods.parse_options(engine.method, engine.options | engine.from_profile())),
-        )
+    def of(cls, engine, plan: tuple[int, int], **row) -> "Header":
+        """The header of a row (`prompt`, `pending`, `chat`) in the engine's caches, if they have that plan."""
+        options = asdict(methods.parse_options(engine.method, engine.options | engine.from_profile()))
         dtype = str(engine.dtype).removeprefix("torch.")
-        plan = shape.max_prompt, shape.max_new_tokens
-        return cls(engine.weights, engine.method, engine.budget, options, *plan, dtype, engine.speculate, prompt, chat)
+        return cls(engine.weights, engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row)
 
     @classmethod
     def parse(cls, about: object) -> "Header":
@@ -85,8 +84,9 @@ def save(row, path: str | Path, chat: bool = False) -> int:
     for i, layer in enumerate(engine.layers):
         tensors |= {f"{i}.{name}": x for name, x in layer.state(row.slot, len(row.tokens)).items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
-    about = asdict(Header.of(engine, row.prompt, chat)) | {"checksums": {n: checksum(x) for n, x in tensors.items()}}
-    about = json.dumps(about)
+    plan = engine.shape.max_prompt, engine.shape.max_new_tokens
+    about = asdict(Header.of(engine, plan, prompt=row.prompt, pending=row.pending, chat=chat))
+    about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, temporary, {"format": FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))})
@@ -107,13 +107,14 @@ def load(engine, path: str | Path):
     """`Engine.load_row`."""
     begin, (header, tokens, speed, states) = time.perf_counter(), read(engine, path)
     engine.check_length(header.prompt)
+    header.check(engine)
     if engine.shape is None or (engine.shape.max_prompt, engine.shape.max_new_tokens) != header.plan:
         if any(engine.rows):
             raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
         engine._allocate(engine._plan(*header.plan))
-    header.check(engine)
     engine._begin_call()
     row = engine._restore(tokens, header.prompt, speed, states)
+    row.pending = header.pending
     engine.stats.prefill_s += time.perf_counter() - begin
     return row
 
@@ -134,7 +135,7 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
             layers[range(len(layers))[int(layer)]][name] = x
         fits = header.prompt <= tokens.numel() <= header.prompt + header.max_new_tokens
         ids = tokens.dtype == torch.int64 and tokens.dim() == 1 and fits
-        ids = ids and 0 <= int(tokens.min()) and int(tokens.max()) < engine.config.vocab_size
+        ids = ids and all(0 <= i < engine.config.vocab_size for i in (*tokens.tolist(), header.pending or 0))
         if not ids or speed.dtype != torch.float32 or speed.shape != (engine.config.head_dim // 2,):
             raise ValueError("tokens")
         if any(x.is_floating_point() and x.isnan().any() for x in (speed, *tensors.values())):

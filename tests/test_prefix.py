@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_a_saved_row_is_continued_like_the_row_itself(checkpoint, kv, tmp_path):
         assert row.save(tmp_path / "text.kv") > 0 and [file.name for file in tmp_path.iterdir()] == ["text.kv"]
         rows = [other.load_row(tmp_path / "text.kv")]
         rows += [rows[0].fork() for _ in QUESTIONS[:2]]
-        assert rows[0].tokens == row.tokens and rows[0].prompt == len(TEXT)
+        assert (rows[0].tokens, rows[0].pending) == (row.tokens, row.pending) and rows[0].prompt == len(TEXT)
         answers = other.ask(rows, QUESTIONS[:3], 6)
         for question, answer in zip(QUESTIONS[:3], answers, strict=True):
             fork = row.fork()
@@ -63,7 +64,7 @@ def test_a_saved_row_is_continued_like_the_row_itself(checkpoint, kv, tmp_path):
             each.close()
         if step == 0:
             engine.ask([row], [QUESTIONS[3]], 4)
-            row.pending = None  # a file has no place for a token that the caches do not hold
+            assert row.pending is not None  # the file holds it too
     engine.close()
     other.close()
 
@@ -77,6 +78,7 @@ def test_a_row_of_other_caches_is_refused(checkpoint, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             engine.load_row(file)
+        assert engine.shape is None  # no cache was allocated for it
         assert engine.generate([TEXT], 3)[0].answers[0].tokens
     engine = load(checkpoint, "streaming")
     engine.start([[1, 2, 3]])
@@ -117,36 +119,43 @@ def forged(good: Path, file: Path, fields: dict, tensors: dict) -> Path:
     return file
 
 
-FORGED = {
-    "a budget that is a text": ({"budget": "24"}, {}),
-    "a plan of no tokens": ({"max_new_tokens": 0}, {}),
-    "a plan for 3e12 tokens": ({"max_prompt": 3 * 10**12}, {}),
-    "a plan that is true": ({"max_prompt": True}, {}),
-    "a prompt longer than the plan": ({"prompt": 51}, {}),
-    "no drafts": ({"speculate": -1}, {}),
-    "options that are a list": ({"options": []}, {}),
-    "speeds of one value": ({}, {"rope_speed": torch.ones(1)}),
-    "tokens beyond the vocabulary": ({}, {"tokens": torch.full((50,), 128)}),
-    "no tokens": ({}, {"tokens": torch.empty(0, dtype=torch.int64)}),
-    "a NaN": ({}, {"0.k": "nan"}),
-    "a layer too many": ({}, {"9.k": torch.ones(2)}),
-    "a tensor of another size": ({}, {"0.k": torch.ones(2, 3, 16)}),
+FORGED = {  # header fields, tensors, and the reason that the refusal gives
+    "a budget that is a text": ({"budget": "24"}, {}, "(budget)"),
+    "a budget that is no number": ({"budget": float("nan")}, {}, "budget=nan"),
+    "a plan of no tokens": ({"max_new_tokens": 0}, {}, "(plan)"),
+    "a plan for 3e12 tokens": ({"max_prompt": 3 * 10**12}, {}, "(plan)"),
+    "a plan for 3e9 tokens": ({"max_prompt": 3 * 10**9}, {}, "GB are free"),
+    "a plan that is true": ({"max_prompt": True}, {}, "(max_prompt)"),
+    "a prompt longer than the plan": ({"prompt": 51}, {}, "(plan)"),
+    "no prompt": ({"prompt": 0}, {}, "(plan)"),
+    "no drafts": ({"speculate": -1}, {}, "(speculate)"),
+    "a pending token beyond the vocabulary": ({"pending": 128}, {}, "(tokens)"),
+    "a pending token that is true": ({"pending": True}, {}, "(pending)"),
+    "options that are a list": ({"options": []}, {}, "(options)"),
+    "a method that there is not": ({"kv": "nosuch"}, {}, "kv=nosuch"),
+    "no list of tensors": ({"checksums": []}, {}, "(its tensors)"),
+    "speeds of one value": ({}, {"rope_speed": torch.ones(1)}, "(tokens)"),
+    "tokens beyond the vocabulary": ({}, {"tokens": torch.full((50,), 128)}, "(tokens)"),
+    "tokens that are no whole numbers": ({}, {"tokens": torch.ones(50)}, "(tokens)"),
+    "no tokens": ({}, {"tokens": torch.empty(0, dtype=torch.int64)}, "(tokens)"),
+    "more tokens than the plan": ({}, {"tokens": torch.ones(111, dtype=torch.int64)}, "(tokens)"),
+    "a NaN": ({}, {"0.k": torch.full((2, 50, 16), torch.nan)}, "(NaN)"),
+    "a layer too many": ({}, {"9.k": torch.ones(2)}, "out of range"),
+    "a tensor of another size": ({}, {"0.k": torch.ones(2, 3, 16)}, "does not fit this cache"),
+    "a tensor of another dtype": ({}, {"0.k": torch.ones(2, 50, 16, dtype=torch.bfloat16)}, "does not fit this cache"),
 }
 
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, tmp_path, what):
-    fields, tensors = FORGED[what]
-    good = saved(load(checkpoint), tmp_path / "good.kv")
-    with safe_open(good, "pt") as file:
-        key = file.get_tensor("0.k").clone()
-    key[0, 3, 5] = torch.nan
-    tensors = {name: key if isinstance(x, str) else x for name, x in tensors.items()}
-    engine = load(checkpoint)
-    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+    fields, tensors, reason = FORGED[what]
+    good, engine = saved(load(checkpoint), tmp_path / "good.kv"), load(checkpoint)
+    with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(reason)}[^\n]*$"):
         engine.load_row(forged(good, tmp_path / "bad.kv", fields, tensors))
     assert not any(engine.rows)
+    assert engine.shape is None or reason == "does not fit this cache"  # else nothing was allocated for it
     assert engine.generate([TEXT], 3)[0].answers[0].tokens
+    assert engine.load_row(good).tokens == TEXT
 
 
 def test_a_save_that_fails_leaves_the_old_file(checkpoint, tmp_path, monkeypatch):
