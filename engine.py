@@ -684,8 +684,9 @@ class Engine:
             self.interrupted = False
             for decoding in running:
                 decoding.interrupted = True
-                if decoding.launched and not decoding.feed:  # a step in flight samples the last token
-                    decoding.wanted = self.state.left[decoding.row.slot] = 0
+                # The last token is a step's in flight, or else the next sample's.
+                last = 0 if decoding.launched and not decoding.feed else 1
+                decoding.wanted = self.state.left[decoding.row.slot] = last
         while True:
             for decoding in [decoding for decoding in running if decoding.answer.finish_reason]:
                 running.remove(decoding)

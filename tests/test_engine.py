@@ -334,6 +334,21 @@ def test_an_interrupted_answer_keeps_its_tokens_and_the_conversation_goes_on(che
         assert outcome(load(checkpoint).generate([prompt + first.tokens + [1, 2, 3]], 30)) == outcome([second])
 
 
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("stepwise", (False, True))
+def test_an_interrupted_answer_can_be_continued(checkpoint, lag, stepwise):
+    engine, count = load(checkpoint, batch=2, lag=lag), itertools.count(1)
+    rows, how = engine.start(PROMPTS[:2]), {"stepwise": stepwise, "temperature": 1.0}
+    found = engine.ask(rows, PROMPTS[3:], 20, on_token=lambda *_: next(count) == 9 and engine.interrupt(), **how)
+    assert {answer.finish_reason for answer in found} == {"interrupted"}
+    rest = engine.ask(rows, None, 20 - len(found[0].tokens), **how)
+    fresh = load(checkpoint, batch=2)
+    whole = fresh.ask(fresh.start(PROMPTS[:2]), PROMPTS[3:], 20, **how)
+    for first, second, both in zip(found, rest, whole, strict=True):
+        tokens = (first.tokens + second.tokens)[:20]
+        assert tokens == both.tokens[: len(tokens)] and second.finish_reason == "length"
+
+
 def test_prompts_that_wait_are_answered_after_an_interruption(checkpoint):
     engine, count = load(checkpoint, batch=2), itertools.count(1)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]
@@ -710,6 +725,8 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
         (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
         (lambda: engine.kv_bytes(), "no cache"),
         (lambda: engine.logits([1], []), "empty"),
+        (lambda: engine.logits([], []), "0 continuations for 0 prompts"),
+        (lambda: engine.logits([[1]], [[2], [3]]), "2 continuations for 1 prompts"),
         (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
         (lambda: Engine.load(checkpoint, seed=1.5), "seed must be a whole number, not 1.5"),
         (lambda: Engine.load(checkpoint, seed="1"), "seed must be a whole number"),
@@ -726,7 +743,7 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert engine.shape is None
+    assert engine.ask([]) == [] and engine.shape is None
     rows = engine.start([[1, 2]])
     for ask, message in (
         (lambda: engine.ask(rows, [[]]), "empty"),
@@ -794,6 +811,7 @@ def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoin
             lambda: engine.load_row(tmp_path / "none"),
             row.fork,
             lambda: row.save(tmp_path / "row.kv"),
+            row.close,
             engine.close,
         ):
             with pytest.raises(RuntimeError, match="busy with another call"):
@@ -806,7 +824,7 @@ def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoin
 
     assert outcome(engine.generate([PROMPTS[0]], 5, on_token=intrude)) == expected
     assert outcome(engine.generate([PROMPTS[0]], 5, on_token=intrude_from_a_thread)) == expected
-    assert len(refused) == 9 * (5 + 5)
+    assert len(refused) == 10 * (5 + 5) and engine.rows.count(row) == 1
     for failing in (lambda: engine.generate([[]]), lambda: engine.logits([1], []), lambda: engine.use("nosuch")):
         with pytest.raises(ValueError):
             failing()

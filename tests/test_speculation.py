@@ -135,6 +135,23 @@ def test_a_draft_that_is_always_wrong_gains_one(checkpoint):
 
 
 @pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_logits_that_are_not_finite_end_an_answer_inside_a_round(checkpoint, capsys, sampling, lag):
+    """Once a token whose embedding is a NaN is sampled, or drafted."""
+    engine = load(checkpoint, set(), "exact_topk", {}, 400, speculate=ROUND, lag=lag, batch=2)
+    prompts = [PROMPTS[1], PROMPTS[4], PROMPTS[3]]
+    good = outcome(engine.generate(prompts, 14, **sampling))
+    at, poison = next((i, t) for i, t in enumerate(good[0][0][0]) if i > 4 and t not in sum(prompts, []))
+    engine.model.tok_embeddings.weight.data[poison] = torch.nan
+    found = outcome(engine.generate(prompts, 14, **sampling))
+    assert found[0][0][1] == "error" and 0 < len(found[0][0][0]) <= at + 1
+    for ((tokens, reason),), ((expected, _),) in zip(found, good, strict=True):
+        assert tokens == expected[: len(tokens)] and reason == ("length" if len(tokens) == 14 else "error")
+    errors = sum(reason == "error" for ((_, reason),) in found)
+    assert capsys.readouterr().err.count("not finite in torch.float32") == errors < len(found)
+
+
+@pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("kv", ("quest", "snapkv++", "streaming"))
 def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, lag):
     """The cache then holds the same tokens as the full cache's: the question's answer is the same."""
