@@ -549,7 +549,7 @@ class Engine:
             raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
 
     def _check_rows(self, rows: list[Row]) -> None:
-        if any(row.engine is not self or self.rows[row.slot : row.slot + 1] != [row] for row in rows):
+        if any(self.rows[row.slot : row.slot + 1] != [row] for row in rows):
             raise ValueError("a row was closed, or belongs to another engine")
         if len(set(map(id, rows))) < len(rows):
             raise ValueError("a row is given twice")

@@ -47,8 +47,8 @@ class Header:
 
     def check(self, engine) -> None:
         """Raises ValueError if the engine differs in what the row depends on."""
-        ours = Header.of(engine, self.plan, prompt=self.prompt, pending=self.pending, chat=self.chat)
-        for name, ours in asdict(ours).items():
+        settings = Header.of(engine, self.plan, prompt=self.prompt, pending=self.pending, chat=self.chat)
+        for name, ours in asdict(settings).items():
             if (saved := getattr(self, name)) != ours:
                 raise ValueError(f"the prompt was saved with {name}={saved} and this engine has {name}={ours}")
 

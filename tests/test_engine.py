@@ -14,7 +14,7 @@ from conversations import converse, number, outcome
 from engine import Engine, decode_step
 from runtime.device import pick_device
 
-METHODS = {"full": {}, "streaming": {"budget": 16}}
+METHODS = {"full": {}, "streaming": {"budget": 16}, "h2o": {"budget": 16}}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
 QUESTIONS = [[[1, 2, 3]], [], [[4], [5, 6]], [], [[77] * 9]]
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
@@ -79,10 +79,10 @@ def test_logits_do_not_depend_on_the_other_rows(checkpoint):
 
 @pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("batch", (1, 2))
-@pytest.mark.parametrize("sampling", ({}, SAMPLED))
-def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag, sampling):
-    expected = load(checkpoint, batch=5, eos=eos).generate(PROMPTS, 12, **sampling)
-    engine = load(checkpoint, batch=batch, lag=lag, eos=eos)
+@pytest.mark.parametrize("method, sampling", [("full", SAMPLED), *((method, {}) for method in METHODS)])
+def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag, method, sampling):
+    expected = load(checkpoint, method, batch=5, eos=eos).generate(PROMPTS, 12, **sampling)
+    engine = load(checkpoint, method, batch=batch, lag=lag, eos=eos)
     assert outcome(engine.generate(PROMPTS, 12, **sampling)) == outcome(expected)
 
 
@@ -178,6 +178,19 @@ def test_a_stop_text_ends_an_answer_and_is_cut_off(tiny_checkpoint, lag):
     for prompt, first, second in zip(prompts, found, again, strict=True):
         (expected,) = engine.generate([engine.encode(prompt) + first.tokens + question], 12, stop=stop)
         assert expected.answers == [second]
+
+
+def test_a_step_in_flight_when_a_stop_text_is_found_leaves_the_same_conversation(tiny_checkpoint):
+    """h2o would count a token twice that is fed again."""
+    found = []
+    for lag in (0, 1):
+        engine = load(tiny_checkpoint, "h2o", lag=lag)
+        text = engine.generate("The keeper rowed", 12)[0].answers[0].text
+        rows = engine.start("The keeper rowed")
+        (first,) = engine.ask(rows, None, 12, stop=[text[10:12]])
+        assert first.finish_reason == "stop" and len(first.tokens) < 12
+        found.append([first, *engine.ask(rows, [[7, 8, 9]], 12)])
+    assert found[0] == found[1]
 
 
 def test_generated_tokens_are_the_argmax_of_the_forced_logits(checkpoint):

@@ -102,6 +102,10 @@ def test_100_damaged_files_are_refused(checkpoint, tmp_path):
         with pytest.raises(ValueError, match=r"^[^\n]*bad\.kv[^\n]*$"):
             engine.load_row(file)
         assert engine.rows == [None, None]
+    assert rb"\"prompt\": 50" in good
+    file.write_bytes(good.replace(rb"\"prompt\": 50", rb"\"prompt\": 49"))
+    with pytest.raises(ValueError, match="its header"):
+        engine.load_row(file)
     assert engine.load_row(tmp_path / "good.kv").tokens == TEXT
     with pytest.raises(FileNotFoundError):
         engine.load_row(tmp_path / "none.kv")
