@@ -54,7 +54,7 @@ def test_decoded_counts_one_token_per_row_and_step_whether_sampled_fed_or_eos(ch
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, SAMPLED))
+@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, SAMPLED, {"stepwise": True}))
 def test_a_row_gives_in_a_ragged_batch_what_it_gives_alone(checkpoint, eos, method, lag, sampling, monkeypatch):
     plan = {"method": method, "batch": 5, "max_prompt": 97, "eos": eos, "lag": lag}
     found = converse(load(checkpoint, **plan), PROMPTS, QUESTIONS, **sampling)
