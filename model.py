@@ -183,7 +183,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # With _weight no random values are drawn: on a meta tensor, that would import torch's compiler.
+        table = torch.empty(config.vocab_size, config.dim)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=table)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
