@@ -32,7 +32,7 @@ import kv as methods
 from kv import Shape
 from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
-from model import Block, Transformer
+from model import Transformer, direct, through_layers
 from runtime import cpu, prefix, speculate
 from runtime.arguments import Prompt, as_prompts, check_count, check_sampling, is_prompt, token_ids
 from runtime.checkpoint import fingerprint
@@ -125,15 +125,14 @@ class RowState(nn.Module):
 
 
 def decode_step(
-    state: RowState, command: Tensor, variant: str, cut: Tensor, seed: Tensor, run: Callable = lambda f, *x: f(*x)
+    state: RowState, command: Tensor, variant: str, cut: Tensor, seed: Tensor, run: Callable = direct
 ) -> tuple[Tensor, Tensor]:
     """command [B] -> the token that each row samples [B,1], NOTHING where it is asleep, and the logits [B, vocab].
 
     CUDA compiles the step as a whole; a CPU compiles its parts, which are then called by `run` (cpu.Parts).
     """
     x, cos, sin, pos, live = run(enter, state, command)
-    for layer in state.model.layers:
-        x = run(Block.forward, layer, x, cos, sin, pos, live)
+    x = through_layers(state.model, run, x, cos, sin, pos, live)
     return run(leave, state, x, live, variant, cut, seed)
 
 
@@ -216,9 +215,9 @@ class Call:
 
     limit: int  # the most tokens of an answer
     stop: list[str]
-    stepwise: bool = False  # questions are fed one token a step
-    on_token: Callable[[int, int, str], None] = lambda *_: None
-    on_answer: Callable[[int, Row, Answer], None] = lambda *_: None
+    stepwise: bool  # questions are fed one token a step
+    on_token: Callable[[int, int, str], None]
+    on_answer: Callable[[int, Row, Answer], None]
 
 
 class Decoding:
@@ -348,8 +347,6 @@ class Engine:
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
-            with compile_errors():
-                compiled_graphs()  # imports torch's compiler, as making a model does: creating its folder can fail
             loaded = load_model(Path(checkpoint), device, dtype, ranks)
             engine = cls(loaded.model, loaded.tokenizer, loaded.eos, loaded.profile, compile, seed, ranks, progress)
         engine.no_tokenizer, engine.folder = loaded.no_tokenizer or engine.no_tokenizer, Path(checkpoint)
@@ -702,18 +699,22 @@ class Engine:
         stepping = [decoding for decoding in running if decoding.wanted > 0]
         if not stepping:
             return None
-        rows, commands = [(decoding, *decoding.command()) for decoding in stepping], [CONTINUE] * self.batch
+        rows, fed = [(decoding, *decoding.command()) for decoding in stepping], {}
         for decoding, command, counts in rows:
-            commands[decoding.row.slot] = command
             if command != CONTINUE:
+                fed[decoding.row.slot] = command
                 self.state.left[decoding.row.slot] = decoding.wanted + 1 if counts else 1
         most = [(decoding.row, decoding.launched * (self.speculate + 1)) for decoding in running]
         length, new = (max(len(row.tokens) - start * row.prompt + n for row, n in most) for start in (0, 1))
-        tokens, _ = self._step(commands, length, new)
+        tokens, _ = self._step(fed, length, new)
         return Step(rows, read_later(tokens))
 
-    def _step(self, commands: list[int], length: int, new: int) -> tuple[Tensor, Tensor]:
-        """Launches a step, after which no row holds more than `length` tokens, `new` of them decoded."""
+    def _step(self, fed: dict[int, int], length: int, new: int) -> tuple[Tensor, Tensor]:
+        """Launches a step, after which no row holds more than `length` tokens, `new` of them decoded.
+
+        fed: tokens by row; the other rows continue. Returns what `decode_step` does, valid until the next step.
+        """
+        commands = [fed.get(row, CONTINUE) for row in range(self.batch)]
         sizes = [layer.before_step(length, new) for layer in self.layers]
         if sizes != self.sizes:
             self._forget()
@@ -838,10 +839,11 @@ class Engine:
         begin = time.perf_counter()
         with compile_errors():
             for _ in self.progress([None], what=f"compile the {self.sampling.variant} decode step"):
-                for tokens in [] if self.warm else [1, self.speculate + 1][: 1 + bool(self.speculate)]:
+                # Verification first: drafts, of which there are more, decide last.
+                for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
                     self.stats.products |= cpu.tune(self.model, self.shape, tokens)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
-                    self._step([CONTINUE] * self.batch, prompt + 1, 1)[0].tolist()
+                    self._step({}, prompt + 1, 1)[0].tolist()
         self.stats.compile_s += time.perf_counter() - begin
         self.warm.add(self.sampling.variant)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from tqdm import tqdm
 
@@ -188,10 +188,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
             room = f"room for {saved.max_new_tokens} more tokens and {asked + limit - 1} are needed"
             raise ValueError(f"the prompt was saved with {room}: lower --max-new-tokens, or save it with more")
     out = sys.stderr if args.json == "-" else sys.stdout
-    names, how = (
-        list(ids),
-        {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "stop": args.stop},
-    )
+    names = list(ids)
+    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "stop": args.stop}
     with (
         tqdm(total=len(prompts), unit="prompt", disable=None if not single else True) as bar,
         open_to_append(args.out) if args.out and not ranks.rank else nullcontext() as file,
@@ -207,7 +205,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
             bar.update()
         show = (lambda index, token, text: print(text, end="", file=out, flush=True)) if single else None
         if talk:
-            completions = [converse(engine, ids[names[0]], limit, how, show)]
+            completions = [converse(engine, ids[names[0]], limit, how, show, out)]
             done(0, completions[0])
         elif saved is not None:
             completions = ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, show, done)
@@ -282,10 +280,10 @@ def ask_saved(
     return completions
 
 
-def converse(engine: Engine, prompt: list[int], limit: int, how: dict, show: Callable) -> Completion:
+def converse(engine: Engine, prompt: list[int], limit: int, how: dict, show: Callable, out: TextIO) -> Completion:
     """A conversation: answers the prompt, then what is typed, until it ends or the caches are full."""
     rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
-    with Conversation(engine) as conversation:
+    with Conversation(engine, out) as conversation:
         completion = Completion(len(prompt), engine.ask(rows, None, limit, **how, on_token=show))
         stats = stats.then(engine.stats)
         while (question := parallel.first(engine.ranks, conversation.read)) is not None:

@@ -247,3 +247,17 @@ class Transformer(nn.Module):
         for layer in layers:
             layer.prefill(x, cos, sin, attend(layer.attention.kv))
         return self.logits(x[:, -1])[0]
+
+
+def direct(part: Callable, *inputs):
+    """How a step runs a part of itself, unless a device has a faster way (runtime/cpu.py)."""
+    return part(*inputs)
+
+
+def through_layers(
+    model: Transformer, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, live: Tensor
+) -> Tensor:
+    """A step's tokens x [B,n,C] through all layers, each called by `run`; arguments as in `Block.forward`."""
+    for layer in model.layers:
+        x = run(Block.forward, layer, x, cos, sin, pos, live)
+    return x

@@ -25,12 +25,12 @@ import torch
 
 import kv as methods
 from bench import generations, llama_cpp, papers, tables
-from bench.contenders import GROUPSIZES, SHAPES, Case, checked
+from bench.contenders import SHAPES, Case, checked
 from bench.measure import measure, read_bandwidth
 from runtime import cpu, parallel
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
-from runtime.linear import MODES
+from runtime.linear import GROUPS, MODES
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
 
 PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     accept = "--speculate: the probability that a drafted token is accepted, for ms/token (default: 0.8)"
     p.add_argument("--accept", type=float, default=0.8, metavar="SHARE", help=accept)
     p.add_argument("--quantize", default="none", help=f"none, {', '.join(MODES)}; comma-separated")
-    groups = f"int4: channels that share a scale (default: the first of {GROUPSIZES} that divides the model's)"
+    groups = f"int4: channels that share a scale (default: the first of {GROUPS} that divides the model's)"
     p.add_argument("--groupsize", type=int, help=groups)
     p.add_argument("--embeddings", action="store_true", help="quantize the embedding table and the head too, to int8")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import kv as methods
-from engine import CONTINUE, Engine, read_later
+from engine import Engine, read_later
 from kv.full import Full
 from kv.parts.ranks import Ranks
 from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.hf_config import from_hf
+from runtime.linear import GROUPS
 from runtime.plan import shape_of
 from terminal.cli import Choice
 
@@ -33,7 +34,6 @@ def llama(*sizes: float, **more) -> dict:
     return {**fixed, **dict(zip(KEYS, sizes, strict=True)), **more}
 
 
-GROUPSIZES = (128, 64, 32)
 ENDLESS = 2**40  # more steps than any row is given
 SHAPES = {  # the models' config.json, except the context length, which the benchmark chooses
     "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, 5e5),
@@ -102,11 +102,11 @@ class Case:
 
 
 def checked(case: Case) -> Case:
-    """The case; for int4 without a group size, with the largest of GROUPSIZES that divides the model's channels.
+    """The case; for int4 without a group size, with the largest of GROUPS that divides the model's channels.
 
     Raises ValueError if the model cannot be quantized so or divided among the ranks.
     """
-    sizes = GROUPSIZES if case.quantize == "int4" and case.groupsize is None else [case.groupsize]
+    sizes = GROUPS if case.quantize == "int4" and case.groupsize is None else [case.groupsize]
     for groupsize in sizes:
         grouped = replace(case, groupsize=groupsize)
         try:
@@ -223,7 +223,7 @@ class Ours:
         engine = self.engine
         if engine.speculate:
             engine.state.left.fill_(1)
-        tokens, _ = engine._step([CONTINUE] * engine.batch, self.case.context + self.new, self.new)
+        tokens, _ = engine._step({}, self.case.context + self.new, self.new)
         read_later(tokens)()
 
     def extend_s(self, n: int, repeats: int) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.contenders import ENDLESS, seconds
 from bench.measure import replays
-from engine import CONTINUE, Engine
+from engine import Engine
 from generate import NEEDLE
 from kv.parts.offload import ThreadedPool
 from runtime.compile import compiled_graphs
@@ -63,7 +63,7 @@ def steps(engine: Engine, count: int) -> dict:
 
     def step() -> None:
         new = next(pos)
-        engine._step([CONTINUE], length + new, new)[0].tolist()
+        engine._step({}, length + new, new)[0].tolist()
 
     times = [1e3 * seconds(step) for _ in range(count)]
     measured = {"ms": sorted(times)[count // 2], "recompiles": compiled_graphs() - before}

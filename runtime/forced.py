@@ -14,12 +14,13 @@ def forced_logits(engine, prompts: list[list[int]], continuations: list[list[int
             logits[0] = rows[-1].logits
             engine.state.wake(rows[-1].slot, 0, len(prompt), 0, 0)
         for i in range(1, max(map(len, continuations))):
-            commands, ahead = [-1] * engine.batch, i + engine.speculate
-            fed = [x for x in zip(rows, continuations, found, strict=True) if i < len(x[1])]
-            for row, ids, _ in fed:
-                commands[row.slot], engine.state.left[row.slot] = ids[i - 1], 1
-            logits = engine._step(commands, longest + ahead, ahead)[1]
-            for row, _, own in fed:
+            ahead = i + engine.speculate
+            longer = [x for x in zip(rows, continuations, found, strict=True) if i < len(x[1])]
+            for row, _, _ in longer:
+                engine.state.left[row.slot] = 1
+            fed = {row.slot: ids[i - 1] for row, ids, _ in longer}
+            logits = engine._step(fed, longest + ahead, ahead)[1]
+            for row, _, own in longer:
                 own[i] = logits[row.slot]
     finally:
         for row in rows:

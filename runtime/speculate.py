@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from kv.parts.ops import following
-from model import Block
+from model import direct, through_layers
 
-CONTINUE, MORE, NOTHING = -1, -3, -1  # commands: begin a round, draft another token; and a token that is none
+MORE = -3  # a command: draft another token; any other begins a round
+NOTHING = -1  # engine.py's: instead of a token
 
 
 def rounds(state: nn.Module, n: int, sample: Callable, compile: Callable) -> Callable:
@@ -39,15 +40,10 @@ def rounds(state: nn.Module, n: int, sample: Callable, compile: Callable) -> Cal
     return step
 
 
-def call(part: Callable, *inputs):
-    return part(*inputs)
-
-
-def draft_step(state: nn.Module, command: Tensor, variant: str, cut: Tensor, seed: Tensor, run: Callable = call):
+def draft_step(state: nn.Module, command: Tensor, variant: str, cut: Tensor, seed: Tensor, run: Callable = direct):
     """One token of every row through the method's caches; see engine.decode_step."""
     x, cos, sin, pos, live = run(draft_enter, state, command)
-    for layer in state.model.layers:
-        x = run(Block.forward, layer, x, cos, sin, pos, live)
+    x = through_layers(state.model, run, x, cos, sin, pos, live)
     return run(draft_leave, state, x, variant, cut, seed)
 
 
@@ -76,11 +72,10 @@ def draft_leave(state: nn.Module, x: Tensor, variant: str, cut: Tensor, seed: Te
     return logits  # compiled code then stores them, instead of computing them inside the search for the best token
 
 
-def verify_step(state: nn.Module, variant: str, cut: Tensor, seed: Tensor, run: Callable = call):
+def verify_step(state: nn.Module, variant: str, cut: Tensor, seed: Tensor, run: Callable = direct):
     """The round's first token and the drafted ones through the full caches; see engine.decode_step."""
     x, cos, sin, pos, live = run(verify_enter, state)
-    for layer in state.model.layers:
-        x = run(Block.forward, layer, x, cos, sin, pos, live)
+    x = through_layers(state.model, run, x, cos, sin, pos, live)
     return run(verify_leave, state, x, variant, cut, seed)
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import termios
 from contextlib import suppress
+from typing import TextIO
 
 from engine import Engine
 
@@ -18,8 +19,9 @@ class Conversation:
     answer. Where several ranks share the model, Ctrl-C ends the program.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine, self.reading = engine, False
+    def __init__(self, engine: Engine, out: TextIO):
+        """out: receives the answers."""
+        self.engine, self.out, self.reading = engine, out, False
 
     def __enter__(self) -> "Conversation":
         alone = self.engine.ranks.count == 1
@@ -40,7 +42,7 @@ class Conversation:
 
     def read(self) -> list[int] | None:
         """The ids of the next turn, which a person types; None if the conversation ends."""
-        print(flush=True)
+        print(file=self.out, flush=True)
         self.reading = True
         try:
             while (line := typed("> ").strip()) != "/exit":
