@@ -13,6 +13,7 @@ from paper_bytes import overhead, paper_bytes
 import kv
 from engine import Engine
 from runtime import parallel
+from terminal.cli import run as run_tool
 
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 93))]
 FOLLOW_UPS = [{0: [1, 2, 3], 1: [4]}, {1: [5, 6]}]  # questions by row, in the order of the calls
@@ -71,8 +72,7 @@ def main() -> None:
         found[name] = everyone
     if ranks.rank == 0:
         torch.save(found, results)
-    parallel.leave()
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main, ranks=True)  # ends as the tools do: torch.distributed's threads may abort what Python tears down
