@@ -15,13 +15,12 @@ tokens of the previous step.
 
 import runtime.startup  # noqa: F401
 
-import functools
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,16 +33,14 @@ from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
 from runtime import cpu, prefix, speculate
-from runtime.arguments import Prompt, as_prompts, check_count, check_sampling, is_prompt, token_ids
-from runtime.checkpoint import fingerprint
+from runtime.arguments import Prompt, as_prompts, check_count, check_sampling, check_stop, one_call, token_ids
 from runtime.compile import compile_errors, compiled, compiled_graphs
-from runtime.device import memory_errors, read_later
+from runtime.device import read_later
 from runtime.forced import forced_logits
-from runtime.parallel import join, least, load_model, same, together
+from runtime.parallel import Loaded, join, least, load_model, same, together
 from runtime.plan import check_memory, grown, longest_prompt, shape_of
 from runtime.stats import Stats
 from text.answer import AnswerText
-from text.tokenizer import Tokenizer
 
 CONTINUE = -1  # a command to a row: feed the token that it sampled last. A command of 0 or more is a token to feed
 NOTHING, FAILED = -1, -2  # instead of a token: the row was asleep; its logits were not finite
@@ -173,7 +170,7 @@ class Row:
         self.logits: Tensor | None = None  # [vocab], after `tokens`, where no token was sampled from them yet
 
     def fork(self) -> "Row":
-        """A copy of this row in a free row of the batch. Raises ValueError if none is free."""
+        """A copy of this row in a free row of the batch. Raises ValueError if there is none."""
         return self.engine.fork(self)
 
     def save(self, path: str | Path, chat: bool = False) -> int:
@@ -192,96 +189,64 @@ class Answer:
     finish_reason: str = ""  # stop, length, interrupted, or error if the logits were not finite; empty while it runs
 
 
-@dataclass
-class Completion:
-    """What `Engine.generate` returns for one prompt."""
+@dataclass(eq=False)
+class Request:
+    """A prompt, or a question to a row, and its answer while it is decoded."""
 
-    prompt_tokens: int
-    answers: list[Answer]  # to the prompt and, in a conversation, to each question after it
+    index: int
+    row: Row | None  # None: the tokens are a prompt, which waits for a row
+    tokens: list[int]  # of the prompt or the question
+    limit: int  # the most tokens of the answer
+    text: AnswerText
+    on_token: Callable[[int, int, str], None] | None = None
+    on_answer: Callable[[int, Answer], None] | None = None
+    closes: bool = False  # the answer closes the row
+    stepwise: bool = False  # the question is fed one token a step
+    answer: Answer = field(default_factory=Answer)
+    feed: deque[int] = field(default_factory=deque)  # tokens to feed, one a step, before the answer begins
+    coming: int = 0  # steps in flight that will bring tokens of the answer
+    interrupted: bool = False
 
     @property
-    def new_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
+    def left(self) -> int:
+        """How many tokens of the answer no step has been launched for; speculation may bring them sooner."""
+        return self.limit - len(self.answer.tokens) - self.coming
 
-    def to_dict(self) -> dict:
-        """text, tokens and finish_reason are those of the first answer; new_tokens counts all answers."""
-        answers = [asdict(answer) for answer in self.answers]
-        return {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, **answers[0], "answers": answers}
-
-
-@dataclass
-class Call:
-    """What `generate` and `ask` were asked for."""
-
-    limit: int  # the most tokens of an answer
-    stop: list[str]
-    stepwise: bool  # questions are fed one token a step
-    on_token: Callable[[int, int, str], None]
-    on_answer: Callable[[int, Row, Answer], None]
-
-
-class Decoding:
-    """An answer that is being decoded."""
-
-    def __init__(self, index: int, row: Row, limit: int, text: AnswerText):
-        self.index, self.row, self.limit, self.text = index, row, limit, text
-        self.answer = Answer()
-        self.feed: deque[int] = deque()  # tokens of the question to feed, one a step
-        self.wanted = limit  # samples to request from the device
-        self.launched = 0  # steps whose tokens are not read yet
-        self.interrupted = False  # the next token is the last
+    def interrupt(self) -> None:
+        """Makes the next token, which may be on its way, the last."""
+        self.interrupted, self.limit = True, len(self.answer.tokens) + 1
 
     def command(self) -> tuple[int, bool]:
         """The command for the row's next step, and whether the token that it samples belongs to the answer."""
         command = self.feed.popleft() if self.feed else CONTINUE
-        counts = not self.feed
-        self.wanted -= counts
-        self.launched += 1
-        return command, counts
+        self.coming += not self.feed
+        return command, not self.feed
 
-    def take(self, token: int, ended: bool) -> str:
-        """Adds a sampled token, or an EOS that ended the answer; returns the text that may now be shown."""
+    def take(self, token: int, ends: bool) -> None:
+        """Adds a sampled token, or an EOS, which ends the answer."""
         answer = self.answer
-        if not ended:
+        if not ends:
             answer.tokens.append(token)
-        full = self.interrupted or len(answer.tokens) == self.limit
-        visible = self.text.push(None if ended else token, ended or full)
+        full = len(answer.tokens) == self.limit
+        visible = self.text.push(None if ends else token, ends or full)
         answer.text = self.text.text
-        if ended or self.text.stopped:
+        if ends or self.text.stopped:
             answer.finish_reason = "stop"
         elif full:
             answer.finish_reason = "interrupted" if self.interrupted else "length"
-        return visible
+        if self.on_token is not None and (visible or not ends):
+            self.on_token(self.index, token, visible)
 
 
 @dataclass
 class Step:
     """A launched step: what each row was given, and how to read what it gained."""
 
-    rows: list[tuple[Decoding, int, bool]]  # with `Decoding.command`
+    rows: list[tuple[Request, int, bool]]  # with `Request.command`
     tokens: Callable[[], list[list[int]]]  # waits for the tokens [B][n] that rows gained, NOTHING after the last
 
 
 # 4. The engine
-
-
-def one_call(method: Callable) -> Callable:
-    """Gives an Engine method the engine for itself: RuntimeError while another call runs."""
-
-    @functools.wraps(method)
-    def guarded(self, *args, **kwargs):
-        if not self.lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this engine is busy with another call: wait until it returns, or load a second engine for a second "
-                "thread or for calls from on_token"
-            )
-        try:
-            with memory_errors():
-                return method(self, *args, **kwargs)
-        finally:
-            self.lock.release()
-
-    return guarded
 
 
 class Engine:
@@ -292,25 +257,21 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
-        tokenizer: Tokenizer | None = None,
-        eos: Iterable[int] = (),
-        profile: dict | None = None,
+        loaded: Loaded,
         compile: bool = True,
         seed: int | None = None,
         ranks: Ranks = ALONE,
         progress: Callable[[Iterable, str], Iterable] = lambda items, what: items,
     ):
         """Takes a loaded model and arguments of `load`; call `use` to set up the caches."""
-        self.model, self.config, self.ranks = model, model.config, ranks
-        self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
-        self.tokenizer, self.eos, self.profile = tokenizer, set(eos), profile or {}
-        self.compile, self.progress = compile, progress
+        self.model, self.config, self.ranks = loaded.model, loaded.model.config, ranks
+        self.device, self.dtype = self.model.norm.weight.device, self.model.norm.weight.dtype
+        self.tokenizer, self.no_tokenizer, self.eos = loaded.tokenizer, loaded.no_tokenizer, loaded.eos
+        self.folder, self.profile, self.compile, self.progress = loaded.folder, loaded.profile, compile, progress
         check_sampling(0.0, None, None, seed)
         self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
-        self.lock, self.interrupted, self.called = threading.Lock(), False, 0.0
-        self.stats, self.folder, self.no_tokenizer = Stats(), None, "this engine has no tokenizer"
+        self.lock, self.interrupted, self.called, self.stats = threading.Lock(), False, 0.0, Stats()
         self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 256
         self.shape: Shape | None = None  # None: no caches yet
@@ -348,8 +309,7 @@ class Engine:
         begin = time.perf_counter()
         with together(ranks):
             loaded = load_model(Path(checkpoint), device, dtype, ranks)
-            engine = cls(loaded.model, loaded.tokenizer, loaded.eos, loaded.profile, compile, seed, ranks, progress)
-        engine.no_tokenizer, engine.folder = loaded.no_tokenizer or engine.no_tokenizer, Path(checkpoint)
+            engine = cls(loaded, compile, seed, ranks, progress)
         engine.stats.load_s, engine.stats.load_bytes = time.perf_counter() - begin, loaded.bytes
         engine.seed = same(ranks, engine.seed)
         return engine.use(kv, budget, options, **plan)
@@ -420,10 +380,7 @@ class Engine:
             has = f"{has.max_prompt} tokens and {has.max_new_tokens} more"
             raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
         self._release()  # so that its memory counts as free
-        shape = grown(has, self._method(), prompt, new, self.config)
-        sizes = f"prompts of {shape.max_prompt} tokens and {shape.max_new_tokens} more"
-        print(f"allocating larger caches, for {sizes}", file=sys.stderr)
-        self._allocate(shape)
+        self._allocate(grown(has, self._method(), prompt, new, self.config))
 
     def _allocate(self, shape: Shape) -> None:
         self._release()
@@ -500,21 +457,7 @@ class Engine:
     def fork(self, row: Row) -> Row:
         """`Row.fork`."""
         self._check_rows([row])
-        states = [layer.state(row.slot, len(row.tokens)) for layer in self.layers]
-        copy = self._restore(list(row.tokens), row.prompt, self.model.rope_speed[row.slot], states)
-        copy.pending, copy.logits = row.pending, row.logits
-        return copy
-
-    def _restore(self, tokens: list[int], prompt: int, rope_speed: Tensor, states: list[dict[str, Tensor]]) -> Row:
-        """A row with the `KV.state` of each layer. Raises ValueError if a tensor does not fit."""
-        row = self._free_row(tokens)
-        row.prompt = prompt
-        self.model.rope_speed[row.slot] = rope_speed.to(self.device)
-        for layer, state in zip(self.layers, states, strict=True):
-            layer.restore(row.slot, len(tokens), state)
-        self.rows[row.slot] = row
-        self.stats.tokens_reused += len(tokens)
-        return row
+        return prefix.fork(row)
 
     @one_call
     def save_row(self, row: Row, path: str | Path, chat: bool = False) -> int:
@@ -560,32 +503,28 @@ class Engine:
         max_new_tokens: int | None = None,
         stop: list[str] | None = None,
         on_token: Callable[[int, int, str], None] | None = None,
-        on_done: Callable[[int, Completion], None] | None = None,
+        on_answer: Callable[[int, Answer], None] | None = None,
         **sampling,
-    ) -> list[Completion]:
+    ) -> list[Answer]:
         """Answers every prompt (text or ids), in order; prompts beyond the free rows wait for one.
 
         max_new_tokens: per answer; default, as in `use`. stop: texts that end an answer and are cut off. sampling:
         temperature, top_k and top_p, see `Sampling`. on_token(index, token, text): called for each token of an answer,
-        with the text that it completes. on_done(index, completion): called as soon as an answer is complete.
+        with the text that it completes. on_answer(index, answer): called as soon as an answer is complete.
         Raises ValueError for arguments that do not fit the model or the plan.
         """
         ids = self._encode_all(prompts)
-        completions = [Completion(len(prompt), []) for prompt in ids]
-
-        def complete(index: int, row: Row, answer: Answer) -> None:
-            self._free(row)
-            completions[index].answers.append(answer)
-            if on_done is not None:
-                on_done(index, completions[index])
-
-        call = self._begin_answers(max_new_tokens, stop, sampling, on_token=on_token, on_answer=complete)
-        if ids:
-            self._check_free(1)
-            self._reserve(max(map(len, ids)), call.limit)
-            self._warm_up(max(map(len, ids)))
-            self._decode(deque((index, None, prompt) for index, prompt in enumerate(ids)), call)
-        return completions
+        limit = self._begin_answers(max_new_tokens, stop, sampling)
+        if not ids:
+            return []
+        self._check_free(1)
+        self._reserve(max(map(len, ids)), limit)
+        self._warm_up(max(map(len, ids)))
+        requests = []
+        for i, prompt in enumerate(ids):
+            text = AnswerText(self.tokenizer, stop)
+            requests.append(Request(i, None, prompt, limit, text, on_token, on_answer, closes=True))
+        return self._decode(requests)
 
     @one_call
     def ask(
@@ -596,6 +535,7 @@ class Engine:
         stop: list[str] | None = None,
         stepwise: bool = False,
         on_token: Callable[[int, int, str], None] | None = None,
+        on_answer: Callable[[int, Answer], None] | None = None,
         **sampling,
     ) -> list[Answer]:
         """Adds a question (text or ids) to each row and answers them all together; without questions, continues rows.
@@ -608,21 +548,13 @@ class Engine:
         if len(questions) != len(rows):
             raise ValueError(f"{len(questions)} questions for {len(rows)} rows")
         self._check_rows(rows)
-        answers: dict[int, Answer] = {}
-        call = self._begin_answers(
-            max_new_tokens,
-            stop,
-            sampling,
-            on_token,
-            lambda index, row, answer: answers.update({index: answer}),
-            stepwise,
-        )
-        for row, question in zip(rows, questions, strict=True):
-            self._room(row, question)
+        limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
+        for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
+            most, text = min(limit, self._room(row, question)), AnswerText(self.tokenizer, stop)
+            requests.append(Request(i, row, question, most, text, on_token, on_answer, stepwise=stepwise))
         if rows:
             self._warm_up(self.shape.max_prompt)
-        self._decode(deque(zip(range(len(rows)), rows, questions, strict=True)), call)
-        return [answers[index] for index in range(len(rows))]
+        return self._decode(requests)
 
     def interrupt(self) -> None:
         """Ends each answer that is being decoded with its next token, and the finish reason `interrupted`. Waiting
@@ -641,72 +573,62 @@ class Engine:
         Prefill computes row 0; decode steps, fed the continuation, compute the others. Lists of prompts and of
         continuations, at most one for each free row, are decoded together and return a list of such tensors.
         """
-        single, continuations = is_prompt(prompts), [continuations] if is_prompt(prompts) else continuations
-        ids, forced = self._encode_all(prompts), [self.encode(ids, bos=False) for ids in continuations]
-        if len(ids) != len(forced) or not ids:
-            raise ValueError(f"{len(forced)} continuations for {len(ids)} prompts")
-        self._check_free(len(ids))
-        self._begin_answers(max(map(len, forced)), None, {})
-        self._reserve(max(map(len, ids)), max(map(len, forced)))
-        self._warm_up(max(map(len, ids)))
-        if max(len(prompt) + len(tokens) - 1 for prompt, tokens in zip(ids, forced, strict=True)) > self.context:
-            self._warn_past_context()
-        found = forced_logits(self, ids, forced)
-        return found[0] if single else found
+        return forced_logits(self, prompts, continuations)
 
     # Decoding: schedule, launch, read
 
-    def _decode(self, waiting: deque[tuple[int, Row | None, list[int]]], call: Call) -> None:
-        """Answers what waits: a question (perhaps none) to a row, or a prompt, for which there is no row yet."""
-        running, asked = [], [row for _, row, _ in waiting if row is not None]
-        flight: deque[Step] = deque()
+    def _decode(self, requests: list[Request]) -> list[Answer]:
+        waiting, running, flight = deque(requests), [], deque()
         begin, before = time.perf_counter(), self.stats.prefill_s + self.stats.extend_s
         try:
-            while self._schedule(running, waiting, call) or flight:
+            while self._schedule(waiting, running) or flight:
                 step = self._launch(running)
                 if step is not None:
                     flight.append(step)
                 while len(flight) > (self.lag if step else 0):
-                    self._read(flight.popleft(), call)
+                    self._read(flight.popleft())
         except BaseException:
-            for row in [*asked, *(decoding.row for decoding in running)]:  # what they hold is not known
-                self._free(row)
+            for request in requests:  # what their rows hold is not known
+                if request.row is not None:
+                    self._free(request.row)
             raise
         elsewhere = self.stats.prefill_s + self.stats.extend_s - before
         self.stats.decode_s = time.perf_counter() - begin - elsewhere
+        return [request.answer for request in requests]
 
-    def _schedule(self, running: list[Decoding], waiting: deque, call: Call) -> list[Decoding]:
-        """Takes complete answers out, and lets what waits begin where a row is free."""
+    def _schedule(self, waiting: deque[Request], running: list[Request]) -> list[Request]:
+        """Takes complete answers out, and lets what waits begin where a row is free; returns what is running."""
         if self.interrupted:
             self.interrupted = False
-            for decoding in running:
-                decoding.interrupted = True
-                # The last token is a step's in flight, or else the next sample's.
-                last = 0 if decoding.launched and not decoding.feed else 1
-                decoding.wanted = self.state.left[decoding.row.slot] = last
+            for request in running:
+                if not request.answer.finish_reason:
+                    request.interrupt()
+                    self.state.left[request.row.slot] = request.left
         while True:
-            for decoding in [decoding for decoding in running if decoding.answer.finish_reason]:
-                running.remove(decoding)
-                call.on_answer(decoding.index, decoding.row, decoding.answer)
-            if not waiting or (waiting[0][1] is None and None not in self.rows):
+            for request in [request for request in running if request.answer.finish_reason]:
+                running.remove(request)
+                if request.closes:
+                    self._free(request.row)
+                if request.on_answer is not None:
+                    request.on_answer(request.index, request.answer)
+            if not waiting or (waiting[0].row is None and None not in self.rows):
                 return running
-            index, row, question = waiting.popleft()
-            row, question = (self._prefill(question, call.limit), []) if row is None else (row, question)
-            self._open(index, row, question, running, call)
+            running.append(waiting.popleft())
+            self._open(running[-1])
 
-    def _launch(self, running: list[Decoding]) -> Step | None:
+    def _launch(self, running: list[Request]) -> Step | None:
         """Launches a step for the rows that need one; None if all wait for tokens that are not read yet."""
-        stepping = [decoding for decoding in running if decoding.wanted > 0]
+        stepping = [request for request in running if request.left > 0]
         if not stepping:
             return None
-        rows, fed = [(decoding, *decoding.command()) for decoding in stepping], {}
-        for decoding, command, counts in rows:
+        rows, fed = [(request, *request.command()) for request in stepping], {}
+        for request, command, counts in rows:
             if command != CONTINUE:
-                fed[decoding.row.slot] = command
-                self.state.left[decoding.row.slot] = decoding.wanted + 1 if counts else 1
-        most = [(decoding.row, decoding.launched * (self.speculate + 1)) for decoding in running]
-        length, new = (max(len(row.tokens) - start * row.prompt + n for row, n in most) for start in (0, 1))
-        tokens, _ = self._step(fed, length, new)
+                fed[request.row.slot] = command
+                self.state.left[request.row.slot] = request.left + 1 if counts else 1
+        new = (self.lag + 1) * (self.speculate + 1)  # the most tokens of steps in flight, this one included
+        length = max(len(request.row.tokens) for request in running) + new
+        tokens, _ = self._step(fed, length, max(len(r.row.tokens) - r.row.prompt for r in running) + new)
         return Step(rows, read_later(tokens))
 
     def _step(self, fed: dict[int, int], length: int, new: int) -> tuple[Tensor, Tensor]:
@@ -730,49 +652,46 @@ class Engine:
         self.stats.compiles += compiled_graphs() - before
         return found
 
-    def _read(self, step: Step, call: Call) -> None:
+    def _read(self, step: Step) -> None:
         """Waits for a step's tokens and adds them to the rows and their answers."""
         tokens, fed, decoded = step.tokens(), 0, 0
-        for decoding, command, counts in step.rows:
-            row, gained = decoding.row, [t for t in tokens[decoding.row.slot] if t != NOTHING]
-            decoding.launched -= 1
-            if decoding.answer.finish_reason:  # it ended while this step was in flight
+        for request, command, counts in step.rows:
+            row, gained = request.row, [t for t in tokens[request.row.slot] if t != NOTHING]
+            request.coming -= counts
+            if request.answer.finish_reason:  # it ended while this step was in flight
                 if gained and not self.speculate:  # which fed the answer's last token
                     row.tokens.append(row.pending)
                     row.pending = None
                 continue
-            decoding.wanted -= max(0, len(gained) - 1)
             fed += bool(gained)
             for token in gained:
                 row.tokens.append(row.pending if command == CONTINUE else command)
                 row.pending, command = token, CONTINUE
                 decoded += 1
                 if counts:
-                    self._take(decoding, token, call)
-                if decoding.answer.finish_reason:
+                    self._take(request, token)
+                if request.answer.finish_reason:
                     break
         self.stats.fed, self.stats.decoded = self.stats.fed + fed, self.stats.decoded + decoded
         self.stats.steps += decoded > 0
 
-    def _take(self, decoding: Decoding, token: int, call: Call) -> None:
+    def _take(self, request: Request, token: int) -> None:
         """Adds the row's `pending` token to its answer."""
-        row, ended = decoding.row, token in self.eos
+        row = request.row
         if self.stats.first_token_s is None:
             self.stats.first_token_s = time.perf_counter() - self.called
         if token == FAILED:
-            decoding.answer.finish_reason, row.pending = "error", None
+            request.answer.finish_reason, row.pending = "error", None
             print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
             return
-        if len(row.tokens) > self.context and decoding.index not in self.stats.past_context:
+        if len(row.tokens) > self.context and request.index not in self.stats.past_context:
             self._warn_past_context()
-            self.stats.past_context.append(decoding.index)
-        text = decoding.take(token, ended)
-        if ended:
+            self.stats.past_context.append(request.index)
+        if token in self.eos:
             row.pending = None  # it is not fed
-        if decoding.answer.finish_reason:
+        request.take(token, ends=token in self.eos)
+        if request.answer.finish_reason:
             self.state.left[row.slot] = 0
-        if text or not ended:
-            call.on_token(decoding.index, token, text)
 
     def _room(self, row: Row, question: list[int]) -> int:
         """The most tokens of an answer to a question. Raises ValueError if there is no room for one."""
@@ -786,51 +705,44 @@ class Engine:
             )
         return 2**31 if self.endless else room
 
-    def _open(self, index: int, row: Row, question: list[int], running: list[Decoding], call: Call) -> None:
+    def _open(self, request: Request) -> None:
         """Begins an answer: adds the question to the row, and samples the first token unless steps feed it."""
-        text = AnswerText(self.tokenizer.stream() if self.tokenizer else None, call.stop)
-        decoding = Decoding(index, row, min(call.limit, self._room(row, question)), text)
-        running.append(decoding)
-        tokens, begin = question if row.pending is None else [row.pending, *question], time.perf_counter()
+        if request.row is None:
+            row = request.row = self._prefill(request.tokens, request.limit)
+            tokens = []
+        else:
+            row, tokens = request.row, request.tokens
+        begin = time.perf_counter()
+        tokens = tokens if row.pending is None else [row.pending, *tokens]
         logits, row.logits = row.logits, None
-        if len(tokens) == 1 or (tokens and call.stepwise):
-            decoding.feed.extend(tokens)
-            self.state.wake(row.slot, 0, len(row.tokens), 0, index)
+        if len(tokens) == 1 or (tokens and request.stepwise):
+            request.feed.extend(tokens)
+            self.state.wake(row.slot, 0, len(row.tokens), 0, request.index)
             return
         if tokens:
             logits = self.model.extend(row.slot, torch.tensor(tokens, device=self.device), len(row.tokens))
             row.tokens += tokens
             self._forget()
-        counter = torch.tensor([[index], [len(row.tokens)]], device=self.device)
+        counter = torch.tensor([[request.index], [len(row.tokens)]], device=self.device)
         row.pending = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
         self.stats.count(len(tokens), time.perf_counter() - begin)
-        self.state.wake(row.slot, max(row.pending, 0), len(row.tokens), decoding.limit - 1, index)
-        decoding.wanted -= 1
-        self._take(decoding, row.pending, call)
+        self.state.wake(row.slot, max(row.pending, 0), len(row.tokens), request.left - 1, request.index)
+        self._take(request, row.pending)
 
     def _begin_call(self) -> None:
         self.called, self.interrupted, self.stats = time.perf_counter(), False, self.stats.next_call()
 
-    def _begin_answers(
-        self,
-        limit: int | None,
-        stop: list[str] | None,
-        sampling: dict,
-        on_token: Callable | None = None,
-        on_answer: Callable | None = None,
-        stepwise: bool = False,
-    ) -> Call:
-        """Checks what `generate` and `ask` share."""
-        limit, nothing = self.max_new_tokens if limit is None else limit, lambda *_: None
+    def _begin_answers(self, limit: int | None, stop: list[str] | None, sampling: dict) -> int:
+        """Checks what `generate` and `ask` share, and begins the call; returns the most tokens of an answer."""
+        limit = self.max_new_tokens if limit is None else limit
         check_count("max_new_tokens", limit)
-        sampling = Sampling(**sampling, seed=self.seed)
         if stop and self.tokenizer is None:
             raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop or []):
-            raise ValueError("stop must be a list of texts, none of them empty")
+        check_stop(stop)
+        sampling = Sampling(**sampling, seed=self.seed)
         self._begin_call()
         self.sampling, self.knobs = sampling, sampling.tensors(self.device)
-        return Call(limit, stop or [], stepwise, on_token or nothing, on_answer or nothing)
+        return limit
 
     def _warm_up(self, prompt: int) -> None:
         """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
@@ -875,11 +787,6 @@ class Engine:
             past = f"past the model's context of {self.config.max_length} tokens, where its text may make no sense"
             print(f"warning: decoding {past}", file=sys.stderr)
         self.warned = True
-
-    @functools.cached_property
-    def weights(self) -> str:
-        """What identifies the checkpoint in a saved row."""
-        return fingerprint(self.folder)
 
     def kv_bytes(self) -> tuple[int, int, int]:
         """Bytes of the cache on the device and on the host, and of a full cache for the same plan."""

@@ -178,8 +178,8 @@ class Ours:
         model.load_state_dict(weights, assign=True)
         # This reorders shared weights again each time, which does not matter: they are random.
         model = parallel.prepared(model.requires_grad_(False), case.ranks)
-        how = {"profile": case.config.get("kv_profile"), "compile": case.compile, "seed": 0, "ranks": case.ranks}
-        self.engine = engine = Engine(model, **how)
+        loaded = parallel.Loaded(model, profile=case.config.get("kv_profile", {}))
+        self.engine = engine = Engine(loaded, case.compile, seed=0, ranks=case.ranks)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]

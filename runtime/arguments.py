@@ -1,9 +1,31 @@
-"""Checks of what callers from Python pass to the engine."""
+"""Checks of calls of the engine from Python, and of what they pass to it."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 
+from runtime.device import memory_errors
+
 Prompt = str | Iterable[int]  # a text, or token ids: a list, an array or a tensor
+
+
+def one_call(method: Callable) -> Callable:
+    """Gives an Engine method the engine for itself: RuntimeError while another call runs."""
+
+    @functools.wraps(method)
+    def guarded(self, *args, **kwargs):
+        if not self.lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine is busy with another call: wait until it returns, or load a second engine for a second "
+                "thread or for calls from on_token"
+            )
+        try:
+            with memory_errors():
+                return method(self, *args, **kwargs)
+        finally:
+            self.lock.release()
+
+    return guarded
 
 
 def is_prompt(x: object) -> bool:
@@ -55,3 +77,8 @@ def check_sampling(temperature: object, top_k: object, top_p: object, seed: obje
         raise ValueError(f"top-p must lie between 0 and 1, not {top_p}")
     if temperature == 0 and (top_p is not None or top_k not in (None, 1)):
         raise ValueError("temperature 0 takes the best token: top-k and top-p need a --temperature above 0")
+
+
+def check_stop(stop: object) -> None:
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop or []):
+        raise ValueError("stop must be a list of texts, none of them empty")

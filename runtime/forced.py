@@ -3,17 +3,33 @@
 import torch
 from torch import Tensor
 
+from runtime.arguments import Prompt, is_prompt
 
-def forced_logits(engine, prompts: list[list[int]], continuations: list[list[int]]) -> list[Tensor]:
-    """`Engine.logits` for lists of ids: prefill computes row 0, decode steps that are fed the ids the others."""
+
+def forced_logits(
+    engine, prompts: Prompt | list[Prompt], continuations: Prompt | list[Prompt]
+) -> Tensor | list[Tensor]:
+    """`Engine.logits`."""
+    single = is_prompt(prompts)
+    prompts = [engine.encode(prompt) for prompt in ([prompts] if single else prompts)]
+    continuations = [engine.encode(ids, bos=False) for ids in ([continuations] if single else continuations)]
+    if len(prompts) != len(continuations) or not prompts:
+        raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
+    longest, new = max(map(len, prompts)), max(map(len, continuations))
+    engine._check_free(len(prompts))
+    engine._begin_answers(new, None, {})
+    engine._reserve(longest, new)
+    engine._warm_up(longest)
+    if any(len(p) + len(c) - 1 > engine.context for p, c in zip(prompts, continuations, strict=True)):
+        engine._warn_past_context()
     found = [torch.empty(len(ids), engine.config.vocab_size, device=engine.device) for ids in continuations]
-    longest, rows = max(map(len, prompts)), []
+    rows = []
     try:
         for prompt, logits in zip(prompts, found, strict=True):
             rows.append(engine._prefill(prompt, len(logits)))
             logits[0] = rows[-1].logits
             engine.state.wake(rows[-1].slot, 0, len(prompt), 0, 0)
-        for i in range(1, max(map(len, continuations))):
+        for i in range(1, new):
             ahead = i + engine.speculate
             longer = [x for x in zip(rows, continuations, found, strict=True) if i < len(x[1])]
             for row, _, _ in longer:
@@ -25,4 +41,4 @@ def forced_logits(engine, prompts: list[list[int]], continuations: list[list[int
     finally:
         for row in rows:
             engine._free(row)
-    return found
+    return found[0] if single else found

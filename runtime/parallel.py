@@ -11,9 +11,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -159,11 +159,12 @@ class Loaded:
     """What a checkpoint folder holds; the model is this rank's part."""
 
     model: Transformer
-    tokenizer: Tokenizer | None
-    no_tokenizer: str  # why there is none
-    eos: set[int]  # ids that end an answer
-    profile: dict  # of kv_profile.json, see kv.read_profile
-    bytes: int  # of the weights
+    tokenizer: Tokenizer | None = None
+    no_tokenizer: str = "this engine has no tokenizer"  # why there is none
+    eos: Set[int] = frozenset()  # ids that end an answer
+    profile: dict = field(default_factory=dict)  # of kv_profile.json, see kv.read_profile
+    folder: Path | None = None
+    bytes: int = 0  # of the weights
 
 
 def load_model(
@@ -196,7 +197,7 @@ def load_model(
     load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
     profile = folder / "kv_profile.json"
     profile = methods.read_profile(read_json(profile)) if present(profile) else {}
-    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, needed)
+    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, folder, needed)
 
 
 def prepared(model: Transformer, ranks: Ranks = ALONE) -> Transformer:

@@ -1,5 +1,6 @@
 """How large caches are: what a KV method receives about a model and a plan, and whether memory suffices."""
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -57,9 +58,11 @@ def grown(shape: Shape, method: tuple, prompt: int, new: int, c: ModelConfig) ->
     )
     try:
         check_memory(rounded, method, spare=0.5)
-        return rounded
     except ValueError:
-        return replace(shape, max_prompt=prompt, max_new_tokens=new)
+        rounded = replace(shape, max_prompt=prompt, max_new_tokens=new)
+    sizes = f"prompts of {rounded.max_prompt} tokens and {rounded.max_new_tokens} more"
+    print(f"allocating larger caches, for {sizes}", file=sys.stderr)
+    return rounded
 
 
 def power_of_two(n: int) -> int:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kv as methods
+from runtime.checkpoint import fingerprint
 
 FORMAT = "kv-fast prompt 6"
 
@@ -57,7 +58,9 @@ class Header:
         """The header of a row (`prompt`, `pending`, `chat`) in the engine's caches, if they have that plan."""
         options = asdict(methods.parse_options(engine.method, engine.options | engine.from_profile()))
         dtype = str(engine.dtype).removeprefix("torch.")
-        return cls(engine.weights, engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row)
+        return cls(
+            fingerprint(engine.folder), engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row
+        )
 
     @classmethod
     def parse(cls, about: object) -> "Header":
@@ -113,9 +116,30 @@ def load(engine, path: str | Path):
             raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
         engine._allocate(engine._plan(*header.plan))
     engine._begin_call()
-    row = engine._restore(tokens, header.prompt, speed, states)
+    row = _restore(engine, tokens, header.prompt, speed, states)
     row.pending = header.pending
     engine.stats.prefill_s += time.perf_counter() - begin
+    return row
+
+
+def fork(row):
+    """`Row.fork`."""
+    engine = row.engine
+    states = [layer.state(row.slot, len(row.tokens)) for layer in engine.layers]
+    copy = _restore(engine, list(row.tokens), row.prompt, engine.model.rope_speed[row.slot], states)
+    copy.pending, copy.logits = row.pending, row.logits
+    return copy
+
+
+def _restore(engine, tokens: list[int], prompt: int, rope_speed: Tensor, states: list[dict[str, Tensor]]):
+    """A row with the `KV.state` of each layer. Raises ValueError if a tensor does not fit."""
+    row = engine._free_row(tokens)
+    row.prompt = prompt
+    engine.model.rope_speed[row.slot] = rope_speed.to(engine.device)
+    for layer, state in zip(engine.layers, states, strict=True):
+        layer.restore(row.slot, len(tokens), state)
+    engine.rows[row.slot] = row
+    engine.stats.tokens_reused += len(tokens)
     return row
 
 
@@ -125,7 +149,7 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
     Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint.
     """
     header, tensors = _read(path)
-    if header.weights != engine.weights:
+    if header.weights != fingerprint(engine.folder):
         raise ValueError(f"{path} was saved with another checkpoint")
     try:
         tokens, speed = tensors.pop("tokens"), tensors.pop("rope_speed")

@@ -1,6 +1,8 @@
 """Files of prompts and of answers: what --batch-file reads and --out appends to."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 
@@ -34,11 +36,22 @@ def parse_object(line: str) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def open_to_append(name: str) -> BinaryIO:
-    """Opens the file to append lines; if its last line was cut off, ends it first."""
-    file = open(name, "ab+")
-    if file.seekable() and file.seek(0, 2):
-        file.seek(-1, 2)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-    return file
+@contextmanager
+def appended(name: str | None) -> Iterator[BinaryIO | None]:
+    """The file that --out names, to append lines to; if its last line was cut off, ends it first."""
+    if name is None:
+        yield None
+        return
+    with open(name, "ab+") as file:
+        if file.seekable() and file.seek(0, 2):
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        yield file
+
+
+def write(file: BinaryIO | None, entry: dict) -> None:
+    """Appends an answer to the file of --out."""
+    if file is not None:
+        file.write(json.dumps(entry).encode() + b"\n")
+        file.flush()

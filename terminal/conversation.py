@@ -7,9 +7,27 @@ import termios
 from contextlib import suppress
 from typing import TextIO
 
-from engine import Engine
+from engine import Answer, Engine
+from runtime import parallel
 
 HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
+
+
+def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> list[Answer]:
+    """Answers the prompt, then what is typed, until the conversation ends or the caches are full."""
+    rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
+    with Conversation(engine, out) as conversation:
+        answers = engine.ask(rows, None, limit, **how)
+        stats = stats.then(engine.stats)
+        while (question := parallel.first(engine.ranks, conversation.read)) is not None:
+            try:
+                answers += engine.ask(rows, [question], limit, **how)
+                stats = stats.then(engine.stats)
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                break
+    engine.stats = stats
+    return answers
 
 
 class Conversation:

@@ -1,16 +1,28 @@
 """What generate.py reports: what was generated, how long it took, and how many bytes the cache takes."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
-from engine import Completion, Engine
+from engine import Answer, Engine
 from runtime.device import resident_bytes
 from terminal.cli import profile_lines
 
 
-def measured(engine: Engine, completions: list[Completion]) -> dict:
-    """The report that --json writes (one method, one call of `generate`)."""
+def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
+    """The answer to a prompt and, in a conversation, to each question after it.
+
+    text, tokens and finish_reason are those of the first answer; new_tokens counts all answers.
+    """
+    answers = [asdict(answer) for answer in answers]
+    new = sum(len(answer["tokens"]) for answer in answers)
+    return {"prompt_tokens": prompt_tokens, "new_tokens": new, **answers[0], "answers": answers}
+
+
+def measured(engine: Engine) -> dict:
+    """What --json writes of one method and one call, besides the answers."""
     stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
     wanted, fetched = engine.fetched()
     cuda = engine.device.type == "cuda"
@@ -45,7 +57,6 @@ def measured(engine: Engine, completions: list[Completion]) -> dict:
         "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
         "past_context": stats.past_context,
-        "completions": [completion.to_dict() for completion in completions],
     }
 
 

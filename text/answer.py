@@ -1,14 +1,14 @@
 """The text of an answer while its tokens arrive."""
 
-from text.tokenizer import Stream
+from text.tokenizer import Tokenizer
 
 
 class AnswerText:
     """Turns tokens into text, and looks for texts that end the answer."""
 
-    def __init__(self, stream: Stream | None, stop: list[str]):
-        """stream: None without a tokenizer; the text stays empty. stop: texts that end the answer and are cut off."""
-        self.stream, self.stop = stream, stop
+    def __init__(self, tokenizer: Tokenizer | None, stop: list[str] | None):
+        """Without a tokenizer the text stays empty. stop: texts that end the answer and are cut off."""
+        self.stream, self.stop = tokenizer and tokenizer.stream(), stop or []
         self.text = ""
         self.shown = 0  # characters that `push` has returned
         self.stopped = False  # a stop text was found

@@ -1,0 +1,108 @@
+"""The options of generate.py."""
+
+import argparse
+from pathlib import Path
+
+import kv as methods
+from engine import Sampling
+from runtime import cpu
+from runtime.device import DTYPES
+from terminal.batch import parse_batch
+from terminal.cli import check_output, number, read_text
+
+NEEDLE = Path(__file__).parents[1] / "needle"
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--checkpoint", type=Path, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
+    what = p.add_argument_group("what to answer").add_mutually_exclusive_group()
+    what.add_argument("--prompt", metavar="TEXT")
+    what.add_argument("--prompt-file", metavar="FILE", help="the prompt is this file; - for stdin")
+    batch = 'one prompt a line, or JSONL of {"id": ..., "prompt": ...}; - for stdin'
+    what.add_argument("--batch-file", metavar="FILE", help=batch)
+    add("--chat", action="store_true", help="use the checkpoint's chat format; on a terminal, keep asking")
+    add("--system", metavar="TEXT", help="the system prompt of --chat (default: the chat format's)")
+    add("--stop", action="append", metavar="TEXT", help="ends an answer, and is cut off; repeatable")
+    add("--save-prompt", metavar="FILE", help="prefill the prompt and save what the cache holds")
+    add("--load-prompt", metavar="FILE", help="continue a saved prompt, with its method and budget")
+    add("--out", metavar="FILE", help="append each answer to this JSONL file as soon as it is complete")
+    add("--kv", metavar="NAME", help="KV method (default: full); see --list-kv")
+    add("--budget", type=number, help="tokens per KV head, or a share of the prompt between 0 and 1")
+    add("--kv-opt", action="append", metavar="K=V", help="an option of the method; repeatable")
+    add("--mem", dest="kv_opt", action="append", type="mem={}".format, help="short for --kv-opt mem=...")
+    short = {"dest": "kv_opt", "help": "short for --kv-opt offload=true: keep the rest on the host"}
+    add("--offload", action="append_const", const="offload=true", **short)
+    bits = "short for --kv-opt bits=...: store K and V in 8 or 4 bits"
+    add("--kv-bits", dest="kv_opt", action="append", type="bits={}".format, metavar="N", help=bits)
+    drafts = "the method only drafts N tokens at a time, and the full cache verifies them: the full cache's answer"
+    add("--speculate", type=int, metavar="N", help=drafts)
+    add("--list-kv", action="store_true", help="list the KV methods and exit")
+    add("--kv-help", metavar="NAME", help="what a KV method does, and its options")
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256; demo: 64)")
+    add("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
+    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--top-k", type=int)
+    add("--top-p", type=float)
+    add("--seed", type=int, help="of sampling (default: a new one each time)")
+    add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    compiles = "compile the decode step (default: yes, except in the demo)"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
+    add("--product", choices=cpu.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
+    add("--verbose", action="store_true", help="print how fast each product reads each size of weight")
+    add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
+    return p
+
+
+def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
+    """The prompts by id; a line without an id gets its line number."""
+    if args.batch_file is not None:
+        return parse_batch(args.batch_file, read_text(args.batch_file))
+    if args.prompt_file is not None:
+        return {1: read_text(args.prompt_file)}
+    if args.prompt is not None:
+        return {1: args.prompt}
+    if args.checkpoint is not None:
+        raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
+    return {1: (NEEDLE / "demo.txt").read_text()}
+
+
+def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -> None:
+    """Raises ValueError for arguments that conflict or cannot be met, before anything is loaded."""
+    if not all(prompts.values()):
+        raise ValueError("the prompt is empty")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system is part of a chat format: add --chat")
+    if not all(args.stop or []):
+        raise ValueError("--stop: the text is empty")
+    if args.speculate is not None and args.speculate < 1:
+        raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
+    Sampling(args.temperature, args.top_k, args.top_p)
+    for flag in ("--json", "--out", "--save-prompt"):
+        check_output(getattr(args, flag[2:].replace("-", "_")), flag)
+    saves, loads = args.save_prompt is not None, args.load_prompt is not None
+    if ranks > 1 and (saves or loads):
+        raise ValueError("--save-prompt and --load-prompt need one process: start it with python, not torchrun")
+    if saves and (args.batch_file is not None or loads):
+        raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
+    given = (args.kv, args.budget, args.kv_opt, args.speculate, args.chat or None)
+    if loads and any(value is not None for value in given):
+        raise ValueError(
+            "--load-prompt brings method, budget and format: leave out --kv, --budget, options, --speculate, --chat"
+        )
+
+
+def given_options(args: argparse.Namespace) -> dict:
+    """The method's options, from --kv-opt and the flags that are short for it. Raises ValueError if two disagree."""
+    options = {}
+    for option in args.kv_opt or []:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--kv-opt {name}: write it as name=value")
+        asked = [getattr(methods.parse_options(args.kv, {name: v}), name) for v in (options.get(name, value), value)]
+        if asked[0] != asked[1]:
+            raise ValueError(f"the option {name} is given twice: {options[name]} and {value}")
+        options[name] = value
+    return options
