@@ -169,17 +169,22 @@ class Row:
         self.pending: int | None = None  # the last token of an answer, if it is not in the caches yet
         self.logits: Tensor | None = None  # [vocab], after `tokens`, where no token was sampled from them yet
 
+    @one_call
     def fork(self) -> "Row":
         """A copy of this row in a free row of the batch. Raises ValueError if there is none."""
-        return self.engine.fork(self)
+        self.engine._check_rows([self])
+        return prefix.fork(self)
 
+    @one_call
     def save(self, path: str | Path, chat: bool = False) -> int:
         """Writes the row to a file, which `Engine.load_row` reads (runtime/prefix.py); returns its tensors' bytes."""
-        return self.engine.save_row(self, path, chat)
+        self.engine._check_rows([self])
+        return prefix.save(self, path, chat)
 
+    @one_call
     def close(self) -> None:
         """Frees the row for another prompt."""
-        self.engine.close_row(self)
+        self.engine._free(self)
 
 
 @dataclass
@@ -454,29 +459,12 @@ class Engine:
         return row
 
     @one_call
-    def fork(self, row: Row) -> Row:
-        """`Row.fork`."""
-        self._check_rows([row])
-        return prefix.fork(row)
-
-    @one_call
-    def save_row(self, row: Row, path: str | Path, chat: bool = False) -> int:
-        """`Row.save`."""
-        self._check_rows([row])
-        return prefix.save(row, path, chat)
-
-    @one_call
     def load_row(self, path: str | Path) -> Row:
         """A row that `Row.save` wrote, in a free row of caches with the same plan, which are allocated if need be.
 
         Raises ValueError if the file is damaged or was saved with another checkpoint, method or plan.
         """
         return prefix.load(self, path)
-
-    @one_call
-    def close_row(self, row: Row) -> None:
-        """`Row.close`."""
-        self._free(row)
 
     def _free(self, row: Row) -> None:
         if self.rows[row.slot : row.slot + 1] == [row]:
@@ -680,16 +668,17 @@ class Engine:
         row = request.row
         if self.stats.first_token_s is None:
             self.stats.first_token_s = time.perf_counter() - self.called
-        if token == FAILED:
-            request.answer.finish_reason, row.pending = "error", None
-            print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
-            return
         if len(row.tokens) > self.context and request.index not in self.stats.past_context:
             self._warn_past_context()
             self.stats.past_context.append(request.index)
-        if token in self.eos:
+        if token == FAILED:
+            print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
+            request.answer.finish_reason, row.pending = "error", None
+        elif token in self.eos:
+            request.take(token, ends=True)
             row.pending = None  # it is not fed
-        request.take(token, ends=token in self.eos)
+        else:
+            request.take(token, ends=False)
         if request.answer.finish_reason:
             self.state.left[row.slot] = 0
 
@@ -707,11 +696,10 @@ class Engine:
 
     def _open(self, request: Request) -> None:
         """Begins an answer: adds the question to the row, and samples the first token unless steps feed it."""
-        if request.row is None:
-            row = request.row = self._prefill(request.tokens, request.limit)
-            tokens = []
-        else:
-            row, tokens = request.row, request.tokens
+        row, tokens = request.row, request.tokens
+        if row is None:
+            row, tokens = self._prefill(tokens, request.limit), []
+            request.row = row
         begin = time.perf_counter()
         tokens = tokens if row.pending is None else [row.pending, *tokens]
         logits, row.logits = row.logits, None

@@ -10,11 +10,12 @@ Prompt = str | Iterable[int]  # a text, or token ids: a list, an array or a tens
 
 
 def one_call(method: Callable) -> Callable:
-    """Gives an Engine method the engine for itself: RuntimeError while another call runs."""
+    """Gives a method of an engine, or of a row, the engine for itself: RuntimeError while another call runs."""
 
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
-        if not self.lock.acquire(blocking=False):
+        lock = getattr(self, "engine", self).lock
+        if not lock.acquire(blocking=False):
             raise RuntimeError(
                 "this engine is busy with another call: wait until it returns, or load a second engine for a second "
                 "thread or for calls from on_token"
@@ -23,7 +24,7 @@ def one_call(method: Callable) -> Callable:
             with memory_errors():
                 return method(self, *args, **kwargs)
         finally:
-            self.lock.release()
+            lock.release()
 
     return guarded
 
