@@ -88,7 +88,7 @@ def check(method: Choice, ids: list[int], device: torch.device) -> dict:
         with closing(load(method, ids, place, dtype, compile)) as engine:
             logits[name] = engine.logits(ids, FORCED).cpu()
             if dtype == "bfloat16":
-                answer = engine.generate(ids, NEW)[0].answers[0].text
+                answer = engine.generate(ids, NEW)[0].text
                 line[name] = {"answer": answer, **steps(engine, NEW // 2)}
             if compile:
                 skips = counters["inductor"]["cudagraph_skips"]
@@ -110,7 +110,7 @@ def check_delays(method: Choice, ids: list[int], device: torch.device) -> dict:
             mock.patch.object(ThreadedPool, "gather", own),
             closing(load(method, ids, device, "bfloat16", True)) as engine,
         ):
-            tokens.append(engine.generate(ids, NEW)[0].answers[0].tokens)
+            tokens.append(engine.generate(ids, NEW)[0].tokens)
     return {"same tokens": tokens[0] == tokens[1], "tokens": len(tokens[0])}
 
 

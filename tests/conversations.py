@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import engine as engine_py
-from engine import Answer, Completion, Engine, RowState, Sampling, decode_step
+from engine import Answer, Engine, RowState, Sampling, decode_step
 from model import Transformer
 
 
@@ -24,8 +24,8 @@ def converse(engine: Engine, prompts: list, questions: list[list] | None = None,
 
 
 def outcome(found: list) -> list[list[tuple[list[int], str]]]:
-    """The tokens and finish reasons of completions, or of lists of answers."""
-    answers = [x.answers if isinstance(x, Completion) else [x] if isinstance(x, Answer) else x for x in found]
+    """The tokens and finish reasons of answers, or of lists of answers."""
+    answers = [[x] if isinstance(x, Answer) else x for x in found]
     return [[(answer.tokens, answer.finish_reason) for answer in row] for row in answers]
 
 

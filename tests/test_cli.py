@@ -63,7 +63,7 @@ def assert_refused(result, *words):
 def test_a_prompt_is_answered_and_its_cost_is_reported(text_checkpoint):
     result = run_process("--checkpoint", text_checkpoint, "--prompt", "The keeper", *SHORT)
     assert result.returncode == 0, result.stderr
-    expected = Engine.load(text_checkpoint, compile=False).generate("The keeper", max_new_tokens=6)[0].answers[0].text
+    expected = Engine.load(text_checkpoint, compile=False).generate("The keeper", max_new_tokens=6)[0].text
     assert result.stdout == expected + "\n"
     for line in ("prompt tokens", "prefill", "ms/token", "tokens/s", "on the device", "on the host", "full cache"):
         assert line in result.stderr
@@ -345,7 +345,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
     for turn, answer in zip([[], *turns], answers, strict=True):  # every answer continues the whole conversation
         ids += turn
         limit = len(answer["tokens"])
-        assert engine.generate([ids], max_new_tokens=limit)[0].answers[0].tokens == answer["tokens"]
+        assert engine.generate([ids], max_new_tokens=limit)[0].tokens == answer["tokens"]
         ids += answer["tokens"]
 
 

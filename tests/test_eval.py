@@ -218,7 +218,7 @@ def test_fork_asks_every_question_of_a_copy_of_the_text(tiny_checkpoint, tmp_pat
     (sample,) = json.loads((tmp_path / "o").read_text())["samples"]
     engine = Engine.load(tiny_checkpoint, compile=False)
     (completion,) = engine.generate(engine.encode(text) + engine.encode(questions[2], bos=False), 2)
-    assert sample["later"][1]["prediction"] == completion.answers[0].text  # as if no other question had been asked
+    assert sample["later"][1]["prediction"] == completion.text  # as if no other question had been asked
 
 
 def test_questions_and_their_answers_follow_one_another_in_a_row(tiny_checkpoint, tmp_path, fed):
@@ -281,7 +281,7 @@ def test_chat_without_a_template_is_refused(tiny_checkpoint):
 
 def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monkeypatch):
     sample = Sample("one two three", tuple(Question(f" {i}?", (str(i),)) for i in range(4)))
-    task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q.answers[0] in "13"))
+    task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q in "13"))
     monkeypatch.setitem(TASKS, "odd", task)
     arguments(tiny_checkpoint, "--samples", 2, "--questions", 4, "--json", tmp_path / "o", tasks="odd", kv="full")
     row = rows(tmp_path / "o")["full", None, "odd"]

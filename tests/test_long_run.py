@@ -59,8 +59,8 @@ class Asked:
                 raise Gone
 
         try:
-            completions = engine.generate(self.prompts, on_token=count, **self.options)
-            return [plain(completion.answers[0]) for completion in completions] + self.converse(engine, count)
+            answers = engine.generate(self.prompts, on_token=count, **self.options)
+            return [*map(plain, answers)] + self.converse(engine, count)
         except Gone:
             return None
 
@@ -81,7 +81,7 @@ class Asked:
         """The same answers, each prompt by itself. What a prompt samples depends on its place in the call: only the
         first prompt and the first conversation are compared, unless all are greedy."""
         count = 1 if self.options.get("temperature") else len(self.prompts)
-        answers = [plain(engine.generate([prompt], **self.options)[0].answers[0]) for prompt in self.prompts[:count]]
+        answers = [plain(engine.generate([prompt], **self.options)[0]) for prompt in self.prompts[:count]]
         conversations = []
         for prompt, question in list(zip(self.prompts, self.questions, strict=False))[:count]:
             (row,) = engine.start([prompt])

@@ -79,7 +79,7 @@ def test_a_row_of_other_caches_is_refused(checkpoint, tmp_path):
         with pytest.raises(ValueError, match=message):
             engine.load_row(file)
         assert engine.shape is None  # no cache was allocated for it
-        assert engine.generate([TEXT], 3)[0].answers[0].tokens
+        assert engine.generate([TEXT], 3)[0].tokens
     engine = load(checkpoint, "streaming")
     engine.start([[1, 2, 3]])
     with pytest.raises(ValueError, match="rows are in use"):
@@ -158,7 +158,7 @@ def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, tmp_path, what)
         engine.load_row(forged(good, tmp_path / "bad.kv", fields, tensors))
     assert not any(engine.rows)
     assert engine.shape is None or reason == "does not fit this cache"  # else nothing was allocated for it
-    assert engine.generate([TEXT], 3)[0].answers[0].tokens
+    assert engine.generate([TEXT], 3)[0].tokens
     assert engine.load_row(good).tokens == TEXT
 
 

@@ -54,7 +54,7 @@ def eos(checkpoint):
     """Tokens that some rows sample in their first answer, declared as end-of-sequence ids."""
     engine = Engine.load(checkpoint, batch=5, max_new_tokens=80, compile=False, seed=0)
     answers = engine.generate(PROMPTS, max_new_tokens=12)
-    return {answers[0].answers[0].tokens[5], answers[2].answers[0].tokens[8]}
+    return {answers[0].tokens[5], answers[2].tokens[8]}
 
 
 def load(checkpoint, eos, kv="full", options=None, budget=None, speculate=0, lag=0, **plan):
@@ -120,7 +120,7 @@ def test_a_draft_that_is_always_right_gains_every_token(checkpoint, exact, tempe
 
 def test_a_draft_that_is_always_wrong_gains_one(checkpoint):
     engine = load(checkpoint, set(), "exact_topk", {}, 400, speculate=ROUND, batch=1)
-    expected = engine.generate([PROMPTS[0]], max_new_tokens=11)[0].answers[0].tokens
+    expected = engine.generate([PROMPTS[0]], max_new_tokens=11)[0].tokens
 
     def wrong(part):
         def verify(state, *sampling):
@@ -130,7 +130,7 @@ def test_a_draft_that_is_always_wrong_gains_one(checkpoint):
         return part if part is draft_step else verify
 
     engine.step = rounds(engine.state, ROUND, sample, wrong)
-    assert engine.generate([PROMPTS[0]], max_new_tokens=11)[0].answers[0].tokens == expected
+    assert engine.generate([PROMPTS[0]], max_new_tokens=11)[0].tokens == expected
     assert engine.stats.fed == engine.stats.decoded == 10
 
 
@@ -158,7 +158,7 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, l
     engines = [load(tiny_checkpoint, set(), max_new_tokens=200)]
     engines.append(load(tiny_checkpoint, set(), kv, {}, 60, speculate=5, lag=lag, max_new_tokens=200))
     texts = ["The mill stood by the river, and the miller", "Once there was a mouse"]
-    text = engines[0].generate(texts[:1], max_new_tokens=40)[0].answers[0].text
+    text = engines[0].generate(texts[:1], max_new_tokens=40)[0].text
     for cut in (text[7:9], text[12:15], text[20:22]):
         questions = [["And then?"], ["Why?"]]
         expected, found = (converse(engine, texts, questions, 40, stop=[cut]) for engine in engines)
@@ -190,7 +190,7 @@ def test_an_interrupted_round_ends_where_the_host_says(checkpoint, eos):
     (second,) = engine.ask(rows, [[1, 2, 3]], 40)
     assert first.finish_reason == "interrupted" and 6 < len(first.tokens) < 20 and second.finish_reason == "length"
     history = PROMPTS[0] + first.tokens + [1, 2, 3]
-    assert load(checkpoint, set()).generate([history], 40)[0].answers[0].tokens == second.tokens
+    assert load(checkpoint, set()).generate([history], 40)[0].tokens == second.tokens
 
 
 def test_logits_are_the_full_caches(checkpoint, eos):
