@@ -636,9 +636,9 @@ class Engine:
         if self.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
-            found = self.step(self.state, self.command, self.sampling.variant, *self.knobs)
+            outputs = self.step(self.state, self.command, self.sampling.variant, *self.knobs)
         self.stats.compiles += compiled_graphs() - before
-        return found
+        return outputs
 
     def _read(self, step: Step) -> None:
         """Waits for a step's tokens and adds them to the rows and their answers."""

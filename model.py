@@ -153,8 +153,8 @@ class Transformer(nn.Module):
 
     def set_kv(self, modules: list[nn.Module]) -> None:
         """Gives every layer its KV module."""
-        for layer, kv in zip(self.layers, modules, strict=True):
-            layer.attention.kv = kv
+        for layer, module in zip(self.layers, modules, strict=True):
+            layer.attention.kv = module
         for layer, above in pairwise(self.layers):
             layer.above = (above,) if above.attention.kv.wants_lookahead else ()
 
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
         """
         length = max(tokens.numel(), min(length, self.config.max_length))
         self.rope_speed[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
-        logits = self._run(row, tokens, 0, lambda kv: partial(kv.prefill, row), progress(self.layers))
+        logits = self._run(row, tokens, 0, lambda cache: partial(cache.prefill, row), progress(self.layers))
         for layer in self.layers:
             layer.attention.kv.finish(row)
         return logits
@@ -191,7 +191,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def extend(self, row: int, tokens: Tensor, pos: int) -> Tensor:
         """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them."""
-        return self._run(row, tokens, pos, lambda kv: partial(kv.extend, row, pos=pos), self.layers)
+        return self._run(row, tokens, pos, lambda cache: partial(cache.extend, row, pos=pos), self.layers)
 
     def _run(self, row: int, tokens: Tensor, pos: int, attend: Callable, layers: Iterable[Block]) -> Tensor:
         at = torch.arange(pos, pos + tokens.numel(), device=tokens.device)

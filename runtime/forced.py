@@ -22,16 +22,16 @@ def forced_logits(
     engine._warm_up(longest)
     if any(len(p) + len(c) - 1 > engine.context for p, c in zip(prompts, continuations, strict=True)):
         engine._warn_past_context()
-    found = [torch.empty(len(ids), engine.config.vocab_size, device=engine.device) for ids in continuations]
+    results = [torch.empty(len(ids), engine.config.vocab_size, device=engine.device) for ids in continuations]
     rows = []
     try:
-        for prompt, logits in zip(prompts, found, strict=True):
+        for prompt, logits in zip(prompts, results, strict=True):
             rows.append(engine._prefill(prompt, len(logits)))
             logits[0] = rows[-1].logits
             engine.state.wake(rows[-1].slot, 0, len(prompt), 0, 0)
         for i in range(1, new):
             ahead = i + engine.speculate
-            longer = [x for x in zip(rows, continuations, found, strict=True) if i < len(x[1])]
+            longer = [x for x in zip(rows, continuations, results, strict=True) if i < len(x[1])]
             for row, _, _ in longer:
                 engine.state.left[row.slot] = 1
             fed = {row.slot: ids[i - 1] for row, ids, _ in longer}
@@ -41,4 +41,4 @@ def forced_logits(
     finally:
         for row in rows:
             engine._free(row)
-    return found[0] if single else found
+    return results[0] if single else results

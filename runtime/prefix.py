@@ -103,7 +103,7 @@ def save(row, path: str | Path, chat: bool = False) -> int:
 
 def read_header(path: str | Path) -> Header:
     """The header of a file. Raises FileNotFoundError, or ValueError if it is no saved row."""
-    return _read(path, tensors=False)[0]
+    return _read(path, whole=False)[0]
 
 
 def load(engine, path: str | Path):
@@ -169,8 +169,8 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
     return header, tokens.tolist(), speed, layers
 
 
-def _read(path: str | Path, tensors: bool = True) -> tuple[Header, dict[str, Tensor]]:
-    """The header and, if wanted, the tensors, whose checksums are right."""
+def _read(path: str | Path, whole: bool = True) -> tuple[Header, dict[str, Tensor]]:
+    """The header and, of a file that is read whole, the tensors, whose checksums are right."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
@@ -184,12 +184,12 @@ def _read(path: str | Path, tensors: bool = True) -> tuple[Header, dict[str, Ten
             header, checksums = Header.parse(fields), fields["checksums"]
             if set(checksums) != set(file.keys()):
                 raise ValueError("its tensors")
-            found = {name: file.get_tensor(name) for name in checksums if tensors}
-        if bad := [name for name, x in found.items() if checksum(x) != checksums[name]]:
+            tensors = {name: file.get_tensor(name) for name in checksums if whole}
+        if bad := [name for name, x in tensors.items() if checksum(x) != checksums[name]]:
             raise ValueError(bad[0])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is not a saved prompt, or is damaged ({error}): save the prompt again") from None
-    return header, found
+    return header, tensors
 
 
 def checksum(x: Tensor) -> int:

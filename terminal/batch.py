@@ -13,7 +13,7 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
         raise ValueError(f"{name} holds no prompt")
     if not name.endswith(".jsonl") and "prompt" not in parse_object(next(iter(lines.values()))):
         return lines
-    found = {}
+    prompts = {}
     for i, line in lines.items():
         entry = parse_object(line)
         key, prompt = entry.get("id", i), entry.get("prompt")
@@ -21,19 +21,19 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
             raise ValueError(f'{name}, line {i}: write {{"id": ..., "prompt": "..."}}, with a prompt that is not empty')
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ValueError(f"{name}, line {i}: the id must be a text or a whole number")
-        if key in found:
+        if key in prompts:
             raise ValueError(f"{name}, line {i}: the id {key!r} is taken already")
-        found[key] = prompt
-    return found
+        prompts[key] = prompt
+    return prompts
 
 
 def parse_object(line: str) -> dict:
     """The JSON object in a line; an empty dict if there is none."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 @contextmanager

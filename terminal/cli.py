@@ -130,12 +130,12 @@ def number(text: str) -> int | float:
 def numbers(text: str, flag: str, kind: Callable[[str], int | float]) -> list:
     """One or more positive numbers, separated by commas. Raises ValueError for anything else."""
     try:
-        found = [kind(part) for part in text.split(",") if part]
+        values = [kind(part) for part in text.split(",") if part]
     except ValueError:
         raise ValueError(f"{flag} {text}: expected numbers with commas between them") from None
-    if not found or any(value <= 0 for value in found):
+    if not values or any(value <= 0 for value in values):
         raise ValueError(f"{flag} {text}: must be positive")
-    return found
+    return values
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Choice:
 
 def choices(text: str, budgets: list) -> list[Choice]:
     """Parses a list like `full,streaming:sinks=8`; a method that takes a budget appears once per budget."""
-    found = []
+    chosen = []
     for part in text.split(","):
         name, *given = part.split(":")
         options = {}
@@ -166,18 +166,18 @@ def choices(text: str, budgets: list) -> list[Choice]:
         takes = methods.parse_options(name, options).takes_budget  # rejects unknown names and options
         if takes and not budgets:
             raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
-        found += [Choice(name, budget, options) for budget in (budgets if takes else [None])]
-    return found
+        chosen += [Choice(name, budget, options) for budget in (budgets if takes else [None])]
+    return chosen
 
 
 def profile_lines(rows: list[dict]) -> list[str]:
     """One line per method option that kv_profile.json set; `rows` are rows of a report, with `kv` and `profile`."""
-    found = {}
+    lines = {}
     for row in rows:
         for name, value in row.get("profile", {}).items():
             short = value if len(str(value)) <= 40 else f"{len(value)} rows"
-            found[f"{row['kv']}: {name}={short}, from kv_profile.json"] = None
-    return list(found)
+            lines[f"{row['kv']}: {name}={short}, from kv_profile.json"] = None
+    return list(lines)
 
 
 def table(lines: list[dict[str, object]]) -> str:

@@ -24,8 +24,7 @@ def accuracy(engine, task, length, samples, method="full", budget=None, seed=1):
     asked = [TASKS[task].sample(recipe, i) for i in range(samples)]
     answers = engine.generate([sample.prompt for sample in asked])
     scores = [
-        TASKS[task].score(answer.text, sample.questions[0])
-        for answer, sample in zip(answers, asked, strict=True)
+        TASKS[task].score(answer.text, sample.questions[0]) for answer, sample in zip(answers, asked, strict=True)
     ]
     return sum(scores) / len(scores)
 
