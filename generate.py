@@ -51,7 +51,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     A rejected prompt among several fails alone: after the others are answered, ValueError names it.
     """
     demo, single, saved = args.checkpoint is None, len(prompts) == 1, None
-    args.kv, options = args.kv or "full", given_options(args)
+    args.kv = args.kv or "full"
+    options = given_options(args)
     if args.load_prompt is not None:
         saved = prefix.read_header(args.load_prompt)
         args.kv, args.budget, options, args.speculate = saved.kv, saved.budget, saved.options, saved.speculate
