@@ -28,7 +28,7 @@ from model import Transformer
 from runtime.checkpoint import open_weights, write_checkpoint
 from runtime.compile import compile_errors
 from runtime.hf_config import from_hf
-from terminal import cli
+from terminal import cli, options
 
 ROOT = Path(__file__).parent.parent
 NEEDLE = ROOT / "needle"
@@ -408,8 +408,8 @@ MISTAKES = {
 
 def test_an_option_may_be_given_twice_with_the_same_value():
     flags = ["--kv-bits", "8", "--kv-opt", "bits=8", "--offload", "--kv-opt", "offload=1", "--kv", "omnikv"]
-    options = generate.given_options(generate.parser().parse_args(flags))
-    assert options == {"bits": "8", "offload": "1"}
+    given = options.given_options(options.parser("").parse_args(flags))
+    assert given == {"bits": "8", "offload": "1"}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
