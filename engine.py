@@ -2,15 +2,17 @@
 
 1. `Sampling`, `sample`: how the device chooses a token.
 2. `RowState`, `decode_step`: the step that the device runs, one token in, one token out, for every row of the batch.
-3. `Row`, `Answer`, `Decoding`: a sequence in the caches, and an answer while it is decoded.
-4. `Engine`: loads a checkpoint, plans and allocates caches, prefills rows, and decodes them together in three verbs:
-   schedule, launch, read.
+3. `Row`, `Request`, `Launched`: a sequence in the caches, an answer while it is decoded, a step with unread tokens.
+4. `Engine`: its calls, then what they do, in this order: plan and allocate caches, prefill rows, and decode them
+   together in three verbs, schedule, launch and read.
 
-Prompts of different lengths share a batch: each row has its own length, and a finished row takes the next prompt. On
-CUDA the step is one graph and the host reads its tokens one step late, so that the device never waits. The host waits
-for the device only at a prompt or question, to copy its ids and to read the token that continues it (with d2o and
-simlayer also where attention decides what a layer keeps: tests/test_cuda_trace.py counts these waits), and for the
-tokens of the previous step.
+Prompts of different lengths share a batch: each row has its own length, and a finished row takes the next prompt. What
+the device knows of a row (`RowState`, and each layer's KV module) is true of all launched steps; what the host knows
+(`Row`, `Request`) is true of the steps whose tokens it has read. On a CPU the two agree between steps. On CUDA the step
+is one graph and the host reads its tokens one step late, so that the device never waits. The host waits for the device
+only at a prompt or question, to copy its ids and to read the token that continues it (with d2o and simlayer also where
+attention decides what a layer keeps: tests/test_cuda_trace.py counts these waits), and for the tokens of the previous
+step.
 """
 
 import runtime.startup  # noqa: F401
@@ -32,18 +34,18 @@ from kv import Shape
 from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
-from runtime import cpu, prefix, speculate
-from runtime.arguments import Prompt, as_prompts, check_count, check_sampling, check_stop, one_call, token_ids
+from runtime import arguments, cpu, prefix, speculate
+from runtime.arguments import Prompt, one_call
 from runtime.compile import compile_errors, compiled, compiled_graphs
-from runtime.device import read_later
+from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
 from runtime.parallel import Loaded, join, least, load_model, same, together
 from runtime.plan import check_memory, grown, longest_prompt, shape_of
 from runtime.stats import Stats
 from text.answer import AnswerText
 
-CONTINUE = -1  # a command to a row: feed the token that it sampled last. A command of 0 or more is a token to feed
 NOTHING, FAILED = -1, -2  # instead of a token: the row was asleep; its logits were not finite
+CONTINUE = -3  # a command to a row: feed the token that it sampled last. A command of 0 or more is a token to feed
 
 
 # 1. Sampling
@@ -59,7 +61,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        arguments.check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     @property
     def variant(self) -> str:
@@ -75,7 +77,7 @@ class Sampling:
 
 
 def sample(logits: Tensor, variant: str, cut: Tensor, seed: Tensor, request: Tensor, pos: Tensor) -> Tensor:
-    """logits [B, vocab] -> tokens [B], for requests [B] at positions [B]; FAILED where a logit is NaN or infinite."""
+    """logits [B, vocab] -> tokens [B], for requests [B] at positions [B]; FAILED: the largest logit is not finite."""
     finite = logits.amax(-1).isfinite()  # of a NaN and others, the maximum is NaN
     if variant != "greedy":
         logits = logits / cut[0].float()
@@ -115,8 +117,8 @@ class RowState(nn.Module):
             self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("eos", torch.tensor(sorted(eos) or [-1], device=device), persistent=False)
 
-    def wake(self, row: int, token: int, pos: int, left: int, request: int) -> None:
-        """Lets row `row`, which holds `pos` tokens and has just sampled `token`, sample `left` more."""
+    def set_row(self, row: int, token: int = 0, pos: int = 0, left: int = 0, request: int = 0) -> None:
+        """Row `row` holds `pos` tokens, has just sampled `token`, and may sample `left` more: with 0, it sleeps."""
         for buffer, value in ((self.token, token), (self.pos, pos), (self.left, left), (self.request, request)):
             buffer[row] = value
 
@@ -136,7 +138,7 @@ def decode_step(
 def enter(state: RowState, command: Tensor) -> tuple[Tensor, ...]:
     """command [B] -> what the layers take: x [B,1,C], cos and sin, positions [B] and which rows are live [B].
 
-    A row falls asleep after its last token, and after an EOS, which is not fed. A token to feed wakes it.
+    A row sleeps once it has sampled its last token, or an EOS, which is not fed.
     """
     fed = command >= 0
     ended = ~fed & (state.token[:, None] == state.eos).any(-1)
@@ -164,8 +166,8 @@ class Row:
 
     def __init__(self, engine: "Engine", slot: int, tokens: list[int]):
         self.engine, self.slot = engine, slot
-        self.tokens = tokens  # what the caches hold, or will hold once all launched steps have run
-        self.prompt = len(tokens)  # how many of them were prefilled; the caches have room for max_new_tokens more
+        self.tokens = tokens  # what the caches hold, as far as the host has read
+        self.prompt_tokens = len(tokens)  # how many of them were prefilled; the caches hold max_new_tokens more
         self.pending: int | None = None  # the last token of an answer, if it is not in the caches yet
         self.logits: Tensor | None = None  # [vocab], after `tokens`, where no token was sampled from them yet
 
@@ -209,11 +211,11 @@ class Request:
     stepwise: bool = False  # the question is fed one token a step
     answer: Answer = field(default_factory=Answer)
     feed: deque[int] = field(default_factory=deque)  # tokens to feed, one a step, before the answer begins
-    coming: int = 0  # steps in flight that will bring tokens of the answer
+    coming: int = 0  # launched steps that will bring tokens of the answer
     interrupted: bool = False
 
     @property
-    def left(self) -> int:
+    def to_launch(self) -> int:
         """How many tokens of the answer no step has been launched for; speculation may bring them sooner."""
         return self.limit - len(self.answer.tokens) - self.coming
 
@@ -221,8 +223,8 @@ class Request:
         """Makes the next token, which may be on its way, the last."""
         self.interrupted, self.limit = True, len(self.answer.tokens) + 1
 
-    def command(self) -> tuple[int, bool]:
-        """The command for the row's next step, and whether the token that it samples belongs to the answer."""
+    def next_command(self) -> tuple[int, bool]:
+        """The command for the step to launch now, and whether the token that it samples belongs to the answer."""
         command = self.feed.popleft() if self.feed else CONTINUE
         self.coming += not self.feed
         return command, not self.feed
@@ -244,11 +246,11 @@ class Request:
 
 
 @dataclass
-class Step:
-    """A launched step: what each row was given, and how to read what it gained."""
+class Launched:
+    """A step whose tokens the host has not read."""
 
-    rows: list[tuple[Request, int, bool]]  # with `Request.command`
-    tokens: Callable[[], list[list[int]]]  # waits for the tokens [B][n] that rows gained, NOTHING after the last
+    requests: list[tuple[Request, int, bool]]  # with their `next_command`
+    wait: Callable[[], list[list[int]]]  # for the tokens [B][n] that rows gained, NOTHING after the last
 
 
 # 4. The engine
@@ -273,16 +275,14 @@ class Engine:
         self.device, self.dtype = self.model.norm.weight.device, self.model.norm.weight.dtype
         self.tokenizer, self.no_tokenizer, self.eos = loaded.tokenizer, loaded.no_tokenizer, loaded.eos
         self.folder, self.profile, self.compile, self.progress = loaded.folder, loaded.profile, compile, progress
-        check_sampling(0.0, None, None, seed)
+        arguments.check_sampling(0.0, None, None, seed)
         self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
         self.lock, self.interrupted, self.called, self.stats = threading.Lock(), False, 0.0, Stats()
         self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 256
-        self.shape: Shape | None = None  # None: no caches yet
-        self.state, self.step, self.parts = None, None, []
-        self.rows: list[Row | None] = []
         self.layers: list[methods.KV] = []
+        self._release()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
         with compile_errors():
@@ -319,8 +319,6 @@ class Engine:
         engine.seed = same(ranks, engine.seed)
         return engine.use(kv, budget, options, **plan)
 
-    # Caches
-
     @one_call
     def use(
         self,
@@ -336,24 +334,26 @@ class Engine:
 
         budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
         batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
-        caches grow with the prompts, by powers of two. max_new_tokens: tokens a row may hold after its prompt,
+        caches fit the first prompts, and grow by powers of two. max_new_tokens: tokens a row may hold after its prompt,
         questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
         are the full cache's. Raises ValueError with one line that says what to do.
         """
         counts = {"batch": batch, "max_new_tokens": max_new_tokens, "max_prompt": max_prompt, "speculate": speculate}
         for name, value in counts.items():
             if (name, value) not in (("max_prompt", None), ("speculate", 0)):
-                check_count(name, value)
+                arguments.check_count(name, value)
         if batch > 2**16:
             raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
+        prompt = longest_prompt(self.config, max_new_tokens) if max_prompt is None else max_prompt
+        arguments.check_length(prompt, self.config.max_length, "the model's context")
+        plan = batch, prompt, max_new_tokens, speculate
+        shape = shape_of(self.config, self.dtype, self.device, *plan, self.ranks)
+        methods.planned_bytes(kv, shape, budget, options or {}, self.profile)  # raises errors before anything changes
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
         if max_prompt is not None:
             self._reserve(max_prompt, max_new_tokens)
-        else:  # raise errors in the method's budget or options now, before the first prompt
-            shape = self._plan(longest_prompt(self.config, max_new_tokens), max_new_tokens)
-            methods.planned_bytes(kv, shape, *self._method()[1:])
         return self
 
     @one_call
@@ -361,128 +361,7 @@ class Engine:
         """Frees the caches, closes all rows and ends fetching threads; the next call allocates the caches again."""
         self._release()
 
-    def _release(self) -> None:
-        for layer in self.layers:
-            layer.close()
-        for layer in self.model.layers:
-            layer.attention.kv = None
-        self.shape, self.layers, self.rows = None, [], [None] * self.batch
-        self.state, self.step, self.parts = None, None, []
-
-    def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
-        plan = self.batch, max_prompt, max_new_tokens, self.speculate
-        return shape_of(self.config, self.dtype, self.device, *plan, self.ranks)
-
-    def _reserve(self, prompt: int, new: int) -> None:
-        """Ensures caches for prompts of `prompt` tokens and `new` more; keeps the present ones if large enough."""
-        self.check_length(prompt)
-        has, new = self.shape, max(new, self.max_new_tokens)
-        if has is None:
-            return self._allocate(self._plan(prompt, new))
-        if prompt <= has.max_prompt and (new <= has.max_new_tokens or self.endless):
-            return None
-        if any(self.rows):
-            has = f"{has.max_prompt} tokens and {has.max_new_tokens} more"
-            raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
-        self._release()  # so that its memory counts as free
-        self._allocate(grown(has, self._method(), prompt, new, self.config))
-
-    def _allocate(self, shape: Shape) -> None:
-        self._release()
-        check_memory(shape, self._method())
-        self.model.set_rows(shape.batch)
-        shape = replace(shape, rope_speed=self.model.rope_speed)
-        self.layers = methods.build(self.method, shape, *self._method()[1:])
-        self.model.set_kv(self.layers)
-        self.state, self.parts = RowState(self.model, shape.batch, self.eos), []
-        if self.speculate:
-            self.step = speculate.rounds(self.state, self.speculate, sample, self._compiled)
-        else:
-            self.step = self._compiled(decode_step)
-        self.shape, self.endless = shape, least(self.ranks, all(layer.endless for layer in self.layers)) > 0
-        self.context = float("inf") if self.endless else self.config.max_length
-        self.warm: set[str] = set()  # compiled variants of the step
-        self.sizes, self.commands, self.warned = [], None, False
-
-    def _method(self) -> tuple:
-        """What kv.build takes besides the shape."""
-        return self.method, self.budget, self.options, self.profile
-
-    def _compiled(self, step: Callable) -> Callable:
-        """A step, or a pass of one, as this device runs it fastest: a CUDA graph, or compiled parts."""
-        if not self.compile:
-            return step
-        if self.device.type == "cuda":
-            return compiled(step, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
-        self.parts.append(cpu.Parts())
-        return partial(step, run=self.parts[-1])
-
-    # Rows
-
-    @one_call
-    def start(self, prompts: Prompt | list[Prompt]) -> list[Row]:
-        """Prefills each prompt into a free row of the batch. Raises ValueError if there are too few."""
-        ids = self._encode_all(prompts)
-        self._check_free(len(ids))
-        self._begin_call()
-        if ids:
-            self._reserve(max(map(len, ids)), self.max_new_tokens)
-        rows: list[Row] = []
-        try:
-            for prompt in ids:
-                rows.append(self._prefill(prompt, self.max_new_tokens))
-        except BaseException:
-            for row in rows:
-                self._free(row)
-            raise
-        return rows
-
-    def _prefill(self, prompt: list[int], new: int) -> Row:
-        """A prompt, which `new` tokens are expected to follow, in the first free row."""
-        row, begin = self._free_row(prompt), time.perf_counter()
-        layers = partial(self.progress, what=f"prefill {len(prompt)} tokens")
-        ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.slot, ids, len(prompt) + new - 1, layers)
-        self.rows[row.slot] = row
-        self.stats.prefill_s += time.perf_counter() - begin
-        self.stats.prefill_tokens += len(prompt)
-        return row
-
-    def _free_row(self, tokens: list[int]) -> Row:
-        """An empty row that is to hold these tokens; it stays free until it is entered in `rows`."""
-        self._check_free(1)
-        row = Row(self, self.rows.index(None), tokens)
-        for layer in self.layers:
-            layer.reset(row.slot)
-        self.state.wake(row.slot, 0, 0, 0, 0)
-        self._forget()
-        return row
-
-    @one_call
-    def load_row(self, path: str | Path) -> Row:
-        """A row that `Row.save` wrote, in a free row of caches with the same plan, which are allocated if need be.
-
-        Raises ValueError if the file is damaged or was saved with another checkpoint, method or plan.
-        """
-        return prefix.load(self, path)
-
-    def _free(self, row: Row) -> None:
-        if self.rows[row.slot : row.slot + 1] == [row]:
-            self.rows[row.slot] = None
-            self.state.left[row.slot] = 0
-
-    def _check_free(self, rows: int) -> None:
-        if rows > self.rows.count(None):
-            free = f"{self.rows.count(None)} of {self.batch} rows are free"
-            raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
-
-    def _check_rows(self, rows: list[Row]) -> None:
-        if any(self.rows[row.slot : row.slot + 1] != [row] for row in rows):
-            raise ValueError("a row was closed, or belongs to another engine")
-        if len(set(map(id, rows))) < len(rows):
-            raise ValueError("a row is given twice")
-
-    # Answers
+    # Calls: each has the engine for itself
 
     @one_call
     def generate(
@@ -544,6 +423,43 @@ class Engine:
             self._warm_up(self.shape.max_prompt)
         return self._decode(requests)
 
+    @one_call
+    def start(self, prompts: Prompt | list[Prompt]) -> list[Row]:
+        """Prefills each prompt into a free row of the batch. Raises ValueError if there are too few."""
+        ids = self._encode_all(prompts)
+        self._check_free(len(ids))
+        self._begin_call()
+        if ids:
+            self._reserve(max(map(len, ids)), self.max_new_tokens)
+        rows: list[Row] = []
+        try:
+            for prompt in ids:
+                rows.append(self._prefill(prompt, self.max_new_tokens))
+            synchronize(self.device)
+        except BaseException:
+            for row in rows:
+                self._free(row)
+            raise
+        self.stats.prefill_s = time.perf_counter() - self.called
+        return rows
+
+    @one_call
+    def load_row(self, path: str | Path) -> Row:
+        """A row that `Row.save` wrote, in a free row of caches with the same plan, which are allocated if need be.
+
+        Raises ValueError if the file is damaged or was saved with another checkpoint, method or plan.
+        """
+        return prefix.load(self, path)
+
+    @one_call
+    def logits(self, prompts: Prompt | list[Prompt], continuations: Prompt | list[Prompt]) -> Tensor | list[Tensor]:
+        """Logits [n, vocab] fp32 for the n ids of a continuation: token i is drawn from row i.
+
+        Prefill computes row 0; decode steps, fed the continuation, compute the others. Lists of prompts and of
+        continuations, at most one for each free row, are decoded together and return a list of such tensors.
+        """
+        return forced_logits(self, prompts, continuations)
+
     def interrupt(self) -> None:
         """Ends each answer that is being decoded with its next token, and the finish reason `interrupted`. Waiting
         prompts are still answered. Safe in a signal handler and from other threads.
@@ -554,14 +470,132 @@ class Engine:
             raise RuntimeError("answers that several ranks decode cannot be interrupted")
         self.interrupted = True
 
-    @one_call
-    def logits(self, prompts: Prompt | list[Prompt], continuations: Prompt | list[Prompt]) -> Tensor | list[Tensor]:
-        """Logits [n, vocab] fp32 for the n ids of a continuation: token i is drawn from row i.
+    # Arguments
 
-        Prefill computes row 0; decode steps, fed the continuation, compute the others. Lists of prompts and of
-        continuations, at most one for each free row, are decoded together and return a list of such tensors.
-        """
-        return forced_logits(self, prompts, continuations)
+    def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
+        """The ids of a text, or the given ids, checked. Raises ValueError if the model cannot take them."""
+        if isinstance(prompt, str) and prompt:
+            if self.tokenizer is None:
+                raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
+            prompt = self.tokenizer.encode(prompt, bos=bos)
+        return arguments.token_ids(prompt, self.config.vocab_size)
+
+    def _encode_all(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
+        return [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
+
+    def check_length(self, tokens: int) -> None:
+        """Raises ValueError if a prompt of `tokens` tokens exceeds the model's context or `max_prompt`."""
+        arguments.check_length(tokens, self.config.max_length, "the model's context")
+        arguments.check_length(tokens, self.max_prompt, "max_prompt")
+
+    def _begin_call(self) -> None:
+        self.called, self.interrupted, self.stats = time.perf_counter(), False, self.stats.next_call()
+
+    def _begin_answers(self, limit: int | None, stop: list[str] | None, sampling: dict) -> int:
+        """Checks what `generate` and `ask` share, and begins the call; returns the most tokens of an answer."""
+        limit = self.max_new_tokens if limit is None else limit
+        arguments.check_count("max_new_tokens", limit)
+        if stop and self.tokenizer is None:
+            raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
+        arguments.check_stop(stop)
+        sampling = Sampling(**sampling, seed=self.seed)
+        self._begin_call()
+        self.sampling, self.sampling_tensors = sampling, sampling.tensors(self.device)
+        return limit
+
+    def _check_free(self, rows: int) -> None:
+        if rows > self.rows.count(None):
+            free = f"{self.rows.count(None)} of {self.batch} rows are free"
+            raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
+
+    def _check_rows(self, rows: list[Row]) -> None:
+        if any(self.rows[row.slot : row.slot + 1] != [row] for row in rows):
+            raise ValueError("a row was closed, or belongs to another engine")
+        if len(set(map(id, rows))) < len(rows):
+            raise ValueError("a row is given twice")
+
+    def _room(self, row: Row, question: list[int]) -> int:
+        """The most tokens of an answer to a question. Raises ValueError if there is no room for one."""
+        tokens = len(row.tokens) + (row.pending is not None) + len(question)
+        if tokens == len(row.tokens) and row.logits is None:
+            raise ValueError("the answer is complete: give a question")
+        room = row.prompt_tokens + self.shape.max_new_tokens - tokens + 1
+        if room < 1 and not self.endless:
+            raise ValueError(
+                f"no room for another question: the caches hold {self.shape.max_new_tokens} tokens after the prompt"
+            )
+        return 2**31 if self.endless else room
+
+    # Caches
+
+    def _reserve(self, length: int, new: int) -> None:
+        """Ensures caches for prompts of `length` tokens and `new` more; keeps the present ones if large enough."""
+        self.check_length(length)
+        has, new = self.shape, max(new, self.max_new_tokens)
+        if has is None:
+            return self._allocate(self._plan(length, new))
+        if length <= has.max_prompt and (new <= has.max_new_tokens or self.endless):
+            return None
+        if any(self.rows):
+            has = f"{has.max_prompt} tokens and {has.max_new_tokens} more"
+            raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
+        self._release()  # so that its memory counts as free
+        self._allocate(grown(self, has, length, new))
+
+    def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
+        plan = self.batch, max_prompt, max_new_tokens, self.speculate
+        return shape_of(self.config, self.dtype, self.device, *plan, self.ranks)
+
+    def _allocate(self, shape: Shape) -> None:
+        self._release()
+        check_memory(self, shape)
+        self.model.set_rows(shape.batch)
+        self.shape = replace(shape, rope_speed=self.model.rope_speed)
+        self.layers = methods.build(self.method, self.shape, self.budget, self.options, self.profile)
+        self.model.set_kv(self.layers)
+        self.state = RowState(self.model, shape.batch, self.eos)
+        if self.speculate:
+            self.run_step = speculate.rounds(self.state, self.speculate, sample, self._compiled)
+        else:
+            self.run_step = self._compiled(decode_step)
+        self.endless = least(self.ranks, all(layer.endless for layer in self.layers)) > 0
+        self.context, self.warned = float("inf") if self.endless else self.config.max_length, False
+
+    def _compiled(self, step: Callable) -> Callable:
+        """A step, or a pass of one, as this device runs it fastest: a CUDA graph, or compiled parts."""
+        if not self.compile:
+            return step
+        if self.device.type == "cuda":
+            return compiled(step, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
+        self.parts.append(cpu.Parts())
+        return partial(step, run=self.parts[-1])
+
+    def _warm_up(self, length: int) -> None:
+        """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
+        if not self.compile or self.sampling.variant in self.warm:
+            return
+        begin = time.perf_counter()
+        with compile_errors():
+            for _ in self.progress([None], f"compile the {self.sampling.variant} decode step"):  # only shows the text
+                # Verification first: drafts, of which there are more, decide last.
+                for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
+                    self.stats.products |= cpu.tune(self.model, self.shape, tokens)
+                for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
+                    self._step({}, length + 1, 1)[0].tolist()
+        self.stats.compile_s += time.perf_counter() - begin
+        self.warm.add(self.sampling.variant)
+
+    def _release(self) -> None:
+        for layer in self.layers:
+            layer.close()
+        for layer in self.model.layers:
+            layer.attention.kv = None
+        self.shape: Shape | None = None  # None: no caches yet
+        self.layers, self.rows = [], [None] * self.batch  # rows: Row | None
+        self.state, self.run_step, self.parts = None, None, []
+        self.sizes: list[tuple] = []  # what the next step depends on besides tensors, see KV.before_step
+        self.commands, self.command = None, None  # of the last step, as a list and on the device
+        self.warm: set[str] = set()  # compiled variants of the step
 
     # Decoding: schedule, launch, read
 
@@ -591,7 +625,7 @@ class Engine:
             for request in running:
                 if not request.answer.finish_reason:
                     request.interrupt()
-                    self.state.left[request.row.slot] = request.left
+                    self.state.left[request.row.slot] = request.to_launch
         while True:
             for request in [request for request in running if request.answer.finish_reason]:
                 running.remove(request)
@@ -604,20 +638,68 @@ class Engine:
             running.append(waiting.popleft())
             self._open(running[-1])
 
-    def _launch(self, running: list[Request]) -> Step | None:
+    def _open(self, request: Request) -> None:
+        """Begins an answer: adds the question to the row, and samples the first token unless steps feed it."""
+        row, tokens = request.row, request.tokens
+        if row is None:
+            row, tokens = self._prefill(tokens, request.limit), []
+            request.row = row
+        begin = time.perf_counter()
+        tokens = tokens if row.pending is None else [row.pending, *tokens]
+        logits, row.logits = row.logits, None
+        if len(tokens) == 1 or (tokens and request.stepwise):
+            request.feed.extend(tokens)
+            self.state.set_row(row.slot, pos=len(row.tokens), request=request.index)  # `_launch` sets left
+            return
+        if tokens:
+            logits = self.model.extend(row.slot, torch.tensor(tokens, device=self.device), len(row.tokens))
+            row.tokens += tokens
+            self._forget()
+        counter = torch.tensor([[request.index], [len(row.tokens)]], device=self.device)
+        row.pending = int(sample(logits[None], self.sampling.variant, *self.sampling_tensors, *counter))
+        self.stats.count(len(tokens), time.perf_counter() - begin)
+        self.state.set_row(row.slot, max(row.pending, 0), len(row.tokens), request.to_launch - 1, request.index)
+        self._take(request, row.pending)
+
+    def _prefill(self, prompt: list[int], new: int) -> Row:
+        """A prompt, which `new` tokens are expected to follow, in the first free row."""
+        row, begin = self._free_row(prompt), time.perf_counter()
+
+        def progress(layers: Iterable) -> Iterable:
+            return self.progress(layers, f"prefill {len(prompt)} tokens")
+
+        ids = torch.tensor(prompt, device=self.device)
+        row.logits = self.model.prefill(row.slot, ids, len(prompt) + new - 1, progress)
+        self.rows[row.slot] = row
+        self.stats.prefill_s += time.perf_counter() - begin
+        self.stats.prefill_tokens += len(prompt)
+        return row
+
+    def _free_row(self, tokens: list[int]) -> Row:
+        """An empty row that is to hold these tokens; it stays free until it is entered in `rows`."""
+        self._check_free(1)
+        row = Row(self, self.rows.index(None), tokens)
+        for layer in self.layers:
+            layer.reset(row.slot)
+        self.state.set_row(row.slot)
+        self._forget()
+        return row
+
+    def _launch(self, running: list[Request]) -> Launched | None:
         """Launches a step for the rows that need one; None if all wait for tokens that are not read yet."""
-        stepping = [request for request in running if request.left > 0]
+        stepping = [request for request in running if request.to_launch > 0]
         if not stepping:
             return None
-        rows, fed = [(request, *request.command()) for request in stepping], {}
-        for request, command, counts in rows:
-            if command != CONTINUE:
+        requests, fed = [(request, *request.next_command()) for request in stepping], {}
+        for request, command, counts in requests:
+            if command != CONTINUE:  # this step's token is among those that the row may still sample
                 fed[request.row.slot] = command
-                self.state.left[request.row.slot] = request.left + 1 if counts else 1
-        new = (self.lag + 1) * (self.speculate + 1)  # the most tokens of steps in flight, this one included
-        length = max(len(request.row.tokens) for request in running) + new
-        tokens, _ = self._step(fed, length, max(len(r.row.tokens) - r.row.prompt for r in running) + new)
-        return Step(rows, read_later(tokens))
+                self.state.left[request.row.slot] = request.to_launch + 1 if counts else 1
+        unread = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
+        length = max(len(request.row.tokens) for request in running)
+        new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)
+        tokens, _ = self._step(fed, length + unread, new + unread)
+        return Launched(requests, read_later(tokens))
 
     def _step(self, fed: dict[int, int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step, after which no row holds more than `length` tokens, `new` of them decoded.
@@ -636,14 +718,14 @@ class Engine:
         if self.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
-            outputs = self.step(self.state, self.command, self.sampling.variant, *self.knobs)
+            outputs = self.run_step(self.state, self.command, self.sampling.variant, *self.sampling_tensors)
         self.stats.compiles += compiled_graphs() - before
         return outputs
 
-    def _read(self, step: Step) -> None:
+    def _read(self, step: Launched) -> None:
         """Waits for a step's tokens and adds them to the rows and their answers."""
-        tokens, fed, decoded = step.tokens(), 0, 0
-        for request, command, counts in step.rows:
+        tokens, fed, decoded = step.wait(), 0, 0
+        for request, command, counts in step.requests:
             row, gained = request.row, [t for t in tokens[request.row.slot] if t != NOTHING]
             request.coming -= counts
             if request.answer.finish_reason:  # it ended while this step was in flight
@@ -671,127 +753,27 @@ class Engine:
         if len(row.tokens) > self.context and request.index not in self.stats.past_context:
             self._warn_past_context()
             self.stats.past_context.append(request.index)
+        request.take(token, ends=token == FAILED or token in self.eos)
         if token == FAILED:
             print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
-            request.answer.finish_reason, row.pending = "error", None
-        elif token in self.eos:
-            request.take(token, ends=True)
+            request.answer.finish_reason = "error"
+        if token == FAILED or token in self.eos:
             row.pending = None  # it is not fed
-        else:
-            request.take(token, ends=False)
         if request.answer.finish_reason:
             self.state.left[row.slot] = 0
 
-    def _room(self, row: Row, question: list[int]) -> int:
-        """The most tokens of an answer to a question. Raises ValueError if there is no room for one."""
-        tokens = len(row.tokens) + (row.pending is not None) + len(question)
-        if tokens == len(row.tokens) and row.logits is None:
-            raise ValueError("the answer is complete: give a question")
-        room = row.prompt + self.shape.max_new_tokens - tokens + 1
-        if room < 1 and not self.endless:
-            raise ValueError(
-                f"no room for another question: the caches hold {self.shape.max_new_tokens} tokens after the prompt"
-            )
-        return 2**31 if self.endless else room
-
-    def _open(self, request: Request) -> None:
-        """Begins an answer: adds the question to the row, and samples the first token unless steps feed it."""
-        row, tokens = request.row, request.tokens
-        if row is None:
-            row, tokens = self._prefill(tokens, request.limit), []
-            request.row = row
-        begin = time.perf_counter()
-        tokens = tokens if row.pending is None else [row.pending, *tokens]
-        logits, row.logits = row.logits, None
-        if len(tokens) == 1 or (tokens and request.stepwise):
-            request.feed.extend(tokens)
-            self.state.wake(row.slot, 0, len(row.tokens), 0, request.index)
-            return
-        if tokens:
-            logits = self.model.extend(row.slot, torch.tensor(tokens, device=self.device), len(row.tokens))
-            row.tokens += tokens
-            self._forget()
-        counter = torch.tensor([[request.index], [len(row.tokens)]], device=self.device)
-        row.pending = int(sample(logits[None], self.sampling.variant, *self.knobs, *counter))
-        self.stats.count(len(tokens), time.perf_counter() - begin)
-        self.state.wake(row.slot, max(row.pending, 0), len(row.tokens), request.left - 1, request.index)
-        self._take(request, row.pending)
-
-    def _begin_call(self) -> None:
-        self.called, self.interrupted, self.stats = time.perf_counter(), False, self.stats.next_call()
-
-    def _begin_answers(self, limit: int | None, stop: list[str] | None, sampling: dict) -> int:
-        """Checks what `generate` and `ask` share, and begins the call; returns the most tokens of an answer."""
-        limit = self.max_new_tokens if limit is None else limit
-        check_count("max_new_tokens", limit)
-        if stop and self.tokenizer is None:
-            raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
-        check_stop(stop)
-        sampling = Sampling(**sampling, seed=self.seed)
-        self._begin_call()
-        self.sampling, self.knobs = sampling, sampling.tensors(self.device)
-        return limit
-
-    def _warm_up(self, prompt: int) -> None:
-        """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
-        if not self.compile or self.sampling.variant in self.warm:
-            return
-        begin = time.perf_counter()
-        with compile_errors():
-            for _ in self.progress([None], what=f"compile the {self.sampling.variant} decode step"):
-                # Verification first: drafts, of which there are more, decide last.
-                for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
-                    self.stats.products |= cpu.tune(self.model, self.shape, tokens)
-                for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
-                    self._step({}, prompt + 1, 1)[0].tolist()
-        self.stats.compile_s += time.perf_counter() - begin
-        self.warm.add(self.sampling.variant)
+    def _free(self, row: Row) -> None:
+        if self.rows[row.slot : row.slot + 1] == [row]:
+            self.rows[row.slot] = None
+            self.state.left[row.slot] = 0
 
     def _forget(self) -> None:
+        """On a CPU, makes the next step check what its parts were compiled for."""
         for parts in self.parts:
             parts.forget()
-
-    # Arguments and figures
-
-    def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
-        """The ids of a text, or the given ids, checked. Raises ValueError if the model cannot take them."""
-        if isinstance(prompt, str) and prompt:
-            if self.tokenizer is None:
-                raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
-            prompt = self.tokenizer.encode(prompt, bos=bos)
-        return token_ids(prompt, self.config.vocab_size)
-
-    def _encode_all(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
-        return [self.encode(prompt) for prompt in as_prompts(prompts)]
-
-    def check_length(self, prompt: int) -> None:
-        """Raises ValueError if a prompt of `prompt` tokens exceeds the model's context or `max_prompt`."""
-        for limit, what in ((self.config.max_length, "the model's context"), (self.max_prompt, "max_prompt")):
-            if limit is not None and prompt > limit:
-                raise ValueError(f"the prompt has {prompt} tokens and {what} is {limit}")
 
     def _warn_past_context(self) -> None:
         if not self.warned:
             past = f"past the model's context of {self.config.max_length} tokens, where its text may make no sense"
             print(f"warning: decoding {past}", file=sys.stderr)
         self.warned = True
-
-    def kv_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the cache on the device and on the host, and of a full cache for the same plan."""
-        if self.shape is None:
-            raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
-        return (*methods.total_bytes(self.layers), self.shape.full_bytes())
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        """(device, host) bytes of the cache that one step reads for a row of `length` tokens."""
-        device, host = zip(*(layer.step_bytes(length) for layer in self.layers), strict=True)
-        return sum(device), sum(host)
-
-    def from_profile(self) -> dict:
-        """The method's options that come from the checkpoint's kv_profile.json."""
-        return methods.from_profile(self.method, self.options, self.profile)
-
-    def fetched(self) -> tuple[int, int]:
-        """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
-        wanted, brought = zip(*(layer.fetched() for layer in self.layers), strict=True)
-        return sum(wanted), sum(brought)

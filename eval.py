@@ -17,12 +17,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import kv as methods
 from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
 from runtime import parallel
 from runtime.checkpoint import COMPANIONS, fingerprint
 from runtime.device import DTYPES
+from runtime.plan import figures
 from tasks import Recipe, shipped_haystack, texts
 from tasks.answers import Job, answer, digest, force, forced, later_turn, parts
 from tasks.prefill_once import prefill_once
@@ -180,7 +182,7 @@ def evaluate(
                     bar.update(len(job.items))
                     continue
                 bar.update(len(job.items) - len(missing))
-                before, counts, new = engine.fetched(), Counter(), {}
+                before, counts, new = methods.fetched(engine.layers), Counter(), {}
                 for part in parts(mine, args.batch):
                     if job.graded:
                         results = answer(engine, job, [job.items[i] for i in part], args, counts)
@@ -190,7 +192,8 @@ def evaluate(
                         journal.add(keys[i], result)
                         new[keys[i]] = result
                     bar.update(len(part))
-                counts["wanted"], counts["fetched"] = (n - b for n, b in zip(engine.fetched(), before, strict=True))
+                requested, transferred = methods.fetched(engine.layers)
+                counts.update(wanted=requested - before[0], fetched=transferred - before[1])
                 every = Counter()
                 for theirs, their_counts in parallel.everyone(ranks, (new, counts)):
                     journal.results |= theirs
@@ -212,15 +215,15 @@ def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int) ->
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
     if wanted != (*has, engine.speculate) or engine.shape is None:  # no shape: the last caches were refused
         engine.use(*wanted)
-    device, host, full = engine.kv_bytes()
-    read_device, read_host = engine.step_bytes(job.prompt + 1)
+    known = figures(engine, job.prompt + 1)
+    device, host = known["kv_device_bytes"], known["kv_host_bytes"]
     return {
-        "profile": engine.from_profile(),
+        "profile": known["profile"],
         "kv_device_bytes": device // batch,
         "kv_host_bytes": host // batch,
-        "share_of_full": (device + host) / full,
-        "step_device_bytes": read_device,
-        "step_host_bytes": read_host,
+        "share_of_full": (device + host) / known["kv_full_bytes"],
+        "step_device_bytes": known["step_device_bytes"],
+        "step_host_bytes": known["step_host_bytes"],
     }
 
 

@@ -21,7 +21,7 @@ from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.hf_config import from_hf
 from runtime.linear import GROUPS
-from runtime.plan import shape_of
+from runtime.plan import figures, shape_of
 from terminal.cli import Choice
 
 KEYS = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
@@ -199,7 +199,7 @@ class Ours:
         for row in range(case.batch):
             if row or not case.prefill:
                 self.fill(row)
-            engine.state.wake(row, 1, case.context, ENDLESS, row)
+            engine.state.set_row(row, 1, case.context, ENDLESS, row)
         engine._forget()
         return prefill_s
 
@@ -241,20 +241,19 @@ class Ours:
 
     def about(self) -> dict:
         engine, batch = self.engine, self.case.batch
-        device, host, _ = engine.kv_bytes()
-        read_device, read_host = engine.step_bytes(self.case.context + 1)
+        known = figures(engine, self.case.context + 1)
         return {
             "kv": "naive" if self.label == "naive" else self.method.kv,
             "budget": self.method.budget,
             "options": self.method.options,
             "speculate": engine.speculate,
-            "profile": engine.from_profile(),
+            "profile": known["profile"],
             "compile_s": engine.stats.compile_s,
             "products": engine.stats.products,
-            "kv_device_bytes": device,
-            "kv_host_bytes": host,
-            "step_device_bytes": batch * read_device,
-            "step_host_bytes": batch * read_host,
+            "kv_device_bytes": known["kv_device_bytes"],
+            "kv_host_bytes": known["kv_host_bytes"],
+            "step_device_bytes": batch * known["step_device_bytes"],
+            "step_host_bytes": batch * known["step_host_bytes"],
         }
 
 

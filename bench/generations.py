@@ -49,7 +49,7 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
         contender.new = length - case.context
         contender.step()  # not timed: warms up
         times.append(1e3 * statistics.median(seconds(contender.step) for _ in range(steps)))
-        device, host = (batch * bytes_ for bytes_ in engine.step_bytes(length + 1))
+        device, host = (batch * bytes_ for bytes_ in methods.step_bytes(engine.layers, length + 1))
         floors.append(case.floor_ms(step_weights(case, weights) + device, host))
     return (
         case.about()
@@ -63,7 +63,7 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
             "ms": times,
             "tokens_per_s": 1e3 * batch / statistics.mean(times),
             "ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors),
-            "full_bytes": engine.kv_bytes()[2],
+            "full_bytes": engine.shape.full_bytes(),
             "weight_bytes": sum(t.nbytes for t in weights.values()),
         }
     )

@@ -122,6 +122,18 @@ def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
     return sum(shared.values()), sum(layer.host_bytes() for layer in layers)
 
 
+def step_bytes(layers: Iterable[KV], length: int) -> tuple[int, int]:
+    """(device, host) bytes of the cache that one step reads for a row of `length` tokens."""
+    device, host = zip(*(layer.step_bytes(length) for layer in layers), strict=True)
+    return sum(device), sum(host)
+
+
+def fetched(layers: Iterable[KV]) -> tuple[int, int]:
+    """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
+    requested, transferred = zip(*(layer.fetched() for layer in layers), strict=True)
+    return sum(requested), sum(transferred)
+
+
 # Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
 # file or changes how much is kept.
 PROFILE = {"filter_layers": "layers", "quant_layers": "layers", "head_scores": "lists of finite numbers"}

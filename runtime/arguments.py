@@ -83,3 +83,8 @@ def check_sampling(temperature: object, top_k: object, top_p: object, seed: obje
 def check_stop(stop: object) -> None:
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop or []):
         raise ValueError("stop must be a list of texts, none of them empty")
+
+
+def check_length(tokens: int, limit: int | None, what: str) -> None:
+    if limit is not None and tokens > limit:
+        raise ValueError(f"the prompt has {tokens} tokens and {what} is {limit}")

@@ -93,6 +93,12 @@ def pick_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def read_later(tokens: Tensor) -> Callable[[], list[list[int]]]:
     """Starts a copy of tokens to the host; the returned function waits for it and returns the tokens."""
     if tokens.device.type != "cuda":

@@ -28,7 +28,7 @@ def forced_logits(
         for prompt, logits in zip(prompts, results, strict=True):
             rows.append(engine._prefill(prompt, len(logits)))
             logits[0] = rows[-1].logits
-            engine.state.wake(rows[-1].slot, 0, len(prompt), 0, 0)
+            engine.state.set_row(rows[-1].slot, pos=len(prompt))
         for i in range(1, new):
             ahead = i + engine.speculate
             longer = [x for x in zip(rows, continuations, results, strict=True) if i < len(x[1])]

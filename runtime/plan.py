@@ -40,29 +40,29 @@ def longest_prompt(c: ModelConfig, new: int) -> int:
     return min(c.max_length, max(1, c.window - new)) if c.window else c.max_length
 
 
-def grown(shape: Shape, method: tuple, prompt: int, new: int, c: ModelConfig) -> Shape:
-    """A plan for longer prompts, or for more new tokens, than those of `shape`; `method`: kv.build's other arguments.
+def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
+    """A plan for longer prompts, or for more new tokens, than those of `shape`.
 
     A size that grows becomes a power of two, so that a slightly longer prompt needs no recompile, but stays as
     requested if that would not leave half of the free memory for prefill. The prompt also stays as requested if the
     budget is a share of it: rounding would change the method's sizes.
     """
-    name, budget, *_ = method
     prompt, new = max(prompt, shape.max_prompt), max(new, shape.max_new_tokens)
-    longest = c.max_length if methods.METHODS[name].windowed else longest_prompt(c, new)
-    share = isinstance(budget, float) and budget != 1.0
-    rounded = replace(
+    windowed = methods.METHODS[engine.method].windowed
+    longest = engine.config.max_length if windowed else longest_prompt(engine.config, new)
+    share = isinstance(engine.budget, float) and engine.budget != 1.0
+    larger = replace(
         shape,
         max_prompt=prompt if share or prompt == shape.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
         max_new_tokens=new if new == shape.max_new_tokens else power_of_two(new),
     )
     try:
-        check_memory(rounded, method, spare=0.5)
+        check_memory(engine, larger, spare=0.5)
     except ValueError:
-        rounded = replace(shape, max_prompt=prompt, max_new_tokens=new)
-    sizes = f"prompts of {rounded.max_prompt} tokens and {rounded.max_new_tokens} more"
+        larger = replace(shape, max_prompt=prompt, max_new_tokens=new)
+    sizes = f"prompts of {larger.max_prompt} tokens and {larger.max_new_tokens} more"
     print(f"allocating larger caches, for {sizes}", file=sys.stderr)
-    return rounded
+    return larger
 
 
 def power_of_two(n: int) -> int:
@@ -70,16 +70,32 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def check_memory(shape: Shape, method: tuple, spare: float = 0.0) -> None:
-    """Raises ValueError if caches would leave less than the share `spare` of the free memory; `method`: see `grown`."""
-    name, budget, options, profile = method
-    device, host = methods.planned_bytes(name, shape, budget, options, profile)
+def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
+    """Raises ValueError if the engine's caches would leave less than the share `spare` of the free memory."""
+    device, host = methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
     apart = shape.device.type != "cpu"
     for place, needed in ((shape.device, device), ("cpu", host)) if apart else ((shape.device, device + host),):
         free = free_share(torch.device(place))
         if least(shape.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
-                f"the {name} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on {place} "
-                f"and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or --budget, "
-                "or choose a --kv that keeps less"
+                f"the {engine.method} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on "
+                f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
+                "--budget, or choose a --kv that keeps less"
             )
+
+
+def figures(engine, length: int) -> dict:
+    """What reports say of an engine's caches: their bytes, all rows together, and the bytes that a step reads for one
+    row of `length` tokens; the options that the checkpoint's kv_profile.json set. Raises ValueError without caches."""
+    if engine.shape is None:
+        raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
+    device, host = methods.total_bytes(engine.layers)
+    read_device, read_host = methods.step_bytes(engine.layers, length)
+    return {
+        "profile": methods.from_profile(engine.method, engine.options, engine.profile),
+        "kv_device_bytes": device,
+        "kv_host_bytes": host,
+        "kv_full_bytes": engine.shape.full_bytes(),
+        "step_device_bytes": read_device,
+        "step_host_bytes": read_host,
+    }

@@ -56,7 +56,8 @@ class Header:
     @classmethod
     def of(cls, engine, plan: tuple[int, int], **row) -> "Header":
         """The header of a row (`prompt`, `pending`, `chat`) in the engine's caches, if they have that plan."""
-        options = asdict(methods.parse_options(engine.method, engine.options | engine.from_profile()))
+        profile = methods.from_profile(engine.method, engine.options, engine.profile)
+        options = asdict(methods.parse_options(engine.method, engine.options | profile))
         dtype = str(engine.dtype).removeprefix("torch.")
         return cls(
             fingerprint(engine.folder), engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row
@@ -88,7 +89,7 @@ def save(row, path: str | Path, chat: bool = False) -> int:
         tensors |= {f"{i}.{name}": x for name, x in layer.state(row.slot, len(row.tokens)).items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     plan = engine.shape.max_prompt, engine.shape.max_new_tokens
-    about = asdict(Header.of(engine, plan, prompt=row.prompt, pending=row.pending, chat=chat))
+    about = asdict(Header.of(engine, plan, prompt=row.prompt_tokens, pending=row.pending, chat=chat))
     about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -126,7 +127,7 @@ def fork(row):
     """`Row.fork`."""
     engine = row.engine
     states = [layer.state(row.slot, len(row.tokens)) for layer in engine.layers]
-    copy = _restore(engine, list(row.tokens), row.prompt, engine.model.rope_speed[row.slot], states)
+    copy = _restore(engine, list(row.tokens), row.prompt_tokens, engine.model.rope_speed[row.slot], states)
     copy.pending, copy.logits = row.pending, row.logits
     return copy
 
@@ -134,7 +135,7 @@ def fork(row):
 def _restore(engine, tokens: list[int], prompt: int, rope_speed: Tensor, states: list[dict[str, Tensor]]):
     """A row with the `KV.state` of each layer. Raises ValueError if a tensor does not fit."""
     row = engine._free_row(tokens)
-    row.prompt = prompt
+    row.prompt_tokens = prompt
     engine.model.rope_speed[row.slot] = rope_speed.to(engine.device)
     for layer, state in zip(engine.layers, states, strict=True):
         layer.restore(row.slot, len(tokens), state)

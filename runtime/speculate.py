@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kv.parts.ops import following
 from model import direct, through_layers
 
-MORE = -3  # a command: draft another token; any other begins a round
+MORE = -4  # a command beside engine.py's: draft another token; any other begins a round
 NOTHING = -1  # engine.py's: instead of a token
 
 

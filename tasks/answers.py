@@ -84,7 +84,7 @@ def ask(
     results = []
     for prompt, own in zip(prompts, questions, strict=True) if args.fork else ():
         (text,) = engine.start([prompt])
-        results.append((text.prompt, []))
+        results.append((text.prompt_tokens, []))
         for part in parts(own, args.batch):
             forks = [text.fork() for _ in part]
             results[-1][1].extend(answers(forks, part))
@@ -93,7 +93,7 @@ def ask(
     if args.fork:
         return results
     rows = engine.start(list(prompts))
-    results = [(row.prompt, []) for row in rows]
+    results = [(row.prompt_tokens, []) for row in rows]
     if not args.blind:  # the prompt asks the first question
         for (_, own), given in zip(results, answers(rows, None), strict=True):
             own.append(given)

@@ -6,8 +6,10 @@ from dataclasses import asdict
 
 import torch
 
+import kv as methods
 from engine import Answer, Engine
 from runtime.device import resident_bytes
+from runtime.plan import figures
 from terminal.cli import profile_lines
 
 
@@ -23,15 +25,15 @@ def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
 
 def measured(engine: Engine) -> dict:
     """What --json writes of one method and one call, besides the answers."""
-    stats, (device_bytes, host_bytes, full_bytes) = engine.stats, engine.kv_bytes()
-    wanted, fetched = engine.fetched()
+    stats, caches = engine.stats, figures(engine, 1)
+    requested, transferred = methods.fetched(engine.layers)
     cuda = engine.device.type == "cuda"
     return {
         "kv": engine.method,
         "budget": engine.budget,
         "options": engine.options,
         "speculate": engine.speculate,
-        "profile": engine.from_profile(),
+        "profile": caches["profile"],
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "ranks": engine.ranks.count,
@@ -51,10 +53,10 @@ def measured(engine: Engine) -> dict:
         "decode_ms_per_step": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
         "accepted_per_round": stats.accepted if engine.speculate else None,
         "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
-        "kv_device_bytes": device_bytes,
-        "kv_host_bytes": host_bytes,
-        "kv_full_bytes": full_bytes,
-        "fetch_hit_rate": 1 - fetched / wanted if wanted else None,
+        "kv_device_bytes": caches["kv_device_bytes"],
+        "kv_host_bytes": caches["kv_host_bytes"],
+        "kv_full_bytes": caches["kv_full_bytes"],
+        "fetch_hit_rate": 1 - transferred / requested if requested else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
         "past_context": stats.past_context,
     }

@@ -12,7 +12,9 @@ from conftest import write_random
 from conversations import converse, number, outcome
 
 from engine import Engine, decode_step
+from kv import total_bytes
 from runtime.device import pick_device
+from runtime.plan import figures
 
 METHODS = {"full": {}, "streaming": {"budget": 16}, "h2o": {"budget": 16}}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
@@ -320,7 +322,9 @@ def test_a_budget_that_is_a_share_stays_a_share_of_the_longest_prompt(checkpoint
     for prompt in (20, 33, 97):
         found = outcome(engine.generate([PROMPTS[2][:prompt]]))
         alone = load(checkpoint, "streaming", budget=0.5, max_new_tokens=2, max_prompt=prompt)
-        assert found == outcome(alone.generate([PROMPTS[2][:prompt]])) and engine.kv_bytes() == alone.kv_bytes()
+        assert found == outcome(alone.generate([PROMPTS[2][:prompt]])) and total_bytes(engine.layers) == total_bytes(
+            alone.layers
+        )
     assert plans == [(20, 2), (33, 2), (97, 2)]
 
 
@@ -466,10 +470,11 @@ def test_progress_wraps_what_takes_long(checkpoint, monkeypatch):
 def test_the_cache_holds_what_was_planned_and_reports_it(checkpoint):
     engine = load(checkpoint, max_prompt=100, max_new_tokens=28, batch=3)
     planned = 3 * 2 * 2 * 128 * 2 * 16 * 4  # rows, layers, KV heads, tokens, K and V, head dim, fp32
-    device, host, full = engine.kv_bytes()
-    assert full == planned and planned <= device <= 1.02 * planned and host == 0
+    known = figures(engine, 1)
+    assert known["kv_full_bytes"] == planned <= known["kv_device_bytes"] <= 1.02 * planned
+    assert known["kv_host_bytes"] == 0
     small = load(checkpoint, "streaming", max_prompt=3000, max_new_tokens=28)
-    assert small.kv_bytes()[0] < small.kv_bytes()[2] / 20
+    assert figures(small, 1)["kv_device_bytes"] < figures(small, 1)["kv_full_bytes"] / 20
 
 
 def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
@@ -734,7 +739,7 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
         (lambda: engine.generate([[1]], temperature=1.0, top_k=True), "top-k must be a whole number"),
         (lambda: engine.generate([[1]], temperature=1.0, top_p="1"), "top-p must be a number"),
         (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
-        (lambda: engine.kv_bytes(), "no cache"),
+        (lambda: figures(engine, 1), "no cache"),
         (lambda: engine.logits([1], []), "empty"),
         (lambda: engine.logits([], []), "0 continuations for 0 prompts"),
         (lambda: engine.logits([[1]], [[2], [3]]), "2 continuations for 1 prompts"),

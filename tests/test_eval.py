@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import eval as evaluation
-from engine import Engine
+from engine import Engine, Row
 from tasks import Question, Sample, Task
 from tasks.prefill_once import prefill_once
 from tasks.registry import TASKS
@@ -177,22 +177,22 @@ def test_a_plot_is_drawn(result):
 @pytest.fixture
 def fed(monkeypatch):
     """What rows are given, in order: ("start", prompt), ("fork", None), ("ask", question). Answers have 2 tokens."""
-    calls, start, ask, fork = [], Engine.start, Engine.ask, Engine.fork
+    calls, start, ask, fork = [], Engine.start, Engine.ask, Row.fork
 
     def spy_start(self, prompts):
         calls.extend(("start", prompt) for prompt in prompts)
         return start(self, prompts)
 
-    def spy_fork(self, row):
+    def spy_fork(self):
         calls.append(("fork", None))
-        return fork(self, row)
+        return fork(self)
 
     def spy_ask(self, rows, questions, *_, **how):
         calls.extend(("ask", question) for question in questions or [None] * len(rows))
         return ask(self, rows, questions, 2, **how)
 
-    for name, spy in (("start", spy_start), ("fork", spy_fork), ("ask", spy_ask)):
-        monkeypatch.setattr(Engine, name, spy)
+    for kind, name, spy in ((Engine, "start", spy_start), (Row, "fork", spy_fork), (Engine, "ask", spy_ask)):
+        monkeypatch.setattr(kind, name, spy)
     return calls
 
 
@@ -281,7 +281,7 @@ def test_chat_without_a_template_is_refused(tiny_checkpoint):
 
 def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monkeypatch):
     sample = Sample("one two three", tuple(Question(f" {i}?", (str(i),)) for i in range(4)))
-    task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q in "13"))
+    task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q.answers[0] in "13"))
     monkeypatch.setitem(TASKS, "odd", task)
     arguments(tiny_checkpoint, "--samples", 2, "--questions", 4, "--json", tmp_path / "o", tasks="odd", kv="full")
     row = rows(tmp_path / "o")["full", None, "odd"]

@@ -243,7 +243,7 @@ def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path
     for delta in (False, True):
         engine.use("omnikv", 12, {"offload": True, "engine": "threads", "delta": delta}, batch=2, max_new_tokens=40)
         assert answers(engine) == few
-        wanted, fetched = engine.fetched()
+        wanted, fetched = kv.fetched(engine.layers)
         assert wanted > 500 and (fetched < wanted) == delta
     assert offload_threads()
     engine.use("full")

@@ -54,7 +54,7 @@ def test_a_saved_row_is_continued_like_the_row_itself(checkpoint, kv, tmp_path):
         assert row.save(tmp_path / "text.kv") > 0 and [file.name for file in tmp_path.iterdir()] == ["text.kv"]
         rows = [other.load_row(tmp_path / "text.kv")]
         rows += [rows[0].fork() for _ in QUESTIONS[:2]]
-        assert (rows[0].tokens, rows[0].pending) == (row.tokens, row.pending) and rows[0].prompt == len(TEXT)
+        assert (rows[0].tokens, rows[0].pending) == (row.tokens, row.pending) and rows[0].prompt_tokens == len(TEXT)
         answers = other.ask(rows, QUESTIONS[:3], 6)
         for question, answer in zip(QUESTIONS[:3], answers, strict=True):
             fork = row.fork()

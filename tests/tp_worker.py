@@ -40,7 +40,7 @@ def outcome(engine: Engine) -> dict:
     shape, budget = engine.shape, engine.budget
     tokens = None if budget is None else shape.tokens(budget)
     return found | {
-        "bytes": sum(engine.kv_bytes()[:2]),
+        "bytes": sum(kv.total_bytes(engine.layers)),
         "paper": 0 if engine.speculate else paper_bytes(engine.method, method, shape, tokens),
         "overhead": sum(map(overhead, engine.layers), Counter()).total(),
     }
