@@ -248,7 +248,7 @@ def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(ch
 def test_the_step_is_one_graph_for_a_gpu(checkpoint, method, traced_only):
     """Where CUDA graphs capture it, the whole step is compiled at once; here that is traced on the CPU."""
     graph, eager = (load(checkpoint, method, compile=c, max_prompt=97, max_new_tokens=4) for c in (True, False))
-    graph.step = torch.compile(decode_step, fullgraph=True, backend="eager")
+    graph.run_step = torch.compile(decode_step, fullgraph=True, backend="eager")
     found, expected = (e.generate(PROMPTS[:1], 4) for e in (graph, eager))
     assert outcome(found) == outcome(expected) and graph.stats.compiles == 1
 
