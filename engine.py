@@ -397,7 +397,7 @@ class Engine:
     def ask(
         self,
         rows: list[Row],
-        questions: list[Prompt] | None = None,
+        questions: Prompt | list[Prompt] | None = None,
         max_new_tokens: int | None = None,
         stop: list[str] | None = None,
         stepwise: bool = False,
@@ -411,7 +411,10 @@ class Engine:
         decode step instead, with the method's own attention. Other arguments and errors as in `generate`; ValueError
         also if a row has no room for its question.
         """
-        questions = [[] for _ in rows] if questions is None else [self.encode(q, bos=False) for q in questions]
+        if questions is None:
+            questions = [[] for _ in rows]
+        else:
+            questions = [self.encode(question, bos=False) for question in arguments.as_prompts(questions)]
         if len(questions) != len(rows):
             raise ValueError(f"{len(questions)} questions for {len(rows)} rows")
         self._check_rows(rows)
@@ -509,7 +512,7 @@ class Engine:
             raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
 
     def _check_rows(self, rows: list[Row]) -> None:
-        if any(self.rows[row.slot : row.slot + 1] != [row] for row in rows):
+        if any(not isinstance(row, Row) or self.rows[row.slot : row.slot + 1] != [row] for row in rows):
             raise ValueError("a row was closed, or belongs to another engine")
         if len(set(map(id, rows))) < len(rows):
             raise ValueError("a row is given twice")

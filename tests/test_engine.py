@@ -268,6 +268,15 @@ def test_a_seed_gives_a_prompt_the_same_answer_whatever_ran_before(checkpoint):
     assert same[0] != same[1]  # answers to one prompt in a call are different draws
 
 
+def test_a_refused_method_leaves_the_engine_as_it_was(checkpoint):
+    engine = load(checkpoint, max_new_tokens=6)
+    (row,) = engine.start([PROMPTS[0]])
+    for refused in (("streaming",), ("nothing",), ("streaming", 10**9, {"sinks": "x"}), ("full", None, {}, 1, 10**6)):
+        with pytest.raises(ValueError):
+            engine.use(*refused)
+    assert outcome(engine.ask([row])) == outcome(load(checkpoint, max_new_tokens=6).generate([PROMPTS[0]]))
+
+
 def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsys):
     engine = load(checkpoint)
     engine.generate([PROMPTS[1]], max_new_tokens=3)
@@ -624,7 +633,7 @@ def test_rows_that_are_closed_or_anothers_are_refused(checkpoint, tmp_path):
     closed.close()
     (again,) = engine.start([PROMPTS[3]])  # in its place
     (foreign,) = other.start([PROMPTS[0]])
-    for bad in (closed, foreign):
+    for bad in (closed, foreign, None):
         with pytest.raises(ValueError, match="closed, or belongs to another engine"):
             engine.ask([row, bad], [[1], [2]])
     with pytest.raises(ValueError, match="closed, or"):

@@ -129,7 +129,7 @@ def test_a_draft_that_is_always_wrong_gains_one(checkpoint):
 
         return part if part is draft_step else verify
 
-    engine.step = rounds(engine.state, ROUND, sample, wrong)
+    engine.run_step = rounds(engine.state, ROUND, sample, wrong)
     assert engine.generate([PROMPTS[0]], max_new_tokens=11)[0].tokens == expected
     assert engine.stats.fed == engine.stats.decoded == 10
 
@@ -286,7 +286,7 @@ def test_a_round_is_two_graphs_for_a_gpu(checkpoint, eos, expected, name, traced
     """Where CUDA graphs capture them, drafting and verifying are compiled as wholes; here that is traced on the CPU."""
     kv, options = DRAFTS[name]
     engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True, max_prompt=97)
-    engine.step = rounds(engine.state, ROUND, sample, lambda part: compiled(part, backend="eager"))
+    engine.run_step = rounds(engine.state, ROUND, sample, lambda part: compiled(part, backend="eager"))
     assert answers(engine) == expected[0]
     assert engine.stats.compiles == 2
 
