@@ -22,7 +22,6 @@ from terminal.options import NEEDLE, check, given_options, parser, read_prompts
 from terminal.report import completion, measured, print_report
 from terminal.saved import ask_saved, room, save
 
-__all__ = ["Engine"]
 CHAT_TURNS = 16  # a conversation's caches hold this many answers, and as many questions of the same length
 
 
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks = parallel.join()
     prompts = parallel.first(ranks, lambda: read_prompts(args))
     check(args, prompts, ranks.count)
-    if args.checkpoint is None and args.prompt is args.prompt_file is args.batch_file is None:
+    if not any((args.checkpoint, args.prompt, args.prompt_file, args.batch_file)):  # the demo
         print("...", prompts[1].splitlines()[-1], file=sys.stderr)
     answer(args, prompts, ranks)
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
 
@@ -42,11 +43,12 @@ def appended(name: str | None) -> Iterator[BinaryIO | None]:
     if name is None:
         yield None
         return
-    with open(name, "ab+") as file:
-        if file.seekable() and file.seek(0, 2):
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+    with open(name, "ab") as file:
+        if Path(name).is_file() and file.tell():
+            with open(name, "rb") as written:
+                written.seek(-1, 2)
+                if written.read(1) != b"\n":
+                    file.write(b"\n")
         yield file
 
 

@@ -1,5 +1,6 @@
 """What the command-line tools share: user errors, lists of methods and budgets, tables."""
 
+import io
 import json
 import os
 import signal
@@ -22,6 +23,12 @@ def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
 
     ranks: whether torchrun may start it in several parallel. Rank 0 alone prints then, and one rank reports an error.
     """
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(os.devnull, mode)  # closed by the caller
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal's encoding does not
     if parallel.launched():
         return run_ranks(main, ranks)
     if signal.getsignal(signal.SIGINT) is startup.interrupted:
@@ -103,7 +110,7 @@ def read_text(name: str) -> str:
     """A text file's content, or stdin's for `-`. Raises ValueError if it cannot be read or is not UTF-8."""
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = "stdin" if name == "-" else name
         raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start})") from None

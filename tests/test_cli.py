@@ -119,6 +119,34 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(text_checkpoint, tmp_path):
+    batch, plain = tmp_path / "batch", tmp_path / "prompt"
+    batch.write_text('{"id": "a", "prompt": "The keeper"}\n', encoding="utf-8-sig")
+    plain.write_text("The keeper", encoding="utf-8-sig")
+    given = (["--batch-file", batch], ["--prompt-file", plain], ["--prompt", "The keeper"])
+    runs = [run("--checkpoint", text_checkpoint, *flags, "--no-compile", "--json", "-") for flags in given]
+    first, *others = [json.loads(result.stdout)["completions"][0]["tokens"] for result in runs]
+    assert others == [first] * 2
+
+
+def test_answers_reach_a_terminal_of_another_encoding_and_closed_streams(text_checkpoint, tmp_path):
+    (tmp_path / "batch").write_text("The keéper\nAt low tide ☃\n")
+    flags = ["--checkpoint", text_checkpoint, "--batch-file", tmp_path / "batch", "--no-compile", "--max-new-tokens", 4]
+    result = run_process(*flags, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and "The ke?per -> " in result.stdout and "At low tide ? -> " in result.stdout
+    command = [sys.executable, ROOT / "generate.py", *flags, "--json", tmp_path / "out.json"]
+    closed = subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *map(str, command)])
+    assert closed.returncode == 0 and len(json.loads((tmp_path / "out.json").read_text())["completions"]) == 2
+
+
+def test_out_may_be_a_pipe(text_checkpoint, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
+        flags = ["--checkpoint", text_checkpoint, "--prompt", "The keeper", "--no-compile", "--max-new-tokens", 4]
+        assert run(*flags, "--out", tmp_path / "pipe").returncode == 0
+        assert json.loads(reader.communicate()[0])["finish_reason"] == "length"
+
+
 def test_answers_to_a_batch_of_json_lines_are_written_one_by_one(text_checkpoint, tmp_path, monkeypatch):
     batch, out = tmp_path / "batch", tmp_path / "out.jsonl"
     prompts = {"a": "The keeper", 7: "fog\nand light", "c": "At low tide"}
