@@ -11,6 +11,7 @@ the data folder or, if none is given, from huggingface.co (dataset THUDM/LongBen
 from pathlib import Path
 from zipfile import ZipFile
 
+from runtime.device import replacing
 from tasks import Question, Recipe, metrics
 from tasks.jsonl import download, find, make_tasks, read_specs
 
@@ -27,10 +28,8 @@ def path_of(name: str, recipe: Recipe) -> Path:
     path = archive.parent / "data" / f"{name}.jsonl"
     if not path.is_file():
         path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{name}.part")
-        with ZipFile(archive) as files:
-            part.write_bytes(files.read(f"data/{name}.jsonl"))
-        part.rename(path)
+        with ZipFile(archive) as files, replacing(path) as new:
+            new.write_bytes(files.read(f"data/{name}.jsonl"))
     return path
 
 
