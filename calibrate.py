@@ -39,7 +39,7 @@ from kv.omnikv import segments_of
 from kv.parts import ops
 from model import Block
 from runtime.checkpoint import read_json
-from runtime.device import DTYPES
+from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
 from terminal.cli import check_output, load_pyplot, read_text, run, table
 
@@ -220,11 +220,10 @@ def main(argv: list[str] | None = None) -> None:
         bos = len(ids) - len(engine.encode(text, bos=False))
         ids = ids[:bos] + ids[len(ids) - length + bos :]
     profile = calibrate(engine, ids, args.sinks, args.recent, args.tau)
-    old = read_json(path) if path.exists() else {}
+    old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
     old.pop("filter_layers", None)  # an earlier run's, if this one proposes none
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
-    partial.replace(path)
+    with replacing(path) as new:
+        new.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
     filters, quantized = profile.get("filter_layers", []), profile["quant_layers"]
     lines = []
     for layer, heads in enumerate(profile["head_scores"]):

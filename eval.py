@@ -9,10 +9,12 @@ import runtime.startup  # noqa: F401
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tqdm import tqdm
@@ -26,11 +28,21 @@ from runtime.checkpoint import COMPANIONS, fingerprint
 from runtime.device import DTYPES
 from runtime.plan import figures
 from tasks import Recipe, shipped_haystack, texts
-from tasks.answers import Job, answer, digest, force, forced, later_turn, parts
+from tasks.answers import Job, Journal, answer, digest, force, forced, later_turn, parts, summary
 from tasks.prefill_once import prefill_once
 from tasks.registry import GROUPS, TASKS
-from tasks.results import Journal, accuracy_table, summary
-from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, read_text, run, write_json
+from terminal.cli import (
+    Choice,
+    check_output,
+    choices,
+    number,
+    numbers,
+    profile_lines,
+    read_text,
+    run,
+    table,
+    write_json,
+)
 
 ROUND = 128  # a job's new tokens are rounded up to a multiple of this, so that jobs can share caches
 JOINTS = 4  # allowance in tokens: texts encoded separately may take more tokens than when joined
@@ -98,27 +110,27 @@ def prepare(
     for task, length in tqdm([(t, n) for n in lengths for t in tasks], unit="task", desc="samples", leave=False):
         if length > engine.config.max_length:
             raise ValueError(f"--length {length}: the model's context is {engine.config.max_length}")
-        if TASKS[task] is None:
+        graded = TASKS[task]
+        if graded is None:
             text = given.get("text") or haystack or shipped_haystack()
             ids = engine.encode(text)
             bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
             items = texts.excerpts(ids[len(bos) :], length, args.samples, bos)
             jobs.append(Job(task, length, None, items, texts.FORCED))
             continue
-        graded = TASKS[task]
         chat = args.chat and graded.chat
         around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if chat else 0
         how = args.seed, args.questions, haystack, args.data
         recipe = Recipe(length - around, engine.encode, engine.tokenizer.decode, *how)
-        count = args.samples if graded.size is None else min(args.samples, graded.size(recipe))
-        if not count:
-            raise ValueError(f"{task}: its file holds no sample")
         try:
+            count = args.samples if graded.size is None else min(args.samples, graded.size(recipe))
             items = [graded.sample(recipe, i) for i in range(count)]
         except ValueError as error:
             raise ValueError(f"{task}: {error}") from None
         except KeyError as error:
             raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
+        if not items:
+            raise ValueError(f"{task}: its file holds no sample")
         later = 0 if args.blind else 1  # the first question that is fed after the prompt
         turns = ([later_turn(engine, q, chat) for q in s.questions[later:]] for s in items)
         fed = max(sum(len(engine.encode(turn, bos=False)) for turn in own) for own in turns)
@@ -158,52 +170,52 @@ def evaluate(
     """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples."""
     rows, samples, common = [], [], conditions(args, engine)
     reference: dict[tuple[int, int], torch.Tensor] = {}  # for fidelity: the full cache's logits, on the host
+    ordered = sorted(jobs, key=lambda job: (job.length, job.prompt, job.new))  # groups jobs with equal caches
     with tqdm(total=len(chosen) * sum(len(job.items) for job in jobs), unit="sample") as bar:
-        for method in chosen:
-            for job in sorted(jobs, key=lambda job: (job.length, job.prompt, job.new)):  # groups jobs with equal caches
-                bar.set_description(f"{method.label} {job.task} {job.length}")
-                about = {"kv": method.kv, "budget": method.budget, "options": method.options}
-                about |= {"task": job.task, "length": job.length}
-                given = [common | about | {"index": i, "sample": sample} for i, sample in enumerate(job.digests)]
-                keys = [json.dumps(own, sort_keys=True) for own in given]
-                about["chat"] = job.chat
-                missing = [i for i, key in enumerate(keys) if key not in journal.results]
-                mine = missing[ranks.rank :: ranks.count]
-                unknown = [i for i in mine if (job.length, i) not in reference] if job.task == "fidelity" else []
-                if unknown:
-                    engine.use("full", batch=args.batch, max_prompt=job.prompt, max_new_tokens=job.new)
-                for part in parts(unknown, args.batch):
-                    reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
-                try:
-                    bytes_ = use(engine, method, job, args.batch + args.fork, args.speculate)
-                except BudgetTooSmall as error:  # the cell has no score, and the run continues
-                    nothing = {"n": 0, "score": None, "first": None, "later": None}
-                    rows.append(about | nothing | {"why": str(error), "minimum": error.minimum})
-                    bar.update(len(job.items))
-                    continue
-                bar.update(len(job.items) - len(missing))
-                before, counts, new = methods.fetched(engine.layers), Counter(), {}
-                for part in parts(mine, args.batch):
-                    if job.graded:
-                        results = answer(engine, job, [job.items[i] for i in part], args, counts)
-                    else:
-                        results = force(engine, job, part, reference)
-                    for i, result in zip(part, results, strict=True):
-                        journal.add(keys[i], result)
-                        new[keys[i]] = result
-                    bar.update(len(part))
-                requested, transferred = methods.fetched(engine.layers)
-                counts.update(wanted=requested - before[0], fetched=transferred - before[1])
-                every = Counter()
-                for theirs, their_counts in parallel.everyone(ranks, (new, counts)):
-                    journal.results |= theirs
-                    every.update(their_counts)
-                results = [journal.results[key] for key in keys]
-                rate = {"fetch_hit_rate": 1 - every["fetched"] / every["wanted"] if every["wanted"] else None}
-                if engine.speculate:
-                    rate["accepted_per_round"] = every["decoded"] / every["fed"] - 1 if every["fed"] else None
-                rows.append(about | summary(job, results) | bytes_ | rate)
-                samples += [about | {"index": i} | result for i, result in enumerate(results)]
+        for method, job in itertools.product(chosen, ordered):
+            bar.set_description(f"{method.label} {job.task} {job.length}")
+            about = {"kv": method.kv, "budget": method.budget, "options": method.options}
+            about |= {"task": job.task, "length": job.length}
+            given = [common | about | {"index": i, "sample": sample} for i, sample in enumerate(job.digests)]
+            keys = [json.dumps(own, sort_keys=True) for own in given]
+            about["chat"] = job.chat
+            missing = [i for i, key in enumerate(keys) if key not in journal.results]
+            mine = missing[ranks.rank :: ranks.count]
+            unknown = [i for i in mine if (job.length, i) not in reference] if job.task == "fidelity" else []
+            if unknown:
+                engine.use("full", batch=args.batch, max_prompt=job.prompt, max_new_tokens=job.new)
+            for part in parts(unknown, args.batch):
+                reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
+            try:
+                bytes_ = use(engine, method, job, args.batch + args.fork, args.speculate)
+            except BudgetTooSmall as error:  # the cell has no score, and the run continues
+                nothing = {"n": 0, "score": None, "first": None, "later": None}
+                rows.append(about | nothing | {"why": str(error), "minimum": error.minimum})
+                bar.update(len(job.items))
+                continue
+            bar.update(len(job.items) - len(missing))
+            before, counts, new = methods.fetched(engine.layers), Counter(), {}
+            for part in parts(mine, args.batch):
+                if job.graded:
+                    results = answer(engine, job, [job.items[i] for i in part], args, counts)
+                else:
+                    results = force(engine, job, part, reference)
+                for i, result in zip(part, results, strict=True):
+                    journal.add(keys[i], result)
+                    new[keys[i]] = result
+                bar.update(len(part))
+            requested, transferred = methods.fetched(engine.layers)
+            counts.update(wanted=requested - before[0], fetched=transferred - before[1])
+            every = Counter()
+            for theirs, their_counts in parallel.everyone(ranks, (new, counts)):
+                journal.results |= theirs
+                every.update(their_counts)
+            results = [journal.results[key] for key in keys]
+            rate = {"fetch_hit_rate": 1 - every["fetched"] / every["wanted"] if every["wanted"] else None}
+            if engine.speculate:
+                rate["accepted_per_round"] = every["decoded"] / every["fed"] - 1 if every["fed"] else None
+            rows.append(about | summary(job, results) | bytes_ | rate)
+            samples += [about | {"index": i} | result for i, result in enumerate(results)]
     return rows, samples
 
 
@@ -225,6 +237,35 @@ def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int) ->
         "step_device_bytes": known["step_device_bytes"],
         "step_host_bytes": known["step_host_bytes"],
     }
+
+
+def accuracy_table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> str:
+    """One line per method, one column per task; cells are `first / later` where a task has later questions."""
+    lengths, graded = {job.length for job in jobs}, [job for job in jobs if job.graded]
+    lines = []
+    for method in chosen:
+        own = [r for r in rows if (r["kv"], r["budget"], r["options"]) == (method.kv, method.budget, method.options)]
+        by_job = {(r["task"], r["length"]): r for r in own}
+        line = {"method": method.label}
+        line |= {j.task + f"@{j.length}" * (len(lengths) > 1): cell(by_job[j.task, j.length]) for j in jobs}
+        if len(graded) > 1:
+            scores = [by_job[job.task, job.length]["score"] for job in graded]
+            line["average"] = "-" if None in scores else f"{fmean(scores):.1f}"
+        sizes = [(r["kv_device_bytes"] + r["kv_host_bytes"], r["share_of_full"]) for r in own if r["score"] is not None]
+        most, share = max(sizes, default=(None, None))
+        line |= {"KV bytes": "-" if most is None else f"{most / 1e6:.2f} MB"}
+        lines.append(line | {"of full": "-" if most is None else f"{100 * share:.1f}%"})
+    chat = ", ".join(dict.fromkeys(job.task for job in jobs if job.chat))
+    return table(lines) + f"\nin the checkpoint's chat template: {chat}" * bool(chat)
+
+
+def cell(row: dict) -> str:
+    if row["score"] is None:
+        return f"min {row['minimum']}"
+    if row["task"] == "fidelity":
+        return f"{row['score']:.1f}% kl {row['kl']:.4f}"
+    later = "" if row["later"] is None else f" / {row['later']:.1f}"
+    return f"{row['score'] if row['first'] is None else row['first']:.1f}{later}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,16 +24,14 @@ from typing import TextIO
 import torch
 
 import kv as methods
-from bench import generations, llama_cpp, papers, tables
+from bench import papers, peers, tables
 from bench.contenders import SHAPES, Case, checked
-from bench.measure import measure, read_bandwidth
+from bench.measure import generations, measure, read_bandwidth
 from runtime import cpu, parallel
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from runtime.linear import GROUPS, MODES
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
-
-PEERS = {"transformers": {"transformers": "transformers"}, "llama.cpp": llama_cpp.NEEDED}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limit", type=int, metavar="SECONDS", help="start no contender after this time")
     p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="time a prompt too")
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
-    p.add_argument("--peer", choices=PEERS, help="also time another engine's step, in the same shape and dtype")
+    p.add_argument("--peer", choices=peers.NEEDED, help="also time another engine's step, in the same shape and dtype")
     p.add_argument("--paper", action="store_true", help="measure the settings of the papers, beside their figures")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -73,17 +71,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for arguments that conflict or cannot be met."""
     for flag in ("json", "plot", "profile", "results"):
         check_output(getattr(args, flag), f"--{flag}")
     for flag in ("steps", "repeats", "groupsize", "generate", "extend", "limit"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
-    args.speculate = numbers(args.speculate, "--speculate", int) if args.speculate else []
-    missing = [p for module, p in PEERS.get(args.peer, {}).items() if not importlib.util.find_spec(module)]
-    modes = [None if mode == "none" else mode for mode in args.quantize.split(",")]
-    unknown = set(modes) - {None, *MODES}
+    missing = [p for module, p in peers.NEEDED.get(args.peer, {}).items() if not importlib.util.find_spec(module)]
+    unknown = set(args.quantize) - {None, *MODES}
     for wrong, why in (
         (not 0 <= args.accept <= 1, f"--accept must lie between 0 and 1, not {args.accept}"),
         (args.memory_cap is not None and args.memory_cap <= 0, f"--memory-cap must be positive, not {args.memory_cap}"),
@@ -92,34 +88,44 @@ def main(argv: list[str] | None = None) -> None:
         (args.paper and args.generate, "--paper has settings of its own: leave out --generate"),
         (args.batch == "max" and args.generate is None, "--batch max needs --generate N"),
         (missing, f"--peer {args.peer} needs it: pip install {' '.join(missing)}"),
-        (unknown, f"--quantize {', '.join(unknown)}: known are none, {', '.join(MODES)}"),
-        (args.embeddings and modes == [None], "--embeddings needs --quantize int8 or int4"),
+        (unknown, f"--quantize {', '.join(map(str, unknown))}: known are none, {', '.join(MODES)}"),
+        (args.embeddings and not any(args.quantize), "--embeddings needs --quantize int8 or int4"),
+        (
+            parallel.launched() and (args.peer or args.paper or args.generate),
+            "--peer, --paper and --generate need one process: start it with python, not torchrun",
+        ),
     ):
         if wrong:
             raise ValueError(why)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    args.speculate = numbers(args.speculate, "--speculate", int) if args.speculate else []
+    args.quantize = [None if mode == "none" else mode for mode in args.quantize.split(",")]
+    check(args)
     ranks = parallel.join()
-    if ranks.count > 1 and (args.peer or args.paper or args.generate):
-        raise ValueError("--peer, --paper and --generate need one process: start it with python, not torchrun")
     if ranks.rank:
         args.json, args.plot, args.results = None, None, os.devnull
         args.profile = args.profile and os.devnull
     device, dtype = pick_device(args.device), pick_dtype(args.dtype)
     if args.memory_cap is not None:
         cap_memory(int(args.memory_cap * 1e9), device)
-    args.shape = parallel.same(ranks, args.shape or default_shape(device))
-    contexts = numbers(args.context, "--context", int) if args.context else default_contexts(device)
+    shape = parallel.same(ranks, args.shape or default_shape(device))
+    contexts = args.context or ("4096,16384" if device.type == "cpu" else "4096,16384,65536,131072")
+    contexts = numbers(contexts, "--context", int)
     batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
     budgets = numbers(args.budget, "--budget", number) if args.budget else []
     chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, budgets)
     bandwidth, steps = read_bandwidth(device), args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
     common = dtype, device, bandwidth, contexts[0], steps, args.compile, args.prefill, ranks
-    base = Case(args.shape, shape_config(args.shape), *common, groupsize=args.groupsize, embeddings=args.embeddings)
-    by_mode = [checked(replace(base, quantize=mode)) for mode in modes]  # all, before the first is measured
+    base = Case(shape, shape_config(shape), *common, groupsize=args.groupsize, embeddings=args.embeddings)
+    by_mode = [checked(replace(base, quantize=mode)) for mode in args.quantize]  # all, before the first is measured
     about = {"machine": machine(device), "commit": commit(), "date": f"{datetime.date.today()}"}
     about |= {"command": " ".join(["python -m bench", *(sys.argv[1:] if argv is None else argv)])}
     about |= {"bandwidth_gbs": bandwidth / 1e9}
     out = sys.stderr if args.json == "-" else sys.stdout
-    print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {args.shape}", file=out)
+    print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {shape}", file=out)
     result, lines = about | {"rows": []} | ({"generations": []} if args.paper else {}), []
     try:
         wanted = papers.published(args, base, lines) if args.paper else asked(args, by_mode, contexts, batches, chosen)
@@ -148,7 +154,7 @@ def asked(
     for case, context in itertools.product(by_mode, contexts):
         case = replace(case, context=context)
         if args.generate:
-            for row in generations.generations(case, chosen, batches, args.generate, args.steps):
+            for row in generations(case, chosen, batches, args.generate, args.steps):
                 yield "rows", [row]
             continue
         for batch in batches:
@@ -157,22 +163,21 @@ def asked(
 
 
 def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
-    print(tables.generations(rows) if args.generate else tables.steps(rows), file=out)
+    lines = [tables.generations(rows) if args.generate else tables.steps(rows)]
     if args.extend and not args.generate:
-        print(tables.extensions([r for r in rows if "extend" in r]), file=out)
+        lines.append(tables.extensions([r for r in rows if "extend" in r]))
     if any(r.get("speculate") for r in rows):
-        print(tables.speculations(rows), file=out)
-    notes = profile_lines(rows)
+        lines.append(tables.speculations(rows))
+    lines += profile_lines(rows)
     if rows[0].get("ranks", 1) > 1:
         sizes = sorted({(r["batch"], r["step_exchanged_bytes"]) for r in rows})
         each = ", ".join(f"{size / 1e6:.2f} MB with batch {batch}" for batch, size in sizes)
-        notes.append(f"{rows[0]['ranks']} ranks, bytes are those of one; they exchange {each} a step")
-    notes += sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
-    notes += cpu.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
+        lines.append(f"{rows[0]['ranks']} ranks, bytes are those of one; they exchange {each} a step")
+    lines += sorted({f"{r['kv']} attends with {r['kernel']}" for r in rows if "kernel" in r})
+    lines += cpu.lines({size: times for r in rows for size, times in r.get("products", {}).items()})
     if not args.generate and any(map(tables.is_wide, rows)):
-        notes.append("! the spread is too wide to conclude: is the machine idle?")
-    for note in notes:
-        print(note, file=out)
+        lines.append("! the spread is too wide to conclude: is the machine idle?")
+    print("\n".join(lines), file=out)
     if args.plot:
         (tables.draw_generations if args.generate else tables.draw)(rows, args.plot)
 
@@ -180,24 +185,17 @@ def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
 def shape_config(name: str) -> dict:
     if name in SHAPES:
         return SHAPES[name]
-    if not Path(name).is_file():
+    file = Path(name)
+    if not file.is_file():
         raise ValueError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}, or give the path of a config.json")
-    config, profile = (
-        read_json(Path(name)) | {"max_position_embeddings": 2**20},
-        Path(name).with_name("kv_profile.json"),
-    )
-    if profile.is_file():
-        config["kv_profile"] = methods.read_profile(read_json(profile))
-    return config
+    config, profile = read_json(file) | {"max_position_embeddings": 2**20}, file.with_name("kv_profile.json")
+    return config | ({"kv_profile": methods.read_profile(read_json(profile))} if profile.is_file() else {})
 
 
 def default_shape(device: torch.device) -> str:
-    free = free_bytes(device)
-    return "llama-160m" if device.type == "cpu" else "llama-3.1-8b" if free > 40e9 else "llama-3.2-1b"
-
-
-def default_contexts(device: torch.device) -> list[int]:
-    return [4096, 16384] if device.type == "cpu" else [4096, 16384, 65536, 131072]
+    if device.type == "cpu":
+        return "llama-160m"
+    return "llama-3.1-8b" if free_bytes(device) > 40e9 else "llama-3.2-1b"
 
 
 def commit() -> str | None:

@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, engine: Engine, kinds: dict, cells: list[t
         for kind, (texts, limit) in kinds.items():
             longest = max(map(len, texts))
             engine.use(method.kv, method.budget, method.options, args.batch, longest, limit, n)
-            answers = [c.tokens for c in engine.generate(texts, limit, args.temperature)]
+            answers = [a.tokens for a in engine.generate(texts, limit, temperature=args.temperature)]
             full.setdefault(kind, answers)
             same = sum(a == b for a, b in zip(answers, full[kind], strict=True))
             row["kinds"][kind] = {"accepted": engine.stats.accepted, "same": same, "of": len(texts)}

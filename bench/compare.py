@@ -13,8 +13,11 @@ import json
 import math
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
-from terminal.cli import Choice, check_output, load_pyplot, run
+from bench.results import markdown
+from terminal.cli import Choice, check_output, run
+from terminal.plots import logarithmic, panels
 
 COLUMNS = {  # the table's columns of numbers: key, factor and format
     "perplexity": ("perplexity", 1, ".1f"),
@@ -27,91 +30,86 @@ COLUMNS = {  # the table's columns of numbers: key, factor and format
 
 def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
     """(method, budget) -> its results. Scores are means over the graded tasks, bytes those of the last such task."""
-    results, scores = defaultdict(dict), defaultdict(lambda: defaultdict(list))
+    results, graded = {}, defaultdict(list)
     for row in answers:
-        key = Choice(row["kv"], None, row["options"]).label, row["budget"]
         if row["score"] is None:  # refused
             continue
+        own = results.setdefault(method_of(row), {})
         if row["task"] == "perplexity":
-            results[key]["perplexity"] = row["score"]
-            continue
+            own["perplexity"] = row["score"]
+        else:
+            graded[method_of(row)].append(row)
+    for key, rows in graded.items():
         for when in ("first", "later"):
-            if row[when] is not None:
-                scores[key][when].append(row[when])
-        results[key] |= {name: row[name] for name in ("kv_device_bytes", "kv_host_bytes")}
-        results[key]["read"] = row["step_device_bytes"] + row["step_host_bytes"]
-    for key, own in scores.items():
-        results[key] |= {when: sum(values) / len(values) for when, values in own.items()}
+            if scores := [row[when] for row in rows if row[when] is not None]:
+                results[key][when] = fmean(scores)
+        results[key] |= {name: rows[-1][name] for name in ("kv_device_bytes", "kv_host_bytes")}
+        results[key]["read"] = rows[-1]["step_device_bytes"] + rows[-1]["step_host_bytes"]
     for row in speed:
-        key = Choice(row["kv"], None, row["options"]).label, row["budget"]
-        if "ms" in results.get(key, {}):
-            raise ValueError(f"{' '.join(map(str, key))} was timed more than once")
-        if key in results:
-            results[key]["ms"] = row["ms_per_token"]
-    return dict(results)
+        own = results.get(method_of(row), {})
+        if "ms" in own:
+            raise ValueError(f"{' '.join(map(str, method_of(row)))} was timed more than once")
+        own["ms"] = row["ms_per_token"]
+    return results
+
+
+def method_of(row: dict) -> tuple[str, int | float | None]:
+    return Choice(row["kv"], None, row["options"]).label, row["budget"]
 
 
 def table(results: dict[tuple, dict]) -> str:
-    head = ["method", "budget", "answers", *COLUMNS]
-    lines = [head, ["---"] * len(head)]
+    lines = [["method", "budget", "answers", *COLUMNS]]
     for (method, budget), own in results.items():
         answers = " / ".join(f"{own[when]:.0f}" for when in ("first", "later") if when in own)
         numbers = [format(own[key] * by, form) if key in own else "-" for key, by, form in COLUMNS.values()]
         lines.append([method, "" if budget is None else str(budget), answers or "-", *numbers])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(lines)
 
 
 def draw(results: dict[tuple, dict], path: str) -> None:
     """Draws one panel per budget: answers (the mean of first and later questions) over the bytes a step reads, with one
     named mark per method."""
-    pyplot = load_pyplot()
     budgets = sorted({budget for _, budget in results if budget is not None}) or [None]
-    size = (11, 7 * len(budgets))
-    figure, axes = pyplot.subplots(len(budgets), 1, figsize=size, layout="constrained", squeeze=False)
-    panels = {}
-    for axis, wanted in zip(axes[:, 0], budgets, strict=True):
-        panels[axis] = [
-            (name, own["read"] / 1e6, (own["first"] + own.get("later", own["first"])) / 2)
-            for (name, budget), own in results.items()
-            if budget in (None, wanted) and "first" in own
-        ]
-        for i, (_, x, y) in enumerate(panels[axis]):
-            axis.plot(x, y, "os^Dv"[i % 5], markersize=8, color=pyplot.get_cmap("tab20")(i % 20))
-        axis.set(xscale="log", xlabel="MB of cache read a step", ylabel="answers right, %", ylim=(-8, 116))
-        axis.set_title("" if wanted is None else f"budget {wanted}")
-        axis.margins(x=0.12)
-        axis.minorticks_off()
-        ticks = [step * 10.0**power for power in range(-3, 6) for step in (1, 2, 5)]
-        low, high = axis.get_xlim()
-        axis.set_xticks([x for x in ticks if low < x < high], [f"{x:g}" for x in ticks if low < x < high])
-        axis.grid(alpha=0.3)
-    figure.draw_without_rendering()  # settles the layout, since names are placed in pixels
-    for axis, points in panels.items():
-        name_marks(axis, points)
-    figure.savefig(path, dpi=figure.dpi)
-    pyplot.close(figure)
+    with panels(path, len(budgets), 1, 11, 7) as axes:
+        drawn = []
+        for axis, wanted in zip(axes[:, 0], budgets, strict=True):
+            points = [
+                (name, own["read"] / 1e6, (own["first"] + own.get("later", own["first"])) / 2)
+                for (name, budget), own in results.items()
+                if budget in (None, wanted) and "first" in own
+            ]
+            for _, x, y in points:
+                axis.plot(x, y, markersize=8)
+            axis.set(xlabel="MB of cache read a step", ylabel="answers right, %", ylim=(-8, 116))
+            axis.set_title("" if wanted is None else f"budget {wanted}")
+            axis.margins(x=0.12)
+            logarithmic(axis, [x for _, x, _ in points])
+            drawn.append((axis, points))
+        axes[0, 0].figure.draw_without_rendering()  # settles the layout, since names are placed in pixels
+        for axis, points in drawn:
+            name_marks(axis, points)
 
 
 def name_marks(axis, points: list[tuple[str, float, float]]) -> None:
     """Writes each mark's name in the nearest free space and draws a line to it."""
-    places = [(name, *axis.transData.transform((x, y))) for name, x, y in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for _, x, y in places]  # left, lower, right, upper: in pixels
-    left, lower, right, upper = axis.bbox.extents
-    for name, x, y in sorted(places, key=lambda place: place[1:]):
-        text = axis.text(x, y, name, fontsize=9, transform=None)  # pixels
-        width, height = text.get_window_extent().size
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+    how = {"xytext": (0, 0), "textcoords": "offset points", "fontsize": 9, "va": "center", "arrowprops": line}
+    pixels = axis.transData.transform([point[1:] for point in points])
+    taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in pixels]
+    for name, *mark in sorted(points, key=lambda point: point[1:]):
+        note = axis.annotate(name, mark, **how)
+        note.update_positions(axis.figure.canvas.get_renderer())
         for radius, turn in itertools.product(range(10, 400, 6), range(24)):
-            angle = math.tau * turn / 24
-            near = x + radius * math.cos(angle), y + radius * math.sin(angle)  # where the name's box begins
-            corner = near[0] - width * (1 - math.cos(angle)) / 2, near[1] - height * (1 - math.sin(angle)) / 2
-            box = (corner[0] - 2, corner[1] - 2, corner[0] + width + 2, corner[1] + height + 2)
-            inside = left < box[0] and lower < box[1] and box[2] < right and box[3] < upper
-            if inside and not any(a < box[2] and box[0] < c and b < box[3] and box[1] < d for a, b, c, d in taken):
+            right, up = radius * math.cos(math.tau * turn / 24), radius * math.sin(math.tau * turn / 24)
+            note.set(position=(right, up), horizontalalignment="left" if right > 0 else "right")
+            box = Text.get_window_extent(note).padded(2)
+            inside = axis.bbox.contains(box.x0, box.y0) and axis.bbox.contains(box.x1, box.y1)
+            if inside and not box.count_overlaps(taken):
                 break
-        text.set_position(corner)
         taken.append(box)
-        line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
-        axis.annotate("", (x, y), near, "figure pixels", "figure pixels", arrowprops=line)
 
 
 def main(argv: list[str] | None = None) -> None:

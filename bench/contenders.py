@@ -1,4 +1,4 @@
-"""The contenders: this engine's methods, a naive full cache, and Hugging Face's caches.
+"""The contenders: this engine's methods and a naive full cache; bench/peers.py has other engines.
 
 All have random weights of the same shape and caches full of random keys and values; a row whose prefill is timed holds
 random tokens.
@@ -20,7 +20,7 @@ from kv.parts.ranks import Ranks
 from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.hf_config import from_hf
-from runtime.linear import GROUPS
+from runtime.linear import default_groupsize
 from runtime.plan import figures, shape_of
 from terminal.cli import Choice
 
@@ -102,19 +102,15 @@ class Case:
 
 
 def checked(case: Case) -> Case:
-    """The case; for int4 without a group size, with the largest of GROUPS that divides the model's channels.
+    """The case, with the model's default group size where int4 names none.
 
     Raises ValueError if the model cannot be quantized so or divided among the ranks.
     """
-    sizes = GROUPS if case.quantize == "int4" and case.groupsize is None else [case.groupsize]
-    for groupsize in sizes:
-        grouped = replace(case, groupsize=groupsize)
-        try:
-            grouped.model()
-            return grouped
-        except ValueError:
-            if groupsize == sizes[-1]:
-                raise
+    if case.quantize == "int4" and case.groupsize is None:
+        part = parallel.skeleton(case.sizes, None, case.ranks)
+        case = replace(case, groupsize=default_groupsize(part))
+    case.model()
+    return case
 
 
 def random_weights(case: Case) -> dict[str, Tensor]:
@@ -255,33 +251,3 @@ class Ours:
             "step_device_bytes": batch * known["step_device_bytes"],
             "step_host_bytes": batch * known["step_host_bytes"],
         }
-
-
-class Transformers:
-    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
-
-    def __init__(self, case: Case, cache: str):
-        import transformers
-
-        self.case, self.label = case, f"transformers, {cache}"
-        keys = {key: value for key, value in case.config.items() if key != "architectures"}
-        config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
-        with torch.device(case.device):
-            self.model = transformers.LlamaForCausalLM(config).to(case.dtype).eval()
-        self.cache = transformers.DynamicCache(config=config)
-        if cache.startswith("static"):
-            self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
-        self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward
-        self.token = torch.ones(case.batch, 1, dtype=torch.int64, device=case.device)
-
-    def start(self) -> None:
-        c, case = self.model.config, self.case
-        shape = (case.batch, c.num_key_value_heads, case.context, c.head_dim)
-        for layer in range(c.num_hidden_layers):
-            self.cache.update(*(torch.randn(shape, dtype=case.dtype, device=case.device) for _ in range(2)), layer)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
-        self.token = logits[:, -1:].argmax(-1)
-        self.token[0].tolist()

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from runtime.device import machine, pick_device
 from terminal.cli import run
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = "tests/test_offload.py tests/test_ops.py tests/test_engine.py tests/test_omnikv.py"  # those that need a GPU
 METHODS = (  # groups that run side by side
     "full,full:bits=8,full:bits=4,kivi,streaming,snapkv",
     "snapkv++,pyramidkv,rocketkv,rocketkv:bits=4,hybrid,exact_topk",
@@ -31,9 +34,43 @@ METHODS = (  # groups that run side by side
     "tailorkv,tailorkv:bits=2,pqcache,omnikv:offload=true:engine=threads",
 )
 THREADS = (
-    "omnikv:offload=true:engine=threads,tailorkv:engine=threads,pqcache:engine=threads",
     "infllm:block=32:offload=true:engine=threads,brute_offload,omnikv:offload=true:engine=direct",
+    "omnikv:offload=true:engine=threads,tailorkv:engine=threads,pqcache:engine=threads",
 )
+NEAR, FAR = "--context 16384", "--context 131072 --no-prefill"
+MAIN = "full,streaming,rocketkv,omnikv,quest,tailorkv"
+SPEED = {  # runs of the benchmark: what each is about, methods, arguments
+    "short": ("8B at 16K, with prefill", MAIN, f"{NEAR} --baseline naive"),
+    "long": ("8B at 128K", MAIN, FAR),
+    "kernel": ("attention by SDPA at 128K, where flex_attention is a guess (step long)", "full,streaming", FAR),
+    "fused": ("attention by products and sums that Inductor fuses, at 128K", "full,streaming", FAR),
+    "tiles": ("a top-k that first sorts the maxima of tiles, a guess otherwise (step long)", "full,tailorkv", FAR),
+    "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3"),
+    "batch": ("8 rows at 16K", MAIN, f"{NEAR} --no-prefill --batch 8"),
+    "int4": ("int4 weights at 128K", "full,rocketkv,quest", f"{FAR} --quantize int4"),
+    "peer": ("transformers' caches at 16K", "full", f"{NEAR} --no-prefill --peer transformers"),
+    "speculation": ("drafts at 128K", "full,streaming,rocketkv", f"{FAR} --speculate 2,4"),
+    "omnikv": ("a cache on the host: 256K", "omnikv:offload=true", "--context 262144 --no-prefill"),
+    "tailorkv": ("int4 weights and 128K in 24 GB", "tailorkv", f"{FAR} --quantize int4 --memory-cap 24"),
+    "generations": (
+        "whole generations, as many rows as fit",
+        "full,h2o,d2o",
+        "--context 2048 --generate 2048 --batch max --steps 4",
+    ),
+    "trace": (
+        "a trace of two steps with offload: trace.trace.json",
+        "omnikv:offload=true",
+        f"{NEAR} --no-prefill --steps 3 --profile trace.trace.json",
+    ),
+}
+GUESSES = {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": ""}
+OVERTURNED = {  # steps that set one of the guesses
+    "kernel": {"KV_FAST_PRODUCT": "kernel"},
+    "fused": {"KV_FAST_PRODUCT": "fused"},
+    "tiles": {"KV_FAST_TILES": "1"},
+}
+ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
+SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"
 
 
 @dataclass
@@ -47,89 +84,47 @@ class Step:
     env: dict[str, str] = field(default_factory=dict)
 
 
-NEAR, FAR = "--context 16384", "--context 131072 --no-prefill"
-MAIN = "full,streaming,rocketkv,omnikv,quest,tailorkv"
-SPEED = (  # runs of the benchmark: step, what it is about, methods, arguments
-    ("short", "8B at 16K, with prefill", MAIN, f"{NEAR} --baseline naive"),
-    ("long", "8B at 128K", MAIN, FAR),
-    ("kernel", "attention by SDPA at 128K, where flex_attention is a guess (step long)", "full,streaming", FAR),
-    ("fused", "attention by products and sums that Inductor fuses, at 128K", "full,streaming", FAR),
-    ("tiles", "a top-k that first sorts the maxima of tiles, a guess otherwise (step long)", "full,tailorkv", FAR),
-    ("prefill", "a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3"),
-    ("batch", "8 rows at 16K", MAIN, f"{NEAR} --no-prefill --batch 8"),
-    ("int4", "int4 weights at 128K", "full,rocketkv,quest", f"{FAR} --quantize int4"),
-    ("peer", "transformers' caches at 16K", "full", f"{NEAR} --no-prefill --peer transformers"),
-    ("speculation", "drafts at 128K", "full,streaming,rocketkv", f"{FAR} --speculate 2,4"),
-    ("omnikv", "a cache on the host: 256K", "omnikv:offload=true", "--context 262144 --no-prefill"),
-    ("tailorkv", "int4 weights and 128K in 24 GB", "tailorkv", f"{FAR} --quantize int4 --memory-cap 24"),
-    (
-        "generations",
-        "whole generations, as many rows as fit",
-        "full,h2o,d2o",
-        "--context 2048 --generate 2048 --batch max --steps 4",
-    ),
-    (
-        "trace",
-        "a trace of two steps with offload: trace.trace.json",
-        "omnikv:offload=true",
-        f"{NEAR} --no-prefill --steps 3 --profile trace.trace.json",
-    ),
-)
-ENV = {  # of steps that overturn a guess
-    "kernel": {"KV_FAST_PRODUCT": "kernel"},
-    "fused": {"KV_FAST_PRODUCT": "fused"},
-    "tiles": {"KV_FAST_TILES": "1"},
-}
-ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
-SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"
-
-
 def steps(device: str) -> list[Step]:
     """The steps, the cheapest first."""
     cpu = device == "cpu"
 
-    def smoke(methods: str, more: str = "") -> list[str]:
-        return f"-m bench.smoke --kv {methods} --device {device} {'--length 600' * cpu} {more}".split()
+    def smoke(groups: Iterable[str], more: str = "") -> list[list[str]]:
+        small = "--length 600" * cpu
+        return [f"-m bench.smoke --kv {group} --device {device} {small} {more}".split() for group in groups]
 
-    def speed(name: str, about: str, methods: str, arguments: str) -> Step:
+    tests = f"-m pytest -m cuda -q -p no:cacheprovider {TESTS}".split()
+    groups, threads = (["full,rocketkv", "omnikv:offload=true"], THREADS[1:]) if cpu else (METHODS, THREADS)
+    busy = "side by side: the times are not those of an idle GPU"
+    every = [
+        Step("tests", "the tests that need a GPU", [tests], 5),
+        Step("methods", f"every method, eager and compiled ({busy})", smoke(groups)),
+        Step("offload", "threads that fetch with pauses: the same tokens", smoke(threads, "--delays")),
+    ]
+    for name, (about, methods, arguments) in SPEED.items():
         sizes = "--shape llama-3.1-8b --budget 1024 --limit 270"  # a compile may take minutes
         if cpu:
             methods, arguments, sizes = ",".join(methods.split(",")[:2]), ON_A_CPU.get(name, arguments), SMALL
         out = f"--device {device} --json {name}.json --results {os.devnull}"
-        return Step(name, about, [f"-m bench --kv {methods} {arguments} {sizes} {out}".split()], env=ENV.get(name, {}))
-
-    rooms = "tests/test_offload.py tests/test_ops.py tests/test_engine.py tests/test_omnikv.py"
-    tests = f"-m pytest -m cuda -q -p no:cacheprovider {rooms}".split()
-    groups = ("full,rocketkv", "omnikv:offload=true") if cpu else METHODS
-    threads = ("omnikv:offload=true:engine=threads",) if cpu else THREADS
-    busy = "side by side: the times are not those of an idle GPU"
-    return [
-        Step("tests", "the tests that need a GPU", [tests], 5),
-        Step("methods", f"every method, eager and compiled ({busy})", [smoke(group) for group in groups]),
-        Step("offload", "threads that fetch with pauses: the same tokens", [smoke(g, "--delays") for g in threads]),
-        *(speed(*run) for run in SPEED),
-    ]
+        command = f"-m bench --kv {methods} {arguments} {sizes} {out}".split()
+        every.append(Step(name, about, [command], env=OVERTURNED.get(name, {})))
+    return every
 
 
 def perform(step: Step, out: Path) -> dict:
     """Runs a step; returns a line of report.jsonl."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
-    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache}  # shared by the steps
-    env |= {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": ""} | step.env
-    begin, processes = time.monotonic(), []
-    for i, command in enumerate(step.commands, 1):
-        command = [sys.executable, *(str(ROOT / a) if a.startswith(("needle/", "tests/")) else a for a in command)]
-        with open(out / (f"{step.name}.{i}.log" if len(step.commands) > 1 else f"{step.name}.log"), "wb") as log:
-            how = {"cwd": out, "env": env, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-            processes.append(subprocess.Popen(command, **how))
-    codes = []
+    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache} | GUESSES | step.env
+    begin, log, codes = time.monotonic(), out / f"{step.name}.log", []
+    with open(log, "wb") as file:
+        how = {"cwd": out, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        here = [[str(ROOT / a) if a.startswith(("needle/", "tests/")) else a for a in c] for c in step.commands]
+        processes = [subprocess.Popen([sys.executable, *command], **how) for command in here]
     try:
         for process in processes:
-            try:
-                codes.append(process.wait(max(0.1, begin + 60 * step.minutes - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append("out of time")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, begin + 60 * step.minutes - time.monotonic()))
+            codes.append("out of time" if process.returncode is None else process.returncode)
     finally:  # a step's processes, with those that they started, end with it
         for process in processes:
             if process.poll() is None:
@@ -139,10 +134,10 @@ def perform(step: Step, out: Path) -> dict:
     line |= {"seconds": round(time.monotonic() - begin, 1), "commands": [" ".join(c) for c in step.commands]}
     if (result := out / f"{step.name}.json").exists() and codes == [0]:
         line["result"] = json.loads(result.read_text())
-    logs = "".join(file.read_text(errors="replace") for file in sorted(out.glob(f"{step.name}*.log"))).splitlines()
-    if methods := [json.loads(text) for text in logs if text.startswith('{"kv"')]:
+    said = log.read_text(errors="replace").splitlines()
+    if methods := [json.loads(text) for text in said if text.startswith('{"kv"')]:
         line["methods"] = methods
-    return line | {"tail": logs[-60:]}
+    return line | {"tail": said[-60:]}
 
 
 def section(line: dict) -> str:
@@ -162,27 +157,26 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", help="cpu: small shapes (default: cuda where there is one)")
     args = p.parse_args(argv)
     device = pick_device(args.device)
-    every = steps(device.type)
-    names, only = [step.name for step in every], args.only.split(",") if args.only else []
-    for name in [*only, *([args.first] if args.first else [])]:
-        if name not in names:
-            raise ValueError(f"unknown step {name!r}; there are: {', '.join(names)}")
+    every = {step.name: step for step in steps(device.type)}
+    names = list(every)
+    asked = args.only.split(",") if args.only else names
+    for name in (*asked, args.first or names[0]):
+        if name not in every:
+            raise ValueError(f"unknown step {name!r}; there are: {', '.join(every)}")
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     print(f"{machine(device)}; results in {out}", flush=True)
-    small = "Small shapes: this tests the steps, not the machine.\n\n" if device.type == "cpu" else ""
-    with open(out / "report.md", "a") as file:
-        file.write(f"# {machine(device)}\n\n{small}")
-    for step in every[names.index(args.first) if args.first else 0 :]:
-        if only and step.name not in only:
-            continue
-        print(f"{step.name}: {step.about}", flush=True)
-        line = perform(step, out)
-        with open(out / "report.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
-        with open(out / "report.md", "a") as file:
-            file.write(section(line))
-        print(f"  exit {', '.join(map(str, line['exit']))}, {line['seconds']:.0f} s", flush=True)
+    with open(out / "report.md", "a") as report, open(out / "report.jsonl", "a") as results:
+        small = "Small shapes: this tests the steps, not the machine.\n\n" if device.type == "cpu" else ""
+        report.write(f"# {machine(device)}\n\n{small}")
+        for name in names[names.index(args.first) if args.first else 0 :]:
+            if name not in asked:
+                continue
+            print(f"{name}: {every[name].about}", flush=True)
+            line = perform(every[name], out)
+            print(json.dumps(line), file=results, flush=True)
+            print(section(line), end="", file=report, flush=True)
+            print(f"  exit {', '.join(map(str, line['exit']))}, {line['seconds']:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,30 @@
-"""Times contenders in turns, and records the memory and the kernels they use."""
+"""Times contenders: steps in turns, with the memory and the kernels they use, and whole generations."""
 
 import argparse
 import ctypes
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tqdm import tqdm
 
-from bench.contenders import Case, Ours, Transformers, random_weights, seconds, step_weights
-from bench.llama_cpp import LlamaCpp
+import kv as methods
+from bench.contenders import Case, Ours, random_weights, seconds, step_weights
+from bench.peers import LlamaCpp, Transformers
 from bench.tables import tokens_per_round
 from runtime.device import free_bytes, memory_errors, resident_bytes
 from terminal.cli import Choice
 
+POINTS = 16  # lengths at which the steps of a generation are timed
+LARGEST = 4096  # the most rows of a generation
 NEEDED = 2**25  # bytes of free memory that measuring takes
 FULL = Choice("full", None, {})
 UNKNOWN = """budget compile_s kv_device_bytes kv_host_bytes step_device_bytes step_host_bytes floor_ms graphs
@@ -55,27 +62,20 @@ def rise(device: torch.device, what: Callable) -> tuple:
 
 def replays(step: Callable[[], object]) -> int:
     """The number of CUDA graphs that a step replays."""
-    replay, count = torch.cuda.CUDAGraph.replay, 0
+    replay, graphs = torch.cuda.CUDAGraph.replay, []
 
     def counted(graph):
-        nonlocal count
-        count += 1
+        graphs.append(graph)
         return replay(graph)
 
-    torch.cuda.CUDAGraph.replay = counted
-    try:
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
         step()
-    finally:
-        torch.cuda.CUDAGraph.replay = replay
-    return count
+    return len(graphs)
 
 
 def attention_kernel(contender: Ours) -> str:
     """The profiler's name for the attention kernel."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if contender.case.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as trace:
+    with torch.profiler.profile() as trace:
         contender.step()
     names = [e.key for e in trace.key_averages() if any(w in e.key.lower() for w in ("attention", "flash", "flex"))]
     return min(names, key=lambda name: (name.startswith("aten::scaled_dot"), -len(name)), default="fused by Inductor")
@@ -88,7 +88,7 @@ def percentile(values: list[float], share: float) -> float:
 def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[dict]:
     """One row of the JSON object per contender, all timed in turns."""
     weights = random_weights(case)
-    rows, contenders, begin = [], [], time.monotonic()
+    entered, begin = [], time.monotonic()  # each contender with its row and the times of its steps
     for make in tqdm(makers(args, case, chosen, weights), unit="method", disable=None, leave=False):
         if args.limit is not None and time.monotonic() - begin > args.limit:
             print(f"left out: contenders after --limit {args.limit}", file=sys.stderr)
@@ -96,24 +96,25 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[
         try:
             with memory_errors():
                 contender = make()
-                rows.append(prepare(case, contender, weights))
+                entered.append((contender, prepare(case, contender, weights), []))
         except ValueError as error:
             print(f"left out: {error}", file=sys.stderr)
-            continue
-        contenders.append(contender)
-    times = [[] for _ in contenders]
-    for _ in range(args.repeats if contenders else 0):
-        for own, contender in zip(times, contenders, strict=True):
+    for _ in range(args.repeats):
+        for contender, _, times in entered:
             contender.step()  # not timed: warms up after the other contenders' turns
-            own += [1e3 * seconds(contender.step) for _ in range(args.steps)]
-    for row, own in zip(rows, times, strict=True):
-        if drafted := row.get("speculate"):
-            tokens = tokens_per_round(drafted, args.accept)
-            row |= {"accept": args.accept, "round_ms": percentile(own, 0.5)}
-            own, row["floor_ms"] = [ms / tokens for ms in own], row["floor_ms"] / tokens
-        row["ms_per_token"], row["p10"], row["p90"] = (percentile(own, share) for share in (0.5, 0.1, 0.9))
+            times += [1e3 * seconds(contender.step) for _ in range(args.steps)]
+    rows = [row for _, row, _ in entered]
+    for contender, row, times in entered:
+        tokens = 1
+        if row.get("speculate"):
+            tokens = tokens_per_round(row["speculate"], args.accept)
+            row |= {"accept": args.accept, "round_ms": percentile(times, 0.5), "floor_ms": row["floor_ms"] / tokens}
+        for key, share in (("ms_per_token", 0.5), ("p10", 0.1), ("p90", 0.9)):
+            row[key] = percentile(times, share) / tokens
         row["tokens_per_s"] = case.batch * 1e3 / row["ms_per_token"]
         row["times_floor"] = row["floor_ms"] and row["ms_per_token"] / row["floor_ms"]
+        if args.extend and isinstance(contender, Ours):
+            row |= {"extend": args.extend, "extend_ms": 1e3 * contender.extend_s(args.extend, args.repeats)}
     for name in ("full", "naive"):
         base = next((row for row in rows if row["kv"] == name), None)
         for row in rows:
@@ -121,10 +122,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[
             peaks = row["peak_decode_bytes"], base and base["peak_decode_bytes"]
             row[f"memory_vs_{name}"] = None if None in peaks else peaks[0] / peaks[1]
     if args.profile:
-        profile(contenders, args.profile)
-    for row, contender in zip(rows, contenders, strict=True):
-        if args.extend and isinstance(contender, Ours):
-            row |= {"extend": args.extend, "extend_ms": 1e3 * contender.extend_s(args.extend, args.repeats)}
+        profile([contender for contender, _, _ in entered], args.profile)
     return rows
 
 
@@ -177,3 +175,63 @@ def profile(contenders: list, path: str) -> None:
                 contender.step()
                 contender.step()
     trace.export_chrome_trace(path)
+
+
+# Whole generations
+
+
+def largest_batch(case: Case, method: Choice, free: int) -> int:
+    """The most rows whose caches fit in `free` bytes, beside three copies of their logits and a prompt in one layer."""
+    logits = 3 * 4 * case.config["vocab_size"]
+    layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
+
+    def overflows(batch: int) -> bool:
+        shape = replace(case, batch=batch).shape()
+        device, host = methods.planned_bytes(method.kv, shape, method.budget, method.options)
+        device += batch * logits + layer
+        if case.device.type == "cpu":
+            return device + host > free
+        return device > free or host > free_bytes(torch.device("cpu"))
+
+    return bisect(range(1, LARGEST + 1), False, key=overflows)
+
+
+def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) -> dict:
+    """One row of the JSON object. Caches are planned for `case.steps` new tokens; the generation has `new` of them.
+
+    Steps are timed at evenly spaced lengths from the prompt's to the final one. In between, the rows' positions
+    advance without decoding: cache contents do not change the time. The ceiling is the tokens/s of the floors.
+    """
+    contender, batch = Ours(case, method, weights), case.batch
+    engine, times, floors = contender.engine, [], []
+    contender.start()
+    lengths = [case.context + (new - 1) * i // (POINTS - 1) for i in range(POINTS)]
+    for length in lengths:
+        engine.state.pos.fill_(length)
+        contender.new = length - case.context
+        contender.step()  # not timed: warms up
+        times.append(1e3 * statistics.median(seconds(contender.step) for _ in range(steps)))
+        device, host = (batch * bytes_ for bytes_ in methods.step_bytes(engine.layers, length + 1))
+        floors.append(case.floor_ms(step_weights(case, weights) + device, host))
+    row = case.about() | contender.about() | {"new": new, "lengths": lengths, "ms": times}
+    row |= {"ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1]}
+    row |= {"tokens_per_s": 1e3 * batch / statistics.mean(times)}
+    row |= {"ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors)}
+    return row | {"full_bytes": engine.shape.full_bytes(), "weight_bytes": sum(t.nbytes for t in weights.values())}
+
+
+def generations(
+    case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, memory: float = math.inf
+) -> Iterator[dict]:
+    """Yields a row per method and batch. batches None: the largest batch that fits, with the weights, in `memory` bytes
+    and on the device."""
+    case = replace(case, steps=new + steps + 2, prefill=False)
+    weights = random_weights(case)
+    for method in tqdm(chosen, unit="method", disable=None, leave=False):
+        free = min(free_bytes(case.device), memory - sum(t.nbytes for t in weights.values()))
+        for batch in batches or [largest_batch(case, method, free)]:
+            if not batch:
+                print(f"left out: {method.label} does not fit even with one row", file=sys.stderr)
+                continue
+            yield generation(replace(case, batch=batch), method, weights, new, steps)
+            torch._dynamo.reset()

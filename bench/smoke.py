@@ -1,7 +1,7 @@
 """Whether methods work on a device: python -m bench.smoke --kv full,rocketkv:bits=4 --budget 384
 
 Each method answers the checkpoint's demo question, eager and compiled. Prints one line of JSON per method: the answers,
-ms per step, seconds to compile, CUDA graphs per step, skipped CUDA graphs, recompiles, and how far logits differ: in
+ms per token, seconds to compile, CUDA graphs per step, skipped CUDA graphs, recompiles, and how far logits differ: in
 fp32 from the CPU's, and compiled from eager. With --delays, threads that fetch rows pause at random, and no token may
 change.
 """
@@ -9,7 +9,6 @@ change.
 import runtime.startup  # noqa: F401
 
 import argparse
-import itertools
 import json
 import random
 import sys
@@ -21,12 +20,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.contenders import ENDLESS, seconds
 from bench.measure import replays
 from engine import Engine
 from generate import NEEDLE
 from kv.parts.offload import ThreadedPool
-from runtime.compile import compiled_graphs
 from runtime.device import pick_device
 from terminal.cli import Choice, choices, number, numbers, run
 
@@ -55,21 +52,6 @@ def differences(logits: Tensor, expected: Tensor) -> dict:
     return {"largest": float((logits - expected).abs().max()), "same best": float(same)}
 
 
-def steps(engine: Engine, count: int) -> dict:
-    """Milliseconds per step, the graphs that one replays, and graphs compiled meanwhile."""
-    length, before, pos = engine.shape.max_prompt, compiled_graphs(), itertools.count(1)
-    engine.state.wake(0, 1, length, ENDLESS, 0)
-    engine._forget()
-
-    def step() -> None:
-        new = next(pos)
-        engine._step({}, length + new, new)[0].tolist()
-
-    times = [1e3 * seconds(step) for _ in range(count)]
-    measured = {"ms": sorted(times)[count // 2], "recompiles": compiled_graphs() - before}
-    return measured | ({"graphs": replays(step)} if engine.device.type == "cuda" else {})
-
-
 def check(method: Choice, ids: list[int], device: torch.device) -> dict:
     """A line of the output, but for the method's name."""
     from torch._dynamo.utils import counters
@@ -86,13 +68,15 @@ def check(method: Choice, ids: list[int], device: torch.device) -> dict:
         torch._dynamo.reset()
         counters.clear()
         with closing(load(method, ids, place, dtype, compile)) as engine:
-            logits[name] = engine.logits(ids, FORCED).cpu()
+            logits[name], compiles = engine.logits(ids, FORCED).cpu(), engine.stats.compiles
             if dtype == "bfloat16":
                 answer = engine.generate(ids, NEW)[0].text
-                line[name] = {"answer": answer, **steps(engine, NEW // 2)}
+                line[name] = {"answer": answer, "ms": engine.stats.ms_per_token}
             if compile:
-                skips = counters["inductor"]["cudagraph_skips"]
-                line[name] |= {"compile_s": engine.stats.compile_s, "cudagraph_skips": skips}
+                line[name] |= {"recompiles": engine.stats.compiles - compiles, "compile_s": engine.stats.compile_s}
+                line[name] |= {"cudagraph_skips": counters["inductor"]["cudagraph_skips"]}
+            if compile and device.type == "cuda":
+                line[name]["graphs"] = replays(lambda: engine.logits(ids, FORCED)) / (len(FORCED) - 1)
     if "fp32" in logits:
         line["fp32, against the CPU"] = differences(logits["fp32"], logits["cpu, fp32"])
     return line | {"compiled, against eager": differences(logits["compiled"], logits["eager"])}
@@ -106,11 +90,9 @@ def check_delays(method: Choice, ids: list[int], device: torch.device) -> dict:
         return gather(pool, *args)
 
     for own in (gather, slow):
-        with (
-            mock.patch.object(ThreadedPool, "gather", own),
-            closing(load(method, ids, device, "bfloat16", True)) as engine,
-        ):
-            tokens.append(engine.generate(ids, NEW)[0].tokens)
+        with mock.patch.object(ThreadedPool, "gather", own):
+            with closing(load(method, ids, device, "bfloat16", True)) as engine:
+                tokens.append(engine.generate(ids, NEW)[0].tokens)
     return {"same tokens": tokens[0] == tokens[1], "tokens": len(tokens[0])}
 
 
@@ -121,13 +103,13 @@ def main(argv: list[str] | None = None) -> None:
         ids = engine.encode((NEEDLE / "demo.txt").read_text())
     ids, failed = ids[:1] + ids[1:][1 - args.length :], 0
     for method in chosen:
-        begin, how = time.perf_counter(), check_delays if args.delays else check
+        begin, line = time.perf_counter(), {"kv": method.label}
         try:
-            line = how(method, ids, device)
+            line |= (check_delays if args.delays else check)(method, ids, device)
         except Exception as error:  # of whatever kind: the other methods still run
             traceback.print_exc(file=sys.stderr)
-            line, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, failed + 1
-        print(json.dumps({"kv": method.label, **line, "s": round(time.perf_counter() - begin, 1)}), flush=True)
+            line["error"], failed = f"{type(error).__name__}: {error}"[:500], failed + 1
+        print(json.dumps(line | {"s": round(time.perf_counter() - begin, 1)}), flush=True)
     if failed:
         raise ValueError(f"{failed} of {len(chosen)} methods failed")
 

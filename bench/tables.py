@@ -1,15 +1,16 @@
 """The tables and plots of the results, which are rows of the JSON object."""
 
-import itertools
 from collections import defaultdict
 
-from terminal.cli import Choice, load_pyplot, table
+from terminal.cli import Choice, table
+from terminal.plots import logarithmic, panels
 
-STYLES = ("-o", "--s", ":^", "-.D", "-v", "--P", ":X")
 WIDE = 0.25  # share of the median; a row is marked if its 10th and 90th percentiles are further apart
 
 
-def cell(x: float | None, form: str = ".2f") -> str:
+def cell(x: float | str | None, form: str = ".2f") -> str:
+    if isinstance(x, str):
+        return x
     return "-" if x is None else format(x, form)
 
 
@@ -82,22 +83,23 @@ def tokens_per_round(drafted: int, accept: float) -> float:
 def speculations(rows: list[dict]) -> str:
     """What a round costs, and the share of accepted tokens at which it begins to pay."""
 
-    def ms(r: dict, method: str, budget: float | None, options: dict) -> float | None:
-        """The time of a step of another row, measured in the same case."""
-        wanted = {"kv": method, "budget": budget, "options": options, "speculate": 0}
-        wanted |= {key: r[key] for key in ("context", "batch", "quantize")}
-        return next((x["ms_per_token"] for x in rows if all(x.get(key) == wanted[key] for key in wanted)), None)
+    def step_ms(r: dict, method: str) -> float | None:
+        """The time of a method's step in the same case."""
+        case = "context", "batch", "quantize"
+        steps = (x for x in rows if not x.get("speculate") and all(x[key] == r[key] for key in case))
+        return next((x["ms_per_token"] for x in steps if label(x) == method), None)
 
     lines = []
     for r in rows:
         if not r.get("speculate"):
             continue
-        n, draft, full = r["speculate"], ms(r, r["kv"], r["budget"], r["options"]), ms(r, "full", None, {})
+        n, method = r["speculate"], label(r | {"speculate": 0})
+        draft, full = step_ms(r, method), step_ms(r, "full")
         shares = range(101) if full else ()
         pays = next((p for p in shares if r["round_ms"] <= full * tokens_per_round(n, p / 100)), None)
         lines.append(
             {
-                "drafts": label(r | {"speculate": 0}),
+                "drafts": method,
                 "a round": n,
                 "context": r["context"],
                 "batch": r["batch"],
@@ -144,51 +146,34 @@ def is_wide(row: dict) -> bool:
 
 def draw(rows: list[dict], path: str) -> None:
     """Draws ms/token over the context, speedup over the budget, memory over the context."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
-    panels = (
-        ("context", "ms_per_token", "context, tokens", "ms/token"),
-        ("budget", "speedup_vs_full", "budget, tokens a KV head (or share of the prompt)", "times as fast as full"),
-        ("context", "peak_decode_bytes", "context, tokens", "peak memory in decode, GB"),
+    drawn = (
+        ("context", "ms_per_token", "context, tokens", "ms/token", 1),
+        ("budget", "speedup_vs_full", "budget, tokens a KV head (or share of the prompt)", "times as fast as full", 1),
+        ("context", "peak_decode_bytes", "context, tokens", "peak memory in decode, GB", 1e9),
     )
-    methods = list(dict.fromkeys(label(r | {"budget": None}) for r in rows))
-    for axis, (x, y, xlabel, ylabel) in zip(axes, panels, strict=True):
-        lines: dict[str, dict] = defaultdict(lambda: defaultdict(list))  # method -> line -> points
-        for r in rows:
-            if r[x] is None or r[y] is None:
-                continue
-            parts = {"weights": weights, "batch": lambda r: f"batch {r['batch']}"}
-            parts |= {"context": lambda r: f"{r['context']} tokens"} if x == "budget" else {}
-            name = label(r | {"budget": None} if x == "budget" else r)
-            name = ", ".join([name, *(part(r) for part in parts.values() if len(set(map(part, rows))) > 1)])
-            lines[label(r | {"budget": None})][name].append((r[x], r[y] / (1e9 if "bytes" in y else 1)))
-        for method, named in lines.items():
-            for style, (name, points) in zip(itertools.cycle(STYLES), named.items(), strict=False):
-                color = pyplot.get_cmap("tab20")(methods.index(method) % 20)
-                axis.plot(*zip(*sorted(points), strict=True), style, color=color, label=name)
-        axis.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
-        ticks = sorted({point[0] for named in lines.values() for points in named.values() for point in points})
-        if ticks:
-            axis.set_xscale("log")
-            axis.minorticks_off()
-            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.legend(fontsize=8).set_in_layout(False)  # else a long legend would squeeze the axes
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with panels(path, 1, 3) as axes:
+        for axis, (x, y, xlabel, ylabel, unit) in zip(axes[0], drawn, strict=True):
+            lines: dict[str, list] = defaultdict(list)
+            for r in rows:
+                about = {"method": label(r | {x: None}), "weights": weights(r), "batch": f"batch {r['batch']}"}
+                about |= {"context": f"{r['context']} tokens"} if x != "context" else {}
+                if r[x] is not None and r[y] is not None:
+                    lines[", ".join(about.values())].append((r[x], r[y] / unit))
+            for name, points in lines.items():
+                axis.plot(*zip(*sorted(points), strict=True), label=name)
+            axis.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+            logarithmic(axis, {x for points in lines.values() for x, _ in points})
+            if lines:
+                axis.legend(fontsize=8).set_in_layout(False)  # else a long legend would squeeze the axes
 
 
 def draw_generations(rows: list[dict], path: str) -> None:
     """Draws ms per step and the cache's bytes over the tokens generated."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for r in rows:
-        new = [length - r["context"] for length in r["lengths"]]
-        axes[0].plot(new, r["ms"], marker="o", label=f"{label(r)}, batch {r['batch']}")
-        axes[1].plot(new, [r["kv_device_bytes"] / 1e6] * len(new))
-    for axis, ylabel in zip(axes, ("ms a step", "MB of cache allocated"), strict=True):
-        axis.set(xlabel="tokens generated", ylabel=ylabel, ylim=(0, None))
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with panels(path, 1, 2) as [axes]:
+        for r in rows:
+            new = [length - r["context"] for length in r["lengths"]]
+            axes[0].plot(new, r["ms"], label=f"{label(r)}, batch {r['batch']}")
+            axes[1].plot(new, [r["kv_device_bytes"] / 1e6] * len(new))
+        for axis, ylabel in zip(axes, ("ms a step", "MB of cache allocated"), strict=True):
+            axis.set(xlabel="tokens generated", ylabel=ylabel, ylim=(0, None))
+        axes[0].legend()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kv.method import Shape
 from kv.parts import inductor, ops
 from runtime.compile import compiled
-from runtime.device import machine
+from runtime.device import machine, replacing
 
 Times = dict[str, float]  # milliseconds by product
 Products = tuple[str, str]  # for one row and for 2 to FEW
@@ -406,14 +406,10 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
 
 def write(file: Path, known: dict) -> None:
     """Replaces the file as a whole; does nothing if it cannot be written."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps(known, indent=1))
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(file) as new:
+            new.write_text(json.dumps(known, indent=1))
 
 
 def lines(times: dict[str, Times]) -> list[str]:

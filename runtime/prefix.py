@@ -7,7 +7,6 @@ engine that continues the row must have the same.
 
 import dataclasses
 import json
-import os
 import time
 import types
 import typing
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import kv as methods
 from runtime.checkpoint import fingerprint
+from runtime.device import replacing
 
 FORMAT = "kv-fast prompt 6"
 
@@ -91,14 +91,11 @@ def save(row, path: str | Path, chat: bool = False) -> int:
     plan = engine.shape.max_prompt, engine.shape.max_new_tokens
     about = asdict(Header.of(engine, plan, prompt=row.prompt_tokens, pending=row.pending, chat=chat))
     about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, temporary, {"format": FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))})
-        os.replace(temporary, path)
+        with replacing(path) as new:
+            save_file(tensors, new, {"format": FORMAT, "about": about, "checksum": str(zlib.crc32(about.encode()))})
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be written ({error})") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return sum(x.nbytes for x in tensors.values())
 
 

@@ -1,4 +1,4 @@
-"""Runs samples on an engine (prompts with their later questions, or forced texts) and scores the results."""
+"""Runs samples on an engine (prompts with their later questions, or forced texts), scores and keeps the results."""
 
 import argparse
 import dataclasses
@@ -8,13 +8,18 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from statistics import fmean
 
 from torch import Tensor
 
 from engine import Answer, Engine, Row
 from tasks import Question, Sample, Task, texts
+from terminal.cli import read_text
 
 
 @dataclass
@@ -81,28 +86,32 @@ def ask(
         return given
 
     prompts, questions = zip(*(turns(engine, sample, job.chat, args.blind) for sample in samples), strict=True)
-    results = []
-    for prompt, own in zip(prompts, questions, strict=True) if args.fork else ():
-        (text,) = engine.start([prompt])
-        results.append((text.prompt_tokens, []))
-        for part in parts(own, args.batch):
-            forks = [text.fork() for _ in part]
-            results[-1][1].extend(answers(forks, part))
-            close(forks)
-        close([text])
     if args.fork:
-        return results
+        return [fork(engine, prompt, own, args.batch, answers) for prompt, own in zip(prompts, questions, strict=True)]
     rows = engine.start(list(prompts))
     results = [(row.prompt_tokens, []) for row in rows]
-    if not args.blind:  # the prompt asks the first question
-        for (_, own), given in zip(results, answers(rows, None), strict=True):
-            own.append(given)
+    rounds = [] if args.blind else [(rows, None)]  # the prompt asks the first question
     for turn in itertools.zip_longest(*questions):
         asked = [i for i, question in enumerate(turn) if question is not None]
-        for i, given in zip(asked, answers([rows[i] for i in asked], [turn[i] for i in asked]), strict=True):
-            results[i][1].append(given)
+        rounds.append(([rows[i] for i in asked], [turn[i] for i in asked]))
+    for asked, own in rounds:
+        for row, given in zip(asked, answers(asked, own), strict=True):
+            results[rows.index(row)][1].append(given)
     close(rows)
     return results
+
+
+def fork(
+    engine: Engine, prompt: str | list[int], questions: list, batch: int, answers: Callable
+) -> tuple[int, list[Answer]]:
+    """A text's tokens, and the answers to questions that are each asked of a copy of the text's row."""
+    (text,), given = engine.start([prompt]), []
+    for part in parts(questions, batch):
+        rows = [text.fork() for _ in part]
+        given += answers(rows, part)
+        close(rows)
+    close([text])
+    return text.prompt, given
 
 
 def parts(items: list, size: int) -> list[list]:
@@ -123,12 +132,9 @@ def answer(engine: Engine, job: Job, samples: list[Sample], args: argparse.Names
             {"prediction": a.text, "answer": list(q.answers), "score": job.graded.score(a.text, q)}
             for q, a in zip(sample.questions, answers, strict=True)
         ]
-        scores = [g["score"] for g in graded]
-        results.append(
-            {"prompt_tokens": prompt_tokens, **graded[0], "score": sum(scores) / len(scores)}
-            | {"first": scores[0], "later": graded[1:]}
-            | ({} if sample.depth is None else {"depth": sample.depth})
-        )
+        result = {"prompt_tokens": prompt_tokens, **graded[0], "score": fmean(g["score"] for g in graded)}
+        result |= {"first": graded[0]["score"], "later": graded[1:]}
+        results.append(result if sample.depth is None else result | {"depth": sample.depth})
     return results
 
 
@@ -152,3 +158,44 @@ def force(engine: Engine, job: Job, indices: list[int], reference: dict[tuple[in
             result |= {"score": 100 * same, "kl": kl}
         results.append(result)
     return results
+
+
+# Results
+
+
+@dataclass
+class Journal:
+    """The results so far, by key; with a path, also kept in that file, one line of JSON per sample."""
+
+    path: Path | None
+    results: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.path is None or not self.path.exists():
+            return
+        text = read_text(str(self.path))
+        for line in text.splitlines():
+            # A line was cut off if the run was stopped, and one may be none of eval.py's.
+            with suppress(ValueError, LookupError, TypeError, RecursionError):
+                entry = json.loads(line)
+                self.results[entry["key"]] = entry["result"]
+        if text and not text.endswith("\n"):
+            with open(self.path, "a") as file:
+                file.write("\n")
+
+    def add(self, key: str, result: dict) -> None:
+        self.results[key] = result
+        if self.path is not None:
+            with open(self.path, "ab", buffering=0) as file:  # a line at once: other ranks add theirs
+                file.write(json.dumps({"key": key, "result": result}).encode() + b"\n")
+
+
+def summary(job: Job, results: list[dict]) -> dict:
+    """Means over a job's samples; `later` is the mean over all later questions."""
+    means = {"n": len(results), "score": fmean(r["score"] for r in results), "first": None, "later": None}
+    if job.task == "perplexity":
+        return means | {"score": math.exp(fmean(r["nll"] for r in results))}
+    if job.task == "fidelity":
+        return means | {"kl": fmean(r["kl"] for r in results)}
+    later = [question["score"] for r in results for question in r["later"]]
+    return means | {"first": fmean(r["first"] for r in results), "later": fmean(later) if later else None}

@@ -9,50 +9,37 @@ huggingface.co (dataset xinrongzhang2022/InfiniteBench).
 """
 
 import re
-from pathlib import Path
 
-from tasks import Question, Recipe, metrics
-from tasks.jsonl import download, find, make_tasks, read_specs
+from tasks.jsonl import Published
 
-REPO = "xinrongzhang2022/InfiniteBench"
-SPECS = read_specs("infinitebench.json")
+WORDED = {"math_find": "(The .+) of", "code_run": r"(func_\d+)\(-?\d+\)"}  # questions that are taken apart
+CHOICE = ("code_debug", "longbook_choice_eng")
 
 
-def path_of(name: str, recipe: Recipe) -> Path:
-    file = f"{name}.jsonl"
-    return download(REPO, file) if recipe.data is None else find(recipe.data, file, REPO)
+class InfiniteBench(Published):
+    repo = "xinrongzhang2022/InfiniteBench"
+
+    def fill(self, record: dict) -> dict[str, str]:
+        asked = record["input"]
+        fields = {"input": asked}
+        fields |= {f"OPTION_{x}": option for x, option in zip("ABCD", record.get("options") or (), strict=False)}
+        if self.name in WORDED:
+            match = re.search(WORDED[self.name], asked)
+            if not match:
+                raise ValueError(f"{asked!r} is not worded as published; fetch {self.name}.jsonl again")
+            fields |= {"func": match[1], "func_call": match[0]}
+            fields |= {"prefix": f"What is {match[1].lower()} in the following list?"}
+        return fields
+
+    def references(self, record: dict) -> dict[str, tuple[str, ...]]:
+        """For multiple choice, the right option's text and its letter."""
+        answer = record["answer"]
+        if isinstance(answer, list) and isinstance(answer[0], list):
+            answer = answer[0]
+        answers = tuple(map(str, answer if isinstance(answer, list) else [answer]))
+        if self.name in CHOICE and len(answers) == 1:
+            answers += ("ABCD"[record["options"].index(answers[0])],)
+        return {"answers": answers}
 
 
-def fields(name: str, record: dict) -> dict[str, str]:
-    """A record's values for its template's fields. Raises ValueError if its question is not worded as published."""
-    asked = record["input"]
-    filled = {"input": asked}
-    filled |= {f"OPTION_{letter}": option for letter, option in zip("ABCD", record.get("options") or (), strict=False)}
-    worded = {"math_find": "(The .+) of", "code_run": r"(func_\d+)\(-?\d+\)"}.get(name)
-    if worded:
-        match = re.search(worded, asked)
-        if not match:
-            raise ValueError(f"{name}.jsonl asks {asked!r}, which is not worded as published; fetch the file again")
-        filled |= {"func": match[1], "func_call": match[0]}
-        filled["prefix"] = f"What is {match[1].lower()} in the following list?"
-    return filled
-
-
-def references(name: str, record: dict) -> tuple[tuple[str, ...]]:
-    """The references for a record's answer; for multiple choice, the right option's text and its letter."""
-    answer = record["answer"]
-    if not isinstance(answer, list):
-        answer = [answer]
-    elif isinstance(answer[0], list):
-        answer = answer[0]
-    answer = tuple(map(str, answer))
-    if name in ("code_debug", "longbook_choice_eng") and len(answer) == 1:
-        answer += ("ABCD"[record["options"].index(answer[0])],)
-    return (answer,)
-
-
-def score(name: str, answer: str, question: Question) -> float:
-    return getattr(metrics, SPECS[name]["score"])(answer, question.answers)
-
-
-TASKS = make_tasks(SPECS, path_of, fields, references, score)
+TASKS = InfiniteBench.tasks("infinitebench.json")

@@ -1,18 +1,14 @@
 """Tasks of published datasets with one record per line: finds their files, and turns records into samples."""
 
 import json
-from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import ClassVar
 
-from tasks import Question, Recipe, Sample, Task
+from tasks import Question, Recipe, Sample, Task, metrics
 
 PAGE = "https://huggingface.co/datasets/{}"
-
-
-def read_specs(name: str) -> dict[str, dict]:
-    """task -> its prompt, max_new_tokens and score (a function of tasks/metrics.py), from a file of this folder."""
-    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -29,39 +25,10 @@ def download(repo: str, name: str) -> Path:
         ) from None
 
 
-def find(folder: Path, name: str, repo: str) -> Path:
-    """A file in a data folder or in its subfolder `data`. Raises FileNotFoundError."""
-    for path in (folder / name, folder / "data" / name):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(
-        f"there is no {folder / name}: fetch it from {PAGE.format(repo)}, or leave out --data to have it downloaded"
-    )
-
-
-@cache
-def line_starts(path: Path) -> list[int]:
-    """The byte offset of each non-blank line. Records are parsed one by one, since a file may have a gigabyte."""
-    starts, at = [], 0
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                starts.append(at)
-            at += len(line)
-    return starts
-
-
-def record(path: Path, index: int) -> dict:
-    """A record of a jsonl file. Raises IndexError past the last record, ValueError if it is not a JSON object."""
-    with path.open("rb") as file:
-        file.seek(line_starts(path)[index])
-        try:
-            content = json.loads(file.readline())
-        except ValueError as error:
-            raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"record {index} of {path} is not a JSON object; fetch the file again")
-    return content
+@lru_cache(maxsize=1)  # of the present task: a file may have hundreds of megabytes
+def lines(path: Path) -> list[bytes]:
+    """The records of a file, which are not parsed yet."""
+    return [line for line in path.read_bytes().split(b"\n") if line.strip()]
 
 
 def cut_middle(recipe: Recipe, text: str, question: str, reserve: int) -> tuple[str, str]:
@@ -84,29 +51,66 @@ def cut_middle(recipe: Recipe, text: str, question: str, reserve: int) -> tuple[
     return head, tail  # the cut reaches into the question
 
 
-def make_tasks(
-    specs: dict[str, dict],
-    path_of: Callable[[str, Recipe], Path],
-    fields: Callable[[str, dict], dict[str, str]],
-    references: Callable[[str, dict], tuple],
-    score: Callable[[str, str, Question], float],
-    plain: tuple[str, ...] = (),
-) -> dict[str, Task]:
-    """The tasks of `specs`, by name. For a task's name, `path_of` gives its file, `fields` a record's values for the
-    prompt, `references` its answers (and classes), `score` an answer's score. `plain` tasks take no chat template."""
+@dataclass(frozen=True)
+class Published:
+    """A task of a dataset on huggingface.co. A subclass is a dataset."""
 
-    def sample(name: str, recipe: Recipe, index: int) -> Sample:
-        content, spec = record(path_of(name, recipe), index), specs[name]
-        before, after = spec["prompt"].split("{context}")
-        values = fields(name, content)
-        text, question = before.format(**values) + content["context"], after.format(**values)
-        text, question = cut_middle(recipe, text, question, spec["max_new_tokens"])
-        return Sample(text, (Question(question, *references(name, content)),))
+    repo: ClassVar[str]
 
-    def size(name: str, recipe: Recipe) -> int:
-        return len(line_starts(path_of(name, recipe)))
+    name: str
+    prompt: str  # with {context} and the fields that `fill` gives
+    max_new_tokens: int
+    metric: str  # a function of tasks/metrics.py
 
-    return {
-        name: Task(name, spec["max_new_tokens"], *(partial(f, name) for f in (sample, score, size)), name not in plain)
-        for name, spec in specs.items()
-    }
+    def fetch(self) -> Path:
+        """The task's file, downloaded."""
+        return download(self.repo, f"{self.name}.jsonl")
+
+    def fill(self, record: dict) -> dict[str, str]:
+        """A record's values for the fields of the prompt. Raises ValueError if the record cannot be used."""
+        return {"input": record["input"]}
+
+    def references(self, record: dict) -> dict[str, tuple[str, ...]]:
+        """A question's `answers` and, if its score takes them, `classes`."""
+        raise NotImplementedError
+
+    def score(self, answer: str, question: Question) -> float:
+        classes = (question.classes,) if self.metric == "classification" else ()
+        return getattr(metrics, self.metric)(answer, question.answers, *classes)
+
+    def file(self, recipe: Recipe) -> Path:
+        """The task's file: in a data folder or its subfolder `data`, otherwise downloaded. Raises FileNotFoundError."""
+        if recipe.data is None:
+            return self.fetch()
+        name = f"{self.name}.jsonl"
+        for path in (recipe.data / name, recipe.data / "data" / name):
+            if path.is_file():
+                return path
+        where = f"fetch it from {PAGE.format(self.repo)}, or leave out --data to have it downloaded"
+        raise FileNotFoundError(f"there is no {recipe.data / name}: {where}")
+
+    def size(self, recipe: Recipe) -> int:
+        return len(lines(self.file(recipe)))
+
+    def sample(self, recipe: Recipe, index: int) -> Sample:
+        path = self.file(recipe)
+        try:
+            record = json.loads(lines(path)[index])
+        except ValueError as error:
+            raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"record {index} of {path} is not a JSON object; fetch the file again")
+        before, after = self.prompt.split("{context}")
+        fields = self.fill(record)
+        text, question = before.format(**fields) + record["context"], after.format(**fields)
+        text, question = cut_middle(recipe, text, question, self.max_new_tokens)
+        return Sample(text, (Question(question, **self.references(record)),))
+
+    @classmethod
+    def tasks(cls, specs: str, plain: tuple[str, ...] = ()) -> dict[str, Task]:
+        """The tasks that a JSON file of this folder describes, by name; those in `plain` take no chat template."""
+        tasks = {}
+        for name, spec in json.loads(Path(__file__).with_name(specs).read_text(encoding="utf-8")).items():
+            own = cls(name, spec["prompt"], spec["max_new_tokens"], spec["score"])
+            tasks[name] = Task(name, own.max_new_tokens, own.sample, own.score, own.size, name not in plain)
+        return tasks

@@ -11,46 +11,38 @@ the data folder or, if none is given, from huggingface.co (dataset THUDM/LongBen
 from pathlib import Path
 from zipfile import ZipFile
 
-from tasks import Question, Recipe, metrics
-from tasks.jsonl import download, find, make_tasks, read_specs
+from runtime.device import replacing
+from tasks import Question, metrics
+from tasks.jsonl import Published, download
 
-REPO = "THUDM/LongBench"
-SPECS = read_specs("longbench.json")
 FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
 CODE = ("lcc", "repobench-p")
 
 
-def path_of(name: str, recipe: Recipe) -> Path:
-    if recipe.data is not None:
-        return find(recipe.data, f"{name}.jsonl", REPO)
-    archive = download(REPO, "data.zip")
-    path = archive.parent / "data" / f"{name}.jsonl"
-    if not path.is_file():
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{name}.part")
-        with ZipFile(archive) as files:
-            part.write_bytes(files.read(f"data/{name}.jsonl"))
-        part.rename(path)
-    return path
+class LongBench(Published):
+    repo = "THUDM/LongBench"
+
+    def fetch(self) -> Path:
+        archive = download(self.repo, "data.zip")
+        path = archive.parent / "data" / f"{self.name}.jsonl"
+        if not path.is_file():
+            path.parent.mkdir(exist_ok=True)
+            with ZipFile(archive) as files, replacing(path) as new:
+                new.write_bytes(files.read(f"data/{path.name}"))
+        return path
+
+    def fill(self, record: dict) -> dict[str, str]:
+        if self.metric.endswith("_zh"):
+            metrics.segmenter()  # if jieba is missing, fails now rather than after an answer
+        return super().fill(record)
+
+    def references(self, record: dict) -> dict[str, tuple[str, ...]]:
+        return {"answers": tuple(record["answers"]), "classes": tuple(record["all_classes"] or ())}
+
+    def score(self, answer: str, question: Question) -> float:
+        if self.name in FEW_SHOT:  # the model may continue with further examples
+            answer = answer.lstrip("\n").partition("\n")[0]
+        return super().score(answer, question)
 
 
-def fields(name: str, record: dict) -> dict[str, str]:
-    if SPECS[name]["score"].endswith("_zh"):
-        metrics.segmenter()  # if jieba is missing, fails now rather than after an answer
-    return {"input": record["input"]}
-
-
-def references(name: str, record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The references for a record's answer, and its classes."""
-    return tuple(record["answers"]), tuple(record["all_classes"] or ())
-
-
-def score(name: str, answer: str, question: Question) -> float:
-    metric = getattr(metrics, SPECS[name]["score"])
-    if name in FEW_SHOT:  # the model may continue with further examples
-        answer = answer.lstrip("\n").partition("\n")[0]
-    rest = [question.classes] if metric is metrics.classification else []
-    return metric(answer, question.answers, *rest)
-
-
-TASKS = make_tasks(SPECS, path_of, fields, references, score, plain=(*FEW_SHOT, *CODE))
+TASKS = LongBench.tasks("longbench.json", plain=(*FEW_SHOT, *CODE))

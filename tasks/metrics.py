@@ -15,15 +15,9 @@ from itertools import chain
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # The punctuation that both benchmarks strip from Chinese. Their list lacks a few marks (《〈〉·).
-NO_PUNCTUATION_ZH = str.maketrans(
-    "",
-    "",
-    string.punctuation
-    + (
-        "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
-        "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
-    ),
-)
+MARKS_ZH = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
+MARKS_ZH += "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
+NO_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + MARKS_ZH)
 
 
 def best_reference(one: Callable[..., float]) -> Callable[..., float]:
@@ -102,15 +96,6 @@ def qa_f1_zh(answer: str, reference: str) -> float:
     return token_f1(*([w for w in map(bare_zh, cut(text)) if w] for text in (answer, reference)))
 
 
-def _rouge_l(answer: str, reference: str) -> float:
-    said, wanted = ([part.split() or [""] for part in text.split(".") if part] for text in (answer, reference))
-    if not said or not wanted:
-        return 0.0
-    common = len({w[i] for w in wanted for s in said for i in lcs(w, s, tie_to_said=False)})
-    precision, recall = common / len(set(chain(*said))), common / len(set(chain(*wanted)))
-    return 2 * precision * recall / (precision + recall + 1e-8)
-
-
 @best_reference
 def rouge_l(answer: str, reference: str) -> float:
     """Rouge-L's F as in the `rouge` package, version 1.0.1, which LongBench's rouge_score uses.
@@ -120,14 +105,18 @@ def rouge_l(answer: str, reference: str) -> float:
     separate sentences; a sentence of white space is one empty word. Case matters. On sentences of some 500 words or
     more, the package hits Python's recursion limit and LongBench scores 0; this function still returns F.
     """
-    return _rouge_l(answer, reference)
+    said, wanted = ([part.split() or [""] for part in text.split(".") if part] for text in (answer, reference))
+    if not said or not wanted:
+        return 0.0
+    common = len({w[i] for w in wanted for s in said for i in lcs(w, s, tie_to_said=False)})
+    precision, recall = common / len(set(chain(*said))), common / len(set(chain(*wanted)))
+    return 2 * precision * recall / (precision + recall + 1e-8)
 
 
-@best_reference
-def rouge_l_zh(answer: str, reference: str) -> float:
+def rouge_l_zh(answer: str, references: Sequence[str]) -> float:
     """rouge_l of jieba's words, joined by spaces (LongBench rouge_zh_score)."""
-    cut = segmenter()
-    return _rouge_l(" ".join(cut(answer)), " ".join(cut(reference)))
+    answer, *references = (" ".join(segmenter()(text)) for text in (answer, *references))
+    return rouge_l(answer, references)
 
 
 @best_reference

@@ -31,10 +31,6 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
     if room is None:
         room = parallel.least(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
 
-    def give(layers: list[KV]) -> None:
-        for block, layer in zip(model.layers, layers, strict=True):
-            block.attention.kv = layer
-
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
         nonlocal room
         layers, key = engine.layers, (tuple(tokens.tolist()), length)
@@ -43,11 +39,11 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
             return prefill(row, tokens, length, progress)
         if key not in recorded:
             recorders = [Recorder(engine.shape) for _ in layers]
-            give(recorders)
+            model.set_kv(recorders)
             try:
                 logits = prefill(row, tokens, length, progress)
             finally:
-                give(layers)
+                model.set_kv(layers)
             recorded[key] = logits, model.rope_speed[row].clone(), [recorder.qkv for recorder in recorders], {}
             room -= bytes_
         logits, model.rope_speed[row], qkv, statistics = recorded[key]

@@ -8,19 +8,20 @@ sample; later questions, which RULER does not have, ask for other keys.
 qa_1 and qa_2 read `squad.json` (dev-v2.0) and `hotpotqa.json` (dev distractor v1) from the data folder.
 """
 
+import json
 import math
 import random
 import re
 import string
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 
 from wonderwords import RandomWord
 
 from tasks import Question, Recipe, Sample, Task, fill_length, shipped_haystack, string_match_all, string_match_part
-from tasks.ruler_qa import answering, count_qa, opened
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # the depths of needles in an essay, in percent
@@ -183,6 +184,11 @@ def needles(name: str, niah: Niah, recipe: Recipe, index: int) -> Sample:
 # Variable tracking
 
 
+def opened(text: str, answers: tuple[str, ...]) -> Question:
+    """A question whose text from " Answer:" on begins the answer: in a chat, the model's turn begins with it."""
+    return Question(text, answers, opening=text[text.rindex(" Answer:") :])
+
+
 def letters(rng: random.Random, n: int, alphabet: str = string.ascii_uppercase) -> str:
     return "".join(rng.choices(alphabet, k=n))
 
@@ -279,6 +285,88 @@ def frequent_words(recipe: Recipe, index: int) -> Sample:
         return Sample(intro + " ".join(text), (opened(question, tuple(words[1:4])),))
 
     return fill_length(make, recipe, 50, smallest=64)
+
+
+# Questions about documents
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, with the numbers of the documents that answer it and of documents close to these."""
+
+    query: str
+    answers: tuple[str, ...]
+    support: list[int]
+    close: list[int]
+
+
+def squad(data: dict) -> tuple[list[Asked], list[str]]:
+    documents = sorted({p["context"] for article in data["data"] for p in article["paragraphs"]})
+    number = {document: i for i, document in enumerate(documents)}
+    asked = []
+    for article in data["data"]:
+        near = [number[p["context"]] for p in article["paragraphs"]]
+        for p in article["paragraphs"]:
+            own = number[p["context"]]
+            asked += [
+                Asked(qa["question"], tuple(a["text"] for a in qa["answers"]), [own], [i for i in near if i != own])
+                for qa in p["qas"]
+                if not qa.get("is_impossible")
+            ]
+    return asked, documents
+
+
+def hotpotqa(data: list) -> tuple[list[Asked], list[str]]:
+    def pages(record: dict) -> Iterator[str]:
+        return (f"{title}\n{''.join(sentences)}" for title, sentences in record["context"])
+
+    documents = sorted({page for record in data for page in pages(record)})
+    number = {document: i for i, document in enumerate(documents)}
+    return [Asked(r["question"], (r["answer"],), [number[page] for page in pages(r)], []) for r in data], documents
+
+
+READERS = {"squad": squad, "hotpotqa": hotpotqa}
+
+
+@cache
+def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
+    """The questions and the documents of a dataset. Raises ValueError or FileNotFoundError that says what to give."""
+    if folder is None:
+        raise ValueError(f"{dataset}.json does not ship with RULER's generators: give its folder with --data")
+    path = folder / f"{dataset}.json"
+    try:
+        return READERS[dataset](json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: download the dataset, and name its folder with --data") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the {dataset} file that RULER reads ({error!r})") from None
+
+
+def count_qa(dataset: str, recipe: Recipe) -> int:
+    return len(read_qa(dataset, recipe.data)[0])
+
+
+def answering(dataset: str, recipe: Recipe, index: int) -> Sample:
+    asked, documents = read_qa(dataset, recipe.data)
+    ask = asked[index]
+    order = (
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    )
+    own = {*ask.support, *ask.close}
+
+    def make(n: int) -> Sample:
+        rng = recipe.rng(dataset, index)
+        chosen = ask.support + rng.sample(ask.close, min(n - len(ask.support), len(ask.close)))
+        missing = n - len(chosen)
+        others = [i for i in range(len(documents)) if i not in own] if missing else []
+        chosen += rng.sample(others, min(missing, len(others)))
+        chosen += rng.choices(others or range(len(documents)), k=max(0, missing - len(others)))
+        rng.shuffle(chosen)
+        context = "\n\n".join(f"Document {i}:\n{documents[d]}" for i, d in enumerate(chosen, 1))
+        text = f"{order}\n\nThe following are given documents.\n\n{context}"
+        return Sample(text, (opened(f"\n\n{order}\n\nQuestion: {ask.query} Answer:", ask.answers),))
+
+    return fill_length(make, recipe, 32, smallest=len(ask.support))
 
 
 NIAH = {

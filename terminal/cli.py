@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import kv as methods
 from runtime import parallel, startup
-from runtime.device import memory_errors
+from runtime.device import memory_errors, replacing
 
 
 def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
@@ -123,7 +123,8 @@ def write_json(name: str | None, found: dict) -> None:
     if name == "-":
         print(json.dumps(found))
     elif name is not None:
-        Path(name).write_text(json.dumps(found) + "\n")
+        with replacing(name) as new:
+            new.write_text(json.dumps(found) + "\n")
 
 
 def number(text: str) -> int | float:

@@ -75,7 +75,7 @@ def test_every_case_is_checked_before_the_first_is_measured(here, monkeypatch):
     with pytest.raises(ValueError, match="groupsize 48 must be even and divide"):
         run("--kv", "full", "--quantize", "none,int4", "--groupsize", "48")
     (here / "tiny.json").write_text(json.dumps(LLAMA | {"intermediate_size": 90}))
-    with pytest.raises(ValueError, match="groupsize 32 must be even and divide the layers"):
+    with pytest.raises(ValueError, match="none of .* divides all layers' input channels: use --groupsize 2"):
         run("--kv", "full", "--quantize", "none,int4")
 
 
@@ -181,6 +181,10 @@ def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
         assert all(0 <= x["accepted"] <= row["speculate"] and x["same"] == 2 for x in row["kinds"].values())
         assert 0 < row["draft_bytes"] < row["full_bytes"]
     assert "accepted, free text" in capsys.readouterr().out
+    sampled = ["--temperature", "5", "--samples", "1", "--kv", "quest:page=4", "--json", f"{file}.hot"]
+    acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, *sampled])
+    with open(f"{file}.hot") as found:
+        assert json.load(found)["rows"][0]["kinds"]["free text"]["same"] == 1
     monkeypatch.setattr(acceptance, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--json", file])
@@ -243,7 +247,7 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
     assert all(0 < r["tokens_per_s"] and 0 < r["ceiling_tokens_per_s"] for r in rows)
     assert all(r["lengths"][0] == 32 and r["lengths"][-1] == 95 and len(r["ms"]) == len(r["lengths"]) for r in rows)
     assert (here / "out.png").read_bytes()[:4] == b"\x89PNG" and "ceiling" in capsys.readouterr().out
-    monkeypatch.setattr(bench.generations, "free_bytes", lambda device: 2 * 10**6)
+    monkeypatch.setattr("bench.measure.free_bytes", lambda device: 2 * 10**6)
     largest = {r["kv"]: r["batch"] for r in result("--kv", "full,h2o", *more, "--batch", "max")["rows"]}
     assert largest["h2o"] > 1.5 * largest["full"] > 0
     for name, batch in largest.items():

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,10 @@ CHARACTERS = Recipe(10**6, lambda text: [ord(c) for c in text], lambda ids: "".j
 BOS = Recipe(10**6, lambda text: [0, *map(ord, text)], lambda ids: "".join(map(chr, filter(None, ids))))
 BYTES = Recipe(10**6, lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
 
+SPECS = {
+    module: json.loads(Path(module.__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    for module in (longbench, infinitebench)
+}
 QUESTION = {  # what a record of InfiniteBench asks
     "math_find": "You should answer with only one number, no other words. The largest number of the list is: ",
     "code_run": "Please give me the exact number of the return value of func_7(-12). Be concise.",
@@ -199,8 +204,8 @@ def test_math_calc_counts_values_up_to_the_first_mistake():
 @pytest.mark.parametrize(
     "specs, digest",
     [
-        (longbench.SPECS, "a44e611ec60b24fd65e1c2ff9cc3df1205954b0efa69ead524837268126b6db4"),
-        (infinitebench.SPECS, "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
+        (SPECS[longbench], "a44e611ec60b24fd65e1c2ff9cc3df1205954b0efa69ead524837268126b6db4"),
+        (SPECS[infinitebench], "aaf23db9dd5d9f202447f189f44dc120bbd5f8c389b45518fe8e52995ea6b062"),
     ],
 )
 def test_templates_are_the_published_ones(specs, digest):
@@ -212,7 +217,7 @@ def test_templates_are_the_published_ones(specs, digest):
 def test_a_longbench_prompt_is_its_template_filled_in_and_split_after_the_context(name, tmp_path, jieba):
     record = longbench_record()
     sample = only_sample(tmp_path, longbench.TASKS[name], record)
-    assert sample.prompt == longbench.SPECS[name]["prompt"].replace("{context}", record["context"]).replace(
+    assert sample.prompt == SPECS[longbench][name]["prompt"].replace("{context}", record["context"]).replace(
         "{input}", record["input"]
     )
     assert sample.text.endswith(record["context"])
@@ -242,7 +247,7 @@ INFINITEBENCH_PROMPTS = {
 @pytest.mark.parametrize("name", infinitebench.TASKS)
 def test_an_infinitebench_prompt_is_its_template_filled_in_and_split_after_the_context(name, tmp_path):
     sample = only_sample(tmp_path, infinitebench.TASKS[name], infinitebench_record(name))
-    filled = infinitebench.SPECS[name]["prompt"].replace("{context}", "Some {text}.").replace("{input}", "What?")
+    filled = SPECS[infinitebench][name]["prompt"].replace("{context}", "Some {text}.").replace("{input}", "What?")
     assert sample.prompt == INFINITEBENCH_PROMPTS.get(name, filled)
     assert sample.text.endswith("Some {text}.")
 

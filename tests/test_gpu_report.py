@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def test_a_run_continues_with_a_step(steps, tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == ["good", "last"]
     with pytest.raises(ValueError, match="unknown step 'none'; there are: good, bad, slow, last"):
         main(["--out", str(tmp_path), "--device", "cpu", "--from", "none"])
+
+
+def test_the_tests_that_need_a_gpu_are_those_that_its_step_runs():
+    marked = {
+        f"tests/{file.name}" for file in Path(__file__).parent.glob("test_*.py") if "mark.cuda" in file.read_text()
+    }
+    assert marked - {f"tests/{Path(__file__).name}"} == set(gpu.TESTS.split())
+
+
+def test_every_test_file_that_a_command_or_document_names_exists():
+    files = [gpu.ROOT / "bench.sh", *gpu.ROOT.glob("*.md"), *gpu.ROOT.glob("docs/*.md"), *gpu.ROOT.glob("bench/*.py")]
+    named = {name for file in files for name in re.findall(r"tests/\w+\.py", file.read_text())}
+    assert "tests/test_contract.py" in named and not [name for name in named if not (gpu.ROOT / name).is_file()]
 
 
 def test_every_command_of_the_steps_parses(monkeypatch):

@@ -10,19 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import (
-    Question,
-    Recipe,
-    Sample,
-    fill_length,
-    needle,
-    registry,
-    ruler,
-    ruler_qa,
-    shipped_haystack,
-    texts,
-    two_stage,
-)
+from tasks import Question, Recipe, Sample, fill_length, needle, registry, ruler, shipped_haystack, texts, two_stage
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # roughly the tokens of English text
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -630,15 +618,13 @@ def test_without_a_dataset_one_line_says_what_to_give(name, file, tmp_path):
         return str(error.value)
 
     said = refused(ValueError, None)
-    assert name in said and file in said and "--data" in said
+    assert file in said and "--data" in said
     said = refused(FileNotFoundError, tmp_path)
     assert str(tmp_path / file) in said and "--data" in said
     (tmp_path / file).write_text('{"data": ')
-    assert f"{tmp_path / file} is not valid JSON" in refused(ValueError, tmp_path)
-    ruler_qa.read_json.cache_clear()
+    assert f"{tmp_path / file} is not the {file.removesuffix('.json')} file" in refused(ValueError, tmp_path)
     (tmp_path / file).write_text('[["other"]]')
     assert str(tmp_path / file) in refused(ValueError, tmp_path)
-    ruler_qa.read_json.cache_clear()
 
 
 # Haystacks

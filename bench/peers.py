@@ -1,7 +1,8 @@
-"""llama.cpp as a contender: random weights of the same shape, written as a GGUF file, and its full cache in 16 bits.
+"""Other engines as contenders, on random weights of the same shape.
 
-It needs the packages llama-cpp-python and gguf, and takes one row on a CPU. bf16, fp16 and fp32 weights keep their
-dtype; int8 becomes Q8_0 and int4 Q4_0, whose blocks of 32 weights share a scale.
+transformers, with sdpa attention and each of its caches; and llama.cpp, with its full cache in 16 bits and the weights
+in a GGUF file, for one row on a CPU. There bf16, fp16 and fp32 weights keep their dtype; int8 becomes Q8_0 and int4
+Q4_0, whose blocks of 32 weights share a scale.
 """
 
 import ctypes
@@ -11,10 +12,42 @@ from pathlib import Path
 import torch
 
 from bench.contenders import Case, seconds
-from runtime.hf_config import from_hf
 
-NEEDED = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}  # packages by module
+NEEDED = {  # packages by module
+    "transformers": {"transformers": "transformers"},
+    "llama.cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"},
+}
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", "int8": "Q8_0", "int4": "Q4_0"}
+
+
+class Transformers:
+    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
+
+    def __init__(self, case: Case, cache: str):
+        import transformers
+
+        self.case, self.label = case, f"transformers, {cache}"
+        keys = {key: value for key, value in case.config.items() if key != "architectures"}
+        config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
+        with torch.device(case.device):
+            self.model = transformers.LlamaForCausalLM(config).to(case.dtype).eval()
+        self.cache = transformers.DynamicCache(config=config)
+        if cache.startswith("static"):
+            self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
+        self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward
+        self.token = torch.ones(case.batch, 1, dtype=torch.int64, device=case.device)
+
+    def start(self) -> None:
+        c, case = self.model.config, self.case
+        shape = (case.batch, c.num_key_value_heads, case.context, c.head_dim)
+        for layer in range(c.num_hidden_layers):
+            self.cache.update(*(torch.randn(shape, dtype=case.dtype, device=case.device) for _ in range(2)), layer)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
+        self.token = logits[:, -1:].argmax(-1)
+        self.token[0].tolist()
 
 
 def write_gguf(case: Case, path: Path) -> None:
@@ -22,7 +55,7 @@ def write_gguf(case: Case, path: Path) -> None:
     import gguf
     import numpy
 
-    c, kind = from_hf(case.config), gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
+    c, kind = case.sizes, gguf.GGMLQuantizationType[TYPES[case.quantize or case.dtype]]
     out, generator = gguf.GGUFWriter(path, "llama", use_temp_file=True), numpy.random.default_rng(0)
     for key, value in {
         "context_length": c.max_length,
