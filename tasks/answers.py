@@ -111,7 +111,7 @@ def fork(
         given += answers(rows, part)
         close(rows)
     close([text])
-    return text.prompt, given
+    return text.prompt_tokens, given
 
 
 def parts(items: list, size: int) -> list[list]:
