@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv.parts.ops import following, rotate
-from runtime.linear import first_rows
-from runtime.rope import rope_frequencies
+from kv.parts.ops import first_rows, following, rotate
+from kv.parts.rope import rope_frequencies
 
 SLICE = 4096  # prompt tokens per call of norms, projections and MLPs: bounds prefill's temporary memory
 
@@ -37,7 +36,7 @@ class ModelConfig:
     vocab_size: int
     norm_eps: float
     max_length: int  # context in tokens: max_position_embeddings, or original x factor where RoPE scaling extends it
-    rope: dict  # see runtime/rope.py
+    rope: dict  # see kv/parts/rope.py
     window: int | None = None  # sliding window: tokens a query sees, including its own
     tied: bool = False  # the output head is the embedding table
     qkv_bias: bool = False

@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kv.parts.rope import rope_frequencies
 from model import Transformer
 from needle.data import WORDINGS, Data, Sequence, keep, paragraphs
 from runtime.checkpoint import write_checkpoint
 from runtime.hf_config import from_hf
-from runtime.rope import rope_frequencies
 from tasks import two_stage
 from tasks.ruler import MANY, ONE, Drawer, all_words, tracking
 from terminal.cli import run

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from kv.parts.rope import rope_frequencies
 from model import ModelConfig
-from runtime.rope import rope_frequencies
 
 FORMAT = 2
 MOST_LAYERS = 1000

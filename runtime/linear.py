@@ -8,20 +8,12 @@ and runtime/cpu.py chooses for int8.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.cpu import FEW, Products, finish, fused, linear, rows_of
 
 MODES = ("int8", "int4")
 GROUPS = (128, 64, 32)  # int4 group sizes that are tried where none is named
-
-
-def first_rows(module: nn.Module, x: Tensor, rows: int) -> Tensor:
-    """Only the first `rows` output channels of a linear module of any kind."""
-    if hasattr(module, "first"):
-        return module.first(x, rows)
-    return F.linear(x, module.weight[:rows], None if module.bias is None else module.bias[:rows])
 
 
 class Int8Linear(nn.Module):

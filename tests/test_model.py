@@ -22,11 +22,11 @@ from convert_hf_checkpoint import convert
 from engine import Engine
 from kv import Shape
 from kv.full import Full
+from kv.parts.rope import rope_frequencies
 from model import FeedForward, Transformer
 from runtime import cpu
 from runtime.checkpoint import write_checkpoint
 from runtime.hf_config import from_hf
-from runtime.rope import rope_frequencies
 
 transformers.logging.set_verbosity_error()  # it warns about RoPE scaling at sizes this small
 transformers.logging.disable_progress_bar()

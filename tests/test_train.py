@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine import Engine
+from kv.parts.rope import rope_frequencies
 from needle import data, train
-from runtime.rope import rope_frequencies
 from tasks.ruler import wordlist
 from text.tokenizer import load_tokenizer
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kv.parts import inductor
 
@@ -225,3 +225,10 @@ def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
     old = buffer[rows, :, slot]  # [B,n,Hk,D]
     buffer[rows, :, slot] = torch.where(active[:, None, None, None], new.transpose(1, 2), old)
+
+
+def first_rows(module: nn.Module, x: Tensor, rows: int) -> Tensor:
+    """Only the first `rows` output channels of a linear module of any kind."""
+    if hasattr(module, "first"):
+        return module.first(x, rows)
+    return F.linear(x, module.weight[:rows], None if module.bias is None else module.bias[:rows])
