@@ -34,13 +34,12 @@ from kv import Shape
 from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
-from runtime import arguments, cpu, prefix, speculate
+from runtime import arguments, cpu, plan, prefix, speculate
 from runtime.arguments import Prompt, one_call
 from runtime.compile import compile_errors, compiled, compiled_graphs
 from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
 from runtime.parallel import Loaded, join, least, load_model, same, together
-from runtime.plan import check_memory, grown, longest_prompt, shape_of
 from runtime.stats import Stats
 from text.answer import AnswerText
 
@@ -301,11 +300,11 @@ class Engine:
         seed: int | None = None,
         parallel: bool = True,
         progress: Callable[[Iterable, str], Iterable] = lambda items, what: items,
-        **plan,
+        **sizes,
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
-        kv, budget, options and plan: see `use`. dtype: default, the checkpoint's. parallel: under torchrun the
+        kv, budget, options and sizes: see `use`. dtype: default, the checkpoint's. parallel: under torchrun the
         processes share one model and make the same calls; if False, each has a whole one. progress: wraps what takes
         long, as tqdm(items, what) does. Raises ValueError or FileNotFoundError with one line that says what to do.
         """
@@ -317,7 +316,7 @@ class Engine:
             engine = cls(loaded, compile, seed, ranks, progress)
         engine.stats.load_s, engine.stats.load_bytes = time.perf_counter() - begin, loaded.bytes
         engine.seed = same(ranks, engine.seed)
-        return engine.use(kv, budget, options, **plan)
+        return engine.use(kv, budget, options, **sizes)
 
     @one_call
     def use(
@@ -344,10 +343,10 @@ class Engine:
                 arguments.check_count(name, value)
         if batch > 2**16:
             raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
-        prompt = longest_prompt(self.config, max_new_tokens) if max_prompt is None else max_prompt
+        prompt = plan.longest_prompt(self.config, max_new_tokens) if max_prompt is None else max_prompt
         arguments.check_length(prompt, self.config.max_length, "the model's context")
-        plan = batch, prompt, max_new_tokens, speculate
-        shape = shape_of(self.config, self.dtype, self.device, *plan, self.ranks)
+        sizes = batch, prompt, max_new_tokens, speculate
+        shape = plan.shape_of(self.config, self.dtype, self.device, *sizes, self.ranks)
         methods.planned_bytes(kv, shape, budget, options or {}, self.profile)  # raises errors before anything changes
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
@@ -380,7 +379,7 @@ class Engine:
         with the text that it completes. on_answer(index, answer): called as soon as an answer is complete.
         Raises ValueError for arguments that do not fit the model or the plan.
         """
-        ids = self._encode_all(prompts)
+        ids = [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
         limit = self._begin_answers(max_new_tokens, stop, sampling)
         if not ids:
             return []
@@ -429,7 +428,7 @@ class Engine:
     @one_call
     def start(self, prompts: Prompt | list[Prompt]) -> list[Row]:
         """Prefills each prompt into a free row of the batch. Raises ValueError if there are too few."""
-        ids = self._encode_all(prompts)
+        ids = [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
         self._check_free(len(ids))
         self._begin_call()
         if ids:
@@ -483,9 +482,6 @@ class Engine:
             prompt = self.tokenizer.encode(prompt, bos=bos)
         return arguments.token_ids(prompt, self.config.vocab_size)
 
-    def _encode_all(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
-        return [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
-
     def check_length(self, tokens: int) -> None:
         """Raises ValueError if a prompt of `tokens` tokens exceeds the model's context or `max_prompt`."""
         arguments.check_length(tokens, self.config.max_length, "the model's context")
@@ -533,25 +529,13 @@ class Engine:
 
     def _reserve(self, length: int, new: int) -> None:
         """Ensures caches for prompts of `length` tokens and `new` more; keeps the present ones if large enough."""
-        self.check_length(length)
-        has, new = self.shape, max(new, self.max_new_tokens)
-        if has is None:
-            return self._allocate(self._plan(length, new))
-        if length <= has.max_prompt and (new <= has.max_new_tokens or self.endless):
-            return None
-        if any(self.rows):
-            has = f"{has.max_prompt} tokens and {has.max_new_tokens} more"
-            raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
-        self._release()  # so that its memory counts as free
-        self._allocate(grown(self, has, length, new))
-
-    def _plan(self, max_prompt: int, max_new_tokens: int) -> Shape:
-        plan = self.batch, max_prompt, max_new_tokens, self.speculate
-        return shape_of(self.config, self.dtype, self.device, *plan, self.ranks)
+        shape = plan.needed(self, length, new)
+        if shape is not None:
+            self._allocate(shape)
 
     def _allocate(self, shape: Shape) -> None:
         self._release()
-        check_memory(self, shape)
+        plan.check_memory(self, shape)
         self.model.set_rows(shape.batch)
         self.shape = replace(shape, rope_speed=self.model.rope_speed)
         self.layers = methods.build(self.method, self.shape, self.budget, self.options, self.profile)

@@ -40,6 +40,30 @@ def longest_prompt(c: ModelConfig, new: int) -> int:
     return min(c.max_length, max(1, c.window - new)) if c.window else c.max_length
 
 
+def plan_of(engine, max_prompt: int, max_new_tokens: int) -> Shape:
+    """The plan of an engine for prompts of `max_prompt` tokens."""
+    sizes = engine.batch, max_prompt, max_new_tokens, engine.speculate
+    return shape_of(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
+
+
+def needed(engine, length: int, new: int) -> Shape | None:
+    """The plan for prompts of `length` tokens and `new` more, for which it frees the caches; None if they suffice.
+
+    Raises ValueError if it would close rows, or if such prompts are too long.
+    """
+    engine.check_length(length)
+    has, new = engine.shape, max(new, engine.max_new_tokens)
+    if has is None:
+        return plan_of(engine, length, new)
+    if length <= has.max_prompt and (new <= has.max_new_tokens or engine.endless):
+        return None
+    if any(engine.rows):
+        has = f"{has.max_prompt} tokens and {has.max_new_tokens} more"
+        raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
+    engine._release()  # so that its memory counts as free
+    return grown(engine, has, length, new)
+
+
 def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
     """A plan for longer prompts, or for more new tokens, than those of `shape`.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 import kv as methods
 from runtime.checkpoint import fingerprint
 from runtime.device import replacing
+from runtime.plan import plan_of
 
 FORMAT = "kv-fast prompt 6"
 
@@ -112,7 +113,7 @@ def load(engine, path: str | Path):
     if engine.shape is None or (engine.shape.max_prompt, engine.shape.max_new_tokens) != header.plan:
         if any(engine.rows):
             raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
-        engine._allocate(engine._plan(*header.plan))
+        engine._allocate(plan_of(engine, *header.plan))
     engine._begin_call()
     row = _restore(engine, tokens, header.prompt, speed, states)
     row.pending = header.pending
