@@ -433,7 +433,7 @@ class Engine:
         self._begin_call()
         if ids:
             self._reserve(max(map(len, ids)), self.max_new_tokens)
-        rows: list[Row] = []
+        rows, begin = [], time.perf_counter()
         try:
             for prompt in ids:
                 rows.append(self._prefill(prompt, self.max_new_tokens))
@@ -442,7 +442,7 @@ class Engine:
             for row in rows:
                 self._free(row)
             raise
-        self.stats.prefill_s = time.perf_counter() - self.called
+        self.stats.prefill_s = time.perf_counter() - begin
         return rows
 
     @one_call
