@@ -603,8 +603,10 @@ def test_logits_that_are_not_finite_end_an_answer(checkpoint, capsys, lag, value
     assert capsys.readouterr().err == "the model's logits are not finite in torch.float32: try another --dtype\n"
     for row in rows:
         row.close()
-    (found,) = engine.generate([[poison]], 12, **sampling)
-    assert found.finish_reason == "error" and found.tokens == []
+    (row,) = engine.start([[poison]])
+    (found,) = engine.ask([row], None, 12, **sampling)
+    assert found.finish_reason == "error" and found.tokens == [] and not engine.state.left.any()
+    row.close()
     assert capsys.readouterr().err.count("\n") == 1
     assert outcome(engine.generate(prompts, 12, **sampling))[1:] == good[1:]  # in the rows that met it
 
