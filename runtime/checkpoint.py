@@ -29,7 +29,7 @@ from tqdm import tqdm
 from model import ModelConfig, rope_frequencies
 
 FORMAT = 2
-MOST_LAYERS = 1000
+MOST = {"n_layer": 1000} | dict.fromkeys(("vocab_size", "max_length", "window"), 2**31 - 1)  # other sizes: 2**19
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 COMPANIONS = (  # files that accompany the weights, copied unchanged
     "generation_config.json",
@@ -87,7 +87,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 def open_weights(
     folder: str | Path, stem: str = "model.safetensors", header: Callable[[Path], dict[str, Stored]] = read_header
 ) -> dict[str, Stored]:
-    """All tensors of a folder by name, from the headers of `stem` or of the shards in its index.
+    """All tensors of a folder by name, from the headers of `stem` or of the shards in its index; no data is read.
 
     Raises FileNotFoundError if there are no weights or a shard is missing, and ValueError if a file is damaged or the
     index and the shards disagree.
@@ -212,30 +212,40 @@ def read_config(folder: str | Path) -> dict:
     return config
 
 
+def check_fields(kind: type, values: object) -> None:
+    """Raises ValueError unless `values` has exactly the fields of the dataclass `kind`, with values of their types."""
+    hints = get_type_hints(kind)
+    if not isinstance(values, dict) or values.keys() != hints.keys():
+        raise ValueError(f"its fields must be {', '.join(hints)}")
+    for name, hint in hints.items():
+        value = values[name]
+        if not isinstance(value, hint) or isinstance(value, bool) != (hint is bool):
+            raise ValueError(f"{name} cannot be {shortened(value)}")
+
+
 def check_model(model: object) -> None:
     """Raises ValueError unless `model` has all fields of a `ModelConfig` with values that a model can have."""
-    kinds = get_type_hints(ModelConfig)
-    if not isinstance(model, dict) or model.keys() != kinds.keys():
-        raise ValueError(f"model must have the fields {', '.join(kinds)}")
-    for name, kind in kinds.items():
-        value = model[name]
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise ValueError(f"{name} cannot be {shortened(value)}")
-        if isinstance(value, int | float) and kind is not bool and not 0 < value < 2**31:
-            raise ValueError(f"{name} must be a positive number below 2**31, not {shortened(value)}")
-    if model["n_layer"] > MOST_LAYERS:
-        raise ValueError(f"n_layer must be at most {MOST_LAYERS}, not {model['n_layer']}")
-    if model["rope"].get("rope_type") not in ROPE_TYPES:
-        kind = shortened(model["rope"].get("rope_type"))
+    check_fields(ModelConfig, model)
+    for name, value in model.items():
+        most = MOST.get(name, 2**19)
+        if type(value) in (int, float) and not 0 < value <= most:
+            raise ValueError(f"{name} must be positive and at most {most}, not {shortened(value)}")
+    n_head, n_kv_head, head_dim, rope = (model[key] for key in ("n_head", "n_kv_head", "head_dim", "rope"))
+    if n_head % n_kv_head:
+        raise ValueError(f"{n_head} attention heads do not divide into {n_kv_head} KV heads")
+    if head_dim % 2 or head_dim < 4:
+        raise ValueError(f"head_dim must be even and at least 4, not {head_dim}")
+    if rope.get("rope_type") not in ROPE_TYPES:
+        kind = shortened(rope.get("rope_type"))
         raise ValueError(f"RoPE type {kind} is not supported; known: {', '.join(ROPE_TYPES)}")
     try:
         with torch.device("cpu"):  # a caller may build a model on the meta device
-            speed, factor = rope_frequencies(model["rope"], model["head_dim"], model["max_length"])
-        sound = speed.isfinite().all() and math.isfinite(factor)
+            speed, factor = rope_frequencies(rope, head_dim, model["max_length"])
+        finite = speed.isfinite().all() and math.isfinite(factor)
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
-        sound = False
-    if not sound:
-        raise ValueError(f"RoPE has no finite speeds with {json.dumps(model['rope'])[:200]}")
+        finite = False
+    if not finite:
+        raise ValueError(f"RoPE has no finite speeds with {json.dumps(rope)[:200]}")
 
 
 def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
@@ -267,10 +277,9 @@ def load_checkpoint(
     """Loads the weights onto `device`, one tensor at a time, into `model`, built on the meta device without KV caches.
 
     Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the tensors of `whole`
-    (None: of `model`); `read` reads the part of each that belongs in a tensor of `model`. Raises what `read_config`,
-    `open_weights` and `check_weights` raise.
+    (None: of `model`); `read` reads the part of each that belongs in a tensor of `model`. Raises what `open_weights`
+    and `check_weights` raise.
     """
-    read_config(folder)
     stored, expected = open_weights(folder), model.state_dict()
     check_weights(stored, {name: tuple(t.shape) for name, t in (whole or model).state_dict().items()}, folder)
     state = {}
@@ -371,22 +380,15 @@ def _write_weights(
     folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor], shard_bytes: int, bar: tqdm
 ) -> str:
     """Writes the shards and their index; returns an id of all names, shapes, dtypes and numbers."""
-    shards, room = [], 0
-    for name, tensor in layout.items():
-        if not shards or tensor.nbytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= tensor.nbytes
-    places, digests = {}, []
-    for i, names in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+    from huggingface_hub import split_torch_state_dict_into_shards  # its import takes a while; only writing needs it
+
+    pattern, digests = "model{suffix}.safetensors", []
+    split = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=shard_bytes)
+    for file, names in split.filename_to_tensors.items():
         tensors = {}
         for name in names:
-            tensor, expected = read(name).detach().to("cpu").contiguous(), layout[name]
-            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-                raise ValueError(f"tensor {name} is {tensor.shape} {tensor.dtype}, its layout {expected}")
-            tensors[name], places[name] = tensor, file
+            tensor = tensors[name] = read(name).detach().to("cpu").contiguous()
+            assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), name
             data = tensor.reshape(-1).view(torch.uint8).numpy()
             digests.append((name, list(tensor.shape), str(tensor.dtype), hashlib.sha256(data).hexdigest()))
             bar.update(tensor.nbytes)
@@ -394,9 +396,9 @@ def _write_weights(
         with open(folder / file, "rb") as written:
             os.fchmod(written.fileno(), folder.stat().st_mode & 0o666)  # save_file lets nobody else read
             os.fsync(written.fileno())
-    if len(shards) > 1:
-        total = sum(t.nbytes for t in layout.values())
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()[:16]
 
 
