@@ -39,6 +39,9 @@ LONG_RUN = re.compile(r"\s{25000}|\S{25000}")
 
 # Tokens that end an answer in every vocabulary that has them, whichever one the checkpoint's settings call EOS.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+# Tokens of chat formats, special even where a tokenizer does not say so.
+CONTROL_TOKENS = {"<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
+CONTROL_TOKENS |= {"[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}
 # The variables of a chat template.
 VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,15 +55,10 @@ MARKS = {normalized: f"<{secrets.token_hex(16)}>" for normalized in (False, True
 CUT = f"<{secrets.token_hex(16)}>"
 
 
-class UnsupportedTokenizer(ValueError):
-    """An intact tokenizer of a kind that this module cannot read. The model still accepts token ids."""
-
-
 def load_tokenizer(folder: str | Path) -> "Tokenizer":
     """Reads the tokenizer of a checkpoint folder.
 
-    Raises FileNotFoundError if the folder has none, ValueError if a file is damaged, and UnsupportedTokenizer, a
-    ValueError, if its files contradict each other.
+    Raises FileNotFoundError if the folder has none, and ValueError if a file is damaged or two contradict each other.
     """
     folder = Path(folder)
     model = folder / "tokenizer.model"
@@ -84,8 +82,8 @@ class Tokenizer:
     a chat's end of turn.
     """
 
-    def __init__(self, folder: Path, vocab: dict[str, int], special: set[str], added: list[AddedToken]):
-        """vocab: token -> id. special: tokens that are neither matched in text nor printed. added: with their flags."""
+    def __init__(self, folder: Path, vocab: dict[str, int], special: set[str]):
+        """vocab: token -> id. special: tokens that are neither matched in text nor printed."""
         if not vocab or not all(type(i) is int and 0 <= i < MAX_ID for i in vocab.values()):
             raise ValueError(f"the tokenizer in {folder} is damaged: not every token has an id from 0 to {MAX_ID - 1}")
         self.special = {token: vocab[token] for token in special}
@@ -93,14 +91,10 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         ends = {token for token in END_TOKENS if token in special} | {self.variables.get("eos_token")}
         self.eos_ids = {vocab[token] for token in ends if token in vocab}
-        fitting = (template for tokens, template in chat.DEFAULTS.values() if self.special.keys() >= set(tokens))
-        self.template = self.template or next(fitting, "")
-        self.normalized = {token.content: bool(token.normalized) for token in added}
-
         names = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
         starts = "".join(sorted({re.escape(token[0]) for token in self.special}))
-        self.spelled = re.compile(f"(?=[{starts}])(?:{names})" if names else "(?!)")
-        self.start_spelled = re.compile(f"(?=[{starts}])(?={names})(.)" if names else "(?!)", re.DOTALL)
+        # Matches the first character of a spelled special token; the group is the token.
+        self.spelled = re.compile(f"(?=[{starts}])(?=({names}))." if names else "(?!)", re.DOTALL)
 
     def read_settings(self, folder: Path) -> None:
         """Reads the files beside the tokenizer: config (tokenizer_config.json over special_tokens_map.json), variables
@@ -119,7 +113,7 @@ class Tokenizer:
             flags = {flag: token[flag] for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
             if not i.isdecimal():
                 raise TypeError(f"the id {i!r}")
-            control = token.get("special", False) or token["content"] in chat.CONTROL_TOKENS
+            control = token.get("special", False) or token["content"] in CONTROL_TOKENS
             self.listed[token["content"]] = int(i), AddedToken(token["content"], special=control, **flags)
         if "" in self.listed:
             raise TypeError("an added token without content")
@@ -180,37 +174,37 @@ class Tokenizer:
             raise ValueError("a message that has all private-use characters of Unicode cannot be sent")
         # In messages, the first character of special tokens is replaced until the template's own tokens are found.
         mark, *free = free
-        hidden, first = dict(zip(sorted(starts), free, strict=True)), True
+        hidden = dict(zip(starts, free, strict=True))
 
         def hide(text: str) -> str:
-            return self.start_spelled.sub(lambda match: hidden[match[0]], _without_surrogates(text))
+            return self.spelled.sub(lambda match: hidden[match[0]], _without_surrogates(text))
 
         said = [mark if content is None else hide(content) for content in contents]
         if part != "whole":
             said[-1] = said[-1] + mark if part == "begin" else mark + said[-1]
         rendered = [m | {"content": content} for m, content in zip(messages, said, strict=True)]
-        text = chat.render(self.template, rendered, self.variables)
-        if None in contents or part != "whole":
+        text, goes_on = chat.render(self.template, rendered, self.variables), None in contents or part == "end"
+        if goes_on or part == "begin":
             before, found, after = text.rpartition(mark)
             if not found:
                 raise ValueError("the checkpoint's chat template leaves messages out, so a conversation cannot go on")
-            text, first = (before, True) if part == "begin" else (after, False)
+            text = after if goes_on else before
             if None in contents and self.spelled.match(text.lstrip()):
                 text = text.lstrip()  # white space before the end of a turn belongs to the answer
         text = _without_surrogates(text + hide(opening))
 
+        shown = str.maketrans({place: start for start, place in hidden.items()})
         begin, texts, tokens = 0, [], []
-        for start, end, token in self._added_in(text, special=True):
-            texts.append(text[begin:start])
+        for start, end, token in [*self._added_in(text, special=True), (len(text), len(text), None)]:
+            texts.append(text[begin:start].translate(shown))
             tokens.append(token)
             begin = end
-        shown = str.maketrans({place: start for start, place in hidden.items()})
-        return self._join([t.translate(shown) for t in [*texts, text[begin:]]], tokens, first)
+        return self._join(texts, tokens[:-1], not goes_on)
 
     def _cut(self, text: str, formed: set[int]) -> list[str]:
         """A text cut after the first character of the special tokens that its model formed of it: some models hold
         special tokens that text can form."""
-        cuts = [m.start() + 1 for m in self.spelled.finditer(text) if self.special[m[0]] in formed]
+        cuts = [m.end() for m in self.spelled.finditer(text) if self.special[m[1]] in formed]
         return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
     def _added_in(self, text: str, special: bool) -> Iterator[tuple[int, int, str]]:
@@ -286,14 +280,15 @@ class JsonTokenizer(Tokenizer):
             if content not in added:
                 library.add_tokens([token])
             if library.token_to_id(content) != i:
-                raise UnsupportedTokenizer(f"{path} gives the token {content!r} another id than tokenizer_config.json")
+                raise ValueError(f"{path} gives the token {content!r} another id than tokenizer_config.json")
         known = library.get_vocab(with_added_tokens=True)
         ends = {self.variables.get(key) for key in ("bos_token", "eos_token")}
-        for content in sorted(known.keys() & (chat.CONTROL_TOKENS | ends)):
+        for content in sorted(known.keys() & (CONTROL_TOKENS | ends)):
             if content not in added or not added[content].special:
                 library.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-        tokens = list(library.get_added_tokens_decoder().values())
-        super().__init__(folder, known, {token.content for token in tokens if token.special}, tokens)
+        tokens = library.get_added_tokens_decoder().values()
+        super().__init__(folder, known, {token.content for token in tokens if token.special})
+        self.mark_of = {token.content: MARKS[bool(token.normalized)] for token in tokens}
         library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
         library.add_tokens([AddedToken(CUT, normalized=False)])
         self.finder, self.cut = library, library.token_to_id(CUT)
@@ -304,9 +299,9 @@ class JsonTokenizer(Tokenizer):
 
     def _join(self, texts: list[str], tokens: list[str], first: bool, bos: bool = False) -> list[int]:
         def run(texts: list[str]) -> tokenizers.Encoding:
-            marks = ["" if first else CUT, *(MARKS[self.normalized[token]] for token in tokens)]
+            marks = ["" if first else CUT, *(self.mark_of[token] for token in tokens)]
+            text = "".join(mark + text for mark, text in zip(marks, texts, strict=True))
             with _panics():
-                text = "".join(mark + text for mark, text in zip(marks, texts, strict=True))
                 return self.library.encode(text, add_special_tokens=bos)
 
         self.library.encode_special_tokens = True
@@ -329,25 +324,20 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, vocab: dict[str, int], pieces: dict[int, bytes], special: set[str]):
         """pieces: id -> the bytes it prints."""
-        # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
-        oldest = {
-            token: (i, AddedToken(token, special=True)) for token, i in _read(folder / "added_tokens.json").items()
-        }
         added = {token: (vocab[token], AddedToken(token, special=True, normalized=False)) for token in special}
-        added |= oldest | self.listed
-        vocab = {**vocab, **{token: i for token, (i, _) in added.items()}}
+        for token, i in _read(folder / "added_tokens.json").items():
+            # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
+            added[token] = i, AddedToken(token, special=True)
+        added |= self.listed
         special = special | {token for token, (_, entry) in added.items() if entry.special}
-        super().__init__(folder, vocab, special, [entry for _, entry in added.values()])
-        plain = {i: token.encode() for token, (i, entry) in added.items() if token not in special}
-        self.pieces = {**pieces, **plain}
-        self.ids = vocab
+        self.ids = vocab | {token: i for token, (i, _) in added.items()}
+        super().__init__(folder, self.ids, special)
+        self.pieces = pieces | {i: token.encode() for token, (i, _) in added.items()}
         # The package tokenizers finds added tokens, with a model that knows no other token.
         self.finder = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self.finder.add_special_tokens([entry for token, (_, entry) in added.items() if token in special])
-        self.finder.add_tokens([entry for token, (_, entry) in added.items() if token not in special])
-        self.before = []
-        if self.config.get("add_bos_token", True) and self.variables.get("bos_token") in vocab:
-            self.before = [vocab[self.variables["bos_token"]]]
+        self.finder.add_tokens([entry for _, entry in added.values()])
+        bos = self.variables.get("bos_token")
+        self.before = [self.ids[bos]] if self.config.get("add_bos_token", True) and bos in self.ids else []
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return self.before * bos + self._join([_without_surrogates(text)], [], True)
@@ -399,7 +389,7 @@ class PieceTokenizer(ByteTokenizer):
             piece = sp.id_to_piece(i)
             vocab[piece] = i
             pieces[i] = bytes([int(piece[1:-1], 16)]) if sp.is_byte(i) else piece.replace("▁", " ").encode()
-            if sp.is_control(i) or sp.is_unknown(i) or piece in chat.CONTROL_TOKENS:
+            if sp.is_control(i) or sp.is_unknown(i) or piece in CONTROL_TOKENS:
                 special.add(piece)
         for key, i in (("bos_token", sp.bos_id()), ("eos_token", sp.eos_id())):
             if i >= 0:
@@ -435,12 +425,8 @@ class RankTokenizer(ByteTokenizer):
             raise ValueError(f"{folder / 'tokenizer.model'} is damaged: line {len(pieces) + 1} ({error})") from None
         self.bpe = tiktoken.Encoding("ranks", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
         special = {token: len(pieces) + i for i, token in LLAMA3_SPECIAL.items()}
-        if any(i >= len(pieces) for i, _ in self.listed.values()):
-            special = {}  # the configuration lists its own
-        else:
-            self.variables = {"bos_token": LLAMA3_SPECIAL[0], "eos_token": LLAMA3_SPECIAL[1], **self.variables}
+        self.variables = {"bos_token": LLAMA3_SPECIAL[0], "eos_token": LLAMA3_SPECIAL[1], **self.variables}
         super().__init__(folder, special, pieces, set(special))
-        self.vocab_size = max(self.vocab_size, len(pieces))
 
     def _model(self, text: str, first: bool) -> list[int]:
         cuts = [match.end() for match in LONG_RUN.finditer(text)]
