@@ -116,17 +116,18 @@ def open_weights(
     return stored
 
 
-def check_weights(stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]], folder: str | Path) -> None:
-    """Raises ValueError unless `stored` has exactly the names and shapes in `shapes`, which follow from config.json."""
-    for what, names in (("lack", shapes.keys() - stored.keys()), ("must not have", stored.keys() - shapes.keys())):
+def check_weights(stored: dict[str, Stored], layout: dict[str, Tensor], folder: str | Path) -> None:
+    """Raises ValueError unless `stored` has exactly the names and shapes of `layout`, which follow from config.json."""
+    for what, names in (("lack", layout.keys() - stored.keys()), ("must not have", stored.keys() - layout.keys())):
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             some = ", ".join(sorted(names)[:4])
             raise ValueError(f"the weights in {folder} are not those of its config.json: they {what} {some}{more}")
-    for name, shape in shapes.items():
-        if (found := stored[name]).shape != tuple(shape):
+    for name, tensor in layout.items():
+        if (found := stored[name]).shape != tensor.shape:
+            needed = list(tensor.shape)
             raise ValueError(
-                f"{found.file}: tensor {name} has shape {list(found.shape)}, but config.json needs {list(shape)}"
+                f"{found.file}: tensor {name} has shape {list(found.shape)}, but config.json needs {needed}"
             )
 
 
@@ -280,10 +281,9 @@ def load_checkpoint(
     (None: of `model`); `read` reads the part of each that belongs in a tensor of `model`. Raises what `open_weights`
     and `check_weights` raise.
     """
-    stored, expected = open_weights(folder), model.state_dict()
-    check_weights(stored, {name: tuple(t.shape) for name, t in (whole or model).state_dict().items()}, folder)
-    state = {}
-    for name, own in expected.items():
+    stored, state = open_weights(folder), {}
+    check_weights(stored, (whole or model).state_dict(), folder)
+    for name, own in model.state_dict().items():
         tensor = read(stored[name], own)
         state[name] = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
     model.load_state_dict(state, assign=True)
