@@ -83,11 +83,7 @@ def first_to_fail() -> bool:
 
 def same(ranks: Ranks, value):
     """Rank 0's value, on every rank."""
-    if ranks.count == 1:
-        return value
-    found = [value]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return everyone(ranks, value)[0]
 
 
 def free_share(device: torch.device) -> int:

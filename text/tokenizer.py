@@ -266,7 +266,6 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, data: bytes):
         path = folder / "tokenizer.json"
-        read_json(path)  # reports a damaged file more clearly than the package
         self.read_settings(folder)
         try:
             with _panics():
