@@ -10,7 +10,7 @@ A tokenizer's patterns are trusted: one written to take much time or memory does
 import base64
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
@@ -194,12 +194,8 @@ class Tokenizer:
         text = _without_surrogates(text + hide(opening))
 
         shown = str.maketrans({place: start for start, place in hidden.items()})
-        begin, texts, tokens = 0, [], []
-        for start, end, token in [*self._added_in(text, special=True), (len(text), len(text), None)]:
-            texts.append(text[begin:start].translate(shown))
-            tokens.append(token)
-            begin = end
-        return self._join(texts, tokens[:-1], not goes_on)
+        pieces = [(part.translate(shown), token) for part, token in self._split(text, special=True)]
+        return self._join(pieces, not goes_on)
 
     def _cut(self, text: str, formed: set[int]) -> list[str]:
         """A text cut after the first character of the special tokens that its model formed of it: some models hold
@@ -207,19 +203,23 @@ class Tokenizer:
         cuts = [m.end() for m in self.spelled.finditer(text) if self.special[m[1]] in formed]
         return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
-    def _added_in(self, text: str, special: bool) -> Iterator[tuple[int, int, str]]:
-        """(start, end, token) of added tokens in a text, with the spaces that they absorb: special ones or others."""
+    def _split(self, text: str, special: bool) -> list[tuple[str, str | None]]:
+        """The text without its added tokens (the special ones or the others) and the spaces that they absorb: its
+        parts, each with the token that follows it, None after the last."""
         self.finder.encode_special_tokens = not special
         with _panics():
             found = self.finder.encode(text, add_special_tokens=False)
+        pieces, begin = [], 0
         for i, (start, end) in zip(found.ids, found.offsets, strict=True):
             token = self.finder.id_to_token(i)
             # Not <unk> for an unknown character.
             if (token in self.special) == special and text[start:end].strip() == token:
-                yield start, end, token
+                pieces.append((text[begin:start], token))
+                begin = end
+        return [*pieces, (text[begin:], None)]
 
-    def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
-        """Ids of texts in which nothing is a special token, with a special token after each but the last.
+    def _join(self, pieces: list[tuple[str, str | None]], first: bool) -> list[int]:
+        """Ids of texts in which nothing is a special token, each with the special token that follows it, if any.
 
         first: whether nothing stands before the first text.
         """
@@ -287,29 +287,28 @@ class JsonTokenizer(Tokenizer):
                 library.add_special_tokens([AddedToken(content, special=True, normalized=False)])
         tokens = library.get_added_tokens_decoder().values()
         super().__init__(folder, known, {token.content for token in tokens if token.special})
-        self.mark_of = {token.content: MARKS[bool(token.normalized)] for token in tokens}
+        self.mark_of = {None: ""} | {token.content: MARKS[bool(token.normalized)] for token in tokens}
         library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
         library.add_tokens([AddedToken(CUT, normalized=False)])
         self.finder, self.cut = library, library.token_to_id(CUT)
         self.marks = {library.token_to_id(name) for name in MARKS.values()}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        return self._join([_without_surrogates(text)], [], True, bos)
+        return self._join([(_without_surrogates(text), None)], True, bos)
 
-    def _join(self, texts: list[str], tokens: list[str], first: bool, bos: bool = False) -> list[int]:
-        def run(texts: list[str]) -> tokenizers.Encoding:
-            marks = ["" if first else CUT, *(self.mark_of[token] for token in tokens)]
-            text = "".join(mark + text for mark, text in zip(marks, texts, strict=True))
+    def _join(self, pieces: list[tuple[str, str | None]], first: bool, bos: bool = False) -> list[int]:
+        def run(change: Callable[[str], str]) -> tokenizers.Encoding:
+            text = "".join(change(part) + self.mark_of[token] for part, token in pieces)
             with _panics():
-                return self.library.encode(text, add_special_tokens=bos)
+                return self.library.encode(text if first else CUT + text, add_special_tokens=bos)
 
         self.library.encode_special_tokens = True
-        found = run(texts)
+        found = run(str)
         pairs = zip(found.ids, found.special_tokens_mask, strict=True)
         if formed := {i for i, after in pairs if i in self.silent and not after}:
-            found = run([CUT.join(self._cut(text, formed)) for text in texts])
-        order = iter(tokens)
-        return [self.special[next(order)] if i in self.marks else i for i in found.ids if i != self.cut]
+            found = run(lambda part: CUT.join(self._cut(part, formed)))
+        tokens = (self.special[token] for _, token in pieces)
+        return [next(tokens) if i in self.marks else i for i in found.ids if i != self.cut]
 
     def _decode(self, ids: list[int]) -> str:
         with _panics():
@@ -339,17 +338,15 @@ class ByteTokenizer(Tokenizer):
         self.before = [self.ids[bos]] if self.config.get("add_bos_token", True) and bos in self.ids else []
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        return self.before * bos + self._join([_without_surrogates(text)], [], True)
+        return self.before * bos + self._join([(_without_surrogates(text), None)], True)
 
-    def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
+    def _join(self, pieces: list[tuple[str, str | None]], first: bool) -> list[int]:
         ids: list[int] = []
-        for text, after in zip(texts, [*tokens, None], strict=True):
-            begin = 0
-            for start, end, token in [*self._added_in(text, special=False), (len(text), len(text), None)]:
-                ids += self._model(text[begin:start], first and not ids)
+        for text, after in pieces:
+            *parts, (rest, _) = self._split(text, special=False)
+            for part, token in [*parts, (rest, after)]:
+                ids += self._model(part, first and not ids)
                 ids += [] if token is None else [self.ids[token]]
-                begin = end
-            ids += [] if after is None else [self.special[after]]
         return ids
 
     def _model(self, text: str, first: bool) -> list[int]:
