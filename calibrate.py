@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
         bos = len(ids) - len(engine.encode(text, bos=False))
         ids = ids[:bos] + ids[len(ids) - length + bos :]
     profile = calibrate(engine, ids, args.sinks, args.recent, args.tau)
-    old = read_json(path) if path.exists() else {}
+    old = read_json(path, missing={})
     old.pop("filter_layers", None)  # an earlier run's, if this one proposes none
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")

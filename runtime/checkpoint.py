@@ -5,7 +5,6 @@ their index) and the tokenizer's files. Its tensors have the names of model.py's
 fields of `ModelConfig`, which were checked when the folder was written, so that loading needs no other key.
 """
 
-import errno
 import glob
 import hashlib
 import json
@@ -158,9 +157,10 @@ def fingerprint(folder: str | Path) -> str:
     return hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_json(path: Path) -> dict:
-    """A file's JSON object. Raises ValueError if the file holds none, and what `present` raises."""
-    present(path)
+def read_json(path: Path, missing: dict | None = None) -> dict:
+    """A file's JSON object, or `missing` if there is no file. Raises ValueError if it holds none, and as `present`."""
+    if not present(path) and missing is not None:
+        return missing
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -254,11 +254,8 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
 
     Raises ValueError for anything but ids of the vocabulary.
     """
-    files, generation = {"config.json": config}, folder / "generation_config.json"
-    if present(generation):
-        files[generation.name] = read_json(generation)
-    found = set()
-    for name, content in files.items():
+    found, generation = set(), "generation_config.json"
+    for name, content in (("config.json", config), (generation, read_json(folder / generation, missing={}))):
         ids = content.get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(i) is int and 0 <= i < vocab for i in ids):
@@ -366,10 +363,7 @@ def write_checkpoint(
             out.rename(_replaced(out))
         partial.rename(out)
     except (OSError, SafetensorError) as error:
-        full = (errno.ENOSPC, errno.EDQUOT)
-        if getattr(error, "errno", None) not in full and not any(f"(os error {n})" in str(error) for n in full):
-            raise
-        raise OSError(f"the disk of {out.parent} is full: {out.name} needs {_size(total)}; nothing was kept") from None
+        raise OSError(f"{out} cannot be written ({error}): it needs {_size(total)}; nothing was kept") from None
     finally:
         _restore(out)
         for left in (partial, _replaced(out)):

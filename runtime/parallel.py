@@ -25,7 +25,7 @@ import kv as methods
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig, Transformer
 from runtime import cpu
-from runtime.checkpoint import Stored, load_checkpoint, present, read_config, read_eos_ids, read_json
+from runtime.checkpoint import Stored, load_checkpoint, read_config, read_eos_ids, read_json
 from runtime.device import free_bytes, pick_device, pick_dtype
 from runtime.linear import Int8Linear, pack, quantize_modules, read_quantization
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -171,8 +171,7 @@ def load_model(
         raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
     read = partial(read_part, c=model.config, ranks=ranks)
     load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
-    profile = folder / "kv_profile.json"
-    profile = methods.read_profile(read_json(profile)) if present(profile) else {}
+    profile = methods.read_profile(read_json(folder / "kv_profile.json", missing={}))
     return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, needed)
 
 

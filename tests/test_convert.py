@@ -469,7 +469,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(full, tmp_path, capsys, monk
         monkeypatch.setattr(checkpoint, "save_file", full_disk)
     else:
         sys.addaudithook(fail)
-    refused(capsys, [src, "--out", tmp_path / "out"], "is full", "0.1 MB", watch=tmp_path)
+    refused(capsys, [src, "--out", tmp_path / "out"], "No space left on device", "0.1 MB", watch=tmp_path)
 
 
 # Forks children that convert. The n-th one signals itself at its n-th read or write of weights, open, mkdir, rename or

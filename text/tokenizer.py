@@ -99,8 +99,8 @@ class Tokenizer:
     def read_settings(self, folder: Path) -> None:
         """Reads the files beside the tokenizer: config (tokenizer_config.json over special_tokens_map.json), variables
         and template of chats, and `listed`, the added tokens and their ids."""
-        path = folder / "tokenizer_config.json"
-        own, self.config = _read(path), _read(folder / "special_tokens_map.json")
+        own = read_json(folder / "tokenizer_config.json", missing={})
+        self.config = read_json(folder / "special_tokens_map.json", missing={})
         self.config.update((key, value) for key, value in own.items() if value is not None)
         self.template = _template(folder, self.config)
         tokens = {key: self.config.get(key) for key in VARIABLES}
@@ -323,7 +323,7 @@ class ByteTokenizer(Tokenizer):
     def __init__(self, folder: Path, vocab: dict[str, int], pieces: dict[int, bytes], special: set[str]):
         """pieces: id -> the bytes it prints."""
         added = {token: (vocab[token], AddedToken(token, special=True, normalized=False)) for token in special}
-        for token, i in _read(folder / "added_tokens.json").items():
+        for token, i in read_json(folder / "added_tokens.json", missing={}).items():
             # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
             added[token] = i, AddedToken(token, special=True)
         added |= self.listed
@@ -428,10 +428,6 @@ class RankTokenizer(ByteTokenizer):
         cuts = [match.end() for match in LONG_RUN.finditer(text)]
         with _panics():
             return [i for a, b in pairwise([0, *cuts, len(text)]) for i in self.bpe.encode_ordinary(text[a:b])]
-
-
-def _read(path: Path) -> dict:
-    return read_json(path) if present(path) else {}
 
 
 def _template(folder: Path, config: dict) -> str:
