@@ -103,20 +103,16 @@ class Tokenizer:
         self.config = read_json(folder / "special_tokens_map.json", missing={})
         self.config.update((key, value) for key, value in own.items() if value is not None)
         self.template = _template(folder, self.config)
-        tokens = {key: self.config.get(key) for key in VARIABLES}
-        tokens = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
-        if not all(isinstance(token, str | None) for token in tokens.values()):
+        given = {key: self.config[key] for key in VARIABLES if self.config.get(key) is not None}
+        self.variables = {key: token["content"] if isinstance(token, dict) else token for key, token in given.items()}
+        if not all(isinstance(token, str) for token in self.variables.values()):
             raise TypeError("a token that is not text")
-        self.variables = {key: token for key, token in tokens.items() if token is not None}
         self.listed = {}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
-            flags = {flag: token[flag] for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
             if not i.isdecimal():
                 raise TypeError(f"the id {i!r}")
             control = token.get("special", False) or token["content"] in CONTROL_TOKENS
-            self.listed[token["content"]] = int(i), AddedToken(token["content"], special=control, **flags)
-        if "" in self.listed:
-            raise TypeError("an added token without content")
+            self.listed[token["content"]] = int(i), AddedToken(**token | {"special": control})
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Ids of a text; with `bos`, also the tokens that this checkpoint's tokenizer puts around a text (BOS)."""
