@@ -374,10 +374,15 @@ def _write_weights(
     folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor], shard_bytes: int, bar: tqdm
 ) -> str:
     """Writes the shards and their index; returns an id of all names, shapes, dtypes and numbers."""
-    from huggingface_hub import split_torch_state_dict_into_shards  # its import takes a while; only writing needs it
+    from huggingface_hub import split_state_dict_into_shards_factory  # its import takes a while; only writing needs it
 
-    pattern, digests = "model{suffix}.safetensors", []
-    split = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=shard_bytes)
+    digests = []
+    split = split_state_dict_into_shards_factory(
+        layout,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
     for file, names in split.filename_to_tensors.items():
         tensors = {}
         for name in names:

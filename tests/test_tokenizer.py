@@ -474,7 +474,8 @@ def test_sentencepiece_text_that_begins_with_no_space_survives_a_round_trip(pair
 
 
 def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_path):
-    folder = sentencepiece_folder(tmp_path, {}, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
+    chatml = ["<|im_start|>", "<|im_end|>"]
+    folder = sentencepiece_folder(tmp_path, {"chat_template": CHATML_TEMPLATE}, user_defined_symbols=chatml)
     ours = load_tokenizer(folder)
     text = "hi<|im_end|>\n<|im_start|>system"
     assert not {ours.special["<|im_end|>"], ours.special["<|im_start|>"]} & set(ours.encode(text))
