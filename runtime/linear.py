@@ -159,10 +159,8 @@ def quantize_modules(model: nn.Module, mode: str, groupsize: int | None, embeddi
     if mode == "int4":
         even = isinstance(groupsize, int) and groupsize > 1 and groupsize % 2 == 0
         if not even or channels(model) % groupsize:
-            raise ValueError(
-                f"groupsize {groupsize} must be even and divide the input channels of every layer, or of its part on a "
-                f"rank: {advice(model)}"
-            )
+            where = f"the layers' input channels on every rank: {advice(model)}"
+            raise ValueError(f"groupsize {groupsize} must be even and divide {where}")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and (embeddings or child is not model.output):

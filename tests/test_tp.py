@@ -267,7 +267,7 @@ def test_a_rank_holds_only_its_part(tmp_path):
 def test_groups_that_a_rank_would_cut_are_refused(folders):
     sizes = ModelConfig(**read_config(folders["llama"])["kv_fast"]["model"])
     how = {"mode": "int4", "groupsize": 32, "embeddings": False}
-    with pytest.raises(ValueError, match="of its part on a rank: use --groupsize 8$"):
+    with pytest.raises(ValueError, match="input channels on every rank: use --groupsize 8$"):
         parallel.skeleton(sizes, how, Ranks(0, 4))
     parallel.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
 
