@@ -265,7 +265,7 @@ class JsonTokenizer(Tokenizer):
         self.read_settings(folder)
         try:
             with _panics():
-                self.library = library = tokenizers.Tokenizer.from_file(str(path))
+                self.finder = library = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower type
             raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
         library.no_truncation()
@@ -286,7 +286,7 @@ class JsonTokenizer(Tokenizer):
         self.mark_of = {None: ""} | {token.content: MARKS[bool(token.normalized)] for token in tokens}
         library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
         library.add_tokens([AddedToken(CUT, normalized=False)])
-        self.finder, self.cut = library, library.token_to_id(CUT)
+        self.cut = library.token_to_id(CUT)
         self.marks = {library.token_to_id(name) for name in MARKS.values()}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -296,9 +296,9 @@ class JsonTokenizer(Tokenizer):
         def run(change: Callable[[str], str]) -> tokenizers.Encoding:
             text = "".join(change(part) + self.mark_of[token] for part, token in pieces)
             with _panics():
-                return self.library.encode(text if first else CUT + text, add_special_tokens=bos)
+                return self.finder.encode(text if first else CUT + text, add_special_tokens=bos)
 
-        self.library.encode_special_tokens = True
+        self.finder.encode_special_tokens = True
         found = run(str)
         pairs = zip(found.ids, found.special_tokens_mask, strict=True)
         if formed := {i for i, after in pairs if i in self.silent and not after}:
@@ -308,7 +308,7 @@ class JsonTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         with _panics():
-            return self.library.decode(ids, skip_special_tokens=False)
+            return self.finder.decode(ids, skip_special_tokens=False)
 
 
 class ByteTokenizer(Tokenizer):
