@@ -248,15 +248,9 @@ def connect(model: Transformer, ranks: Ranks) -> None:
 
 def tied_head(table: nn.Module, rows: int, rank: int) -> nn.Module:
     """A rank's rows of the embedding table as a linear layer, padded with zeros; without padding it copies nothing."""
-
-    def part(x: Tensor) -> Tensor:
-        return padded(x[rank * rows : (rank + 1) * rows], 0, rows)
-
     with torch.device("meta"):
         head = nn.Linear(table.weight.shape[1], rows, bias=False)
         head = head if isinstance(table, nn.Embedding) else Int8Linear(head)
-    if isinstance(table, nn.Embedding):
-        head.weight = nn.Parameter(part(table.weight), requires_grad=False)
-    else:
-        head.weight, head.scales = part(table.weight), part(table.scales)
-    return head
+    own = {name: padded(x[rank * rows : (rank + 1) * rows], 0, rows) for name, x in table.state_dict().items()}
+    head.load_state_dict(own, assign=True)
+    return head.requires_grad_(False)
