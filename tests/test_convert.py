@@ -744,6 +744,9 @@ def test_a_damaged_section_is_refused_in_one_line(checkpoint, tmp_path):
             assert "kv_fast in " in str(error) and len(str(error).splitlines()) == 1 and len(str(error)) < 500
     flags = ("tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
     assert accepted == [("norm_eps", 1.5), ("window", None), *((flag, True) for flag in flags)]
+    edit_section(tmp_path / "m", model=section["model"] | {"n_kv_head": 3})
+    with pytest.raises(ValueError, match="4 attention heads do not divide into 3 KV heads"):
+        read_config(tmp_path / "m")
     edit_section(tmp_path / "m", model=section["model"], weights=None)
     with pytest.raises(ValueError, match="weights must be their id"):
         read_config(tmp_path / "m")
