@@ -10,9 +10,6 @@ Writes kv_profile.json into the checkpoint, where every tool finds it, or to the
   most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8).
 - quant_layers (tailorkv): the layers whose dense_preference is above --tau (Equation 9). Such dense attention tolerates
   coarse keys and values.
-- query_similarity (tailorkv): the cosine similarity between a layer's queries and their prediction, which tailorkv uses
-  to fetch early. The prediction applies the layer's query weights to the attention input of the layer below (Equation
-  12 and Figure 11).
 - head_scores (duo): for each KV head, the attention of the text's last queries to the tokens between the first and the
   recent ones: the mean over the queries, the maximum over the group's heads. It replaces the gates that DuoAttention
   (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
@@ -24,8 +21,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
-from itertools import combinations, pairwise
+from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -37,7 +34,6 @@ from kv.duo import DuoMethod
 from kv.method import Shape
 from kv.omnikv import segments_of
 from kv.parts import ops
-from model import Block
 from runtime.checkpoint import read_json
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
@@ -48,7 +44,7 @@ CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest s
 SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
 AFTER = 8  # a layer's choice is judged by the attention of this many next layers
 FILTERS = 3  # the most filter layers
-MEASURES = "filter ability", "dense preference", "query similarity"  # the printed columns
+MEASURES = "filter ability", "dense preference"  # the printed columns
 
 
 class Probe(KV):
@@ -82,34 +78,6 @@ class Probe(KV):
         raise NotImplementedError("a probe only sees prompts")
 
 
-def watch(layers: Iterable[Block]) -> Callable[[], list[float | None]]:
-    """Records each layer's attention input at a text's last tokens.
-
-    The function that it returns gives the cosine similarity of each layer's queries to their prediction from the layer
-    below. RoPE rotates both alike, so it is left out.
-    """
-    layers, inputs = list(layers), {}
-
-    def record(norm: torch.nn.Module, _: tuple, x: Tensor) -> None:
-        before = [inputs[norm]] if norm in inputs else []
-        inputs[norm] = torch.cat([*before, x], dim=1)[:, -QUERIES:]  # [1,queries,C]
-
-    hooks = [layer.attention_norm.register_forward_hook(record) for layer in layers]
-
-    def similarities() -> list[float | None]:
-        for hook in hooks:
-            hook.remove()
-        similar: list[float | None] = [None]
-        for below, layer in pairwise(layers):
-            x = [inputs[block.attention_norm] for block in (below, layer)]
-            one = x[0].new_ones(layer.attention.head_dim // 2, dtype=torch.float32)
-            predicted, true = (layer.attention.query(part, one, 0 * one).float() for part in x)
-            similar.append(torch.nn.functional.cosine_similarity(predicted, true, dim=-1).mean().item())
-        return similar
-
-    return similarities
-
-
 def rounded(values: Iterable[float | None]) -> list[float | None]:
     return [None if x is None else round(x, 5) for x in values]
 
@@ -132,7 +100,6 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
     engine.close()
     engine.model.set_rows(1)
     engine.model.set_kv(probes)
-    similarities = watch(engine.model.layers)
     engine.model.prefill(0, torch.tensor(ids, device=engine.device))
     if not all(math.isfinite(x) for p in probes for x in (p.dense, *p.head_scores, *p.caught)):
         raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
@@ -145,7 +112,6 @@ def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: floa
         "head_scores": [rounded(probe.head_scores) for probe in probes],
         "dense_preference": dense,
         "quant_layers": [layer for layer, share in enumerate(dense) if share > tau],
-        "query_similarity": rounded(similarities()),
     }
     filters = propose(caught)
     return profile | ({"filter_layers": filters} if filters else {})

@@ -10,7 +10,6 @@ checkpoint of format 1 becomes one of format 2.
 import runtime.startup  # noqa: F401
 
 import argparse
-import os
 import pickle
 import re
 import sys
@@ -88,10 +87,8 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
             "can run any code; ask for safetensors"
         ) from None
     except Exception as error:  # a damaged archive fails in many ways
-        raise ValueError(
-            f"{file} is truncated, or not a torch.save file of torch >= 1.6 "
-            f"({next(iter(str(error).splitlines()), type(error).__name__)}); download it again"
-        ) from None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{file} is truncated, or older than torch 1.6 ({reason}); download it again") from None
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError(f"{file} is not a state dict: it must map names to tensors")
     return state
@@ -99,9 +96,8 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
 
 def open_source(folder: Path) -> dict[str, Stored]:
     """The tensors of the safetensors files or, without these, of the .bin files."""
-    if any(os.path.lexists(folder / name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
-        if not any(os.path.lexists(folder / name) for name in ("model.safetensors", "model.safetensors.index.json")):
-            return open_weights(folder, "pytorch_model.bin", read_bin_header)
+    if any(folder.glob("pytorch_model.bin*")) and not any(folder.glob("model.safetensors*")):
+        return open_weights(folder, "pytorch_model.bin", read_bin_header)
     return open_weights(folder)
 
 
@@ -165,12 +161,11 @@ def plan(
     with torch.device("meta"):
         layout = Transformer(model).state_dict()
     rows = [heads * model.head_dim for heads in (model.n_head, model.n_kv_head, model.n_kv_head)]
-    shapes = {}
+    expected = {}
     for name, tensor in layout.items():
         parts = sources(name)
-        split = tensor.split(rows) if len(parts) == 3 else [tensor]
-        shapes.update({part: tuple(t.shape) for part, t in zip(parts, split, strict=True)})
-    check_weights(stored, shapes, folder)
+        expected.update(zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True))
+    check_weights(stored, expected, folder)
     for tensor in stored.values():
         if not tensor.dtype.is_floating_point:
             raise ValueError(
@@ -228,10 +223,9 @@ def convert(
         if dtype is not None:
             raise ValueError(f"{folder} is converted already and keeps its dtype; leave --dtype out")
         quantization = read_quantization(config)
-        whole = skeleton(model, quantization, ALONE).state_dict()
-        check_weights(stored, {name: tuple(t.shape) for name, t in whole.items()}, folder)
-        layout = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in whole}
-        config = {key: value for key, value in config.items() if key != "kv_fast"}
+        layout = skeleton(model, quantization, ALONE).state_dict()
+        check_weights(stored, layout, folder)
+        layout = {name: tensor.to(stored[name].dtype) for name, tensor in layout.items()}
         read = lambda name: stored[name].read()  # noqa: E731
     else:
         stored = {name: t for name, t in stored.items() if not name.endswith("rotary_emb.inv_freq")}

@@ -79,8 +79,8 @@ def quantize(
         groupsize = default_groupsize(model)
         print(f"groups of {groupsize} channels, the largest of {GROUPS} that fit this model", file=sys.stderr)
     quantize_modules(model, mode, groupsize, embeddings)
-    stored, plain = open_weights(folder), source.state_dict()
-    check_weights(stored, {name: tuple(t.shape) for name, t in plain.items()}, folder)
+    stored = open_weights(folder)
+    check_weights(stored, source.state_dict(), folder)
 
     layout = model.state_dict()
     for name, tensor in layout.items():

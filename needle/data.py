@@ -5,7 +5,6 @@ import random
 import re
 import zlib
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tasks import Recipe, Sample, fill_length, two_stage
@@ -134,10 +133,13 @@ class Data:
         self.tokenizer, self.text, self.rng = tokenizer, text, random.Random(seed)
 
     def recipe(self, length: int, questions: int) -> Recipe:
+        encode, decode = self.tokenizer.encode, self.tokenizer.decode
+        return Recipe(length, encode, decode, self.rng.getrandbits(32), questions, haystack=self.stretch(length))
+
+    def stretch(self, length: int) -> str:
+        """`length` successive words of the plain text."""
         start = self.rng.randrange(len(self.text) - length)
-        haystack = " ".join(self.text[start : start + length])
-        encode = partial(self.tokenizer.encode, bos=True)
-        return Recipe(length, encode, self.tokenizer.decode, self.rng.getrandbits(32), questions, haystack)
+        return " ".join(self.text[start : start + length])
 
     def niah(self, kind: str, length: int, niah: Niah, questions: int) -> Episode:
         recipe = self.recipe(length, questions)
@@ -208,40 +210,36 @@ class Data:
         questions = rng.randint(1, min(8, length // 100))
         wording = None if rng.random() < 0.7 else rng.choice(WORDINGS)
         value = "uuids" if long and rng.random() < 0.25 else "numbers"
-        kind = rng.choices(
-            ["echo", "noise", "essay", "multikey_2", "multikey_3", "multivalue", "multiquery", "vt", "lookup"],
-            [1, 0.5, 2.5, 2, 1.5 * long, 2.5, 1, 2 if length > 512 else 6, 0.7],
-        )[0]
-        match kind:
-            case "echo":
-                return self.echo(kind, length, questions)
-            case "noise":
-                return self.niah(kind, length, Niah("noise", value=value, wording=wording), 1)
-            case "essay":
-                keys = max(questions, rng.randint(1, 4))
-                return self.niah(kind, length, Niah("essay", value=value, keys=keys, wording=wording), questions)
-            case "multikey_2":
-                return self.niah(kind, length, Niah("needle", wording=wording), questions)
-            case "multikey_3":
-                return self.niah(kind, length, NIAH["niah_multikey_3"], min(questions, length // 256))
-            case "multivalue":
-                return self.niah(kind, length, Niah("essay", values=rng.randint(2, 4)), 1)
-            case "multiquery":
-                return self.niah(kind, length, Niah("essay", queries=rng.randint(2, 4 if long else 2)), 1)
-            case "vt":
-                return self.tracking(length)
-            case "lookup":
-                return self.lookup(length, questions)
+        needles = {  # the kind's share of the episodes, its task and the most questions
+            "noise": (0.5, Niah("noise", value=value, wording=wording), 1),
+            "essay": (
+                2.5,
+                Niah("essay", value=value, keys=max(questions, rng.randint(1, 4)), wording=wording),
+                questions,
+            ),
+            "multikey_2": (2, Niah("needle", wording=wording), questions),
+            "multikey_3": (1.5 * long, NIAH["niah_multikey_3"], min(questions, length // 256)),
+            "multivalue": (2.5, Niah("essay", values=rng.randint(2, 4)), 1),
+            "multiquery": (1, Niah("essay", queries=rng.randint(2, 4 if long else 2)), 1),
+        }
+        shares = {"echo": 1, "vt": 2 if length > 512 else 6, "lookup": 0.7}
+        shares |= {kind: share for kind, (share, _, _) in needles.items()}
+        kind = rng.choices(list(shares), list(shares.values()))[0]
+        if kind in needles:
+            return self.niah(kind, length, *needles[kind][1:])
+        if kind == "echo":
+            return self.echo(kind, length, questions)
+        return self.tracking(length) if kind == "vt" else self.lookup(length, questions)
 
     def sequence(self, stage: str, length: int) -> "Sequence":
-        """A sequence of `length` tokens: episodes as long as they fill_length, then plain text."""
+        """A sequence of `length` tokens: episodes as long as they fit, then plain text."""
         s = Sequence()
         while (room := length - len(s.ids)) >= 128:
             if self.rng.random() < 0.4:  # short episodes teach more per token
                 room = min(room, self.rng.choice([256, 512]))
             try:
                 episode = self.episode(stage, room)
-            except ValueError:  # the episode does not fill_length
+            except ValueError:  # the room is too short for the episode
                 break
             text = episode.sample.text
             for question, answer in zip(episode.sample.questions, episode.answers, strict=True):
@@ -253,9 +251,7 @@ class Data:
                 s.add(tokens, 1.0, episode.kind)
                 text = ""
         if len(s.ids) < length:
-            start = self.rng.randrange(len(self.text) - length)
-            rest = self.tokenizer.encode(" ".join(self.text[start : start + length]), bos=True)
-            s.add(rest[: length - len(s.ids)], TEXT_WEIGHT)
+            s.add(self.tokenizer.encode(self.stretch(length))[: length - len(s.ids)], TEXT_WEIGHT)
         return s
 
     def repeats(self, length: int) -> "Sequence":

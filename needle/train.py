@@ -21,7 +21,6 @@ import argparse
 import io
 import json
 import random
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -213,27 +212,23 @@ class Trainer:
             self.right = {kind: 0.5 * right for kind, right in self.right.items()}
 
     def run(self, data: Data) -> None:
-        began, saved, losses = time.perf_counter() - self.seconds, time.perf_counter(), []
-        with open(self.folder / "log.jsonl", "a") as log:
-            while self.seconds < 60 * self.minutes:
-                losses.append(self.train_step(self.batch(data)))
-                self.seconds = time.perf_counter() - began
-                if self.step % 50 == 0:
-                    entry = {
-                        "step": self.step,
-                        "minutes": round(self.seconds / 60, 1),
-                        "tokens": self.tokens,
-                        "stage": STAGES[self.stage],
-                        "loss": round(sum(losses) / len(losses), 3),
-                        "right": {kind: round(100 * right) for kind, right in sorted(self.right.items())},
-                    }
-                    for file in (log, sys.stdout):
-                        print(json.dumps(entry), file=file, flush=True)
-                    losses = []
-                    self.promote()
-                if time.perf_counter() - saved > 120:
-                    self.save()
-                    saved = time.perf_counter()
+        began, losses = time.perf_counter() - self.seconds, []
+        while self.seconds < 60 * self.minutes:
+            losses.append(self.train_step(self.batch(data)))
+            self.seconds = time.perf_counter() - began
+            if self.step % 50 == 0:
+                entry = {
+                    "step": self.step,
+                    "minutes": round(self.seconds / 60, 1),
+                    "tokens": self.tokens,
+                    "stage": STAGES[self.stage],
+                    "loss": round(sum(losses) / len(losses), 3),
+                    "right": {kind: round(100 * right) for kind, right in sorted(self.right.items())},
+                }
+                print(json.dumps(entry), flush=True)
+                losses = []
+                self.promote()
+                self.save()
         self.save()
 
 

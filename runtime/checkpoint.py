@@ -5,7 +5,6 @@ their index) and the tokenizer's files. Its tensors have the names of model.py's
 fields of `ModelConfig`, which were checked when the folder was written, so that loading needs no other key.
 """
 
-import errno
 import glob
 import hashlib
 import json
@@ -30,7 +29,7 @@ from kv.parts.rope import rope_frequencies
 from model import ModelConfig
 
 FORMAT = 2
-MOST_LAYERS = 1000
+MOST = {"n_layer": 1000} | dict.fromkeys(("vocab_size", "max_length", "window"), 2**31 - 1)  # other sizes: 2**19
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 COMPANIONS = (  # files that accompany the weights, copied unchanged
     "generation_config.json",
@@ -88,7 +87,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 def open_weights(
     folder: str | Path, stem: str = "model.safetensors", header: Callable[[Path], dict[str, Stored]] = read_header
 ) -> dict[str, Stored]:
-    """All tensors of a folder by name, from the headers of `stem` or of the shards in its index.
+    """All tensors of a folder by name, from the headers of `stem` or of the shards in its index; no data is read.
 
     Raises FileNotFoundError if there are no weights or a shard is missing, and ValueError if a file is damaged or the
     index and the shards disagree.
@@ -117,17 +116,18 @@ def open_weights(
     return stored
 
 
-def check_weights(stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]], folder: str | Path) -> None:
-    """Raises ValueError unless `stored` has exactly the names and shapes in `shapes`, which follow from config.json."""
-    for what, names in (("lack", shapes.keys() - stored.keys()), ("must not have", stored.keys() - shapes.keys())):
+def check_weights(stored: dict[str, Stored], layout: dict[str, Tensor], folder: str | Path) -> None:
+    """Raises ValueError unless `stored` has exactly the names and shapes of `layout`, which follow from config.json."""
+    for what, names in (("lack", layout.keys() - stored.keys()), ("must not have", stored.keys() - layout.keys())):
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             some = ", ".join(sorted(names)[:4])
             raise ValueError(f"the weights in {folder} are not those of its config.json: they {what} {some}{more}")
-    for name, shape in shapes.items():
-        if (found := stored[name]).shape != tuple(shape):
+    for name, tensor in layout.items():
+        if (found := stored[name]).shape != tensor.shape:
+            needed = list(tensor.shape)
             raise ValueError(
-                f"{found.file}: tensor {name} has shape {list(found.shape)}, but config.json needs {list(shape)}"
+                f"{found.file}: tensor {name} has shape {list(found.shape)}, but config.json needs {needed}"
             )
 
 
@@ -158,9 +158,10 @@ def fingerprint(folder: str | Path) -> str:
     return hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_json(path: Path) -> dict:
-    """A file's JSON object. Raises ValueError if the file holds none, and what `present` raises."""
-    present(path)
+def read_json(path: Path, missing: dict | None = None) -> dict:
+    """A file's JSON object, or `missing` if there is no file. Raises ValueError if it holds none, and as `present`."""
+    if not present(path) and missing is not None:
+        return missing
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -213,30 +214,40 @@ def read_config(folder: str | Path) -> dict:
     return config
 
 
+def check_fields(kind: type, values: object) -> None:
+    """Raises ValueError unless `values` has exactly the fields of the dataclass `kind`, with values of their types."""
+    hints = get_type_hints(kind)
+    if not isinstance(values, dict) or values.keys() != hints.keys():
+        raise ValueError(f"its fields must be {', '.join(hints)}")
+    for name, hint in hints.items():
+        value = values[name]
+        if not isinstance(value, hint) or isinstance(value, bool) != (hint is bool):
+            raise ValueError(f"{name} cannot be {shortened(value)}")
+
+
 def check_model(model: object) -> None:
     """Raises ValueError unless `model` has all fields of a `ModelConfig` with values that a model can have."""
-    kinds = get_type_hints(ModelConfig)
-    if not isinstance(model, dict) or model.keys() != kinds.keys():
-        raise ValueError(f"model must have the fields {', '.join(kinds)}")
-    for name, kind in kinds.items():
-        value = model[name]
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise ValueError(f"{name} cannot be {shortened(value)}")
-        if isinstance(value, int | float) and kind is not bool and not 0 < value < 2**31:
-            raise ValueError(f"{name} must be a positive number below 2**31, not {shortened(value)}")
-    if model["n_layer"] > MOST_LAYERS:
-        raise ValueError(f"n_layer must be at most {MOST_LAYERS}, not {model['n_layer']}")
-    if model["rope"].get("rope_type") not in ROPE_TYPES:
-        kind = shortened(model["rope"].get("rope_type"))
+    check_fields(ModelConfig, model)
+    for name, value in model.items():
+        most = MOST.get(name, 2**19)
+        if type(value) in (int, float) and not 0 < value <= most:
+            raise ValueError(f"{name} must be positive and at most {most}, not {shortened(value)}")
+    n_head, n_kv_head, head_dim, rope = (model[key] for key in ("n_head", "n_kv_head", "head_dim", "rope"))
+    if n_head % n_kv_head:
+        raise ValueError(f"{n_head} attention heads do not divide into {n_kv_head} KV heads")
+    if head_dim % 2 or head_dim < 4:
+        raise ValueError(f"head_dim must be even and at least 4, not {head_dim}")
+    if rope.get("rope_type") not in ROPE_TYPES:
+        kind = shortened(rope.get("rope_type"))
         raise ValueError(f"RoPE type {kind} is not supported; known: {', '.join(ROPE_TYPES)}")
     try:
         with torch.device("cpu"):  # a caller may build a model on the meta device
-            speed, factor = rope_frequencies(model["rope"], model["head_dim"], model["max_length"])
-        sound = speed.isfinite().all() and math.isfinite(factor)
+            speed, factor = rope_frequencies(rope, head_dim, model["max_length"])
+        finite = speed.isfinite().all() and math.isfinite(factor)
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
-        sound = False
-    if not sound:
-        raise ValueError(f"RoPE has no finite speeds with {json.dumps(model['rope'])[:200]}")
+        finite = False
+    if not finite:
+        raise ValueError(f"RoPE has no finite speeds with {json.dumps(rope)[:200]}")
 
 
 def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
@@ -244,11 +255,8 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
 
     Raises ValueError for anything but ids of the vocabulary.
     """
-    files, generation = {"config.json": config}, folder / "generation_config.json"
-    if present(generation):
-        files[generation.name] = read_json(generation)
-    found = set()
-    for name, content in files.items():
+    found, generation = set(), "generation_config.json"
+    for name, content in (("config.json", config), (generation, read_json(folder / generation, missing={}))):
         ids = content.get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(i) is int and 0 <= i < vocab for i in ids):
@@ -268,14 +276,12 @@ def load_checkpoint(
     """Loads the weights onto `device`, one tensor at a time, into `model`, built on the meta device without KV caches.
 
     Floating-point tensors become `dtype` (None: as stored). The folder must hold exactly the tensors of `whole`
-    (None: of `model`); `read` reads the part of each that belongs in a tensor of `model`. Raises what `read_config`,
-    `open_weights` and `check_weights` raise.
+    (None: of `model`); `read` reads the part of each that belongs in a tensor of `model`. Raises what `open_weights`
+    and `check_weights` raise.
     """
-    read_config(folder)
-    stored, expected = open_weights(folder), model.state_dict()
-    check_weights(stored, {name: tuple(t.shape) for name, t in (whole or model).state_dict().items()}, folder)
-    state = {}
-    for name, own in expected.items():
+    stored, state = open_weights(folder), {}
+    check_weights(stored, (whole or model).state_dict(), folder)
+    for name, own in model.state_dict().items():
         tensor = read(stored[name], own)
         state[name] = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
     model.load_state_dict(state, assign=True)
@@ -358,10 +364,7 @@ def write_checkpoint(
             out.rename(_replaced(out))
         partial.rename(out)
     except (OSError, SafetensorError) as error:
-        full = (errno.ENOSPC, errno.EDQUOT)
-        if getattr(error, "errno", None) not in full and not any(f"(os error {n})" in str(error) for n in full):
-            raise
-        raise OSError(f"the disk of {out.parent} is full: {out.name} needs {_size(total)}; nothing was kept") from None
+        raise OSError(f"{out} cannot be written ({error}): it needs {_size(total)}; nothing was kept") from None
     finally:
         _restore(out)
         for left in (partial, _replaced(out)):
@@ -372,22 +375,20 @@ def _write_weights(
     folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor], shard_bytes: int, bar: tqdm
 ) -> str:
     """Writes the shards and their index; returns an id of all names, shapes, dtypes and numbers."""
-    shards, room = [], 0
-    for name, tensor in layout.items():
-        if not shards or tensor.nbytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= tensor.nbytes
-    places, digests = {}, []
-    for i, names in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+    from huggingface_hub import split_state_dict_into_shards_factory  # its import takes a while; only writing needs it
+
+    digests = []
+    split = split_state_dict_into_shards_factory(
+        layout,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         tensors = {}
         for name in names:
-            tensor, expected = read(name).detach().to("cpu").contiguous(), layout[name]
-            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-                raise ValueError(f"tensor {name} is {tensor.shape} {tensor.dtype}, its layout {expected}")
-            tensors[name], places[name] = tensor, file
+            tensor = tensors[name] = read(name).detach().to("cpu").contiguous()
+            assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype), name
             data = tensor.reshape(-1).view(torch.uint8).numpy()
             digests.append((name, list(tensor.shape), str(tensor.dtype), hashlib.sha256(data).hexdigest()))
             bar.update(tensor.nbytes)
@@ -395,9 +396,9 @@ def _write_weights(
         with open(folder / file, "rb") as written:
             os.fchmod(written.fileno(), folder.stat().st_mode & 0o666)  # save_file lets nobody else read
             os.fsync(written.fileno())
-    if len(shards) > 1:
-        total = sum(t.nbytes for t in layout.values())
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()[:16]
 
 

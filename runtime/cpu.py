@@ -17,7 +17,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -90,14 +89,9 @@ def finish(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """Takes the place of an nn.Linear, with its weights."""
+    """What `prepare` makes of an nn.Linear."""
 
     products: Products = ("mv", "kernel")
-
-    def __init__(self, linear: nn.Linear):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.products)
@@ -107,28 +101,15 @@ class Linear(nn.Linear):
         return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows], self.products)
 
 
-def prepare(model: nn.Module, dtype: torch.dtype) -> None:
+def prepare(model: nn.Module) -> None:
     """Gives a loaded model this room's linear layers, and decides whether prefill widens its weights."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                new = Linear(child)
-                new._forward_hooks = child._forward_hooks  # runtime/parallel.py's
-                setattr(module, name, new)
-    widen(dtype)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear  # in place, so that weights and hooks stay
+    widen(model.norm.weight.dtype)
 
 
 # A step by its parts
-
-
-@dataclass
-class Call:
-    """A call of compiled code, to be repeated with other tensors."""
-
-    code: Callable
-    arguments: list  # of the code: among them the owner's tensors
-    given: list[tuple[int, int]]  # (index in `arguments`, index among the inputs that the caller gives)
-    outputs: list[int]  # which of the code's outputs the part returns
 
 
 class Parts:
@@ -142,20 +123,13 @@ class Parts:
 
     def __init__(self):
         self.functions: dict[Callable, Callable] = {}
-        self.calls: dict[Hashable, Call] = {}
+        self.calls: dict[Hashable, Callable] = {}
         self.last: list[tuple] = []  # the code that ran last, its arguments and outputs
 
     def __call__(self, part: Callable, owner: object, *inputs: Tensor | str):
         """part(owner, *inputs), which returns a tensor or several; a text among the inputs selects another version."""
         key = part, owner, *[x for x in inputs if isinstance(x, str)]
-        call = self.calls.get(key)
-        if call is None:
-            return self._checked(key, part, owner, *inputs)
-        for index, given in call.given:
-            call.arguments[index] = inputs[given]
-        outputs = call.code(*call.arguments)
-        returned = tuple(outputs[index] for index in call.outputs)
-        return returned if len(returned) > 1 else returned[0]
+        return self.calls[key](*inputs) if key in self.calls else self._checked(key, part, owner, *inputs)
 
     def forget(self) -> None:
         """Makes the next call of every owner a checked one."""
@@ -165,15 +139,26 @@ class Parts:
         if part not in self.functions:
             self.functions[part] = compiled(part, backend=partial(_remembering, self.last))
         with torch._dynamo.config.patch(recompile_limit=VERSIONS, accumulated_recompile_limit=VERSIONS):
-            found = self.functions[part](owner, *inputs)
-        if not self.last:  # torch.compile is switched off (TORCH_COMPILE_DISABLE=1)
-            return found
-        code, arguments, outputs = self.last.pop()
-        given = [(i, j) for i, x in enumerate(arguments) for j, y in enumerate(inputs) if x is y]
-        returned = found if isinstance(found, tuple) else (found,)
-        places = [next(i for i, x in enumerate(outputs) if x is y) for y in returned]
-        self.calls[key] = Call(code, list(arguments), given, places)
-        return found
+            returned = self.functions[part](owner, *inputs)
+        if self.last:  # empty if torch.compile is switched off (TORCH_COMPILE_DISABLE=1)
+            self.calls[key] = _repeated(*self.last.pop(), inputs, returned)
+        return returned
+
+
+def _repeated(code: Callable, arguments: tuple, outputs: tuple, inputs: tuple, returned: Tensor | tuple) -> Callable:
+    """A function of other inputs that calls a part's code again, with its owner's tensors."""
+    arguments = list(arguments)
+    given = [(i, j) for i, x in enumerate(arguments) for j, y in enumerate(inputs) if x is y]
+    several = isinstance(returned, tuple)
+    wanted = [next(i for i, x in enumerate(outputs) if x is y) for y in (returned if several else [returned])]
+
+    def call(*inputs):
+        for index, place in given:
+            arguments[index] = inputs[place]
+        found = code(*arguments)
+        return tuple(found[index] for index in wanted) if several else found[wanted[0]]
+
+    return call
 
 
 def _remembering(last: list[tuple], graph, examples: list) -> Callable:
@@ -192,7 +177,7 @@ def _remembering(last: list[tuple], graph, examples: list) -> Callable:
     return call
 
 
-# Timing
+# Choices
 
 
 def fixed_product() -> str:
@@ -204,119 +189,75 @@ def fixed_product() -> str:
 
 
 def tune(model: nn.Module, shape: Shape, queries: int) -> dict[str, Times]:
-    """Chooses products and attention for steps with `queries` tokens per row; returns what was timed."""
+    """Chooses products and attention for steps with `queries` tokens per row; returns what was timed.
+
+    Raises ValueError if KV_FAST_PRODUCT names no product.
+    """
     return tune_products(model, shape.batch * queries) | tune_attention(model, shape, queries)
 
 
 def tune_products(model: nn.Module, rows: int) -> dict[str, Times]:
-    """Sets `products` for steps of `rows` rows of the model's weights; returns the milliseconds by size and product.
-
-    Raises ValueError if KV_FAST_PRODUCT names no product.
-    """
-    fixed = fixed_product()
-    if rows > FEW or model.norm.weight.device.type != "cpu":
-        return {}
+    """Sets `products` for steps of `rows` rows; returns the milliseconds by size of weight and product."""
     groups = defaultdict(list)
     for module in model.modules():
         if hasattr(module, "products"):
             groups[describe(module, rows)].append(module)
-    times = {}
-    if fixed == "auto":
-        if is_small(model):
-            return {}
-        times = recalled(groups, lambda name: measure(groups[name], rows))
-    for name, modules in groups.items():
-        best = fastest(times[name]) if times else fixed
-        for module in modules:
+
+    def choose(name: str, best: str) -> None:
+        for module in groups[name]:
             one, few = module.products
             module.products = (best, few) if rows == 1 else (one, best)
-    return times
+
+    if rows > FEW or model.norm.weight.device.type != "cpu":
+        return {}
+    return decide(groups, lambda name: measure(groups[name], rows), choose, is_small(model))
 
 
 def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Times]:
     """Decides how compiled steps with `queries` new tokens per row attend; returns the milliseconds of each form.
 
-    Both are timed over as many tokens as a row may hold, rounded down to a power of two. Raises ValueError as `tune`.
+    Both are timed over as many tokens as a row may hold, rounded down to a power of two.
     """
-    fixed, rows = fixed_product(), shape.n_head // shape.n_kv_head * queries
-    least, most = TOKENS
+    rows, (least, most) = shape.n_head // shape.n_kv_head * queries, TOKENS
     tokens = min(max(least, 1 << shape.planned.bit_length() - 1), most)
-    name = f"{str(shape.dtype).removeprefix('torch.')} attention, {rows} x {shape.head_dim}, {tokens} tokens"
-    times = {}
+    name = f"{dtype_name(shape.dtype)} attention, {rows} x {shape.head_dim}, {tokens} tokens"
+
+    def choose(_: str, form: str) -> None:
+        """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
+        kind = shape.dtype, shape.head_dim
+        fused = inductor.FUSED.get(kind, 0)
+        inductor.FUSED[kind] = max(fused, rows) if form == "fused" else min(fused, rows - 1)
+
     if shape.device.type != "cpu":
-        inductor.CUDA_FORM = fixed if fixed in ("kernel", "fused") else "flex"
+        inductor.CUDA_FORM = {"kernel": "kernel", "fused": "fused"}.get(fixed_product(), "flex")
         return {}
-    if fixed == "auto":
-        if is_small(model) and shape.full_bytes() < LEAST:
-            return {}
-        times = recalled([name], lambda _: measure_attention(shape, rows, tokens))
-    best = fastest(times[name]) if times else fixed
-    choose_attention(shape.dtype, shape.head_dim, rows, best)
-    return times
-
-
-def choose_attention(dtype: torch.dtype, dim: int, rows: int, form: str) -> None:
-    """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
-    most = inductor.FUSED.get((dtype, dim), 0)
-    inductor.FUSED[dtype, dim] = max(most, rows) if form == "fused" else min(most, rows - 1)
-
-
-def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
-    """Milliseconds of each form, the least of several rounds over as many caches as a model has layers, within READ."""
-    heads, dim, dtype, found = shape.n_kv_head, shape.head_dim, shape.dtype, {}
-    before = inductor.FUSED.get((dtype, dim), 0)
-    count = max(1, min(shape.n_layer, READ // 2 // (tokens * heads * shape.unit_bytes)))
-    caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype).unbind() for _ in range(count)]
-    q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
-    runs = {"kernel": Parts(), "fused": Parts()}
-    for turn in range(1 + ROUNDS):  # the first compiles
-        for name in ("kernel", "fused"):
-            inductor.FUSED[dtype, dim] = rows if name == "fused" else 0
-            begin = time.perf_counter()
-            for k, v in caches:
-                runs[name](attend, None, q, k, v, mask)
-            ms = 1e3 * (time.perf_counter() - begin) / count
-            if turn:
-                found[name] = min(ms, found.get(name, ms))
-    inductor.FUSED[dtype, dim] = before
-    return found
-
-
-def attend(_: None, *inputs: Tensor) -> Tensor:
-    return ops.attend_groups(*inputs)
+    small = is_small(model) and shape.full_bytes() < LEAST
+    return decide([name], lambda _: measure_attention(shape, rows, tokens), choose, small)
 
 
 def widen(dtype: torch.dtype) -> None:
     """Decides whether prefill widens weights of this dtype on this CPU."""
-    if dtype == torch.float32 or dtype in decided:
+    if dtype == torch.float32 or dtype in WIDENED:
         return
-    name = f"{str(dtype).removeprefix('torch.')}, many rows"
+    name = f"{dtype_name(dtype)}, many rows"
     if fastest(recalled([name], lambda _: measure_widening(dtype))[name]) == "widened":
         WIDENED.append(dtype)
-    decided.add(dtype)
 
 
-decided: set[torch.dtype] = set()
+def decide(
+    names: Iterable[str], measure: Callable[[str], Times], choose: Callable[[str, str], None], small: bool
+) -> dict[str, Times]:
+    """Tells `choose` what is fastest for each name, or what KV_FAST_PRODUCT fixes; returns what was timed.
 
-
-def measure_widening(dtype: torch.dtype) -> Times:
-    """Milliseconds of a product as it is and widened, the least of several rounds.
-
-    The product is small and has one thread: on a busy machine some rounds are then undisturbed.
+    small: all of it stays in the CPU's caches, and the defaults are kept.
     """
-    x, weight, found = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype), {}
-    forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: F.linear(x.float(), weight.float()).to(dtype)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(3 * ROUNDS):
-            for name, form in forms.items():
-                begin = time.perf_counter()
-                form()
-                found[name] = min(1e3 * (time.perf_counter() - begin), found.get(name, torch.inf))
-    finally:
-        torch.set_num_threads(threads)
-    return found
+    fixed = fixed_product()
+    if fixed == "auto" and small:
+        return {}
+    times = recalled(names, measure) if fixed == "auto" else {}
+    for name in names:
+        choose(name, fastest(times[name]) if times else fixed)
+    return times
 
 
 def is_small(model: nn.Module) -> bool:
@@ -325,41 +266,89 @@ def is_small(model: nn.Module) -> bool:
 
 def describe(module: nn.Module, rows: int) -> str:
     """What decides the time, such as "bfloat16 3072 x 768, 1 row"."""
-    dtype, (out, size) = str(module.weight.dtype).removeprefix("torch."), module.weight.shape
-    return f"{dtype} {out} x {size}, {rows} row" + "s" * (rows > 1)
+    out, size = module.weight.shape
+    return f"{dtype_name(module.weight.dtype)} {out} x {size}, {rows} row" + "s" * (rows > 1)
 
 
-def candidates(module: nn.Module, rows: int) -> list[str]:
-    """The default comes first."""
-    return ["mv"] * (rows == 1 and module.weight.dtype == torch.bfloat16) + ["kernel", "fused"]
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def fastest(times: Times) -> str:
+    """The first is the default."""
+    default, best = next(iter(times)), min(times, key=times.get)
+    return best if times[best] < BETTER * times[default] else default
+
+
+# Times
+
+
+def least_ms(forms: dict[str, Callable[[], object]], rounds: int) -> Times:
+    """The least milliseconds of each form over several rounds, after one that compiles."""
+    times = dict.fromkeys(forms, torch.inf)
+    for turn in range(1 + rounds):
+        for name, form in forms.items():
+            begin = time.perf_counter()
+            form()
+            if turn:
+                times[name] = min(times[name], 1e3 * (time.perf_counter() - begin))
+    return times
 
 
 @torch.no_grad()
 def measure(modules: list[nn.Module], rows: int) -> Times:
-    """Milliseconds of each product, the least of several rounds over weights that are larger than the CPU's caches."""
+    """Milliseconds of each product, the default first, on weights that are together larger than the CPU's caches."""
     first = modules[0]
     modules = modules[: max(1, READ // first.weight.nbytes)]
     dtype = first.scales.dtype if hasattr(first, "scales") else first.weight.dtype
-    x, before, found, run = torch.ones(rows, first.weight.shape[1], dtype=dtype), first.products, {}, Parts()
-    for turn in range(1 + ROUNDS):  # the first compiles
-        for name in candidates(first, rows):
-            for module in modules:
-                module.products = (name, name)
-            if turn == 0 and name != "fused":
-                continue
-            begin = time.perf_counter()
-            for module in modules:  # `forward` alone: hooks may wait for other processes
-                run(type(module).forward, module, x) if name == "fused" else module.forward(x)
-            ms = 1e3 * (time.perf_counter() - begin) / len(modules)
-            found[name] = min(ms, found.get(name, ms))
+    x, before, run = torch.ones(rows, first.weight.shape[1], dtype=dtype), first.products, Parts()
+
+    def multiply(product: str) -> None:
+        for module in modules:  # `forward` alone: hooks may wait for other processes
+            module.products = product, product
+            run(type(module).forward, module, x) if product == "fused" else module.forward(x)
+
+    products = ["mv"] * (rows == 1 and first.weight.dtype == torch.bfloat16) + ["kernel", "fused"]
+    times = least_ms({product: partial(multiply, product) for product in products}, ROUNDS)
     for module in modules:
         module.products = before
-    return found
+    return {product: ms / len(modules) for product, ms in times.items()}
 
 
-def fastest(times: Times) -> str:
-    default, best = next(iter(times)), min(times, key=times.get)
-    return best if times[best] < BETTER * times[default] else default
+def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
+    """Milliseconds of each form over as many caches as a model has layers, within READ."""
+    heads, dim, dtype = shape.n_kv_head, shape.head_dim, shape.dtype
+    before = inductor.FUSED.get((dtype, dim), 0)
+    count = max(1, min(shape.n_layer, READ // 2 // (tokens * heads * shape.unit_bytes)))
+    caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype).unbind() for _ in range(count)]
+    q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
+
+    def attend(_: None, *inputs: Tensor) -> Tensor:
+        return ops.attend_groups(*inputs)
+
+    def step(run: Parts, most: int) -> None:
+        inductor.FUSED[dtype, dim] = most
+        for k, v in caches:
+            run(attend, None, q, k, v, mask)
+
+    times = least_ms({"kernel": partial(step, Parts(), 0), "fused": partial(step, Parts(), rows)}, ROUNDS)
+    inductor.FUSED[dtype, dim] = before
+    return {form: ms / count for form, ms in times.items()}
+
+
+def measure_widening(dtype: torch.dtype) -> Times:
+    """Milliseconds of a product as it is and widened.
+
+    The product is small and has one thread: on a busy machine some rounds are then undisturbed.
+    """
+    x, weight = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
+    forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: F.linear(x.float(), weight.float()).to(dtype)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return least_ms(forms, 3 * ROUNDS)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # The file: {machine: {size: {product: ms}}}
@@ -397,7 +386,7 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
         known = json.loads(file.read_text())
         for sizes in known.values():
             for times in sizes.values():
-                if not times or not set(times) <= {*PRODUCTS, "widened"} or not all(ms > 0 for ms in times.values()):
+                if not set(times) <= {*PRODUCTS, "widened"} or not min(times.values()) > 0:
                     return {}
         return known
     except (OSError, ValueError, AttributeError, TypeError):
@@ -416,6 +405,6 @@ def lines(times: dict[str, Times]) -> list[str]:
     """One line per size: the milliseconds of each product, the chosen one first."""
     found = []
     for name, by_product in times.items():
-        order = sorted(by_product, key=lambda product: (product != fastest(by_product), by_product[product]))
-        found.append(f"{name}: " + ", ".join(f"{product} {by_product[product]:.3f} ms" for product in order))
+        order = sorted(by_product.items(), key=lambda entry: (entry[0] != fastest(by_product), entry[1]))
+        found.append(f"{name}: " + ", ".join(f"{product} {ms:.3f} ms" for product, ms in order))
     return found

@@ -71,20 +71,19 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 
     Under torchrun, "cuda" is a different GPU in each process on a machine.
     """
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count()
     try:
-        device = torch.device(name or default)
+        device = torch.device(name or ("cuda" if count else "cpu"))
     except RuntimeError:
         device = torch.device("meta")
-    here = {"cpu": 1, "cuda": torch.cuda.device_count()}
-    index = device.index
-    if device.type == "cuda" and index is None:
-        index = int(os.environ.get("LOCAL_RANK", 0))
-    if (index or 0) >= here.get(device.type, 0):
-        if index != device.index and torch.cuda.is_available():
-            raise ValueError(f"this machine has {here['cuda']} GPUs: start at most that many processes")
-        raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * torch.cuda.is_available())
-    return device if device.type == "cpu" else torch.device(device.type, index)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
+    if device.type == "cuda" and index < count:
+        return torch.device("cuda", index)
+    if device == torch.device("cuda") and count:
+        raise ValueError(f"this machine has {count} GPUs: start at most that many processes")
+    raise ValueError(f"device {name!r} is not here; use cpu" + ", cuda" * bool(count))
 
 
 def pick_dtype(name: str | torch.dtype) -> torch.dtype:

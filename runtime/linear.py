@@ -144,16 +144,15 @@ def restore(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_modules(model: nn.Module, mode: str, groupsize: int | None, embeddings: bool) -> None:
-    """Replaces the linear layers of a model on the meta device with modules for quantized weights.
+    """Replaces the linear layers of a model or of a rank's part, on the meta device, by modules for quantized weights.
 
-    Raises ValueError for an unknown mode, or an int4 group size that is odd or does not divide a layer's input.
+    Raises ValueError for an int4 group size that is odd or does not divide a layer's input.
     """
-    if mode not in MODES:
-        raise ValueError(f"quantization {mode!r} is not known; known modes: {', '.join(MODES)}")
-    if mode == "int4" and (
-        not isinstance(groupsize, int) or groupsize < 2 or groupsize % 2 or channels(model) % groupsize
-    ):
-        raise ValueError(f"groupsize {groupsize} must be even and divide the layers' input channels: {advice(model)}")
+    if mode == "int4":
+        even = isinstance(groupsize, int) and groupsize > 1 and groupsize % 2 == 0
+        if not even or channels(model) % groupsize:
+            where = f"the layers' input channels on every rank: {advice(model)}"
+            raise ValueError(f"groupsize {groupsize} must be even and divide {where}")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and (embeddings or child is not model.output):

@@ -7,8 +7,6 @@ compiled step. The logits are gathered, and every rank samples the same token fr
 prints and writes files.
 """
 
-import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Set
@@ -27,7 +25,7 @@ import kv as methods
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig, Transformer
 from runtime import cpu
-from runtime.checkpoint import Stored, load_checkpoint, present, read_config, read_eos_ids, read_json
+from runtime.checkpoint import Stored, load_checkpoint, read_config, read_eos_ids, read_json
 from runtime.device import free_bytes, pick_device, pick_dtype
 from runtime.linear import Int8Linear, pack, quantize_modules, read_quantization
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -49,41 +47,24 @@ def join() -> Ranks:
     if not launched():
         return ALONE
     if not dist.is_initialized():
-        store, rank, count = check_in()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=ANSWER)
+        try:
+            store, rank, count = next(dist.rendezvous("env://", timeout=ARRIVE))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=ANSWER)
+        except (ValueError, RuntimeError) as error:  # among them torch's DistStoreError and DistNetworkError
+            reason = str(error).partition("\n")[0][:200]
+            raise ValueError(
+                f"not all ranks are connected ({reason}): start all with torchrun, with the same address and port"
+            ) from None
+        stores.append(dist.PrefixStore("kv-fast", store))
+        ours, *others = everyone(Ranks(rank, count), sys.argv[1:])
+        for other, theirs in enumerate(others, 1):
+            if theirs != ours:
+                raise ValueError(f"rank {other} has other arguments than rank 0: {' '.join(theirs)}")
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
 
 
 stores: list[dist.Store] = []  # shared by the ranks; empty until they are connected
-
-
-def check_in() -> tuple[dist.Store, int, int]:
-    """The store that the ranks share, this rank, and how many there are."""
-    try:
-        rank, count, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        address = os.environ["MASTER_ADDR"]
-    except KeyError as missing:
-        raise ValueError(f"WORLD_SIZE is set and {missing.args[0]} is not: start all ranks with torchrun") from None
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun hosts it itself
-    waited, arguments = "rank 0", []
-    try:
-        store = dist.TCPStore(address, port, None, hosts, ARRIVE, wait_for_workers=False)
-        stores[:] = [store := dist.PrefixStore("kv-fast", store)]
-        store.set(f"arguments of {rank}", json.dumps(sys.argv[1:]))
-        for other in range(count):
-            waited = f"rank {other}"
-            store.wait([f"arguments of {other}"], ARRIVE)
-            arguments.append(json.loads(store.get(f"arguments of {other}")))
-    except RuntimeError:  # torch's DistStoreError and DistNetworkError
-        raise ValueError(
-            f"{waited} of {count} did not start within {ARRIVE.seconds} s: start all with torchrun, with "
-            "the same address and port"
-        ) from None
-    for other, given in enumerate(arguments):
-        if given != arguments[0]:
-            raise ValueError(f"rank {other} has other arguments than rank 0: {' '.join(given)}")
-    return store, rank, count
 
 
 def leave() -> None:
@@ -102,11 +83,7 @@ def first_to_fail() -> bool:
 
 def same(ranks: Ranks, value):
     """Rank 0's value, on every rank."""
-    if ranks.count == 1:
-        return value
-    found = [value]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return everyone(ranks, value)[0]
 
 
 def free_share(device: torch.device) -> int:
@@ -195,8 +172,7 @@ def load_model(
         raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
     read = partial(read_part, c=model.config, ranks=ranks)
     load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
-    profile = folder / "kv_profile.json"
-    profile = methods.read_profile(read_json(profile)) if present(profile) else {}
+    profile = methods.read_profile(read_json(folder / "kv_profile.json", missing={}))
     return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, folder, needed)
 
 
@@ -205,7 +181,7 @@ def prepared(model: Transformer, ranks: Ranks = ALONE) -> Transformer:
     pack(model)
     connect(model, ranks)
     if model.norm.weight.device.type == "cpu":
-        cpu.prepare(model, model.norm.weight.dtype)
+        cpu.prepare(model)
     return model
 
 
@@ -230,24 +206,8 @@ def skeleton(
             model.output = nn.Linear(c.dim, -(-c.vocab_size // ranks.count), bias=False)
         model.to(dtype)
     if quantization:
-        if quantization["mode"] == "int4":
-            check_groups(model, quantization["groupsize"], ranks)
         quantize_modules(model, **quantization)
     return model
-
-
-def check_groups(model: Transformer, groupsize: int, ranks: Ranks) -> None:
-    """Raises ValueError if a rank's part of an int4 weight would begin or end within a group."""
-    if ranks.count == 1 or not isinstance(groupsize, int) or groupsize < 2:
-        return
-    parts = model.layers[0].attention.wo.in_features, model.layers[0].feed_forward.w2.in_features
-    common = math.gcd(*parts)
-    if common % groupsize:
-        fits = min(groupsize, common & -common)
-        raise ValueError(
-            f"int4 groups of {groupsize} channels do not divide among {ranks.count} ranks, which have "
-            f"{parts[0]} and {parts[1]} channels: quantize with --groupsize {fits}"
-        )
 
 
 def read_part(stored: Stored, own: Tensor, c: ModelConfig, ranks: Ranks) -> Tensor:
@@ -289,15 +249,9 @@ def connect(model: Transformer, ranks: Ranks) -> None:
 
 def tied_head(table: nn.Module, rows: int, rank: int) -> nn.Module:
     """A rank's rows of the embedding table as a linear layer, padded with zeros; without padding it copies nothing."""
-
-    def part(x: Tensor) -> Tensor:
-        return padded(x[rank * rows : (rank + 1) * rows], 0, rows)
-
     with torch.device("meta"):
         head = nn.Linear(table.weight.shape[1], rows, bias=False)
         head = head if isinstance(table, nn.Embedding) else Int8Linear(head)
-    if isinstance(table, nn.Embedding):
-        head.weight = nn.Parameter(part(table.weight), requires_grad=False)
-    else:
-        head.weight, head.scales = part(table.weight), part(table.scales)
-    return head
+    own = {name: padded(x[rank * rows : (rank + 1) * rows], 0, rows) for name, x in table.state_dict().items()}
+    head.load_state_dict(own, assign=True)
+    return head.requires_grad_(False)

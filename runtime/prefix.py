@@ -5,13 +5,10 @@ header says which weights, method, options, budget and plan the row belongs to, 
 engine that continues the row must have the same.
 """
 
-import dataclasses
 import json
 import time
-import types
-import typing
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -20,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kv as methods
-from runtime.checkpoint import fingerprint
+from runtime.checkpoint import check_fields, fingerprint
 from runtime.device import replacing
 from runtime.plan import plan_of
 
@@ -67,11 +64,8 @@ class Header:
     @classmethod
     def parse(cls, about: object) -> "Header":
         """From a file's JSON. Raises ValueError, TypeError or KeyError if a field is missing or has another type."""
-        values = {field.name: about[field.name] for field in dataclasses.fields(cls)}
-        for field in dataclasses.fields(cls):
-            kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-            if type(values[field.name]) not in kinds:
-                raise TypeError(field.name)
+        values = {field.name: about[field.name] for field in fields(cls)}
+        check_fields(cls, values)
         header = cls(**values)
         if not 0 < header.prompt <= header.max_prompt < 2**40 or not 0 < header.max_new_tokens < 2**40:
             raise ValueError("plan")
@@ -179,8 +173,8 @@ def _read(path: str | Path, whole: bool = True) -> tuple[Header, dict[str, Tenso
                 raise ValueError("it is no saved prompt of this version")
             if file.metadata().get("checksum") != str(zlib.crc32(about.encode())):
                 raise ValueError("its header")
-            fields = json.loads(about)
-            header, checksums = Header.parse(fields), fields["checksums"]
+            content = json.loads(about)
+            header, checksums = Header.parse(content), content["checksums"]
             if set(checksums) != set(file.keys()):
                 raise ValueError("its tensors")
             tensors = {name: file.get_tensor(name) for name in checksums if whole}

@@ -30,22 +30,6 @@ def spy(engine: Engine, ids: list[int]) -> list[Spy]:
     return spies
 
 
-class Seeker(Full):
-    wants_lookahead = True
-
-    def __init__(self, shape):
-        super().__init__(shape)
-        self.offered, self.true = [], []
-
-    def lookahead(self, q, x, active):
-        self.offered.append(q)
-        return x
-
-    def decode(self, q, k, v, pos, active):
-        self.true.append(q)
-        return super().decode(q, k, v, pos, active)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_random(tmp_path_factory.mktemp("calibrate") / "llama")
@@ -104,21 +88,6 @@ def test_dense_preference_is_the_attention_outside_the_most_attended_tokens(fold
     tau = sum(expected) / len(expected)
     found = calibrate.calibrate(engine, ids, sinks=4, recent=16, tau=tau)
     assert found["quant_layers"] == [layer for layer, share in enumerate(expected) if share > tau] != []
-
-
-def test_query_similarity_compares_predicted_with_true_queries(folder):
-    """Decode steps give both: a layer's true query, and the one that the layer below predicts for its lookahead."""
-    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine.load(folder, compile=False)
-    found = calibrate.calibrate(engine, ids, sinks=4, recent=16)["query_similarity"]
-    engine.use("full", max_prompt=90, max_new_tokens=40)
-    engine.layers[:] = seekers = [Seeker(engine.shape) for _ in engine.layers]
-    engine.model.set_kv(seekers)
-    engine.ask(engine.start(ids[:58]), [ids[58:]], 1, stepwise=True)
-    assert found[0] is None
-    for similarity, seeker in zip(found[1:], seekers[1:], strict=True):
-        expected = torch.cosine_similarity(torch.stack(seeker.offered), torch.stack(seeker.true), dim=-1).mean().item()
-        assert similarity == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_best_filter_layers_are_proposed():

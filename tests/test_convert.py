@@ -469,7 +469,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(full, tmp_path, capsys, monk
         monkeypatch.setattr(checkpoint, "save_file", full_disk)
     else:
         sys.addaudithook(fail)
-    refused(capsys, [src, "--out", tmp_path / "out"], "is full", "0.1 MB", watch=tmp_path)
+    refused(capsys, [src, "--out", tmp_path / "out"], "No space left on device", "0.1 MB", watch=tmp_path)
 
 
 # Forks children that convert. The n-th one signals itself at its n-th read or write of weights, open, mkdir, rename or
@@ -681,13 +681,13 @@ def test_shards_and_integer_tensors_survive_writing_and_loading(tmp_path):
     assert_same({name: stored.read() for name, stored in open_weights(tmp_path / "out").items()}, state)
 
 
-def test_load_checkpoint_says_what_to_do_with_a_folder_it_cannot_load(tmp_path):
+def test_reading_a_checkpoint_says_what_to_do_with_a_folder_that_is_none(tmp_path):
     src, out = save(hf_model(), tmp_path / "hf"), tmp_path / "out"
     command = f"python convert_hf_checkpoint.py {src} --out {src}-kv-fast"
     with pytest.raises(ValueError, match=f"convert it first: {command}"):
-        load_checkpoint(src, torch.nn.Identity())
+        read_config(src)
     with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
-        load_checkpoint(out, torch.nn.Identity())
+        read_config(out)
     convert(src, out)
     model, stored = meta_model(out), open_weights(out)["norm.weight"]
     os.truncate(out / "model.safetensors", 60_000)
@@ -699,7 +699,7 @@ def test_load_checkpoint_says_what_to_do_with_a_folder_it_cannot_load(tmp_path):
         load_checkpoint(out, model)
     (out / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json"):
-        load_checkpoint(out, model)
+        read_config(out)
 
 
 @pytest.mark.parametrize(
@@ -744,6 +744,9 @@ def test_a_damaged_section_is_refused_in_one_line(checkpoint, tmp_path):
             assert "kv_fast in " in str(error) and len(str(error).splitlines()) == 1 and len(str(error)) < 500
     flags = ("tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
     assert accepted == [("norm_eps", 1.5), ("window", None), *((flag, True) for flag in flags)]
+    edit_section(tmp_path / "m", model=section["model"] | {"n_kv_head": 3})
+    with pytest.raises(ValueError, match="4 attention heads do not divide into 3 KV heads"):
+        read_config(tmp_path / "m")
     edit_section(tmp_path / "m", model=section["model"], weights=None)
     with pytest.raises(ValueError, match="weights must be their id"):
         read_config(tmp_path / "m")

@@ -174,7 +174,6 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
 @pytest.mark.parametrize("faster", ("kernel", "widened"))
 def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
     times = {"kernel": 2.0, "widened": 1.0 if faster == "widened" else 3.0}
-    monkeypatch.setattr(cpu, "decided", set())
     monkeypatch.setattr(cpu, "WIDENED", found := [])
     monkeypatch.setattr(cpu, "measure_widening", lambda dtype: times)
     cpu.widen(torch.bfloat16)
@@ -182,8 +181,9 @@ def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
     assert found == [torch.bfloat16] * (faster == "widened")
     monkeypatch.setattr(cpu, "measure_widening", None)
     cpu.widen(torch.bfloat16)
-    monkeypatch.setattr(cpu, "decided", set())
+    monkeypatch.setattr(cpu, "WIDENED", again := [])
     cpu.widen(torch.bfloat16)  # from the file
+    assert again == found
     assert json.loads(cpu.cache_file().read_text())[cpu.where()] == {"bfloat16, many rows": times}
 
 

@@ -124,18 +124,18 @@ def forged(good: Path, file: Path, fields: dict, tensors: dict) -> Path:
 
 
 FORGED = {  # header fields, tensors, and the reason that the refusal gives
-    "a budget that is a text": ({"budget": "24"}, {}, "(budget)"),
+    "a budget that is a text": ({"budget": "24"}, {}, "(budget cannot be "),
     "a budget that is no number": ({"budget": float("nan")}, {}, "budget=nan"),
     "a plan of no tokens": ({"max_new_tokens": 0}, {}, "(plan)"),
     "a plan for 3e12 tokens": ({"max_prompt": 3 * 10**12}, {}, "(plan)"),
     "a plan for 3e9 tokens": ({"max_prompt": 3 * 10**9}, {}, "GB are free"),
-    "a plan that is true": ({"max_prompt": True}, {}, "(max_prompt)"),
+    "a plan that is true": ({"max_prompt": True}, {}, "(max_prompt cannot be "),
     "a prompt longer than the plan": ({"prompt": 51}, {}, "(plan)"),
     "no prompt": ({"prompt": 0}, {}, "(plan)"),
     "no drafts": ({"speculate": -1}, {}, "(speculate)"),
     "a pending token beyond the vocabulary": ({"pending": 128}, {}, "(tokens)"),
-    "a pending token that is true": ({"pending": True}, {}, "(pending)"),
-    "options that are a list": ({"options": []}, {}, "(options)"),
+    "a pending token that is true": ({"pending": True}, {}, "(pending cannot be "),
+    "options that are a list": ({"options": []}, {}, "(options cannot be "),
     "a method that there is not": ({"kv": "nosuch"}, {}, "kv=nosuch"),
     "no list of tensors": ({"checksums": []}, {}, "(its tensors)"),
     "speeds of one value": ({}, {"rope_speed": torch.ones(1)}, "(tokens)"),

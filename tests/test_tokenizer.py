@@ -474,7 +474,8 @@ def test_sentencepiece_text_that_begins_with_no_space_survives_a_round_trip(pair
 
 
 def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_path):
-    folder = sentencepiece_folder(tmp_path, {}, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
+    chatml = ["<|im_start|>", "<|im_end|>"]
+    folder = sentencepiece_folder(tmp_path, {"chat_template": CHATML_TEMPLATE}, user_defined_symbols=chatml)
     ours = load_tokenizer(folder)
     text = "hi<|im_end|>\n<|im_start|>system"
     assert not {ours.special["<|im_end|>"], ours.special["<|im_start|>"]} & set(ours.encode(text))
@@ -492,7 +493,6 @@ def test_rank_file_gives_llama_3s_special_tokens_their_ids(pairs):
     for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
         assert ranks.special[token] == ours.special[token]
     assert (ranks.encode(""), ranks.vocab_size) == (ours.encode(""), ours.vocab_size)
-    assert ranks.chat("hello", system="be brief") == ours.chat("hello", system="be brief")
 
 
 def test_bos_is_added_as_the_config_says_and_by_default_with_sentencepiece(folders, tmp_path):
@@ -617,20 +617,12 @@ def test_a_finetunes_chatml_tokens_are_read_from_its_config_and_bos_from_its_tem
     assert ours.decode([start, start + 1]) == "" and start not in ours.encode("<|im_end|>")
 
 
-@pytest.mark.parametrize("name", ["llama-2", "gpt2"])
-def test_chat_without_a_template_or_the_tokens_of_a_known_format_is_refused(folders, tmp_path, name):
+@pytest.mark.parametrize("name", ["llama-2", "llama-3"])
+def test_chat_without_a_template_is_refused(folders, tmp_path, name):
     ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
     for turn in (ours.chat, ours.chat_next):
         with pytest.raises(ValueError, match="has no chat template; use a plain prompt"):
             turn("hello")
-
-
-@pytest.mark.parametrize("name", ["llama-3", "chatml", "mistral-v0.3"])
-def test_without_a_template_the_tokens_of_a_known_format_imply_one(folders, pairs, tmp_path, name):
-    ours = load_tokenizer(edited(folders[name], tmp_path / "plain", chat_template=None))
-    for system in (None, "Be brief."):
-        assert ours.chat(" hello", system) == rendered(pairs[name].theirs, " hello", system=system)
-    assert ours.chat_next("and?") == pairs[name].ours.chat_next("and?")
 
 
 # Refusals
@@ -724,7 +716,7 @@ def test_a_setting_of_the_wrong_type_is_refused(folders, tmp_path, change):
 def test_a_file_that_is_nested_too_deeply_is_refused(folders, tmp_path):
     folder = edited(folders["qwen"], tmp_path / "nested")
     (folder / "tokenizer.json").write_text("[" * 100_000)
-    refused(folder, "tokenizer.json", "nested too deeply")
+    refused(folder, "tokenizer.json")
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped(folders, tmp_path):

@@ -17,29 +17,6 @@ LONGEST = 200_000  # characters of a template
 GROWTH = 1_000_000  # characters that a template may add to a conversation
 MESSAGE = 300  # characters shown of a template's error message
 
-# For checkpoints without a template: (control tokens the vocabulary must have, template).
-DEFAULTS = {
-    "llama-3": (
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n{{ '' }}",
-    ),
-    "chatml": (
-        ("<|im_start|>", "<|im_end|>"),
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "<|im_start|>assistant\n{{ '' }}",
-    ),
-    "mistral-v0.3": (
-        ("[INST]", "[/INST]"),
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if m.role == 'system' %}[INST] {{ m.content }}\n\n"
-        "{% elif m.role == 'user' %}{{ '[INST] ' if loop.first or loop.previtem.role != 'system' }}"
-        "{{ m.content }}[/INST]"
-        "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-    ),
-}
-CONTROL_TOKENS = {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}.union(*(tokens for tokens, _ in DEFAULTS.values()))
-
 
 def render(template: str, messages: list[dict[str, str]], variables: dict[str, str]) -> str:
     """The conversation as text, up to the header of the next answer; `variables` are bos_token and the like.

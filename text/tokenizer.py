@@ -10,7 +10,7 @@ A tokenizer's patterns are trusted: one written to take much time or memory does
 import base64
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
@@ -39,6 +39,9 @@ LONG_RUN = re.compile(r"\s{25000}|\S{25000}")
 
 # Tokens that end an answer in every vocabulary that has them, whichever one the checkpoint's settings call EOS.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+# Tokens of chat formats, special even where a tokenizer does not say so.
+CONTROL_TOKENS = {"<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
+CONTROL_TOKENS |= {"[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}
 # The variables of a chat template.
 VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,15 +55,10 @@ MARKS = {normalized: f"<{secrets.token_hex(16)}>" for normalized in (False, True
 CUT = f"<{secrets.token_hex(16)}>"
 
 
-class UnsupportedTokenizer(ValueError):
-    """An intact tokenizer of a kind that this module cannot read. The model still accepts token ids."""
-
-
 def load_tokenizer(folder: str | Path) -> "Tokenizer":
     """Reads the tokenizer of a checkpoint folder.
 
-    Raises FileNotFoundError if the folder has none, ValueError if a file is damaged, and UnsupportedTokenizer, a
-    ValueError, if its files contradict each other.
+    Raises FileNotFoundError if the folder has none, and ValueError if a file is damaged or two contradict each other.
     """
     folder = Path(folder)
     model = folder / "tokenizer.model"
@@ -84,8 +82,8 @@ class Tokenizer:
     a chat's end of turn.
     """
 
-    def __init__(self, folder: Path, vocab: dict[str, int], special: set[str], added: list[AddedToken]):
-        """vocab: token -> id. special: tokens that are neither matched in text nor printed. added: with their flags."""
+    def __init__(self, folder: Path, vocab: dict[str, int], special: set[str]):
+        """vocab: token -> id. special: tokens that are neither matched in text nor printed."""
         if not vocab or not all(type(i) is int and 0 <= i < MAX_ID for i in vocab.values()):
             raise ValueError(f"the tokenizer in {folder} is damaged: not every token has an id from 0 to {MAX_ID - 1}")
         self.special = {token: vocab[token] for token in special}
@@ -93,36 +91,28 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         ends = {token for token in END_TOKENS if token in special} | {self.variables.get("eos_token")}
         self.eos_ids = {vocab[token] for token in ends if token in vocab}
-        fitting = (template for tokens, template in chat.DEFAULTS.values() if self.special.keys() >= set(tokens))
-        self.template = self.template or next(fitting, "")
-        self.normalized = {token.content: bool(token.normalized) for token in added}
-
         names = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
         starts = "".join(sorted({re.escape(token[0]) for token in self.special}))
-        self.spelled = re.compile(f"(?=[{starts}])(?:{names})" if names else "(?!)")
-        self.start_spelled = re.compile(f"(?=[{starts}])(?={names})(.)" if names else "(?!)", re.DOTALL)
+        # Matches the first character of a spelled special token; the group is the token.
+        self.spelled = re.compile(f"(?=[{starts}])(?=({names}))." if names else "(?!)", re.DOTALL)
 
     def read_settings(self, folder: Path) -> None:
         """Reads the files beside the tokenizer: config (tokenizer_config.json over special_tokens_map.json), variables
         and template of chats, and `listed`, the added tokens and their ids."""
-        path = folder / "tokenizer_config.json"
-        own, self.config = _read(path), _read(folder / "special_tokens_map.json")
+        own = read_json(folder / "tokenizer_config.json", missing={})
+        self.config = read_json(folder / "special_tokens_map.json", missing={})
         self.config.update((key, value) for key, value in own.items() if value is not None)
         self.template = _template(folder, self.config)
-        tokens = {key: self.config.get(key) for key in VARIABLES}
-        tokens = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
-        if not all(isinstance(token, str | None) for token in tokens.values()):
+        given = {key: self.config[key] for key in VARIABLES if self.config.get(key) is not None}
+        self.variables = {key: token["content"] if isinstance(token, dict) else token for key, token in given.items()}
+        if not all(isinstance(token, str) for token in self.variables.values()):
             raise TypeError("a token that is not text")
-        self.variables = {key: token for key, token in tokens.items() if token is not None}
         self.listed = {}
         for i, token in self.config.get("added_tokens_decoder", {}).items():
-            flags = {flag: token[flag] for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
             if not i.isdecimal():
                 raise TypeError(f"the id {i!r}")
-            control = token.get("special", False) or token["content"] in chat.CONTROL_TOKENS
-            self.listed[token["content"]] = int(i), AddedToken(token["content"], special=control, **flags)
-        if "" in self.listed:
-            raise TypeError("an added token without content")
+            control = token.get("special", False) or token["content"] in CONTROL_TOKENS
+            self.listed[token["content"]] = int(i), AddedToken(**token | {"special": control})
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Ids of a text; with `bos`, also the tokens that this checkpoint's tokenizer puts around a text (BOS)."""
@@ -180,52 +170,52 @@ class Tokenizer:
             raise ValueError("a message that has all private-use characters of Unicode cannot be sent")
         # In messages, the first character of special tokens is replaced until the template's own tokens are found.
         mark, *free = free
-        hidden, first = dict(zip(sorted(starts), free, strict=True)), True
+        hidden = dict(zip(starts, free, strict=True))
 
         def hide(text: str) -> str:
-            return self.start_spelled.sub(lambda match: hidden[match[0]], _without_surrogates(text))
+            return self.spelled.sub(lambda match: hidden[match[0]], _without_surrogates(text))
 
         said = [mark if content is None else hide(content) for content in contents]
         if part != "whole":
             said[-1] = said[-1] + mark if part == "begin" else mark + said[-1]
         rendered = [m | {"content": content} for m, content in zip(messages, said, strict=True)]
-        text = chat.render(self.template, rendered, self.variables)
-        if None in contents or part != "whole":
+        text, goes_on = chat.render(self.template, rendered, self.variables), None in contents or part == "end"
+        if goes_on or part == "begin":
             before, found, after = text.rpartition(mark)
             if not found:
                 raise ValueError("the checkpoint's chat template leaves messages out, so a conversation cannot go on")
-            text, first = (before, True) if part == "begin" else (after, False)
+            text = after if goes_on else before
             if None in contents and self.spelled.match(text.lstrip()):
                 text = text.lstrip()  # white space before the end of a turn belongs to the answer
         text = _without_surrogates(text + hide(opening))
 
-        begin, texts, tokens = 0, [], []
-        for start, end, token in self._added_in(text, special=True):
-            texts.append(text[begin:start])
-            tokens.append(token)
-            begin = end
         shown = str.maketrans({place: start for start, place in hidden.items()})
-        return self._join([t.translate(shown) for t in [*texts, text[begin:]]], tokens, first)
+        pieces = [(part.translate(shown), token) for part, token in self._split(text, special=True)]
+        return self._join(pieces, not goes_on)
 
     def _cut(self, text: str, formed: set[int]) -> list[str]:
         """A text cut after the first character of the special tokens that its model formed of it: some models hold
         special tokens that text can form."""
-        cuts = [m.start() + 1 for m in self.spelled.finditer(text) if self.special[m[0]] in formed]
+        cuts = [m.end() for m in self.spelled.finditer(text) if self.special[m[1]] in formed]
         return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
-    def _added_in(self, text: str, special: bool) -> Iterator[tuple[int, int, str]]:
-        """(start, end, token) of added tokens in a text, with the spaces that they absorb: special ones or others."""
+    def _split(self, text: str, special: bool) -> list[tuple[str, str | None]]:
+        """The text without its added tokens (the special ones or the others) and the spaces that they absorb: its
+        parts, each with the token that follows it, None after the last."""
         self.finder.encode_special_tokens = not special
         with _panics():
             found = self.finder.encode(text, add_special_tokens=False)
+        pieces, begin = [], 0
         for i, (start, end) in zip(found.ids, found.offsets, strict=True):
             token = self.finder.id_to_token(i)
             # Not <unk> for an unknown character.
             if (token in self.special) == special and text[start:end].strip() == token:
-                yield start, end, token
+                pieces.append((text[begin:start], token))
+                begin = end
+        return [*pieces, (text[begin:], None)]
 
-    def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
-        """Ids of texts in which nothing is a special token, with a special token after each but the last.
+    def _join(self, pieces: list[tuple[str, str | None]], first: bool) -> list[int]:
+        """Ids of texts in which nothing is a special token, each with the special token that follows it, if any.
 
         first: whether nothing stands before the first text.
         """
@@ -272,11 +262,10 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, data: bytes):
         path = folder / "tokenizer.json"
-        read_json(path)  # reports a damaged file more clearly than the package
         self.read_settings(folder)
         try:
             with _panics():
-                self.library = library = tokenizers.Tokenizer.from_file(str(path))
+                self.finder = library = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower type
             raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
         library.no_truncation()
@@ -286,40 +275,40 @@ class JsonTokenizer(Tokenizer):
             if content not in added:
                 library.add_tokens([token])
             if library.token_to_id(content) != i:
-                raise UnsupportedTokenizer(f"{path} gives the token {content!r} another id than tokenizer_config.json")
+                raise ValueError(f"{path} gives the token {content!r} another id than tokenizer_config.json")
         known = library.get_vocab(with_added_tokens=True)
         ends = {self.variables.get(key) for key in ("bos_token", "eos_token")}
-        for content in sorted(known.keys() & (chat.CONTROL_TOKENS | ends)):
+        for content in sorted(known.keys() & (CONTROL_TOKENS | ends)):
             if content not in added or not added[content].special:
                 library.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-        tokens = list(library.get_added_tokens_decoder().values())
-        super().__init__(folder, known, {token.content for token in tokens if token.special}, tokens)
+        tokens = library.get_added_tokens_decoder().values()
+        super().__init__(folder, known, {token.content for token in tokens if token.special})
+        self.mark_of = {None: ""} | {token.content: MARKS[bool(token.normalized)] for token in tokens}
         library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
         library.add_tokens([AddedToken(CUT, normalized=False)])
-        self.finder, self.cut = library, library.token_to_id(CUT)
+        self.cut = library.token_to_id(CUT)
         self.marks = {library.token_to_id(name) for name in MARKS.values()}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        return self._join([_without_surrogates(text)], [], True, bos)
+        return self._join([(_without_surrogates(text), None)], True, bos)
 
-    def _join(self, texts: list[str], tokens: list[str], first: bool, bos: bool = False) -> list[int]:
-        def run(texts: list[str]) -> tokenizers.Encoding:
-            marks = ["" if first else CUT, *(MARKS[self.normalized[token]] for token in tokens)]
+    def _join(self, pieces: list[tuple[str, str | None]], first: bool, bos: bool = False) -> list[int]:
+        def run(change: Callable[[str], str]) -> tokenizers.Encoding:
+            text = "".join(change(part) + self.mark_of[token] for part, token in pieces)
             with _panics():
-                text = "".join(mark + text for mark, text in zip(marks, texts, strict=True))
-                return self.library.encode(text, add_special_tokens=bos)
+                return self.finder.encode(text if first else CUT + text, add_special_tokens=bos)
 
-        self.library.encode_special_tokens = True
-        found = run(texts)
+        self.finder.encode_special_tokens = True
+        found = run(str)
         pairs = zip(found.ids, found.special_tokens_mask, strict=True)
         if formed := {i for i, after in pairs if i in self.silent and not after}:
-            found = run([CUT.join(self._cut(text, formed)) for text in texts])
-        order = iter(tokens)
-        return [self.special[next(order)] if i in self.marks else i for i in found.ids if i != self.cut]
+            found = run(lambda part: CUT.join(self._cut(part, formed)))
+        tokens = (self.special[token] for _, token in pieces)
+        return [next(tokens) if i in self.marks else i for i in found.ids if i != self.cut]
 
     def _decode(self, ids: list[int]) -> str:
         with _panics():
-            return self.library.decode(ids, skip_special_tokens=False)
+            return self.finder.decode(ids, skip_special_tokens=False)
 
 
 class ByteTokenizer(Tokenizer):
@@ -329,38 +318,31 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, vocab: dict[str, int], pieces: dict[int, bytes], special: set[str]):
         """pieces: id -> the bytes it prints."""
-        # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
-        oldest = {
-            token: (i, AddedToken(token, special=True)) for token, i in _read(folder / "added_tokens.json").items()
-        }
         added = {token: (vocab[token], AddedToken(token, special=True, normalized=False)) for token in special}
-        added |= oldest | self.listed
-        vocab = {**vocab, **{token: i for token, (i, _) in added.items()}}
+        for token, i in read_json(folder / "added_tokens.json", missing={}).items():
+            # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
+            added[token] = i, AddedToken(token, special=True)
+        added |= self.listed
         special = special | {token for token, (_, entry) in added.items() if entry.special}
-        super().__init__(folder, vocab, special, [entry for _, entry in added.values()])
-        plain = {i: token.encode() for token, (i, entry) in added.items() if token not in special}
-        self.pieces = {**pieces, **plain}
-        self.ids = vocab
+        self.ids = vocab | {token: i for token, (i, _) in added.items()}
+        super().__init__(folder, self.ids, special)
+        self.pieces = pieces | {i: token.encode() for token, (i, _) in added.items()}
         # The package tokenizers finds added tokens, with a model that knows no other token.
         self.finder = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self.finder.add_special_tokens([entry for token, (_, entry) in added.items() if token in special])
-        self.finder.add_tokens([entry for token, (_, entry) in added.items() if token not in special])
-        self.before = []
-        if self.config.get("add_bos_token", True) and self.variables.get("bos_token") in vocab:
-            self.before = [vocab[self.variables["bos_token"]]]
+        self.finder.add_tokens([entry for _, entry in added.values()])
+        bos = self.variables.get("bos_token")
+        self.before = [self.ids[bos]] if self.config.get("add_bos_token", True) and bos in self.ids else []
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        return self.before * bos + self._join([_without_surrogates(text)], [], True)
+        return self.before * bos + self._join([(_without_surrogates(text), None)], True)
 
-    def _join(self, texts: list[str], tokens: list[str], first: bool) -> list[int]:
+    def _join(self, pieces: list[tuple[str, str | None]], first: bool) -> list[int]:
         ids: list[int] = []
-        for text, after in zip(texts, [*tokens, None], strict=True):
-            begin = 0
-            for start, end, token in [*self._added_in(text, special=False), (len(text), len(text), None)]:
-                ids += self._model(text[begin:start], first and not ids)
+        for text, after in pieces:
+            *parts, (rest, _) = self._split(text, special=False)
+            for part, token in [*parts, (rest, after)]:
+                ids += self._model(part, first and not ids)
                 ids += [] if token is None else [self.ids[token]]
-                begin = end
-            ids += [] if after is None else [self.special[after]]
         return ids
 
     def _model(self, text: str, first: bool) -> list[int]:
@@ -399,7 +381,7 @@ class PieceTokenizer(ByteTokenizer):
             piece = sp.id_to_piece(i)
             vocab[piece] = i
             pieces[i] = bytes([int(piece[1:-1], 16)]) if sp.is_byte(i) else piece.replace("▁", " ").encode()
-            if sp.is_control(i) or sp.is_unknown(i) or piece in chat.CONTROL_TOKENS:
+            if sp.is_control(i) or sp.is_unknown(i) or piece in CONTROL_TOKENS:
                 special.add(piece)
         for key, i in (("bos_token", sp.bos_id()), ("eos_token", sp.eos_id())):
             if i >= 0:
@@ -435,21 +417,13 @@ class RankTokenizer(ByteTokenizer):
             raise ValueError(f"{folder / 'tokenizer.model'} is damaged: line {len(pieces) + 1} ({error})") from None
         self.bpe = tiktoken.Encoding("ranks", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
         special = {token: len(pieces) + i for i, token in LLAMA3_SPECIAL.items()}
-        if any(i >= len(pieces) for i, _ in self.listed.values()):
-            special = {}  # the configuration lists its own
-        else:
-            self.variables = {"bos_token": LLAMA3_SPECIAL[0], "eos_token": LLAMA3_SPECIAL[1], **self.variables}
+        self.variables = {"bos_token": LLAMA3_SPECIAL[0], "eos_token": LLAMA3_SPECIAL[1], **self.variables}
         super().__init__(folder, special, pieces, set(special))
-        self.vocab_size = max(self.vocab_size, len(pieces))
 
     def _model(self, text: str, first: bool) -> list[int]:
         cuts = [match.end() for match in LONG_RUN.finditer(text)]
         with _panics():
             return [i for a, b in pairwise([0, *cuts, len(text)]) for i in self.bpe.encode_ordinary(text[a:b])]
-
-
-def _read(path: Path) -> dict:
-    return read_json(path) if present(path) else {}
 
 
 def _template(folder: Path, config: dict) -> str:
