@@ -397,8 +397,8 @@ class Engine:
         self._release()
 
     def _release(self) -> None:
-        for layer in self.layers:
-            layer.close()
+        for pool in methods.pools(self.layers):
+            pool.close()
         for layer in self.model.layers:
             layer.attention.kv = None
         self.shape, self.layers, self.rows = None, [], [None] * self.batch
@@ -898,5 +898,5 @@ class Engine:
 
     def fetched(self) -> tuple[int, int]:
         """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
-        wanted, brought = zip(*(layer.fetched() for layer in self.layers), strict=True)
+        wanted, brought = zip((0, 0), *(pool.counts for pool in methods.pools(self.layers)), strict=True)
         return sum(wanted), sum(brought)
