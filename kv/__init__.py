@@ -127,12 +127,24 @@ def describe(name: str) -> str:
     method = _method(name)
     takes = "none" if not method.budgeted else "--budget, in tokens per KV head or as a share of the prompt"
     lines = [sys.modules[method.__module__].__doc__.strip(), "", f"budget: {takes}"]
+    if drafts(name):
+        lines.append("--speculate N: drafts for the full cache, and shares its memory if the draft keeps every token")
     for x in fields(method):
         kind, meaning = getattr(x.type, "__name__", x.type), x.metadata.get("help", "")
         if get_origin(x.type) is Literal:
             kind = " or ".join(map(str, get_args(x.type)))
         lines.append(f"--kv-opt {x.name}=... ({kind}, default {x.default}): {meaning}")
     return "\n".join(lines)
+
+
+def drafts(name: str) -> bool:
+    """Whether the method, with its default options, can draft for the full cache."""
+    shape = Shape(4, 4, 2, 32, 128, "default", 1e4, torch.float32, torch.device("meta"), 1, 1024, 64, rewind=1)
+    try:
+        build(name, shape, 1.0 if _method(name).budgeted else None, {})
+    except ValueError:
+        return False
+    return True
 
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:

@@ -87,18 +87,11 @@ def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> 
 class SharedSlots(Slots):
     """The slots of all layers, and the prompt's K and V until every layer has seen it."""
 
-    def __init__(self, shape: Shape, layers: int, budget: int, options: "D2OMethod"):
+    def __init__(self, shape: Shape, layers: int, budget: int):
         super().__init__(shape, layers * (budget + 1), D2O.sums)
-        self.budget, self.options = budget, options
+        self.budget = budget
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [budget] * layers  # S_l of the parked prompt
-
-    def divide(self, row: int) -> None:
-        """Divides the row's slots among the layers, by the variances of the parked prompt."""
-        variances = torch.stack([variance for _, variance, *_ in self.parked]).tolist()
-        prompt = self.parked[0][2].shape[1]
-        self.position[row] = -1
-        self.sizes = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
 
 
 class D2O(H2O):
@@ -125,16 +118,19 @@ class D2O(H2O):
         self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
     def finish(self, row: int) -> None:
-        if self.index == 0:
-            self.shared.divide(row)
-        sizes = self.shared.sizes
-        self.first[row] = sum(sizes[: self.index]) + self.index
-        self.allotted[row], self.threshold[row] = sizes[self.index], -torch.inf
-        sums, _, *parked = self.shared.parked[self.index]
+        shared, options = self.shared, self.options
+        if self.index == 0:  # divides the row's slots among the layers
+            variances = torch.stack([variance for _, variance, *_ in shared.parked]).tolist()
+            prompt = shared.parked[0][2].shape[1]
+            shared.sizes = layer_budgets(variances, prompt, shared.budget, options.sinks, options.allocation)
+            self.position[row] = -1
+        self.first[row] = sum(shared.sizes[: self.index]) + self.index
+        self.allotted[row], self.threshold[row] = shared.sizes[self.index], -torch.inf
+        sums, _, *parked = shared.parked[self.index]
         tokens = Held.new(*(x.to(self.k.device) for x in parked))
         self.compress(row, tokens, *self.ranked(sums, tokens.position))
-        if self.index == len(sizes) - 1:
-            self.shared.parked.clear()
+        if self.index == len(shared.sizes) - 1:
+            shared.parked.clear()
 
     def newest(self, kept: Tensor | int) -> Tensor | int:
         """M of the N + M tokens besides the sinks (Equation 8)."""
@@ -254,6 +250,6 @@ class D2OMethod(Method):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)
-        shared = SharedSlots(shape, len(layers), self.tokens(shape, budget), self)
+        shared = SharedSlots(shape, len(layers), self.tokens(shape, budget))
         evicting = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
         return [evicting.get(layer) or Full(shape) for layer in range(shape.n_layer)]

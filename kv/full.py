@@ -1,7 +1,7 @@
 """full: every token's K and V. The baseline, and the base class of methods that store everything and read a part.
 
-Memory and traffic: one K and one V vector per token and KV head. If the model has a sliding window, the slots are a
-ring of that many tokens. With bits=8 or 4, K and V are stored as in kv/kivi.py.
+Memory and traffic: one K and one V vector per token and KV head; with bits=8 or 4, bits / 16 of that, 16-bit scales and
+zero points, and the newest tokens unquantized, as in kv/kivi.py. A sliding window makes the slots a ring.
 """
 
 from dataclasses import dataclass

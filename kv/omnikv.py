@@ -177,18 +177,6 @@ class ContextBank(Buffers):
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 
-    def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""
-        step = k.shape[1] if self.bits == 16 else quant.SLICE
-        for i, x in enumerate((k, v)):
-            for n, part in enumerate(x.transpose(0, 1).split(step)):
-                self.pool.write(row, n * step, quant.encode(part, self.bits), self.layers.index(layer), i)
-
-    def read(self, row: int, layer: int, prompt: int) -> tuple[Tensor, Tensor]:
-        """K and V [Hk,T,D] of one layer's prompt."""
-        entries = self.pool.read(row, prompt)[:, self.layers.index(layer)]  # [T,2,Hk,D]
-        return self.decoded(entries).permute(1, 2, 0, 3).unbind(0)
-
     def decoded(self, entries: Tensor) -> Tensor:
         return quant.decode(entries, self.bits, self.shape.head_dim, self.shape.dtype)
 
@@ -203,21 +191,25 @@ class BankSparse(Parts):
 
     def __init__(self, shape: Shape, chooser: Filter, layer: int):
         super().__init__(shape, sinks=0, ends=0, chosen=chooser.most, prompt=chooser.prompt)
-        self.bank, self.layer, self.chunks = chooser.bank, layer, chooser.chunks
+        self.bank, self.chunks = chooser.bank, chooser.chunks
         self.exact_prompt = self.chunks is None
         self.hold("index", chooser.index)
-        self.first = layer == self.bank.layers[0]
-        column = torch.tensor([self.bank.layers.index(layer)], device=shape.device)
-        self.hold("column", column)  # of the pool; a tensor: layers share compiled code
+        self.at = self.bank.layers.index(layer)  # of the layer in an entry of the pool
+        self.hold("column", torch.tensor([self.at], device=shape.device))  # the same: layers share compiled code
+        self.first = self.at == 0
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.bank.write(row, self.layer, k[0], v[0])
+        step = k.shape[2] if self.bank.bits == 16 else quant.SLICE
+        for i, x in enumerate((k, v)):
+            for n, part in enumerate(x[0].transpose(0, 1).split(step)):
+                self.bank.pool.write(row, n * step, quant.encode(part, self.bank.bits), self.at, i)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        return self.bank.read(row, self.layer, prompt)
+        entries = self.bank.pool.read(row, prompt)[:, self.at]  # [T,2,Hk,D]
+        return self.bank.decoded(entries).permute(1, 2, 0, 3).unbind(0)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

@@ -37,7 +37,7 @@ CANNOT = {
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),
     **{name: (name, {}) for name in ("h2o", "roco", "cam", "d2o", "simlayer")},
 }
-DRAFTS = {name: draft for name, draft in DRAFTS.items() if name not in CANNOT}
+DRAFTS = {name: draft for name, draft in DRAFTS.items() if name != draft[0] or kv.drafts(name)}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
 FOLLOW_UPS = [[[1, 2, 3]], [], [[4], [5, 6]], [[8]], [[77] * 9]]
 SAMPLINGS = ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9})
