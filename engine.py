@@ -573,8 +573,8 @@ class Engine:
         self.warm.add(self.sampling.variant)
 
     def _release(self) -> None:
-        for layer in self.layers:
-            layer.close()
+        for pool in methods.pools(self.layers):
+            pool.close()
         for layer in self.model.layers:
             layer.attention.kv = None
         self.shape: Shape | None = None  # None: no caches yet

@@ -208,7 +208,8 @@ class Ours:
                 for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
             )
             layer.reset(row)
-            layer.keep(row, q, k, v, *layer.skip_prompt(q, k))
+            sizes = [c.n_head if name == "variance" else k.shape[1:3] for name in layer.statistics]
+            layer.keep(row, q, k, v, *(torch.rand(size, device=case.device) for size in sizes))
         for layer in self.engine.layers:
             layer.finish(row)
 

@@ -1,9 +1,9 @@
 """The registry of KV methods: a new method is one file, its import and its line in METHODS."""
 
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from typing import Literal, get_args, get_origin
 
 import torch
 
@@ -27,7 +27,8 @@ from kv import (
     tailorkv,
 )
 from kv.base import KV
-from kv.method import Method, Shape
+from kv.method import Method, Shape, convert
+from kv.parts.offload import Pool
 from kv.parts.speculation import speculative
 
 METHODS: dict[str, type[Method]] = {
@@ -83,7 +84,7 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
 
 
 def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None) -> int | None:
-    """The budget in tokens per KV head, None for a method that takes none."""
+    """The budget in tokens per KV head, None for a method that takes none; a float is a share of max_prompt, or all."""
     if not method.takes_budget:
         if budget is not None:
             raise ValueError(f"{name} takes no budget" + f" beside {method.instead}" * method.budgeted)
@@ -92,75 +93,33 @@ def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None)
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
     if not budget > 0 or isinstance(budget, float) and budget > 1:
         raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
-    tokens, minimum = shape.tokens(budget), method.minimum(shape)
-    if tokens < minimum:
-        raise BudgetTooSmall(name, minimum, tokens)
-    return min(tokens, max(minimum, method.most(shape)))
+    if isinstance(budget, float):
+        budget = shape.planned if budget == 1.0 else int(budget * shape.max_prompt + 0.5)
+    minimum = method.minimum(shape)
+    if budget < minimum:
+        raise BudgetTooSmall(name, minimum, budget)
+    return min(budget, max(minimum, method.most(shape)))
 
 
 def parse_options(name: str, given: dict) -> Method:
     """The method with the given options, typed values or strings; in a string + or commas separate list items."""
-    return _method(name).parse(name, given)
+    method = _method(name)
+    options, values = {x.name: x for x in fields(method)}, {}
+    for key, value in given.items():
+        if key not in options:
+            raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(options) or 'none'}")
+        bounds = map(options[key].metadata.get, ("min", "max"))
+        try:
+            values[key] = convert(value, options[key].type, *bounds)
+        except ValueError as error:
+            raise ValueError(f"{name}: option {key}={value}: {error}") from None
+    return method(**values)
 
 
 def _method(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
     return METHODS[name]
-
-
-def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
-    """(device, host) bytes that `build` would allocate for the same arguments. Allocates nothing."""
-    return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
-
-
-def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
-    """(device, host) bytes of a whole model's cache; storage that layers share counts once."""
-    layers, shared = list(layers), {}
-    for layer in layers:
-        shared |= layer.storages()
-    return sum(shared.values()), sum(layer.host_bytes() for layer in layers)
-
-
-def step_bytes(layers: Iterable[KV], length: int) -> tuple[int, int]:
-    """(device, host) bytes of the cache that one step reads for a row of `length` tokens."""
-    device, host = zip(*(layer.step_bytes(length) for layer in layers), strict=True)
-    return sum(device), sum(host)
-
-
-def fetched(layers: Iterable[KV]) -> tuple[int, int]:
-    """Pool rows that steps requested from the host since allocation, and how many of them had to be fetched."""
-    requested, transferred = zip(*(layer.fetched() for layer in layers), strict=True)
-    return sum(requested), sum(transferred)
-
-
-# Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
-# file or changes how much is kept.
-PROFILE = {"filter_layers": "layers", "quant_layers": "layers", "head_scores": "lists of finite numbers"}
-
-
-def read_profile(content: dict) -> dict:
-    """The options of PROFILE that a kv_profile.json sets. Raises ValueError if one has the wrong type."""
-    options = {key: content[key] for key in PROFILE if key in content}
-    for key, values in options.items():
-        lists, fits = ([values], _is_layer) if PROFILE[key] == "layers" else (values, _is_finite)
-        if not isinstance(values, list) or not all(isinstance(x, list) and all(map(fits, x)) for x in lists):
-            raise ValueError(f"kv_profile.json: {key} must be a list of {PROFILE[key]}; run calibrate.py again")
-    return options
-
-
-def _is_layer(x: object) -> bool:
-    return type(x) is int and x >= 0
-
-
-def _is_finite(x: object) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
-
-
-def from_profile(name: str, options: dict, profile: dict) -> dict:
-    """What `build` takes from the profile: the method's options that `options` does not set."""
-    known = {f.name for f in fields(_method(name))} & PROFILE.keys()
-    return {key: value for key, value in profile.items() if key in known and key not in options}
 
 
 def describe(name: str) -> str:
@@ -170,16 +129,73 @@ def describe(name: str) -> str:
     lines = [sys.modules[method.__module__].__doc__.strip(), "", f"budget: {takes}"]
     if drafts(name):
         lines.append("--speculate N: drafts for the full cache, and shares its memory if the draft keeps every token")
-    return "\n".join(lines + method.describe_options())
+    for x in fields(method):
+        kind, meaning = getattr(x.type, "__name__", x.type), x.metadata.get("help", "")
+        if get_origin(x.type) is Literal:
+            kind = " or ".join(map(str, get_args(x.type)))
+        lines.append(f"--kv-opt {x.name}=... ({kind}, default {x.default}): {meaning}")
+    return "\n".join(lines)
 
 
 def drafts(name: str) -> bool:
     """Whether the method, with its default options, can draft for the full cache."""
-    plan = {"max_prompt": 1024, "max_new_tokens": 64, "batch": 1, "dtype": torch.float32, "rewind": 1}
-    model = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dim": 128}
-    shape = Shape(**model, **plan, rope_type="default", rope_theta=1e4, device=torch.device("meta"))
+    shape = Shape(4, 4, 2, 32, 128, "default", 1e4, torch.float32, torch.device("meta"), 1, 1024, 64, rewind=1)
     try:
         build(name, shape, 1.0 if _method(name).budgeted else None, {})
     except ValueError:
         return False
     return True
+
+
+def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
+    """(device, host) bytes that `build` would allocate for the same arguments. Allocates nothing."""
+    return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
+
+
+def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
+    """(device, host) bytes of a whole model's cache; storage that layers share counts once."""
+    layers, device = list(layers), {}
+    for layer in layers:
+        device |= layer.storages()
+    return sum(device.values()), sum(pool.host_bytes for pool in pools(layers))
+
+
+def pools(layers: Iterable[KV]) -> list[Pool]:
+    """The pools of a whole model's cache: they count what they fetched, and `close` ends their threads."""
+    return [pool for layer in layers for pool in layer.pools]
+
+
+def step_bytes(layers: Iterable[KV], length: int) -> tuple[int, int]:
+    """(device, host) bytes of the cache that one step reads for a row of `length` tokens."""
+    device, host = zip(*(layer.step_bytes(length) for layer in layers), strict=True)
+    return sum(device), sum(host)
+
+
+def fetched(layers: Iterable[KV]) -> tuple[int, int]:
+    """Pool entries that steps requested from the host since allocation, and how many of them were fetched."""
+    requested, transferred = zip((0, 0), *(pool.counts for pool in pools(layers)), strict=True)
+    return sum(requested), sum(transferred)
+
+
+# Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
+# file or changes how much is kept.
+PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores": list[list[float]]}
+
+
+def read_profile(content: dict) -> dict:
+    """The options of PROFILE that a kv_profile.json sets. Raises ValueError if one has the wrong type."""
+    options = {key: content[key] for key in PROFILE if key in content}
+    for key, value in options.items():
+        try:
+            if convert(value, PROFILE[key]) == value:
+                continue
+        except ValueError:
+            pass
+        raise ValueError(f"kv_profile.json: {key} must be a {PROFILE[key]}; run calibrate.py again")
+    return options
+
+
+def from_profile(name: str, options: dict, profile: dict) -> dict:
+    """What `build` takes from the profile: the method's options that `options` does not set."""
+    known = {f.name for f in fields(_method(name))} & PROFILE.keys()
+    return {key: value for key, value in profile.items() if key in known and key not in options}

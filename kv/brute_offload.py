@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Views
 from kv.full import Full
 from kv.method import Method, Shape, option
 from kv.parts import ops
@@ -47,8 +47,9 @@ class Loaded(Parts):
         for i, x in enumerate((k, v)):
             self.pool.write(row, 0, x[0].transpose(0, 1), i)
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return super().views(row, length) | {"pool": self.pool.part(row, int(self.prompt[row]))}
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        yield "pool", self.pool.part(row, int(self.prompt[row]))
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         return self.pool.read(row, prompt).permute(1, 2, 0, 3).unbind(0)

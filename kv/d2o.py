@@ -84,21 +84,14 @@ def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> 
     return budget
 
 
-class Shared:
+class SharedSlots(Slots):
     """The slots of all layers, and the prompt's K and V until every layer has seen it."""
 
-    def __init__(self, shape: Shape, layers: int, budget: int, options: "D2OMethod"):
-        self.budget, self.options = budget, options
-        self.slots = Slots(shape, layers * (budget + 1), D2O.sums)
+    def __init__(self, shape: Shape, layers: int, budget: int):
+        super().__init__(shape, layers * (budget + 1), D2O.sums)
+        self.budget = budget
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
-        self.sizes = [[budget] * layers for _ in range(shape.batch)]  # S_l by row and layer, on the host
-
-    def divide(self, row: int) -> None:
-        """Divides the row's slots among the layers, by the variances of the parked prompt."""
-        variances = torch.stack([variance for _, variance, *_ in self.parked]).tolist()
-        prompt = self.parked[0][2].shape[1]
-        self.slots.position[row] = -1
-        self.sizes[row] = layer_budgets(variances, prompt, self.budget, self.options.sinks, self.options.allocation)
+        self.sizes = [budget] * layers  # S_l of the parked prompt
 
 
 class D2O(H2O):
@@ -107,11 +100,13 @@ class D2O(H2O):
     H2O does the rest: what is kept (Equations 7 and 8), and `decode` (Equation 6), which calls `merge`.
     """
 
-    def __init__(self, shape: Shape, shared: Shared, index: int, options: "D2OMethod"):
-        most = most_slots(len(shared.sizes[0]), shape, shared.budget, options)
-        region = Region(shared.slots, first=index * (shared.budget + 1), most=most)
+    def __init__(self, shape: Shape, shared: SharedSlots, index: int, options: "D2OMethod"):
+        most = most_slots(len(shared.sizes), shape, shared.budget, options)
+        region = Region(shared, first=index * (shared.budget + 1), most=most)
         super().__init__(shape, shared.budget, options.sinks, region=region)  # recent 1: a lower bound, see `newest`
         self.shared, self.index, self.options = shared, index, options
+        if options.merge != "none":
+            self.more_bytes += shape.unit_bytes // 2  # the keys, once more
         # tau (Equation 10); -inf: nothing was evicted
         self.allocate_state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)
 
@@ -123,16 +118,19 @@ class D2O(H2O):
         self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
 
     def finish(self, row: int) -> None:
-        if self.index == 0:
-            self.shared.divide(row)
-        sizes = self.shared.sizes[row]
-        self.first[row] = sum(sizes[: self.index]) + self.index
-        self.allotted[row], self.threshold[row] = sizes[self.index], -torch.inf
-        sums, _, *parked = self.shared.parked[self.index]
+        shared, options = self.shared, self.options
+        if self.index == 0:  # divides the row's slots among the layers
+            variances = torch.stack([variance for _, variance, *_ in shared.parked]).tolist()
+            prompt = shared.parked[0][2].shape[1]
+            shared.sizes = layer_budgets(variances, prompt, shared.budget, options.sinks, options.allocation)
+            self.position[row] = -1
+        self.first[row] = sum(shared.sizes[: self.index]) + self.index
+        self.allotted[row], self.threshold[row] = shared.sizes[self.index], -torch.inf
+        sums, _, *parked = shared.parked[self.index]
         tokens = Held.new(*(x.to(self.k.device) for x in parked))
         self.compress(row, tokens, *self.ranked(sums, tokens.position))
-        if self.index == len(sizes) - 1:
-            self.shared.parked.clear()
+        if self.index == len(shared.sizes) - 1:
+            shared.parked.clear()
 
     def newest(self, kept: Tensor | int) -> Tensor | int:
         """M of the N + M tokens besides the sinks (Equation 8)."""
@@ -195,23 +193,10 @@ class D2O(H2O):
         own = math.e if self.options.merge == "weighted" else 1.0
         return torch.where(total > 0, (own / (own + total)).clamp(min=self.options.keep), 1.0)
 
-    # The part of the shared slots
-
-    def restored(self, row: int) -> None:
-        self.shared.sizes[row][self.index] = int(self.allotted[row])
-
     def slots_to_read(self, length: int, new: int) -> int:
         """The slots of the layer's largest row; on CUDA, of the largest possible row."""
-        largest = max(sizes[self.index] for sizes in self.shared.sizes) + 1
-        return min(length, self.slots if self.shape.device.type == "cuda" else largest)
-
-    def reset(self, row: int) -> None:
-        super().reset(row)
-        self.shared.sizes[row] = [self.shared.budget] * len(self.shared.sizes[row])
-
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        unit = self.shape.unit_bytes * 3 // 2 if self.options.merge != "none" else self.shape.unit_bytes
-        return self.shape.n_kv_head * self.slots_to_read(length, 0) * (unit + 12), 0
+        on_cuda = self.shape.device.type == "cuda"
+        return min(length, self.slots if on_cuda else int(self.allotted.max()) + 1)
 
 
 @dataclass(frozen=True)
@@ -265,6 +250,6 @@ class D2OMethod(Method):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)
-        shared = Shared(shape, len(layers), self.tokens(shape, budget), self)
+        shared = SharedSlots(shape, len(layers), self.tokens(shape, budget))
         evicting = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
         return [evicting.get(layer) or Full(shape) for layer in range(shape.n_layer)]

@@ -8,28 +8,27 @@ x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffi
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kv.base import KV, Held
+from kv.base import KV, Views
 from kv.full import Full
 from kv.method import Method, Shape, option
 from kv.streaming import Streaming
 
 
 class Duo(KV):
-    """One layer. `retrieval` says for each KV head whether it keeps everything."""
+    """One layer of up to two parts: the heads that keep everything, by `retrieval` [Hk], and those that stream."""
 
-    rewinds = reads_all = True
+    rewinds = True
 
     def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
         super().__init__(shape)
-        order = sorted(range(len(retrieval)), key=lambda h: not retrieval[h])
-        count = sum(retrieval)
+        order, count = sorted(range(len(retrieval)), key=lambda h: not retrieval[h]), sum(retrieval)
         kinds = ((Full, count, ()), (Streaming, len(order) - count, (sinks + recent, sinks)))
         self.parts = torch.nn.ModuleList(
             kind(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *sizes)
@@ -53,34 +52,27 @@ class Duo(KV):
         groups = [y.unflatten(1, (n, -1)) for y, n in zip(ys, self.counts, strict=True)]
         return torch.cat(groups, dim=1).index_select(1, self.back).flatten(1, 2)
 
+    def each(self, *inputs: Tensor) -> Iterator[tuple]:
+        """(part, its heads of each input) for all parts."""
+        return zip(self.parts, *map(self.split, inputs), strict=True)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
-        return self.join([part.decode(*qkv, pos, active) for part, *qkv in inputs])
+        return self.join([part.decode(*qkv, pos, active) for part, *qkv in self.each(q, k, v)])
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        for part, keys, values in zip(self.parts, self.split(k), self.split(v), strict=True):
-            part.insert(keys, values, pos, active)
+        for part, *new in self.each(k, v):
+            part.insert(*new, pos, active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        for part, keys, values in zip(self.parts, self.split(k), self.split(v), strict=True):
-            part.append(row, keys, values, pos)
+        for part, *new in self.each(k, v):
+            part.append(row, *new, pos)
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        inputs = zip(self.parts, *map(self.split, (q, k, v)), strict=True)
-        return self.join([part.extend(row, *qkv, pos) for part, *qkv in inputs])
+        return self.join([part.extend(row, *qkv, pos) for part, *qkv in self.each(q, k, v)])
 
-    def held(self, row: int, length: int) -> Held:
-        k, v, position = zip(*(part.held(row, length) for part in self.parts), strict=True)
-        most = max(x.shape[1] for x in position)
-        k, v = (torch.cat([F.pad(x, (0, 0, most - x.shape[1], 0)) for x in xs]) for xs in (k, v))
-        position = torch.cat([F.pad(x, (most - x.shape[1], 0), value=-1) for x in position])
-        return Held(k[self.back], v[self.back], position[self.back])
-
-    def registers(self, row: int) -> dict[str, Tensor]:
-        return by_part([part.registers(row) for part in self.parts])
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return by_part([part.views(row, length) for part in self.parts])
+    def views(self, row: int, length: int) -> Views:
+        for i, part in enumerate(self.parts):
+            yield from ((f"{i}.{name}", view) for name, view in part.views(row, length))
 
     def reset(self, row: int) -> None:
         for part in self.parts:
@@ -93,14 +85,10 @@ class Duo(KV):
         return sum(part.step_bytes(length)[0] for part in self.parts), 0
 
 
-def by_part(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The parts' tensors, each name with its part's number."""
-    return {f"{i}.{name}": x for i, part in enumerate(parts) for name, x in part.items()}
-
-
 @dataclass(frozen=True)
 class DuoMethod(Method):
     help = "everything in some heads, streaming in the others"
+    fewest = 2
     heads: str | None = option(None, "file of head_scores: JSON, or DuoAttention's TSV")
     head_scores: list[list[float]] | None = option(None, "how much each KV head retrieves")
     sinks: int = option(128, "first tokens that streaming heads keep", min=0)
@@ -127,13 +115,12 @@ class DuoMethod(Method):
         if len(scores) != shape.n_layer or any(len(row) != heads for row in scores):
             raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {heads} KV heads")
         flat = [score for row in scores for score in row]
+        if not all(map(math.isfinite, flat)):
+            raise ValueError("duo: every one of head_scores must be finite")
         best = set(sorted(range(every), key=lambda i: -flat[i])[:count])
         first = shape.ranks.rank * shape.n_kv_head  # of this rank's heads
         ours = range(first, first + shape.n_kv_head)
         return [[layer * heads + h in best for h in ours] for layer in range(shape.n_layer)]
-
-    def minimum(self, shape: Shape) -> int:
-        return 2
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         count, sinks, recent = self.plan(shape, budget)
@@ -149,14 +136,8 @@ def read_scores(path: str) -> list[list[float]]:
         text = Path(path).read_text()
         if text.lstrip().startswith("{"):
             return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"duo: {path} holds no head_scores ({type(error).__name__})") from None
-    try:
         gates = [[float(gate) for gate in line.split("\t")] for line in text.splitlines() if line.strip()]
-    except ValueError:
-        gates = []
-    if not gates:
-        raise ValueError(f"duo: {path} is neither JSON with head_scores nor lines of numbers with tabs, one per layer")
-    if not all(math.isfinite(gate) for row in gates for gate in row):
-        raise ValueError(f"duo: every gate of {path} must be finite")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        wanted = "JSON with head_scores, or lines of numbers with tabs, one per layer"
+        raise ValueError(f"duo: {path} must be {wanted} ({type(error).__name__})") from None
     return [[min(max(gate, 0.0), 1.0) for gate in row] for row in gates]

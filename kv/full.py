@@ -1,8 +1,7 @@
 """full: every token's K and V. The baseline, and the base class of methods that store everything and read a part.
 
-Memory and traffic: one K and one V vector per token and KV head. If the model has a sliding window, the slots are a
-ring of that many tokens. With bits=8 or 4, K and V are quantized as in kv/kivi.py: bits / 16 of that memory, 16-bit
-scales and zero points, and the newest tokens unquantized.
+Memory and traffic: one K and one V vector per token and KV head; with bits=8 or 4, bits / 16 of that, 16-bit scales and
+zero points, and the newest tokens unquantized, as in kv/kivi.py. A sliding window makes the slots a ring.
 """
 
 from dataclasses import dataclass
@@ -18,21 +17,20 @@ from kv.parts.quant import BITS, Bits
 
 
 class Full(KV):
-    """The newest `size` tokens per row, by default all planned ones, the first `sinks` among them.
+    """The first `sinks` tokens of a row and the newest, `size` in all, by default every planned one.
 
-    The slots are a ring: later tokens overwrite the oldest. If rows may give tokens back, the ring has `shape.rewind`
-    more slots, so that those tokens overwrite nothing that is still needed.
+    Later tokens overwrite the oldest: the slots after the sinks are a ring. It has `shape.rewind` slots more than it
+    keeps tokens, so that tokens which may be given back overwrite nothing that is still needed.
     """
 
-    rewinds = reads_all = True
+    rewinds = True
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
         super().__init__(shape)
         self.size = min(size or shape.planned, shape.planned)
         self.sinks = min(sinks, self.size - 1)
         self.allocate_slots(min(self.size + shape.rewind, shape.planned))
-        self.recent = self.size - self.sinks
-        self.keeps_prompts = self.holds_all = self.size == shape.planned
+        self.recent, self.holds_all = self.size - self.sinks, self.size == shape.planned
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device, pos)
@@ -58,7 +56,8 @@ class Full(KV):
         self.insert(k, v, pos, active)
         if self.slots > self.size:
             return ops.attend(q, self.read(self.k), self.read(self.v), self.in_window(pos))
-        return self.attend(q, (pos + 1).clamp(max=self.size))  # slots fill in order
+        length = (pos + 1).clamp(max=self.size)  # slots fill in order
+        return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
 
     def in_window(self, pos: Tensor) -> Tensor:
         """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
@@ -66,14 +65,6 @@ class Full(KV):
         age = (pos - slot) % (self.slots - self.sinks)  # of the newest token up to pos that a slot can hold
         ring = (age < self.recent) & (pos - age >= self.sinks)
         return torch.where(slot < self.sinks, slot <= pos, ring)
-
-    def verify(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """Stores n tokens per row, the first at pos [B], and attends exactly; the row must keep every token.
-
-        q [B,Hq,n,D], k and v [B,Hk,n,D] -> [B,Hq,n,D]
-        """
-        self.insert(k, v, pos, active)
-        return self.attend(q, pos + 1)
 
 
 def full_layer(shape: Shape, bits: int) -> KV:

@@ -37,10 +37,6 @@ class H2O(Evicting):
         y, sums, variance = attention.observed_attention(q, k, v, len(self.sums))
         return y, variance, *sums
 
-    def skip_prompt(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        sums = [torch.rand(k.shape[1:3], device=k.device) for _ in self.sums]
-        return torch.rand(q.shape[1], device=k.device), *sums
-
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
         self.compress(row, tokens, *self.ranked(sums, tokens.position))
@@ -97,24 +93,18 @@ class CaM(H2O):
 
     def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
         _, values, position = held
-        evicted = inductor.realized(
-            position.gather(2, slot[..., None])
-        )  # [B,Hk,1]; else Triton's code cannot be compiled
+        # [B,Hk,1]; realized: else Triton's code cannot be compiled
+        evicted = inductor.realized(position.gather(2, slot[..., None]))
         later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
         following = later.topk(self.follow, largest=False)  # the next m kept tokens
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
-        mean = torch.where(real, importance.gather(2, following.indices), 0.0).sum(2) / real.sum(
-            2
-        )  # NaN if nothing evicts
-        ratio = importance.gather(2, slot[..., None])[..., 0] / mean
+        total = torch.where(real, importance.gather(2, following.indices), 0.0).sum(2)
+        ratio = importance.gather(2, slot[..., None])[..., 0] / (total / real.sum(2))  # NaN if nothing evicts
         spreads = evicts & (self.chance(evicted)[..., 0] < ratio)
         each = (-1, -1, -1, values.shape[3])
         value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]
-        values.scatter_add_(
-            2,
-            following.indices[..., None].expand(each),  # values is a view of the cache
-            torch.where((spreads[..., None] & real)[..., None], value, 0.0),
-        )
+        shares = torch.where((spreads[..., None] & real)[..., None], value, 0.0)
+        values.scatter_add_(2, following.indices[..., None].expand(each), shares)  # a view of the cache
 
     def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
         """`merge` for all tokens that an extension evicts."""
@@ -141,9 +131,7 @@ class CaM(H2O):
 @dataclass(frozen=True)
 class H2OMethod(Method):
     help = "recent tokens, and those that received the most attention"
-
-    def minimum(self, shape: Shape) -> int:
-        return 2
+    fewest = 2
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [H2O(shape, budget, 0, budget // 2) for _ in range(shape.n_layer)]

@@ -14,12 +14,12 @@ that a step attends to on the device. Traffic: one vector per block and KV head 
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Views
 from kv.method import Shape, option
 from kv.parts import offload, ops
 from kv.parts.fetched import Fetched
@@ -28,13 +28,13 @@ from kv.parts.fetched import Fetched
 class InfLLM(Fetched):
     """An entry of the pool is one block of one KV head."""
 
-    def __init__(self, shape: Shape, layer: int, count: int, options: "InfLLMMethod", staged: offload.Staged | None):
-        blocks, block = options.most_blocks(shape), options.block
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "InfLLMMethod", staged: offload.Staged | None):
+        (sinks, local), (count, blocks), block = options.ends(budget), options.blocks(shape, budget), options.block
         pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, 2, block, shape.head_dim), staged, shape)
-        super().__init__(shape, options.sinks, options.sinks + options.local, count, size=block, pool=pool)
+        super().__init__(shape, sinks, sinks + local, count, size=block, pool=pool)
         self.block, self.reps, self.blocks, self.joint = block, options.reps, blocks, options.joint
         if self.joint:
-            self.hold_rope_speed()
+            self.hold("rope_speed", ops.rope_speed(shape))
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
 
@@ -70,10 +70,11 @@ class InfLLM(Fetched):
             sums.append(chosen[0].sum(1))
         return torch.stack(sums)
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
         heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - self.ends) // self.block)
-        pool = self.pool.part(row, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
-        return super().views(row, length) | {"pool": pool, "representatives": self.representative_sums[row, :, :blocks]}
+        yield "pool", self.pool.part(row, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
+        yield "representatives", self.representative_sums[row, :, :blocks]
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         heads, middle, sinks = self.shape.n_kv_head, max(0, prompt - self.ends), min(prompt, self.sinks)
@@ -120,33 +121,28 @@ class InfLLMMethod(offload.OffloadMethod):
     local: int | None = option(None, "last tokens of the prompt; auto: budget / 2, at most 512", min=1)
     joint: bool = option(True, "all heads choose together, on keys before RoPE")
 
-    def at(self, budget: int) -> "InfLLMMethod":
-        """The method with `sinks` and `local` set for a budget."""
+    def ends(self, budget: int) -> tuple[int, int]:
+        """`sinks` and `local`."""
         sinks = min(128, budget // 8) if self.sinks is None else self.sinks
-        local = min(512, budget // 2) if self.local is None else self.local
-        return replace(self, sinks=sinks, local=local)
+        return sinks, min(512, budget // 2) if self.local is None else self.local
 
-    def blocks(self, budget: int) -> int:
-        """How many blocks a step attends to with a budget."""
-        sized = self.at(budget)
-        return (budget - sized.sinks - sized.local) // self.block
-
-    def most_blocks(self, shape: Shape) -> int:
-        """Blocks of the longest prompt, once `sinks` and `local` are set."""
-        return -(-max(1, shape.max_prompt - self.sinks - self.local) // self.block)
+    def blocks(self, shape: Shape, budget: int) -> tuple[int, int]:
+        """How many blocks a step attends to, and how many the longest prompt has."""
+        ends = sum(self.ends(budget))
+        most = -(-max(1, shape.max_prompt - ends) // self.block)
+        count = (budget - ends) // self.block + (budget >= shape.planned)  # the last block is filled in part
+        return min(count, most), most
 
     def minimum(self, shape: Shape) -> int:
         """One block, the sinks and the local tokens."""
         smallest = self.block + (self.sinks or 0) + (self.local or 0)
-        return next(t for t in itertools.count(smallest) if self.blocks(t) >= 1)
+        return next(t for t in itertools.count(smallest) if t - sum(self.ends(t)) >= self.block)
 
     def most(self, shape: Shape) -> int:
         """Beyond what covers every token, the sinks and the local tokens still grow, up to a budget of 1,024."""
         return shape.planned + 1024
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        sized = self.at(budget)
-        count = self.blocks(budget) + (budget >= shape.planned)  # a block that is filled in part
-        count = min(count, sized.most_blocks(shape))
+        count, _ = self.blocks(shape, budget)
         staged = self.staged((shape.n_kv_head * count, 2, self.block, shape.head_dim), shape)
-        return [InfLLM(shape, layer, count, sized, staged) for layer in range(shape.n_layer)]
+        return [InfLLM(shape, layer, budget, self, staged) for layer in range(shape.n_layer)]

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv.base import KV, Held
+from kv.base import KV, Held, Views
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops
 from kv.parts.quant import Packed
@@ -25,7 +25,7 @@ GROUP, RECENT = 64, 128  # tokens
 class Quantized(KV):
     """Of n tokens the first P(n) = (n - unpacked) // group * group are packed; the others wait in a ring."""
 
-    rewinds = reads_all = True
+    rewinds = True
 
     def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
         super().__init__(shape)
@@ -52,9 +52,9 @@ class Quantized(KV):
         slot = torch.arange(done * self.group + packs, length, device=k.device) % self.ring
         self.k[row, :, slot], self.v[row, :, slot] = k[:, packs:], v[:, packs:]
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        packed = {name: x[row, :, : self.groups(length)] for name, x in self.packed.named_buffers()}
-        return packed | {"waits_k": self.k[row], "waits_v": self.v[row]}
+    def views(self, row: int, length: int) -> Views:
+        yield from ((name, x[row, :, : self.groups(length)]) for name, x in self.packed.named_buffers())
+        yield from (("waits_k", self.k[row]), ("waits_v", self.v[row]))
 
     def held(self, row: int, length: int) -> Held:
         groups = self.groups(length)
@@ -82,22 +82,17 @@ class Quantized(KV):
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         n = k.shape[2]  # at most a group's
         self.store(k, v, ops.following(pos, n) % self.ring, active)
-        if self.packed.groups:
+        if self.packed.groups:  # one may be full now
             groups = self.groups(pos + n)
-            self.pack(groups - 1, active & (groups > self.groups(pos)))
-
-    def pack(self, at: Tensor, due: Tensor) -> None:
-        """Packs the tokens of group at [B] from the ring, where due [B]."""
-        at = at.clamp(min=0)
-        slot = (at[:, None] * self.group + torch.arange(self.group, device=at.device)) % self.ring
-        index = slot[:, None].expand(-1, self.k.shape[1], -1)
-        self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), at, due)
+            newest = (groups - 1).clamp(min=0)
+            slot = ops.following(newest * self.group, self.group) % self.ring
+            index = slot[:, None].expand(-1, self.k.shape[1], -1)
+            full = active & (groups > self.groups(pos))
+            self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), newest, full)
 
     def before_step(self, length: int, new: int) -> tuple:
         step, most = max(2, inductor.STEP // self.group), max(1, self.packed.groups)
-        self.read_groups = inductor.covering(
-            self.read_groups, max(1, self.groups(length)), most, self.shape.device, step
-        )
+        self.read_groups = inductor.covering(self.read_groups, max(1, self.groups(length)), most, step)
         return (inductor.value(self.read_groups),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

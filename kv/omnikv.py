@@ -31,71 +31,48 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv.base import KV, Buffers
+from kv.base import KV, Views
 from kv.full import Full, full_layer
 from kv.method import Shape, option
 from kv.parts import attention, inductor, offload, ops, quant
+from kv.parts.buffers import Buffers
 from kv.parts.fetched import Parts
 
 CHUNK_WINDOW = 16  # last queries of a prompt's chunk, which choose for it
 
 
-class Segment(Buffers):
-    """A filter layer's choice of prompt tokens, which its sparse layers read."""
+class Filter(Full):
+    """Attends to every token, and chooses those of the prompt that its sparse layers read."""
 
     def __init__(self, shape: Shape, plan: "Plan", options: "OmniKVMethod", bank: "ContextBank | None"):
         """bank: the sparse layers' prompt; None if each layer holds its own."""
         super().__init__(shape)
-        self.k, self.share, self.bank = plan.k, plan.share, bank
+        self.plan, self.bank, self.selector = plan, bank, options.selector
+        self.most = plan.k  # tokens chosen per row
+        self.pools = [] if bank is None else [bank.pool]
         self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
-        self.allocate_state("index", plan.k, fill=-1)  # prompt positions; -1: none
+        self.allocate_state("index", self.most, fill=-1)  # prompt positions; -1: none
         self.allocate_state("prompt")  # the length of each row's prompt
         self.allocate_state("count")  # how many tokens to choose from it
-
-    def begin(self, row: int, prompt: int) -> None:
-        """Prepares a row for a prompt of `prompt` tokens."""
-        wanted = self.k if self.share is None else k_of(self.share, prompt)
-        self.prompt[row], self.count[row] = prompt, min(wanted, self.k, prompt)
-        self.index[row] = -1
-
-    def choose(self, scores: Tensor, active: Tensor, y: Tensor) -> Tensor:
-        """Chooses the `count` prompt tokens with the highest scores [B,N] fp32, N >= k, and issues their fetch.
-
-        The caller continues with the y returned, see Pool.issue.
-        """
-        position = torch.arange(scores.shape[1], device=scores.device)
-        best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.k, ordered=True)
-        chosen = torch.where(torch.arange(self.k, device=scores.device) < self.count[:, None], best, -1)
-        if self.bank is not None and self.bank.delta:
-            chosen = offload.keep_slots(chosen, self.index, self.bank.pool.count)
-        self.index.copy_(torch.where(active[:, None], chosen, self.index))
-        return y if self.bank is None else self.bank.fetch(self.index, active, y)
-
-
-class Filter(Full):
-    """Attends to every token, and chooses for its segment."""
-
-    def __init__(self, shape: Shape, segment: Segment, selector: str, window: int):
-        super().__init__(shape)
-        self.segment, self.selector = segment, selector
-        self.keeps_prompts = False  # only tokens of the prompt are chosen
-        self.rewinds = selector == "last"  # the other selectors overwrite scores of past queries
-        self.min_slots = segment.k
-        self.window = 1 if selector == "last" else max(1, min(window, segment.k // 2))
+        self.rewinds = self.selector == "last"  # the other selectors overwrite scores of past queries
+        self.min_slots = self.most
+        self.window = 1 if self.selector == "last" else max(1, min(options.window, self.most // 2))
         if self.window > 1:  # scores of past queries, a ring by position
             self.allocate("past", self.window, self.size + 1, dtype=torch.float32)
+            self.contents["past"] = 1, 1
+
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if self.chunks is not None:
+            self.chunks.choose(q, k)
+        return super().attend_prompt(q, k, v)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.segment.begin(row, k.shape[2])
+        prompt = k.shape[2]
+        self.index[row], self.prompt[row], self.count[row] = -1, prompt, self.plan.count(prompt)
         if self.window > 1:
             self.past[row] = 0
             self.look_back(row, q, k[0])
         super().keep(row, q, k, v)
-
-    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        if self.segment.chunks is not None:
-            self.segment.chunks.choose(q, k)
-        return super().attend_prompt(q, k, v)
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = super().extend(row, q, k, v, pos)
@@ -116,7 +93,11 @@ class Filter(Full):
         weight = ops.weights(q, keys, later[:, None, None])  # Equation 3, [B,Hk,G,N]
         y = ops.weighted_sum(weight, values).to(q.dtype).view(q.shape)
         scores = weight.amax((1, 2))  # [B,N], Equation 4's maximum over the heads
-        return self.segment.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active, y)
+        self.choose(scores if self.window == 1 else self.weigh(scores, pos, active), active)
+        if self.bank is not None:
+            ticket, y = self.bank.pool.issue(self.index, active, y)
+            self.bank.ticket.copy_(ticket)
+        return y
 
     def weigh(self, scores: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         """Stores this query's scores [B,N] in the ring; returns the weighted scores of the window, [B,N]."""
@@ -124,23 +105,25 @@ class Filter(Full):
         at, past = pos % self.window, self.past.narrow(2, 0, n)
         past[row, at] = torch.where(active[:, None], scores, past[row, at])
         age = (pos[:, None] - torch.arange(self.window, device=pos.device)) % self.window  # of each ring entry
-        window = (self.segment.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
+        window = (self.count // 2).clamp(1, self.window)[:, None]  # at most half of what is chosen
         # Equation 4 counts i from the oldest query: i = w - 1 - age
         alpha = (age < window) * (1.0 if self.selector == "uniform" else torch.exp2(-age - 1.0))
         in_window = torch.arange(n, device=pos.device) > pos[:, None] - window
         return (past * alpha[..., None]).sum(1).masked_fill(in_window, torch.inf)
 
-    def reset(self, row: int) -> None:
-        self.segment.reset(row)
+    def choose(self, scores: Tensor, active: Tensor) -> None:
+        """Chooses the `count` prompt tokens with the highest scores [B,N] fp32, N >= k."""
+        position = torch.arange(scores.shape[1], device=scores.device)
+        best = ops.top(scores.masked_fill(position >= self.prompt[:, None], -torch.inf), self.most, ordered=True)
+        chosen = torch.where(torch.arange(self.most, device=scores.device) < self.count[:, None], best, -1)
+        if self.bank is not None and self.bank.delta:
+            chosen = offload.keep_slots(chosen, self.index, self.bank.pool.count)
+        self.index.copy_(torch.where(active[:, None], chosen, self.index))
 
-    def registers(self, row: int) -> dict[str, Tensor]:
-        return {name: getattr(self.segment, name)[row] for name in self.segment.states}
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        segment, more = self.segment, {"past": self.past[row, :, :length]} if self.window > 1 else {}
-        if segment.bank is not None:
-            more["pool"] = segment.bank.pool.part(row, int(segment.prompt[row]))
-        return super().views(row, length) | more
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        if self.bank is not None:
+            yield "pool", self.bank.pool.part(row, int(self.prompt[row]))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         past = 4 * self.window * length if self.window > 1 else 0
@@ -150,35 +133,36 @@ class Filter(Full):
 class Sparse(Full):
     """Attends to the tokens that its filter layer chose, and to the generated tokens."""
 
-    def __init__(self, shape: Shape, segment: Segment):
+    def __init__(self, shape: Shape, chooser: Filter):
         super().__init__(shape)
-        self.segment, self.exact_prompt = segment, segment.chunks is None
-        self.recent, self.reads_all, self.keeps_prompts = 1, False, False
+        self.chunks, self.most = chooser.chunks, chooser.most
+        self.exact_prompt = self.chunks is None
+        self.recent, self.reads_all = 1, False
+        self.hold("index", chooser.index)
+        self.hold("prompt", chooser.prompt)
         self.read_new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
+        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        chosen, generated = self.segment.index, ops.following(self.segment.prompt, inductor.value(self.read_new))
-        index = torch.cat([chosen.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
-        mask = torch.cat([chosen >= 0, generated <= pos[:, None]], dim=1)
+        generated = ops.following(self.prompt, inductor.value(self.read_new))
+        index = torch.cat([self.index.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
+        mask = torch.cat([self.index >= 0, generated <= pos[:, None]], dim=1)
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def before_step(self, length: int, new: int) -> tuple:
-        self.read_new = inductor.covering(self.read_new, max(new, 1), self.shape.max_new_tokens, self.shape.device)
+        self.read_new = inductor.covering(self.read_new, max(new, 1), self.shape.max_new_tokens)
         return (inductor.value(self.read_new),)
 
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        new = max(0, length - self.shape.max_prompt)
-        chosen = min(self.segment.k, length - new)
+    def slots_to_read(self, length: int, new: int) -> int:
         read = self.shape.max_new_tokens if self.shape.device.type == "cuda" else new  # a gather reads masked slots too
-        return self.shape.n_kv_head * (chosen + read) * self.shape.unit_bytes, 0
+        return min(self.most, length - new) + read
 
 
 class ContextBank(Buffers):
-    """The prompt of a segment's sparse layers: an entry holds one token's K and V in all of them."""
+    """The prompt of a filter layer's sparse layers: an entry holds one token's K and V in all of them."""
 
     def __init__(self, shape: Shape, layers: list[int], k: int, options: "OmniKVMethod", workers: offload.Workers):
         """k: how many tokens a step reads per row."""
@@ -193,30 +177,8 @@ class ContextBank(Buffers):
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 
-    def write(self, row: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores one layer's prompt in the pool: k and v [Hk,T,D]."""
-        step = k.shape[1] if self.bits == 16 else quant.SLICE
-        for i, x in enumerate((k, v)):
-            for n, part in enumerate(x.transpose(0, 1).split(step)):
-                self.pool.write(row, n * step, quant.encode(part, self.bits), self.layers.index(layer), i)
-
-    def read(self, row: int, layer: int, prompt: int) -> tuple[Tensor, Tensor]:
-        """K and V [Hk,T,D] of one layer's prompt."""
-        entries = self.pool.read(row, prompt)[:, self.layers.index(layer)]  # [T,2,Hk,D]
-        return self.decoded(entries).permute(1, 2, 0, 3).unbind(0)
-
     def decoded(self, entries: Tensor) -> Tensor:
         return quant.decode(entries, self.bits, self.shape.head_dim, self.shape.dtype)
-
-    def fetch(self, index: Tensor, active: Tensor, y: Tensor) -> Tensor:
-        """Issues a fetch of the prompt positions index [B,k], below 0 none; returns y, see Pool.issue."""
-        ticket, y = self.pool.issue(index, active, y)
-        self.ticket.copy_(ticket)
-        return y
-
-    def wait(self, q: Tensor) -> None:
-        """Waits, after q is known, for the chosen tokens."""
-        self.ticket.copy_(self.pool.wait(self.ticket, q))
 
     def take(self, column: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B,Hk,k,D] of the chosen tokens in one layer's `column` [1]; undefined where index is -1."""
@@ -227,40 +189,43 @@ class ContextBank(Buffers):
 class BankSparse(Parts):
     """A sparse layer whose prompt is in the bank: it stores the chosen tokens, once fetched, and the generated ones."""
 
-    def __init__(self, shape: Shape, segment: Segment, layer: int):
-        super().__init__(shape, sinks=0, ends=0, chosen=segment.k, prompt=segment.prompt)
-        self.segment, self.bank, self.layer = segment, segment.bank, layer
-        self.first = layer == self.bank.layers[0]
-        column = torch.tensor([self.bank.layers.index(layer)], device=shape.device)
-        self.hold("column", column)  # of the pool; a tensor: layers share compiled code
-        if self.first:  # the pool is the whole segment's: counted once
-            self.pools = [self.bank.pool]
-        self.exact_prompt = segment.chunks is None
+    def __init__(self, shape: Shape, chooser: Filter, layer: int):
+        super().__init__(shape, sinks=0, ends=0, chosen=chooser.most, prompt=chooser.prompt)
+        self.bank, self.chunks = chooser.bank, chooser.chunks
+        self.exact_prompt = self.chunks is None
+        self.hold("index", chooser.index)
+        self.at = self.bank.layers.index(layer)  # of the layer in an entry of the pool
+        self.hold("column", torch.tensor([self.at], device=shape.device))  # the same: layers share compiled code
+        self.first = self.at == 0
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.segment.chunks.attend(q, k, v),)
+        return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.bank.write(row, self.layer, k[0], v[0])
+        step = k.shape[2] if self.bank.bits == 16 else quant.SLICE
+        for i, x in enumerate((k, v)):
+            for n, part in enumerate(x[0].transpose(0, 1).split(step)):
+                self.bank.pool.write(row, n * step, quant.encode(part, self.bank.bits), self.at, i)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        return self.bank.read(row, self.layer, prompt)
+        entries = self.bank.pool.read(row, prompt)[:, self.at]  # [T,2,Hk,D]
+        return self.bank.decoded(entries).permute(1, 2, 0, 3).unbind(0)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
+        bank = self.bank
         if self.first:
-            self.bank.wait(q)
-        for buffer, x in zip((self.k, self.v), self.bank.take(self.column), strict=True):
+            bank.ticket.copy_(bank.pool.wait(bank.ticket, q))
+        for buffer, x in zip((self.k, self.v), bank.take(self.column), strict=True):
             self.store_chosen(buffer, x, active)
-        chosen = (self.segment.index >= 0)[:, None].expand(-1, k.shape[1], -1)
-        return self.attend_parts(q, pos, chosen)
+        return self.attend_parts(q, pos, (self.index >= 0)[:, None].expand(-1, k.shape[1], -1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         new = max(0, length - self.shape.max_prompt)
         unit = 2 * quant.stored_bytes(self.shape, self.bank.bits)
-        chosen = self.shape.n_kv_head * min(self.segment.k, length - new) * unit
+        chosen = self.shape.n_kv_head * min(self.bank.k, length - new) * unit
         generated = self.shape.n_kv_head * new * self.shape.unit_bytes
-        return (generated + chosen, chosen) if self.bank.pool.host_bytes else (generated + chosen, 0)
+        return generated + chosen, chosen * self.bank.pool.on_host
 
 
 class Chunks:
@@ -272,16 +237,14 @@ class Chunks:
 
     def choose(self, q: Tensor, k: Tensor) -> None:
         """Chooses for each chunk: q [1,Hq,T,D], k [1,Hk,T,D]."""
-        self.chosen = [self.best(q, k, first) for first in range(0, k.shape[2], self.size)]
-
-    def best(self, q: Tensor, k: Tensor, first: int) -> Tensor:
-        """The positions chosen for the chunk that begins at `first`, ascending."""
-        if first <= self.count:
-            return torch.arange(first, device=k.device)
-        end = min(first + self.size, k.shape[2])
-        n = min(CHUNK_WINDOW, end - first)
-        scores = attention.highest_attention(q[0, :, :end], k[0, :, :end], n)[:, :first]
-        return ops.top(scores.sum(0), self.count).sort().values
+        self.chosen = []
+        for first in range(0, k.shape[2], self.size):
+            end, best = min(first + self.size, k.shape[2]), torch.arange(first, device=k.device)
+            if first > self.count:
+                n = min(CHUNK_WINDOW, end - first)
+                scores = attention.highest_attention(q[0, :, :end], k[0, :, :end], n)[:, :first]
+                best = ops.top(scores.sum(0), self.count).sort().values
+            self.chosen.append(best)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A sparse layer's attention: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]."""
@@ -318,12 +281,16 @@ class Plan:
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {float(a):.3f}")
         if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrives
             share /= 1 + Fraction(2 * quant.stored_bytes(shape, options.bits), shape.unit_bytes)
-        return cls(segments, k_of(share, shape.max_prompt), share)
+        return cls(segments, cls.of_share(share, shape.max_prompt), share)
 
+    def count(self, prompt: int) -> int:
+        """How many of a prompt's tokens are chosen."""
+        return min(self.k if self.share is None else self.of_share(self.share, prompt), self.k, prompt)
 
-def k_of(share: Fraction, prompt: int) -> int:
-    """k for a prompt of `prompt` tokens: rounded half up, at least 1."""
-    return max(1, math.floor(share * prompt + Fraction(1, 2)))
+    @staticmethod
+    def of_share(share: Fraction, prompt: int) -> int:
+        """A share of a prompt in tokens, rounded half up, at least 1."""
+        return max(1, math.floor(share * prompt + Fraction(1, 2)))
 
 
 def default_filters(shape: Shape) -> list[int]:
@@ -365,8 +332,7 @@ class OmniKVMethod(offload.OffloadMethod):
         for first, sparse in plan.segments.items():
             if sparse:
                 bank = ContextBank(shape, sparse, plan.k, self, workers) if self.offload or self.bits < 16 else None
-                segment = Segment(shape, plan, self, bank)
-                layers[first] = Filter(shape, segment, self.selector, self.window)
+                chooser = layers[first] = Filter(shape, plan, self, bank)
                 for layer in sparse:
-                    layers[layer] = BankSparse(shape, segment, layer) if bank else Sparse(shape, segment)
+                    layers[layer] = BankSparse(shape, chooser, layer) if bank else Sparse(shape, chooser)
         return [layers.get(layer) or full_layer(shape, self.bits) for layer in range(shape.n_layer)]

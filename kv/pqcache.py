@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Views
 from kv.method import Shape, option
 from kv.parts import attention, inductor, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
@@ -55,21 +55,22 @@ class PQCache(FetchedTokens):
         position = torch.arange(n, device=q.device)
         middle = (position >= self.sinks) & (position <= (pos - self.recent)[:, None])
         q = self.fetch(scores, middle, active, q, self.shape.planned)
-        self.copy_generated(active)
+        new = self.index >= self.prompt[:, None, None]  # chosen tokens that are on the device
+        at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
+        for buffer in (self.k, self.v):
+            old = buffer[:, :, self.ends : self.first_generated]
+            self.store_chosen(buffer, torch.where(new[..., None], ops.gather(buffer, at), old), active)
         return self.attend_parts(q, pos, self.index >= 0)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         super().insert(k, v, pos, active)
-        for i in range(k.shape[2]):
-            self.encode(pos + i - self.recent, active)
-
-    def encode(self, position: Tensor, active: Tensor) -> None:
-        """Encodes the token at position [B], which is no longer recent, if it was generated."""
-        at = self.first_generated + (position - self.prompt).clamp(min=0)
-        row = torch.arange(len(position), device=position.device)
-        code = self.nearest(self.k[row, :, at], self.centroids)
-        position, new = position.clamp(min=0), (active & (position >= self.prompt))[:, None, None]
-        self.codes[row, :, :, position] = torch.where(new, code, self.codes[row, :, :, position])
+        row = torch.arange(len(pos), device=pos.device)
+        for i in range(k.shape[2]):  # the token that is no longer recent gets codes, if it was generated
+            position = pos + i - self.recent
+            at = self.first_generated + (position - self.prompt).clamp(min=0)
+            code = self.nearest(self.k[row, :, at], self.centroids)
+            position, new = position.clamp(min=0), (active & (position >= self.prompt))[:, None, None]
+            self.codes[row, :, :, position] = torch.where(new, code, self.codes[row, :, :, position])
 
     def nearest(self, keys: Tensor, centroids: Tensor) -> Tensor:
         """The codes [n,Hk,parts] of keys [n,Hk,D], by centroids [n or 1,Hk,parts,centroids,d]."""
@@ -86,17 +87,10 @@ class PQCache(FetchedTokens):
             code = self.nearest(keys.transpose(0, 1), self.centroids[row, None])
             self.codes[row, :, :, prompt + at : prompt + at + len(code)] = code.permute(1, 2, 0)
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        codes = self.codes[row, :, :, : max(int(self.prompt[row]), length - self.recent)]
-        return super().views(row, length) | {"codes": codes, "centroids": self.centroids[row]}
-
-    def copy_generated(self, active: Tensor) -> None:
-        """Copies chosen tokens that were generated, and so are on the device, to the chosen slots."""
-        new = self.index >= self.prompt[:, None, None]
-        at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
-        for buffer in (self.k, self.v):
-            chosen = buffer[:, :, self.ends : self.first_generated]
-            self.store_chosen(buffer, torch.where(new[..., None], ops.gather(buffer, at), chosen), active)
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        yield "codes", self.codes[row, :, :, : max(int(self.prompt[row]), length - self.recent)]
+        yield "centroids", self.centroids[row]
 
     def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
@@ -107,13 +101,10 @@ class PQCache(FetchedTokens):
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
     def before_step(self, length: int, new: int) -> tuple:
-        planned, device = self.shape.planned, self.shape.device
-        fewest = inductor.min_scores(planned, self.count, device)
-        self.read_codes = inductor.covering(self.read_codes, max(length, fewest), planned, device)
+        planned = self.shape.planned
+        fewest = inductor.min_scores(planned, self.count, self.shape.device)
+        self.read_codes = inductor.covering(self.read_codes, max(length, fewest), planned)
         return *super().before_step(length, new), inductor.value(self.read_codes)
-
-    def choices(self, length: int) -> int:
-        return max(0, length - self.ends)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = super().step_bytes(length)
@@ -139,22 +130,10 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class PQCacheMethod(FetchMethod):
     help = "tokens from the host, by codes of their keys"
+    newest, any_token = 1, True
     partitions: int = option(2, "equal parts of a key", min=1)
     codebits: int = option(6, "bits per code, n: 2^n centroids per part", min=1, max=8)
     rounds: int = option(8, "rounds of k-means; 1 for prompts beyond 64K tokens", min=0)
-
-    def split(self, budget: int) -> tuple[int, int]:
-        """Keeps at least one local token beside the initial ones: the new one."""
-        local, count = super().split(budget)
-        more = max(0, self.initial + 1 - local)
-        return local + more, count - more
-
-    def reach(self, shape: Shape) -> int:
-        """Generated tokens too: they can be chosen once they are no longer local."""
-        return shape.planned
-
-    def minimum(self, shape: Shape) -> int:
-        return max(8, self.initial + 2)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         staged = self.staged_tokens(shape, budget)

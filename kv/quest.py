@@ -26,6 +26,7 @@ class Quest(Full):
         self.min_slots = self.pages * page
         for name in ("low", "high"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
+            self.contents[name] = 1, page
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
@@ -33,10 +34,6 @@ class Quest(Full):
         low, high = ops.page_bounds(self.k[row, :, begins : pos + k.shape[2]], self.page)
         pages = slice(begins // self.page, begins // self.page + low.shape[1])
         self.low[row, :, pages], self.high[row, :, pages] = low, high
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        pages = -(-length // self.page)
-        return super().views(row, length) | {"low": self.low[row, :, :pages], "high": self.high[row, :, :pages]}
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

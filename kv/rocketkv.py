@@ -59,31 +59,22 @@ class RocketKV(SnapKV):
         super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, bits=bits)
         self.page, self.channels = sizes.page, sizes.channels
         self.reads_all, self.recent = False, 0  # a step may leave out even the newest page
-        self.keeps_prompts = self.holds_all = self.slots == shape.planned and bits == 16
+        self.holds_all = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
         self.pages = min(sizes.pages, count)
         self.min_slots = self.pages * self.page
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
+        self.contents["bounds"] = 2, self.page
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().keep(row, q, k, v)
-        self.store_bounds(row, 0, min(k.shape[2], self.kept))
-
-    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        super().append(row, k, v, pos)
-        first = pos - int(self.dropped[row])
-        self.store_bounds(row, first // self.page, first + k.shape[2])
-
-    def store_bounds(self, row: int, page: int, end: int) -> None:
-        """Stores the bounds of the pages from `page` up to the slot before `end`."""
-        keys = self.decoded(self.k[row, :, page * self.page : end])  # [Hk,n,D]
+    def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
+        super().write(row, first, k, v)
+        page = first // self.page
+        keys = self.decoded(
+            self.k[row, :, page * self.page : first + k.shape[1]]
+        )  # of the pages that changed, [Hk,n,D]
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        pages = -(-(length - int(self.dropped[row])) // self.page)
-        return super().views(row, length) | {"bounds": self.bounds[row, :, :, :pages]}
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -121,12 +112,10 @@ class RocketKV(SnapKV):
 @dataclass(frozen=True)
 class HybridMethod(Method):
     help = "rocketkv's page selection alone"
+    fewest = 8
     split: ClassVar[str | None] = None  # no stage 1
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
-
-    def minimum(self, shape: Shape) -> int:
-        return 8
 
     def skipped(self, shape: Shape) -> int:
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
@@ -145,6 +134,7 @@ class HybridMethod(Method):
 @dataclass(frozen=True)
 class RocketKVMethod(HybridMethod, PoolingMethod):
     help = "evicts at the prompt, then selects pages at every step"
+    fewest = 8
     split: Literal["adaptive", "even"] = option(
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )

@@ -18,9 +18,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kv.base import KV, Buffers, Held
+from kv.base import KV, Held, Views
 from kv.method import Method, Shape, option
 from kv.parts import attention, inductor, ops
+from kv.parts.buffers import Buffers
 
 
 def threshold_of(shape: Shape) -> float:
@@ -35,130 +36,103 @@ def threshold_of(shape: Shape) -> float:
     return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.model_kv_heads, shape.rope_theta), 0.9)
 
 
-class Shared(Buffers):
-    """The slots of all layers: `large` regions for all planned tokens, then small ones. A layer has one per row.
-
-    `window` counts the tokens of a small region, the sinks included.
-    """
+class Regions(Buffers):
+    """The slots of all layers: `large` regions for every planned token, then small ones for `window` tokens."""
 
     def __init__(self, shape: Shape, large: int, window: int, options: "SimLayerMethod"):
         super().__init__(shape)
-        self.large, self.window, self.planned = large, window, shape.planned
+        self.large, self.window, self.sinks = large, window, min(options.sinks, window - 1)
         self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
-        self.sinks = min(options.sinks, window - 1)
         whole = inductor.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
         capacities = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
-        table = torch.zeros(shape.n_layer, shape.batch, dtype=torch.int64, device=shape.device)
-        self.hold("first", table)  # slot where a layer's region begins, [L,B]
-        self.hold("size", table + window)  # slots it uses there, as a ring, [L,B]
-        self.regions, self.sizes = ([[0] * shape.n_layer for _ in range(shape.batch)] for _ in range(2))  # on the host
+        self.first: list[Tensor] = []  # by layer, where each row's region begins, [B]
+        self.size: list[Tensor] = []  # by layer, the slots that each row uses there as a ring, [B]
         self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled
 
     def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
         """Stores a layer's prompt, k and v [Hk,T,D]. The large regions go to the layers with the least mass so far."""
-        masses, regions = self.masses[row], self.regions[row]
+        masses, first = self.masses[row], self.starts[layer]
         masses[layer:] = [mass]  # layer 0 drops the masses of the last prompt
-        regions[layer] = layer  # the first `large` regions are the large ones
         ranked = sorted(range(layer + 1), key=masses.__getitem__)
         if layer >= self.large and layer in ranked[: self.large]:  # it swaps regions with the layer now out
             out = ranked[self.large]
-            regions[layer], regions[out] = regions[out], regions[layer]
             kept = ops.in_ring(k.shape[1], self.window, self.sinks, k.device)
-            slot = self.starts[regions[layer]] + ops.ring(kept, self.sizes[row][out], self.sinks)
-            self.write(row, out, self.window, kept, self.k[row, :, slot], self.v[row, :, slot])
+            slot = self.first[out][row] + ops.ring(kept, self.size[out][row], self.sinks)
+            small, first = first, int(self.first[out][row])
+            self.write(row, out, small, self.window, kept, self.k[row, :, slot], self.v[row, :, slot])
         lazy = self.threshold < 1 and mass > self.threshold  # a mass may be rounded to above 1
-        size = self.window if lazy or regions[layer] >= self.large else self.planned
+        size = self.window if lazy or first >= self.starts[self.large] else self.shape.planned
         kept = ops.in_ring(k.shape[1], size, self.sinks, k.device)
-        self.write(row, layer, size, kept, k[:, kept], v[:, kept])
+        self.write(row, layer, first, size, kept, k[:, kept], v[:, kept])
 
-    def write(self, row: int, layer: int, size: int, kept: Tensor, k: Tensor, v: Tensor) -> None:
-        """Gives a layer a ring of `size` slots in its region and stores the tokens at positions kept [n] there."""
-        first = self.starts[self.regions[row][layer]]
-        self.first[layer, row], self.size[layer, row], self.sizes[row][layer] = first, size, size
+    def write(self, row: int, layer: int, first: int, size: int, kept: Tensor, k: Tensor, v: Tensor) -> None:
+        """Gives a layer the ring of `size` slots at `first`, and stores the tokens at positions kept [n] there."""
+        self.first[layer][row], self.size[layer][row] = first, size
         slot = first + ops.ring(kept, size, self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k, v
 
 
 class SimLayer(KV):
-    reads_all = True
-
-    def __init__(self, shape: Shape, shared: Shared, index: int):
+    def __init__(self, shape: Shape, regions: Regions, index: int):
         super().__init__(shape)
-        self.shared, self.index = shared, index
-        self.recent = shared.window - shared.sinks
+        self.regions, self.index, self.sinks = regions, index, regions.sinks
+        self.recent = regions.window - regions.sinks
         self.slots, self.read_slots = shape.planned, inductor.symbol(shape.planned, shape.device)
+        self.allocate_state("first")
+        self.allocate_state("size", fill=shape.planned if index < regions.large else regions.window)
+        regions.first.append(self.first)
+        regions.size.append(self.size)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        between = slice(self.shared.sinks, max(k.shape[2] - self.recent, 0))
+        between = slice(self.sinks, max(k.shape[2] - self.recent, 0))
         last = attention.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]
         mean = self.shape.ranks.sum(last[..., between].sum(2).mean()) / self.shape.ranks.count
         mass = 1 - mean  # on the first and the newest tokens
-        self.shared.take(row, self.index, mass.item(), k[0], v[0])
+        self.regions.take(row, self.index, mass.item(), k[0], v[0])
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        shared, first, size = self.shared, self.shared.first[self.index], self.shared.size[self.index]
-        slot = (first + ops.ring(pos, size, shared.sinks))[:, None]
-        ops.store(shared.k, k, slot, active)
-        ops.store(shared.v, v, slot, active)
-        length = torch.minimum(pos + 1, size)
+        keys, values = self.regions.k, self.regions.v
+        slot = (self.first + ops.ring(pos, self.size, self.sinks))[:, None]
+        ops.store(keys, k, slot, active)
+        ops.store(values, v, slot, active)
+        length = torch.minimum(pos + 1, self.size)
         if torch.compiler.is_compiling() and q.device.type == "cuda":
-            return inductor.flex_prefix(q, shared.k, shared.v, length, first)
+            return inductor.flex_prefix(q, keys, values, length, self.first)
         offset = torch.arange(inductor.value(self.read_slots), device=q.device)
-        index = (first[:, None] + offset).clamp(max=shared.starts[-1] - 1)[:, None].expand(-1, k.shape[1], -1)
-        return ops.attend_rows(q, shared.k, shared.v, index, (offset < length[:, None])[:, None])
+        index = (self.first[:, None] + offset).clamp(max=keys.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1)
+        return ops.attend_rows(q, keys, values, index, (offset < length[:, None])[:, None])
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        shared = self.shared
-        kept = ops.in_ring(pos + k.shape[2], shared.sizes[row][self.index], shared.sinks, k.device, pos)
-        slot = self.slots_of(row, kept)
-        shared.k[row, :, slot], shared.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
-
-    def slots_of(self, row: int, position: Tensor) -> Tensor:
-        """Where the tokens at `position` lie in the shared buffers."""
-        first, size = self.region(row)
-        return first + ops.ring(position, size, self.shared.sinks)
-
-    def region(self, row: int) -> tuple[int, int]:
-        """The slot where a row's region begins, and how many slots it uses there."""
-        return self.shared.starts[self.shared.regions[row][self.index]], self.shared.sizes[row][self.index]
+        first, size = int(self.first[row]), int(self.size[row])
+        kept = ops.in_ring(pos + k.shape[2], size, self.sinks, k.device, pos)
+        self.regions.write(row, self.index, first, size, kept, k[0, :, kept - pos], v[0, :, kept - pos])
 
     def held(self, row: int, length: int) -> Held:
-        shared = self.shared
-        position = ops.in_ring(length, shared.sizes[row][self.index], shared.sinks, shared.k.device)
-        slot = self.slots_of(row, position)
-        return Held(shared.k[row, :, slot], shared.v[row, :, slot], position.expand(self.shape.n_kv_head, -1))
+        position = ops.in_ring(length, int(self.size[row]), self.sinks, self.first.device)
+        slot = self.first[row] + ops.ring(position, self.size[row], self.sinks)
+        k, v = self.regions.k[row, :, slot], self.regions.v[row, :, slot]
+        return Held(k, v, position.expand(self.shape.n_kv_head, -1))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        size = self.shared.sizes[row][self.index]
+        size = int(self.size[row])
         if pos + k.shape[2] <= size:
             return super().extend(row, q, k, v, pos)
-        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.shared.sinks)
+        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.sinks)
         self.append(row, k, v, pos)
         return y
 
-    def registers(self, row: int) -> dict[str, Tensor]:
-        return {"first": self.shared.first[self.index, row], "size": self.shared.size[self.index, row]}
-
-    def restored(self, row: int) -> None:
-        shared = self.shared
-        shared.regions[row][self.index] = shared.starts.index(int(shared.first[self.index, row]))
-        shared.sizes[row][self.index] = int(shared.size[self.index, row])
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        first, size = self.region(row)
-        used = slice(first, first + min(length, size))
-        return {"k": self.shared.k[row, :, used], "v": self.shared.v[row, :, used]}
-
-    def reset(self, row: int) -> None:
-        self.shared.sizes[row][self.index] = 0  # stale slots can stay: the row's length masks them
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        first = int(self.first[row])
+        used = slice(first, first + min(length, int(self.size[row])))
+        yield from (("k", self.regions.k[row, :, used]), ("v", self.regions.v[row, :, used]))
 
     def slots_to_read(self, length: int, new: int) -> int:
-        """Slots of the row for which the layer keeps the most; as planned if no row holds a prompt."""
-        planned = self.shape.planned if self.index < self.shared.large else self.shared.window
-        return min(length, max(sizes[self.index] for sizes in self.shared.sizes) or planned)
+        """Slots of the row for which the layer keeps the most; on CUDA only the blocks in use are read."""
+        return min(length, int(self.size.max()))
 
 
 @dataclass(frozen=True)
@@ -181,5 +155,5 @@ class SimLayerMethod(Method):
         return self.sinks + 1
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        shared = Shared(shape, *self.plan(shape, budget), self)
-        return [SimLayer(shape, shared, index) for index in range(shape.n_layer)]
+        regions = Regions(shape, *self.plan(shape, budget), self)
+        return [SimLayer(shape, regions, layer) for layer in range(shape.n_layer)]

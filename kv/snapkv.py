@@ -41,8 +41,8 @@ class Kernels(NamedTuple):
 class SnapKV(Scored):
     """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
-    def __init__(self, shape: Shape, kept: int, window: int, kernels: Kernels, per_query=False, bits=16):
-        super().__init__(shape, kept, window, per_query=per_query, bits=bits)
+    def __init__(self, shape: Shape, kept: int, window: int, kernels: Kernels, copies: int = 1, bits: int = 16):
+        super().__init__(shape, kept, window, copies=copies, bits=bits)
         self.kernels = kernels
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,29 +64,33 @@ def is_longchat(shape: Shape) -> bool:
     return shape.rope_type == "linear" and (shape.n_layer, shape.model_kv_heads) == (32, 32)
 
 
-# The methods
-
-
 @dataclass(frozen=True)
 class WindowMethod(Method):
+    fewest = 2
     window: int = option(32, "last queries of the prompt, whose attention selects tokens", min=1)
-
-    def minimum(self, shape: Shape) -> int:
-        return 2
 
 
 @dataclass(frozen=True)
 class DeductMethod(WindowMethod):
-    """A method whose budget may include the generated tokens."""
+    """Builds SnapKV layers; the budget may include the generated tokens."""
 
     deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
 
-    def deducted(self, shape: Shape) -> int:
-        """Tokens of the budget that are not the prompt's."""
-        return self.deduct * shape.max_new_tokens
+    def copies(self, shape: Shape) -> int:
+        """How many heads of a group keep their own tokens, and so divide the budget."""
+        return 1
 
     def minimum(self, shape: Shape) -> int:
-        return 2 + self.deducted(shape)
+        return 2 * self.copies(shape) + self.deduct * shape.max_new_tokens
+
+    def most(self, shape: Shape) -> int:
+        return shape.planned * self.copies(shape) + self.deduct * shape.max_new_tokens
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        copies = self.copies(shape)
+        kept = (budget - self.deduct * shape.max_new_tokens) // copies
+        window, kernels = min(self.window, kept // 2), self.kernels(shape)
+        return [SnapKV(shape, kept, window, kernels, copies) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -95,21 +99,11 @@ class SnapKVMethod(DeductMethod):
     kernel: int = KERNEL
     gqa: bool = option(False, "the query heads of a group share their tokens")
 
-    def shares(self, shape: Shape) -> int:
-        """Heads of a group among which the budget is divided."""
+    def copies(self, shape: Shape) -> int:
         return 1 if self.gqa else shape.n_head // shape.n_kv_head
 
-    def minimum(self, shape: Shape) -> int:
-        return 2 * shape.n_head // shape.n_kv_head + self.deducted(shape)
-
-    def most(self, shape: Shape) -> int:
-        return shape.planned * self.shares(shape) + self.deducted(shape)
-
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        kept = (budget - self.deducted(shape)) // self.shares(shape)
-        window = min(self.window, kept // 2)
-        kernels, per_query = Kernels(self.kernel), not self.gqa
-        return [SnapKV(shape, kept, window, kernels, per_query=per_query) for _ in range(shape.n_layer)]
+    def kernels(self, shape: Shape) -> Kernels:
+        return Kernels(self.kernel)
 
 
 @dataclass(frozen=True)
@@ -129,14 +123,6 @@ class PoolingMethod(WindowMethod):
 @dataclass(frozen=True)
 class SnapKVPlusMethod(PoolingMethod, DeductMethod):
     help = "snapkv shared by the heads of a group, with wide pooling"
-
-    def most(self, shape: Shape) -> int:
-        return shape.planned + self.deducted(shape)
-
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        kept = budget - self.deducted(shape)
-        window = min(self.window, kept // 2)
-        return [SnapKV(shape, kept, window, self.kernels(shape)) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Views
 from kv.full import Full
 from kv.method import Method, Shape
 from kv.parts import inductor, ops
@@ -26,6 +26,7 @@ class SparQ(Full):
         self.min_slots = inductor.min_scores(self.size, self.chosen, shape.device)
         self.reads_all, self.recent = False, self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
+        self.contents["kt"] = 2, 1
         # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.
         self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
         self.allocate("mean", shape.n_kv_head, self.ring, shape.head_dim, dtype=torch.float32)
@@ -36,18 +37,18 @@ class SparQ(Full):
         last, mean = pos + k.shape[2] - 1, self.mean[row]
         mean[:, last % self.ring] = (pos * mean[:, (pos - 1) % self.ring] + v[0].float().sum(1)) / (last + 1)
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return super().views(row, length) | {
-            "kt": self.kt[row, :, :, :length],
-            "mean": self.mean[row, :, (length - 1) % self.ring],
-        }
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        yield "mean", self.mean[row, :, (length - 1) % self.ring]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         mean = self.mean[torch.arange(pos.shape[0], device=pos.device), :, pos % self.ring]
         queries = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
-        weight = self.approximate_weights(queries, pos)  # [B,Hk,G,S]
-        position = torch.arange(weight.shape[3], device=q.device)
+        channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
+        table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
+        position = torch.arange(table.shape[3], device=q.device)
+        weight = ops.sparq_weights(queries, channel, ops.gather(table, channel), position > pos[:, None])  # [B,Hk,G,S]
         newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
         index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.chosen, most=self.size)
         mask = index <= pos[:, None, None]
@@ -66,13 +67,6 @@ class SparQ(Full):
         mean = total / (at + 1)[:, None, :, None]
         ops.store(self.mean, mean, at % self.ring, active)
 
-    def approximate_weights(self, queries: Tensor, pos: Tensor) -> Tensor:
-        """Approximate attention weights [B,Hk,G,S], fp32, from the channels in which the group's query is largest."""
-        channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
-        table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
-        later = torch.arange(table.shape[3], device=pos.device) > pos[:, None]
-        return ops.sparq_weights(queries, channel, ops.gather(table, channel), later)
-
     def step_bytes(self, length: int) -> tuple[int, int]:
         choose = self.channels * length * self.shape.dtype.itemsize
         attend = min(self.chosen, length) * self.shape.unit_bytes
@@ -82,9 +76,7 @@ class SparQ(Full):
 @dataclass(frozen=True)
 class SparQMethod(Method):
     help = "the best tokens by the query's largest channels"
-
-    def minimum(self, shape: Shape) -> int:
-        return 2
+    fewest = 2
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [SparQ(shape, budget) for _ in range(shape.n_layer)]

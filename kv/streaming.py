@@ -24,10 +24,11 @@ class Streaming(Full):
 
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
-        self.endless, self.keeps_prompts = self.size < shape.planned, False
-        self.hold_rope_speed()
+        self.endless = self.size < shape.planned
+        self.hold("rope_speed", ops.rope_speed(shape))
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)
+        self.contents["sink_keys"] = 1, 1
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         if self.past_context and self.sinks:
@@ -42,9 +43,6 @@ class Streaming(Full):
         self.sink_keys.copy_(torch.where(first, keys, self.sink_keys))
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
         keys.copy_(torch.where(past, ops.turn(self.sink_keys, self.shift[:, None, None], self.rope_speed), keys))
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return super().views(row, length) | {"sink_keys": self.sink_keys[row]}
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         if not self.sinks or pos + k.shape[2] <= self.shape.max_length:

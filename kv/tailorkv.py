@@ -22,11 +22,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Views
 from kv.kivi import GROUP, Quantized
 from kv.method import Shape, option
-from kv.parts import inductor, offload, ops
+from kv.parts import inductor, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
+from kv.parts.offload import Staged, Workers
 
 LONG = 32 * 1024  # a longer max_prompt, in tokens, fetches more channels
 
@@ -36,13 +37,14 @@ class Tailored(FetchedTokens):
 
     wants_lookahead = True
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", shared: "Shared"):
-        super().__init__(shape, layer, budget, options, shared.tokens)
-        self.channels = shared.channels
+    def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", *staged: Staged | None):
+        """staged: where tokens, and where channels arrive; None unless threads fetch them."""
+        tokens, channels = staged
+        super().__init__(shape, layer, budget, options, tokens)
+        self.channels = options.fetched_channels(shape)
         self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
-        what = f"the channels of layer {layer}"
         size = (shape.n_kv_head * shape.head_dim, shape.max_prompt)
-        self.channel_pool = options.pool(what, size, shared.staged_channels[layer % 2], shape)
+        self.channel_pool = options.pool(f"the channels of layer {layer}", size, channels, shape)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
@@ -55,9 +57,10 @@ class Tailored(FetchedTokens):
         self.channel_pool.write(row, 0, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
         self.largest[row] = k[0].abs().amax(1)
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        channels = self.channel_pool.part(row, self.channel_pool.count)[:, : int(self.prompt[row])]
-        return super().views(row, length) | {"channels": channels, "largest": self.largest[row]}
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        yield "channels", self.channel_pool.part(row, self.channel_pool.count)[:, : int(self.prompt[row])]
+        yield "largest", self.largest[row]
 
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         """Prefetches the channels with the largest |q| max |K| (Equation 10).
@@ -94,18 +97,7 @@ class Tailored(FetchedTokens):
         """The fetched channels, of max_prompt tokens, are read on the host and again where they arrive."""
         device, host = super().step_bytes(length)
         prefetched = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
-        return device + prefetched, host + prefetched * (self.channel_pool.host_bytes > 0)
-
-
-class Shared:
-    """The buffers where tokens and channels arrive, which layers use in turn."""
-
-    def __init__(self, shape: Shape, budget: int, options: "TailorKVMethod"):
-        self.channels = options.fetched_channels(shape)
-        size = (shape.n_kv_head * self.channels, shape.max_prompt)
-        workers = offload.Workers(options.threads)
-        self.staged_channels = [options.staged(size, shape, workers, early=True) for _ in range(2)]
-        self.tokens = options.staged_tokens(shape, budget)
+        return device + prefetched, host + prefetched * self.channel_pool.on_host
 
 
 @dataclass(frozen=True)
@@ -129,14 +121,15 @@ class TailorKVMethod(FetchMethod):
             raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {self.quant_layers}")
         return sorted(set(self.quant_layers))
 
-    def minimum(self, shape: Shape) -> int:
-        return max(8, self.initial + 1)
-
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        quantized, shared = self.quantized_layers(shape), Shared(shape, budget, self)
-        return [
-            Quantized(shape, self.bits, self.group)
-            if layer in quantized
-            else Tailored(shape, layer, budget, self, shared)
-            for layer in range(shape.n_layer)
-        ]
+        layers: list[KV] = []
+        quantized, tokens = self.quantized_layers(shape), self.staged_tokens(shape, budget)
+        workers = Workers(self.threads)
+        size = (shape.n_kv_head * self.fetched_channels(shape), shape.max_prompt)
+        channels = [self.staged(size, shape, workers, early=True) for _ in range(2)]  # layers use them in turn
+        for layer in range(shape.n_layer):
+            if layer in quantized:
+                layers.append(Quantized(shape, self.bits, self.group))
+            else:
+                layers.append(Tailored(shape, layer, budget, self, tokens, channels[layer % 2]))
+        return layers

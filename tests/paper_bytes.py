@@ -17,6 +17,7 @@ from kv.kivi import GROUP, Quantized
 from kv.omnikv import BankSparse, Filter, Plan
 from kv.parts.evicting import Evicting
 from kv.parts.fetched import FetchedTokens, Parts
+from kv.parts.offload import Pool
 from kv.parts.quant import channels, stored_bytes
 from kv.parts.scored import Scored
 from kv.parts.speculation import Speculation
@@ -101,8 +102,7 @@ def omnikv(method: Method, shape: Shape, budget: int | None) -> int:
 
 def infllm(method: Method, shape: Shape, budget: int) -> int:
     """The full cache, and one fp32 vector per block and KV head."""
-    sized = method.at(budget)
-    blocks = -(-max(1, shape.max_prompt - sized.sinks - sized.local) // method.block)
+    _, blocks = method.blocks(shape, budget)
     return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
 
 
@@ -170,6 +170,17 @@ def paper_bytes(name: str, method: Method, shape: Shape, budget: int | None) -> 
 # What layers allocate beyond the formulas
 
 
+def staged_bytes(pool: Pool) -> int:
+    """Bytes of the device buffer where fetched entries arrive, which the first of the pools that share it counts."""
+    staged = getattr(pool, "staged", None)
+    return staged.slots.nbytes if staged and vars(staged).setdefault("counted_by", pool.handle) == pool.handle else 0
+
+
+def staging(pool: Pool) -> int:
+    """Bytes of buffers beside the pool itself, on the device and on the host."""
+    return pool.host_bytes - pool.memory.nbytes * pool.on_host + staged_bytes(pool)
+
+
 def overhead(layer: KV) -> Counter[str]:
     """Bytes that a layer allocates beyond the paper's formula, by name."""
     shape, slot = layer.shape, layer.shape.slot_bytes
@@ -184,7 +195,7 @@ def overhead(layer: KV) -> Counter[str]:
         return sum(map(overhead, layer.parts), named)
     if isinstance(layer, Speculation):
         named += overhead(layer.draft)
-        named["the full cache"] = 0 if layer.draft.holds_all else layer.full.device_bytes()
+        named["the full cache"] = 0 if layer.draft.holds_all else sum(layer.full.storages().values())
         return named
     if not isinstance(layer, Quantized | SimLayer | D2O):
         named["slot past the end"] = 2 * layer.k[:, :, 0].nbytes
@@ -204,21 +215,18 @@ def overhead(layer: KV) -> Counter[str]:
         if not isinstance(layer, D2O) or layer.index == 0:  # d2o's layers share them
             buffers("sums and positions", *layer.sums, "position")
     if isinstance(layer, SimLayer) and layer.index == 0:
-        shared = layer.shared
-        capacity = shared.large * shape.planned + (shape.n_layer - shared.large) * shared.window
-        named["whole blocks"] = (shared.starts[-1] - capacity) * slot
-        named["regions"] = shared.first.nbytes + shared.size.nbytes
+        regions = layer.regions
+        capacity = regions.large * shape.planned + (shape.n_layer - regions.large) * regions.window
+        named["whole blocks"] = (regions.starts[-1] - capacity) * slot
     if isinstance(layer, Filter):
-        segment = layer.segment
-        named["row state"] += sum(getattr(segment, name).nbytes for name in segment.states)
-        named["ticket"] = 0 if segment.bank is None else segment.bank.ticket.nbytes
+        named["ticket"] = 0 if layer.bank is None else layer.bank.ticket.nbytes
         buffers("past scores", "past")
+    named["staging"] = sum(map(staging, layer.pools))
     if isinstance(layer, Parts):
-        named["staging"] = sum(pool.overhead() for pool in layer.pools)
         buffers("ticket", "ticket")
     if isinstance(layer, BankSparse):
         buffers("column", "column")
-        named["chosen tokens"] = 0 if layer.bank.pool.host_bytes else layer.segment.k * slot
+        named["chosen tokens"] = 0 if layer.bank.pool.on_host else layer.bank.k * slot
     if isinstance(layer, FetchedTokens):
         named["slots"] = layer.slots * slot
     if isinstance(layer, InfLLM):
@@ -228,7 +236,7 @@ def overhead(layer: KV) -> Counter[str]:
     if isinstance(layer, PQCache):
         named["code past the end"] = layer.codes[..., 0].nbytes
     if isinstance(layer, Tailored):
-        named["staging"] -= layer.channel_pool.staged_bytes  # Table 2 counts those
+        named["staging"] -= staged_bytes(layer.channel_pool)  # Table 2 counts those
         buffers("max |K|", "largest")
         buffers("channels", "channel")
     return Counter({kind: size for kind, size in named.items() if size})

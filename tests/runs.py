@@ -68,8 +68,8 @@ class Run:
         return torch.stack(found)
 
     def close(self) -> None:
-        for layer in self.layers:
-            layer.close()
+        for pool in kv.pools(self.layers):
+            pool.close()
 
 
 def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list:

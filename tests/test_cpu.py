@@ -215,9 +215,7 @@ def test_attention_to_a_growing_cache_is_compiled_once(monkeypatch, read):
     )
     for length in (200, 500, 4500, 4598):
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = step(
-                inductor.covering(inductor.symbol(4599, q.device), length, 4599, q.device), torch.tensor([length])
-            )
+            found = step(inductor.covering(inductor.symbol(4599, q.device), length, 4599), torch.tensor([length]))
         assert torch.allclose(found, read(q, k, v, torch.tensor([length])), atol=1e-6)
 
 

@@ -247,8 +247,8 @@ def test_a_flaw_is_seen(gpu, flaw):
 
 
 def close(state: RowState) -> None:
-    for layer in caches(state):
-        layer.close()
+    for pool in kv.pools(caches(state)):
+        pool.close()
 
 
 # Prompts
@@ -296,8 +296,8 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
     model.set_kv(modules)
     with Waits() as found:
         model.prefill(0, torch.arange(tokens) % 100)
-    for module in modules:
-        module.close()
+    for pool in kv.pools(modules):
+        pool.close()
     return found
 
 

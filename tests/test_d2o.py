@@ -200,7 +200,7 @@ def test_six_tokens_merge_as_computed_by_hand():
     """
     shape = kv.Shape(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
     layer = kv.build("d2o", shape, 8, {"sinks": 1})[0]
-    layer.shared.sizes[0], layer.allotted[0] = [4], 4
+    layer.allotted[0] = 4
     degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
     k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
     v = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 1], [6, 1]])[None]
@@ -269,7 +269,7 @@ def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
             run.step(tokens(shape, 2, 1, generator))
     assert len(seen) == 6 and kv.total_bytes(run.layers)[0] == device
     for layer in run.layers:
-        read = min(110, 1 + max(sizes[layer.index] for sizes in layer.shared.sizes))
+        read = min(110, 1 + int(layer.allotted.max()))
         assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes * 3 // 2 + 12)
         assert read <= layer.slots
 

@@ -18,6 +18,7 @@ import quantize
 from engine import Engine
 from kv import METHODS, parse_options, total_bytes
 from kv.kivi import Quantized
+from kv.parts.evicting import Evicting
 
 AXES = {
     "dtype": ("float32", "bfloat16"),
@@ -105,7 +106,7 @@ def test_a_combination_works_or_is_refused(folders, combination):
     prompts = [code.chat(p) if chat else engine.encode(p) for p in PROMPTS[:batch]]
     questions = [[code.chat_next(q)] if chat else [] for q in QUESTIONS[:batch]]
     # Methods that take a question at once as they would token by token; others attend to more, or evict less often.
-    at_once = all(x.reads_all and not x.evicts_by_chunk and not isinstance(x, Quantized) for x in engine.layers)
+    at_once = all(x.reads_all and not isinstance(x, Quantized | Evicting) for x in engine.layers)
     conversations = converse(engine, prompts, questions, NEW, stepwise=not at_once)
     alone = load(folder, name, storage)
     for prompt, question, conversation in zip(prompts, questions, conversations, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import write_random
 from conversations import converse
-from paper_bytes import overhead
+from paper_bytes import overhead, staging
 from references.attention import causal, masked_attention
 from references.omnikv import SlowOmni, choose_chunk, chunked_attention
 from runs import (
@@ -49,7 +49,7 @@ class Omni(Run):
     def selected(self, row: int = 0) -> dict[int, list[int]]:
         """What each filter layer chose in the last step."""
         return {
-            i: sorted(p for p in layer.segment.index[row].tolist() if p >= 0)
+            i: sorted(p for p in layer.index[row].tolist() if p >= 0)
             for i, layer in enumerate(self.layers)
             if isinstance(layer, Filter)
         }
@@ -98,7 +98,7 @@ def test_a_token_chosen_again_keeps_its_slot():
     for _ in range(20):
         inputs = tokens(shape, 2, 1, generator)
         assert torch.allclose(plain.step(inputs), delta.step(inputs), atol=1e-5)
-        index = delta.layers[0].segment.index.clone()
+        index = delta.layers[0].index.clone()
         for row in range(2):
             assert plain.selected(row) == delta.selected(row)
             if before is not None:
@@ -126,7 +126,7 @@ def test_only_rows_that_changed_are_fetched():
             run.step(inputs)
         [now] = runs[1].selected().values()
         changed, before = changed + len(set(now) - before), set(now)
-    pools = [run.layers[0].segment.bank.pool for run in runs]
+    pools = [run.layers[0].bank.pool for run in runs]
     assert [p.counts for p in pools] == [(480, 480), (480, changed)] and changed < 460
     inputs = tokens(shape, 1, 100, generator)  # another prompt: all slots must be fetched again
     runs[1].prefill(0, inputs)
@@ -161,9 +161,9 @@ def test_memory_is_the_papers_share_to_the_byte(engine):
         layers = kv.build("omnikv", shape, None, options)
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
         declared = [overhead(layer) for layer in layers]
-        pool = sparse[0].segment.bank.pool
+        pool = sparse[0].bank.pool
         device, host = kv.total_bytes(layers)
-        assert [sum(d.pop("staging", 0) for d in declared)] == [pool.overhead()]
+        assert [sum(d.pop("staging", 0) for d in declared)] == [staging(pool)]
         device -= sum(sum(d.values()) for d in declared)
         unit = shape.n_kv_head * shape.unit_bytes
         generated = LAYERS * shape.max_new_tokens * unit
@@ -183,9 +183,9 @@ def test_mem_counts_the_staging_buffer_of_a_quantized_cache_in_bits():
     shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
     options = {"filter_layers": [1], "mem": 0.6, "offload": True, "engine": "threads", "bits": 4}
     layers = kv.build("omnikv", shape, None, options)
-    (segment,) = {layer.segment for layer in layers if isinstance(layer, BankSparse)}
+    (chosen,) = {layer.bank.k for layer in layers if isinstance(layer, BankSparse)}
     stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # bytes of a token in the buffer, relative to its slot
-    assert segment.k == int(360 / (1 + stored) + 0.5)
+    assert chosen == int(360 / (1 + stored) + 0.5)
 
 
 def test_k_follows_each_rows_prompt():

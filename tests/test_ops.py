@@ -99,11 +99,11 @@ def test_a_span_covers_the_length_and_follows_it():
     cpu = torch.device("cpu")
     span = inductor.symbol(8192, cpu)
     for length in (1, 255, 256, 257, 5000):
-        before, span = span, inductor.covering(span, length, 8192, cpu)
+        before, span = span, inductor.covering(span, length, 8192)
         assert length <= span.shape[0] < length + inductor.STEP
         assert (span is before) == (length in (255, 256))
-    assert inductor.covering(span, 8190, 8192, cpu).shape[0] == 8192
-    assert inductor.covering(span, 70, 128, cpu).shape[0] == 128
+    assert inductor.covering(span, 8190, 8192).shape[0] == 8192
+    assert inductor.covering(span, 70, 128).shape[0] == 128
 
 
 @pytest.mark.cuda

@@ -49,8 +49,8 @@ def test_simlayer_equals_its_reference(large, threshold, heads):
     shape = replace(make_shape(heads), n_layer=6)
     budget = 12 + -(-large * (shape.planned - 12) // 6)
     run = Run("simlayer", shape, budget, {"threshold": threshold, **WINDOW})
-    shared = run.layers[0].shared
-    assert (shared.large, shared.window) == (large, 12)
+    regions = run.layers[0].regions
+    assert (regions.large, regions.window) == (large, 12)
     check = Bounded(shape, 2, 10, threshold if threshold < 1 else 2.0, large=large)
     for seed, (prompt, steps) in enumerate(generations((100, 61, 30, 9), 30)):
         generator = torch.Generator().manual_seed(seed)
@@ -60,9 +60,9 @@ def test_simlayer_equals_its_reference(large, threshold, heads):
         for layer, (q, k, v) in enumerate(inputs):
             check.prefill(layer, q[0], k[0], v[0])
         check.finish()
-        lazy = [size == 12 for size in shared.sizes[0]]
+        lazy = [int(layer.size[0]) == 12 for layer in run.layers]
         assert lazy == [check.is_lazy(i) for i in range(6)]
-        assert torch.tensor(shared.masses[0]) == pytest.approx(torch.tensor(check.masses), abs=1e-5)
+        assert torch.tensor(regions.masses[0]) == pytest.approx(torch.tensor(check.masses), abs=1e-5)
         for _ in range(steps):
             step_both(run, check, generator)
 
@@ -88,13 +88,13 @@ def test_the_default_threshold_depends_on_the_model(n_layer, n_head, n_kv_head, 
         rope_theta=theta,
         device=torch.device("meta"),
     )
-    assert kv.build("simlayer", shape, 40, WINDOW)[0].shared.threshold == threshold
-    assert kv.build("simlayer", shape, 40, WINDOW | {"threshold": 0.3})[0].shared.threshold == 0.3
+    assert kv.build("simlayer", shape, 40, WINDOW)[0].regions.threshold == threshold
+    assert kv.build("simlayer", shape, 40, WINDOW | {"threshold": 0.3})[0].regions.threshold == 0.3
 
 
 def test_longchat_does_not_take_llama_2s_threshold():
     shape = replace(make_shape(), n_layer=32, n_head=32, n_kv_head=32, dim=4096, rope_type="linear")
-    assert kv.build("simlayer", replace(shape, device=torch.device("meta")), 40, WINDOW)[0].shared.threshold == 0.9
+    assert kv.build("simlayer", replace(shape, device=torch.device("meta")), 40, WINDOW)[0].regions.threshold == 0.9
 
 
 def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
@@ -108,7 +108,7 @@ def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
             inputs = attended(shape, prompt, generator, scales)
             run.prefill(row, inputs)
             alone[row].prefill(0, inputs)
-            assert [i for i in range(6) if run.layers[0].shared.sizes[row][i] > 12] == [(row + turn) % 3, 5 - row]
+            assert [i for i, layer in enumerate(run.layers) if layer.size[row] > 12] == [(row + turn) % 3, 5 - row]
         for _ in range(12):
             inputs = tokens(shape, 3, 1, generator)
             found = run.step(inputs)
@@ -122,7 +122,7 @@ def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
     generator, sizes = torch.Generator().manual_seed(0), {}
     for budget in (12, 40, shape.planned):
         layers = kv.build("simlayer", shape, budget, WINDOW)
-        sizes[budget] = kv.total_bytes(layers)[0] - overhead(layers[0])["regions"]
+        sizes[budget] = kv.total_bytes(layers)[0] - sum(overhead(layer)["row state"] for layer in layers)
         assert sizes[budget] <= 6 * shape.n_kv_head * budget * shape.unit_bytes
     assert sizes[shape.planned] == shape.full_bytes()
     run = Run("simlayer", shape, shape.planned, WINDOW)

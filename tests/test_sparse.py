@@ -179,7 +179,7 @@ def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, chann
     (layer, *_) = kv.build("rocketkv", shape, budget, {"split": "even"})
     unit = shape.n_kv_head * shape.unit_bytes
     pages = -(-slots // page)
-    assert layer.device_bytes() - overhead(layer).total() == (slots + pages) * unit
+    assert sum(layer.storages().values()) - overhead(layer).total() == (slots + pages) * unit
     ratio = planned / budget
     assert slots + pages < planned * (ratio**-0.5 + 2 * ratio**-0.75)  # Table 1 of the paper, up to rounding
     assert layer.step_bytes(planned)[0] == pytest.approx(budget * unit, rel=0.1)
@@ -202,7 +202,7 @@ def test_pages_of_one_token_add_one_copy_of_k():
     shape = make_shape("gqa")
     layer = kv.build("rocketkv", shape, 100, {})[0]
     assert layer.page == 1
-    units = layer.device_bytes() - overhead(layer).total()
+    units = sum(layer.storages().values()) - overhead(layer).total()
     assert units * 2 == 3 * layer.slots * shape.n_kv_head * shape.unit_bytes
 
 

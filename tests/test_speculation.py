@@ -37,7 +37,7 @@ CANNOT = {
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),
     **{name: (name, {}) for name in ("h2o", "roco", "cam", "d2o", "simlayer")},
 }
-DRAFTS = {name: found for name, found in DRAFTS.items() if name != found[0] or kv.drafts(name)}
+DRAFTS = {name: draft for name, draft in DRAFTS.items() if name != draft[0] or kv.drafts(name)}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
 FOLLOW_UPS = [[[1, 2, 3]], [], [[4], [5, 6]], [[8]], [[77] * 9]]
 SAMPLINGS = ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9})
@@ -57,10 +57,10 @@ def eos(checkpoint):
     return {answers[0].tokens[5], answers[2].tokens[8]}
 
 
-def load(checkpoint, eos, kv="full", options=None, budget=None, speculate=0, lag=0, **plan):
+def load(checkpoint, eos, method="full", options=None, budget=None, speculate=0, lag=0, **plan):
     plan = {"batch": 5, "max_new_tokens": 80, "compile": False, "seed": 0} | plan
-    budget = budget if METHODS[kv].budgeted else None
-    engine = Engine.load(checkpoint, kv, budget, options, speculate=speculate, **plan)
+    budget = budget if METHODS[method].budgeted else None
+    engine = Engine.load(checkpoint, method, budget, options, speculate=speculate, **plan)
     engine.eos, engine.lag = eos, lag
     return engine
 
@@ -86,10 +86,10 @@ def expected(checkpoint, eos):
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_tokens_are_the_full_caches(checkpoint, eos, expected, name, budget):
     """Law 13: ragged rows, refilled; EOS inside a round; questions of one token and of several; greedy and sampled."""
-    kv, options = DRAFTS[name]
-    if budget == 90 and not METHODS[kv].budgeted:
+    method, options = DRAFTS[name]
+    if budget == 90 and not METHODS[method].budgeted:
         pytest.skip("it takes no budget")
-    engine = load(checkpoint, eos, kv, options, budget, speculate=ROUND)
+    engine = load(checkpoint, eos, method, options, budget, speculate=ROUND)
     cases = ((0, 1), (1, 0)) if budget == 24 else ((2, 0), (0, 0), ("stepwise", 1))
     for case, engine.lag in cases:
         how = {"stepwise": True} if case == "stepwise" else SAMPLINGS[case]
@@ -152,11 +152,11 @@ def test_logits_that_are_not_finite_end_an_answer_inside_a_round(checkpoint, cap
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("kv", ("quest", "snapkv++", "streaming"))
-def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, lag):
+@pytest.mark.parametrize("method", ("quest", "snapkv++", "streaming"))
+def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, method, lag):
     """The cache then holds the same tokens as the full cache's: the question's answer is the same."""
     engines = [load(tiny_checkpoint, set(), max_new_tokens=200)]
-    engines.append(load(tiny_checkpoint, set(), kv, {}, 60, speculate=5, lag=lag, max_new_tokens=200))
+    engines.append(load(tiny_checkpoint, set(), method, {}, 60, speculate=5, lag=lag, max_new_tokens=200))
     texts = ["The mill stood by the river, and the miller", "Once there was a mouse"]
     text = engines[0].generate(texts[:1], max_new_tokens=40)[0].text
     for cut in (text[7:9], text[12:15], text[20:22]):
@@ -166,12 +166,12 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, kv, l
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("kv", ("exact_topk", "snapkv++"))
-def test_a_round_may_cross_the_end_of_the_slots_that_are_read_and_of_the_plan(checkpoint, kv, lag):
+@pytest.mark.parametrize("method", ("exact_topk", "snapkv++"))
+def test_a_round_may_cross_the_end_of_the_slots_that_are_read_and_of_the_plan(checkpoint, method, lag):
     """A CPU reads slots in multiples of 256."""
     prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (244, 250, 254)]
     plan = {"batch": 1, "max_prompt": 254, "max_new_tokens": 12}
-    drafting = load(checkpoint, set(), kv, {}, 250, speculate=ROUND, lag=lag, **plan)
+    drafting = load(checkpoint, set(), method, {}, 250, speculate=ROUND, lag=lag, **plan)
     found, expected = (outcome(engine.generate(prompts, 12)) for engine in (drafting, load(checkpoint, set(), **plan)))
     assert found == expected
 
@@ -194,7 +194,7 @@ def test_an_interrupted_round_ends_where_the_host_says(checkpoint, eos):
 
 
 def test_logits_are_the_full_caches(checkpoint, eos):
-    full, drafting = (load(checkpoint, eos, *kv, batch=2) for kv in ((), ("rocketkv", {"window": 8}, 24, ROUND)))
+    full, drafting = (load(checkpoint, eos, *given, batch=2) for given in ((), ("rocketkv", {"window": 8}, 24, ROUND)))
     texts = PROMPTS[2], PROMPTS[0]
     forced = [list(range(7, 19)), [5, 6, 7]]
     for found, expected in zip(drafting.logits(texts, forced), full.logits(texts, forced), strict=True):
@@ -204,8 +204,8 @@ def test_logits_are_the_full_caches(checkpoint, eos):
 @pytest.mark.parametrize("name", ("quest", "snapkv", "tailorkv"))
 def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
     """Also by forks, and after an answer."""
-    kv, options = DRAFTS[name]
-    engine, other = (load(checkpoint, set(), kv, options, 24, speculate=ROUND) for _ in range(2))
+    method, options = DRAFTS[name]
+    engine, other = (load(checkpoint, set(), method, options, 24, speculate=ROUND) for _ in range(2))
     full = load(checkpoint, set())
     ((row,), (expected,)) = (each.start([PROMPTS[2]]) for each in (engine, full))
     for _ in range(2):
@@ -222,8 +222,8 @@ def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
 
 @pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), ("tailorkv", 2)))
 def test_compiled(checkpoint, eos, expected, name, case):
-    kv, options = DRAFTS[name]
-    engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True)
+    method, options = DRAFTS[name]
+    engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True)
     assert answers(engine, **SAMPLINGS[case]) == expected[case]
 
 
@@ -284,8 +284,8 @@ def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp
 @pytest.mark.parametrize("name", ("rocketkv", "tailorkv"))
 def test_a_round_is_two_graphs_for_a_gpu(checkpoint, eos, expected, name, traced_only):
     """Where CUDA graphs capture them, drafting and verifying are compiled as wholes; here that is traced on the CPU."""
-    kv, options = DRAFTS[name]
-    engine = load(checkpoint, eos, kv, options, 24, speculate=ROUND, compile=True, max_prompt=97)
+    method, options = DRAFTS[name]
+    engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True, max_prompt=97)
     engine.run_step = rounds(engine.state, ROUND, sample, lambda part: compiled(part, backend="eager"))
     assert answers(engine) == expected[0]
     assert engine.stats.compiles == 2
@@ -358,5 +358,5 @@ def test_tokens_given_back_leave_no_trace(name):
         found = drafting.decode(step, part(tokens, step))
         assert (found - expected[step]).abs().max() <= 1e-5, accepted
     for feed in (clean, drafting):
-        for layer in feed.layers:
-            layer.close()
+        for pool in kv.pools(feed.layers):
+            pool.close()

@@ -88,7 +88,7 @@ def test_unknown_options_and_invalid_values_are_refused(name, options, words):
 @pytest.mark.parametrize("content", ('{"head_scores": 5}', '{"head_scores": [["x", 1.0], [1.0, 1.0]]}', "[]", "{"))
 def test_a_file_without_head_scores_is_refused(tmp_path, content):
     (tmp_path / "heads.json").write_text(content)
-    with pytest.raises(ValueError, match="holds no head_scores|neither JSON with head_scores"):
+    with pytest.raises(ValueError, match="must be JSON with head_scores"):
         kv.build("duo", make_shape(), 60, {"heads": str(tmp_path / "heads.json"), "sinks": 2, "recent": 6})
 
 

@@ -125,11 +125,11 @@ def ranked(request, cases, tmp_path_factory) -> dict[str, list[dict]]:
 class Apart(nn.Module):
     """KV modules that each have a share of the heads: what ranks compute, in one process."""
 
-    wants_lookahead = keeps_prompts = False
+    wants_lookahead = False
 
     def __init__(self, *parts: kv.KV):
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.parts, self.pools = nn.ModuleList(parts), kv.pools(parts)
 
     def each(self, name: str, *inputs, **more) -> Tensor:
         shares = [
@@ -156,9 +156,6 @@ class Apart(nn.Module):
     def before_step(self, length, new):
         return [part.before_step(length, new) for part in self.parts]
 
-    def close(self):
-        return [part.close() for part in self.parts]
-
 
 def per_rank(case: dict, world: int) -> dict:
     """`tp_worker.run` of one process, in which groups of KV heads choose by themselves."""
@@ -171,8 +168,8 @@ def per_rank(case: dict, world: int) -> dict:
     logits = engine.logits(tp_worker.PROMPTS, tp_worker.FORCED)
     tokens = tp_worker.conversations(engine)
     engine.close()
-    for layer in whole:
-        layer.close()
+    for pool in kv.pools(whole):
+        pool.close()
     return {"logits": logits, "tokens": tokens}
 
 

@@ -37,11 +37,9 @@ def outcome(engine: Engine) -> dict:
     found = {"logits": [x.clone() for x in engine.logits(PROMPTS, FORCED)]}
     found["tokens"] = conversations(engine)
     method = kv.parse_options(engine.method, engine.options)
-    shape, budget = engine.shape, engine.budget
-    tokens = None if budget is None else shape.tokens(budget)
     return found | {
         "bytes": sum(kv.total_bytes(engine.layers)),
-        "paper": 0 if engine.speculate else paper_bytes(engine.method, method, shape, tokens),
+        "paper": 0 if engine.speculate else paper_bytes(engine.method, method, engine.shape, engine.budget),
         "overhead": sum(map(overhead, engine.layers), Counter()).total(),
     }
 

@@ -1,6 +1,7 @@
 """Attention of many tokens of one sequence: of a whole prompt, or of tokens that extend it. Shapes as in kv/base.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -87,33 +88,33 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Callable[[Tensor, T
     return y
 
 
-def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
-    """The attention of the last `window` queries to earlier tokens: q [1,Hq,T,D], k [1,Hk,T,D] -> [Hk,G,T-window].
+def _last_attention(q: Tensor, k: Tensor, n: int) -> Iterator[Tensor]:
+    """The attention of the last n queries to each token, one KV head at a time: [G,n,T] fp32.
 
-    Softmax over all keys that a query sees, summed over the window, fp32. One KV head at a time, so at most
-    G x window x T scores exist at once.
-    """
-    end, sums = k.shape[2] - window, []
-    later = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
-    for rows, keys in zip(q[0, :, end:].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
-        scores = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,window,T]
-        scores[..., end:].masked_fill_(later, -torch.inf)
-        sums.append(scores.softmax(-1)[..., :end].sum(1))
-    return torch.stack(sums)
-
-
-def highest_attention(q: Tensor, k: Tensor, n: int) -> Tensor:
-    """The attention of the last n queries to each token, the maximum over the heads: [n,T] fp32.
-
-    q [Hq,N,D] are the last N of T queries, k [Hk,T,D]. One KV head at a time.
+    q [Hq,N,D] are the last N of T queries, k [Hk,T,D].
     """
     length = k.shape[1]
     later = torch.arange(length, device=q.device) > torch.arange(length - n, length, device=q.device)[:, None]
-    scores = torch.zeros(n, length, device=q.device)
     for rows, keys in zip(q[:, q.shape[1] - n :].unflatten(0, (k.shape[0], -1)), k, strict=True):
-        logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5  # [G,n,T]
-        scores = torch.maximum(scores, logits.masked_fill(later, -torch.inf).softmax(-1).amax(0))
-    return scores
+        logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5
+        yield logits.masked_fill_(later, -torch.inf).softmax(-1)
+
+
+def window_scores(q: Tensor, k: Tensor, window: int) -> Tensor:
+    """The attention of the last `window` queries to earlier tokens, summed over the window.
+
+    q [1,Hq,T,D], k [1,Hk,T,D] -> [Hk,G,T-window] fp32.
+    """
+    end = k.shape[2] - window
+    return torch.stack([weight[..., :end].sum(1) for weight in _last_attention(q[0], k[0], window)])
+
+
+def highest_attention(q: Tensor, k: Tensor, n: int) -> Tensor:
+    """The attention of the last n queries to each token, the maximum over all heads: [n,T] fp32.
+
+    q [Hq,N,D] are the last N of T queries, k [Hk,T,D].
+    """
+    return reduce(torch.maximum, (weight.amax(0) for weight in _last_attention(q, k, n)))
 
 
 def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
@@ -127,21 +128,16 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
     length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
     block = max(1, min(n, SCORES // (groups * length)))
     totals = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
-    variance = torch.empty(k.shape[1], groups, device=q.device)
-    for head, (rows, keys) in enumerate(zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True)):
-        keys = keys.float().mT * q.shape[-1] ** -0.5
-        own = torch.zeros(groups, length, device=q.device)  # each query head's sums
-        for start in range(0, n, block):
-            stop = min(start + block, n)
-            first, seen = length - n + start, length - n + stop  # positions
-            logits = rows[:, start:stop].float() @ keys[:, :seen]  # [G,block,seen]
-            later = torch.arange(seen, device=q.device) > torch.arange(first, seen, device=q.device)[:, None]
-            weight = logits.masked_fill_(later, -torch.inf).softmax(-1)
-            own[:, :seen] += weight.sum(1)
+    own = torch.zeros(k.shape[1], groups, length, device=q.device)  # each query head's sums
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        seen = length - n + stop  # tokens
+        for head, weight in enumerate(_last_attention(q[0, :, :stop], k[0, :, :seen], stop - start)):
+            own[head, :, :seen] += weight.sum(1)
             for power, sums in enumerate(totals[1:], 2):
                 sums[head, :seen] += (weight.sum(0) ** power).sum(0)
-        totals[0][head], variance[head] = own.sum(0), own.var(1, correction=0)
-    return totals, variance.flatten()
+    totals[0] = own.sum(1)
+    return totals, own.var(2, correction=0).flatten()
 
 
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, powers: int = 1) -> tuple[Tensor, list[Tensor], Tensor]:

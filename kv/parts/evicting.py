@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv.base import KV, Buffers, Held
+from kv.base import KV, Held, Views
 from kv.method import Shape
 from kv.parts import attention, inductor, ops
+from kv.parts.buffers import Buffers
 
 
 class Slots(Buffers):
@@ -40,25 +41,22 @@ class Evicting(KV):
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
 
-    reads_all = evicts_by_chunk = True
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
         super().__init__(shape)
-        self.size, self.sinks, self.recent, self.region = size, sinks, recent, region
+        self.size, self.sinks, self.recent, self.shares = size, sinks, recent, region is not None
         self.endless = size < shape.planned
-        self.slots = (size if region is None else region.most) + 1  # one is spare
+        self.slots = (region.most if region else size) + 1  # one is spare
         self.read_slots = inductor.symbol(self.slots, shape.device)
-        if region is None:
-            slots = Slots(shape, self.slots + 1, self.sums)
-        else:
-            slots = region.slots
+        for name, buffer in (region.slots if region else Slots(shape, self.slots + 1, self.sums)).named_buffers():
+            self.hold(name, buffer)
+        if region:
             self.allocate_state("first", fill=region.first)
             self.allocate_state("allotted", fill=size)  # tokens that each row keeps
-        for name, buffer in slots.named_buffers():
-            self.hold(name, buffer)
         self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
-        self.hold_rope_speed()
+        self.hold("rope_speed", ops.rope_speed(shape))
+        self.more_bytes = 8 + 4 * len(self.sums)
 
     # What a method implements
 
@@ -88,8 +86,6 @@ class Evicting(KV):
     def merge_many(self, row: int, tokens: Held, kept: Tensor, stay: Held, sums: list[Tensor], prompt: bool) -> None:
         """Merges those of `tokens`, a prompt's or an extended row's, whose index is not in kept [Hk,n] into `stay`."""
 
-    # Many tokens
-
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
         self.compress(row, tokens, *self.rank(row, q, k, tokens.position))
@@ -113,16 +109,14 @@ class Evicting(KV):
         size = region.stop - region.start - 1
         kept, stay = select(importance, size, self.sinks, self.newest(size)), tokens
         if kept.shape[1] < tokens.k.shape[1]:
-            stay = tokens.at(kept)
+            stay = at(tokens, kept)
             self.merge_many(row, tokens, kept, stay, sums, prompt)
-        at = slice(region.start, region.start + kept.shape[1])
+        filled = slice(region.start, region.start + kept.shape[1])
         self.position[row, :, region] = -1
-        self.k[row, :, at], self.v[row, :, at], self.position[row, :, at] = stay
+        self.k[row, :, filled], self.v[row, :, filled], self.position[row, :, filled] = stay
         for name, values in zip(self.sums, sums, strict=True):
-            getattr(self, name)[row, :, at] = values.gather(1, kept)
+            getattr(self, name)[row, :, filled] = values.gather(1, kept)
         self.spare[row] = kept.shape[1]
-
-    # A step
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         live = active[:, None].expand_as(self.spare)
@@ -160,15 +154,13 @@ class Evicting(KV):
         rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
         return ops.turn(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), speed)
 
-    # The slots
-
     def sizes(self) -> Tensor | int:
         """Tokens that each row keeps, [B,1,1] if they differ."""
-        return self.size if self.region is None else self.allotted[:, None, None]
+        return self.allotted[:, None, None] if self.shares else self.size
 
     def region_of(self, row: int) -> slice:
         """A row's slots: one for each token that it keeps, and the spare one."""
-        if self.region is None:
+        if not self.shares:
             return slice(0, self.slots)
         first = int(self.first[row])
         return slice(first, first + int(self.allotted[row]) + 1)
@@ -179,7 +171,7 @@ class Evicting(KV):
         return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
 
     def read(self, buffer: Tensor) -> Tensor:
-        if self.region is None:
+        if not self.shares:
             return super().read(buffer)
         contents = ops.gather(buffer, self.in_region())
         if buffer is not self.position:
@@ -189,7 +181,7 @@ class Evicting(KV):
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
         """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
-        if self.region is not None:
+        if self.shares:
             buffer.scatter_add_(2, self.in_region(), change)
             return ops.gather(buffer, self.in_region())
         old = self.read(buffer)
@@ -200,7 +192,7 @@ class Evicting(KV):
     def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
         """Writes new [B,Hk,...] at slot [B,Hk], where live [B,Hk]."""
         b, h = (torch.arange(n, device=slot.device) for n in slot.shape)
-        at = (b[:, None], h, slot if self.region is None else slot + self.first[:, None])
+        at = (b[:, None], h, slot + self.first[:, None] if self.shares else slot)
         buffer[at] = torch.where(live.view(*live.shape, *[1] * (buffer.dim() - 3)), new, buffer[at])
 
     def slots_by_position(self, row: int) -> Tensor:
@@ -210,12 +202,14 @@ class Evicting(KV):
         return position.argsort(1)[:, position.shape[1] - int((position[0] >= 0).sum()) :] + region.start
 
     def held(self, row: int, length: int) -> Held:
-        return Held(self.k[row], self.v[row], self.position[row]).at(self.slots_by_position(row))
+        return at(Held(self.k[row], self.v[row], self.position[row]), self.slots_by_position(row))
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
         region = self.region_of(row)
         used = slice(region.start, min(region.start + length, region.stop))
-        return {name: getattr(self, name)[row, :, used] for name in ("k", "v", "position", *self.sums)}
+        for name in ("k", "v", "position", *self.sums):
+            yield name, getattr(self, name)[row, :, used]
 
     def reset(self, row: int) -> None:
         super().reset(row)
@@ -223,9 +217,11 @@ class Evicting(KV):
         self.position[row, :, region] = -1
         self.k[row, :, region], self.v[row, :, region] = 0, 0  # a NaN would reach the output: 0 x NaN is NaN
 
-    def step_bytes(self, length: int) -> tuple[int, int]:
-        unit = self.shape.unit_bytes + 8 + 4 * len(self.sums)
-        return self.shape.n_kv_head * self.slots_to_read(length, 0) * unit, 0
+
+def at(tokens: Held, index: Tensor) -> Held:
+    """Copies of the tokens at index [H,n]."""
+    each = index[..., None].expand(-1, -1, tokens.k.shape[2])
+    return Held(tokens.k.gather(1, each), tokens.v.gather(1, each), tokens.position.gather(1, index))
 
 
 def select(importance: Tensor, size: int, sinks: int, newest: int) -> Tensor:

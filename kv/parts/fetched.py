@@ -2,11 +2,12 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kv.base import KV, Held
+from kv.base import KV, Held, Views
 from kv.method import Shape, option
 from kv.parts import inductor, offload, ops
 from kv.parts.offload import Pool, Staged
@@ -16,6 +17,8 @@ from kv.parts.offload import Pool, Staged
 class FetchMethod(offload.OffloadMethod):
     """A method that keeps both ends of a prompt on the device and fetches tokens of its middle."""
 
+    newest: ClassVar[int] = 0  # the fewest local tokens besides the initial ones
+    any_token: ClassVar[bool] = False  # generated tokens are chosen too, once they are not local
     offload: bool = option(True, "the prompt lives on the host")
     initial: int = option(4, "first tokens, which stay on the device", min=0)
     local: int | None = option(None, "first and last tokens on the device; auto: budget / 3, at most 128", min=1)
@@ -23,16 +26,19 @@ class FetchMethod(offload.OffloadMethod):
     def split(self, budget: int) -> tuple[int, int]:
         """Splits a budget: n_local tokens that stay, initial ones included, and n_topk tokens to fetch."""
         local = min(128, budget // 3) if self.local is None else self.local
-        local = min(max(local, self.initial), budget - 1)
+        local = min(max(local, self.initial + self.newest), budget - 1)
         return local, budget - local
+
+    def minimum(self, shape: Shape) -> int:
+        return max(8, self.initial + self.newest + 1)
 
     def most(self, shape: Shape) -> int:
         """Beyond what covers every token, n_local still grows, up to 128."""
         return shape.planned + 3 * 128
 
     def reach(self, shape: Shape) -> int:
-        """How many tokens of a row can be chosen from, those that stay included: by default, the prompt's."""
-        return shape.max_prompt
+        """How many tokens of a row may be chosen, or stay."""
+        return shape.planned if self.any_token else shape.max_prompt
 
     def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
         """`split`, with n_topk no larger than the number of tokens that do not stay."""
@@ -47,15 +53,15 @@ class FetchMethod(offload.OffloadMethod):
 class Parts(KV):
     """Slots in three parts: the ends of the prompt, tokens chosen from its middle, generated tokens."""
 
-    recent, rewinds = 1, True
+    recent, rewinds, reads_all = 1, True, False
 
     def __init__(self, shape: Shape, sinks: int, ends: int, chosen: int, prompt: Tensor | None = None):
         """prompt [B]: the length of each row's prompt, if layers share that buffer."""
         super().__init__(shape)
-        self.pools: list[Pool] = []  # pools that this layer settles, counts and closes
         self.sinks, self.ends, self.first_generated = sinks, ends, ends + chosen
         self.local = ends - sinks  # last tokens of the prompt among the ends
         self.allocate_slots(self.first_generated + shape.max_new_tokens)
+        self.contents.clear()  # see `views`: the slots do not fill in order
         if prompt is None:
             self.allocate_state("prompt")
         else:
@@ -89,12 +95,12 @@ class Parts(KV):
         new = (x[row, :, generated] for x in (self.k, self.v))
         return Held.new(*(torch.cat(pair, dim=1) for pair in zip(self.held_prompt(row, prompt), new, strict=True)))
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
         prompt = int(self.prompt[row])
-        ends = slice(min(prompt, self.ends))
         generated = slice(self.first_generated, self.first_generated + length - prompt)
-        parts = (("ends", ends), ("generated", generated))
-        return {f"{part}_{name}": getattr(self, name)[row, :, at] for part, at in parts for name in ("k", "v")}
+        for part, slots in (("ends", slice(min(prompt, self.ends))), ("generated", generated)):
+            yield from ((f"{part}_k", self.k[row, :, slots]), (f"{part}_v", self.v[row, :, slots]))
 
     @abstractmethod
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
@@ -118,30 +124,13 @@ class Parts(KV):
         used = self.first_generated + self.generated(pos) + 1
         return ops.attend_used(q, self.read(self.k), self.read(self.v), mask, used)
 
-    # The middle of the prompt
-
-    def finish(self, row: int) -> None:
-        for pool in self.pools:
-            pool.settle()
-
-    def host_bytes(self) -> int:
-        return sum(pool.host_bytes for pool in self.pools)
-
-    def fetched(self) -> tuple[int, int]:
-        wanted, fetched = zip((0, 0), *(pool.counts for pool in self.pools), strict=True)
-        return sum(wanted), sum(fetched)
-
-    def close(self) -> None:
-        for pool in self.pools:
-            pool.close()
-
 
 class Fetched(Parts):
     """A pool holds the middle, K and V of `size` tokens per entry; a step fetches `count` entries per KV head."""
 
     def __init__(self, shape: Shape, sinks: int, ends: int, count: int, size: int, pool: Pool):
         super().__init__(shape, sinks, ends, count * size)
-        self.count = count
+        self.count, self.reach = count, shape.max_prompt  # tokens of a row that may be chosen, or stay
         self.allocate_state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
         self.hold("pool_buffer", pool.buffer)
@@ -158,11 +147,11 @@ class Fetched(Parts):
         """Of attention, with every chosen token from the pool; choosing comes on top."""
         prompt, unit = min(length, self.shape.max_prompt), self.shape.n_kv_head * self.shape.unit_bytes
         chosen = min(self.first_generated - self.ends, self.choices(length))
-        return (min(prompt, self.ends) + chosen + length - prompt) * unit, chosen * unit * (self.pool.host_bytes > 0)
+        return (min(prompt, self.ends) + chosen + length - prompt) * unit, chosen * unit * self.pool.on_host
 
     def choices(self, length: int) -> int:
         """How many tokens of a row of `length` tokens can be chosen."""
-        return max(0, min(length, self.shape.max_prompt) - self.ends)
+        return max(0, min(length, self.reach) - self.ends)
 
 
 class FetchedTokens(Fetched):
@@ -173,15 +162,16 @@ class FetchedTokens(Fetched):
         size = (shape.max_prompt * shape.n_kv_head, 2, shape.head_dim)
         pool = options.pool(f"layer {layer}", size, staged, shape)
         super().__init__(shape, options.initial, ends, count, size=1, pool=pool)
+        self.reach = options.reach(shape)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
         for i, x in enumerate((k, v)):
             self.pool.write(row, 0, x[0].transpose(0, 1).flatten(0, 1), i)
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        pool = self.pool.part(row, int(self.prompt[row]) * self.shape.n_kv_head)
-        return super().views(row, length) | {"pool": pool}
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        yield "pool", self.pool.part(row, int(self.prompt[row]) * self.shape.n_kv_head)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         entries = self.pool.read(row, prompt * self.shape.n_kv_head)  # [T Hk,2,D]

@@ -39,7 +39,7 @@ def value(symbol: Tensor) -> int:
     return symbol.shape[0]
 
 
-def covering(old: Tensor, length: int, capacity: int, device: torch.device, step: int | None = None) -> Tensor:
+def covering(old: Tensor, length: int, capacity: int, step: int | None = None) -> Tensor:
     """A symbol of how many leading slots, of `capacity`, cover `length`: a multiple of `step` (STEP), or all.
 
     It is `old` if the number is unchanged. Buffers need one slot more than `capacity`, because the compiler specializes
@@ -47,8 +47,8 @@ def covering(old: Tensor, length: int, capacity: int, device: torch.device, step
     follows the lengths, and one graph serves them all.
     """
     step = step or STEP
-    size = capacity if device.type == "cuda" else min(-(-length // step) * step, capacity)
-    return old if value(old) == size else symbol(size, device)
+    size = capacity if old.device.type == "cuda" else min(-(-length // step) * step, capacity)
+    return old if value(old) == size else symbol(size, old.device)
 
 
 # What is stored: Inductor computes a value again in each loop that reads it, unless it is stored.

@@ -41,7 +41,6 @@ class Pool:
     """
 
     counts = (0, 0)  # entries requested from threads, and entries they fetched
-    staged_bytes = 0  # bytes of the device buffer where fetched entries arrive
 
     def __init__(self, what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, host: bool = False):
         self.what, (self.batch, self.count), self.device, self.on_host = what, size[:2], device, host
@@ -124,10 +123,6 @@ class Pool:
         """`column` of the requested entries, [N, ...]; undefined where none was requested."""
         at = inductor.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read more slowly
         return self.entries[(at, *column)]
-
-    def overhead(self) -> int:
-        """Bytes of buffers beside the pool itself, on the device and on the host."""
-        return 0
 
     def close(self) -> None:
         """Ends background work, and discards what a write raised."""
@@ -213,7 +208,6 @@ class Staged:
         if device.type == "cuda":
             torch._dynamo.mark_static_address(self.slots)
         self.user: ref[ThreadedPool] = lambda: None  # the pool that fetched last
-        self.owner: int | None = None  # handle of the pool that counts the buffer's bytes
 
 
 class ThreadedPool(Pool):
@@ -228,7 +222,6 @@ class ThreadedPool(Pool):
         self.chunk = min(max(1, CHUNK // entry), -(-slots // threads))  # entries per staging buffer
         self.handle = next(_handles)
         self.symbol = inductor.symbol(self.handle, device)
-        staged.owner = self.handle if staged.owner is None else staged.owner
         self.workers.reserve(self, self.chunk * entry if entry < WIDE else 1)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
         # For each slot, the entry requested and the entry held; and slot numbers that are copied to the device.
@@ -238,20 +231,13 @@ class ThreadedPool(Pool):
 
     @property
     def host_bytes(self) -> int:
-        return self.memory.nbytes + self.overhead() - self.staged_bytes
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of `staged` on the device, or 0 if another pool counts them."""
-        return self.staged.slots.nbytes if self.staged.owner == self.handle else 0
+        own = (self.memory, self.ids, self.held, self.arrived)
+        shared = self.workers.buffers.nbytes if self.workers.owner == self.handle else 0
+        return sum(x.nbytes for x in own) + shared
 
     @property
     def buffer(self) -> Tensor:
         return self.staged.slots
-
-    def overhead(self) -> int:
-        shared = self.workers.buffers.nbytes if self.workers.owner == self.handle else 0
-        return sum(x.nbytes for x in (self.ids, self.held, self.arrived)) + self.staged_bytes + shared
 
     def part(self, row: int, count: int) -> Tensor:
         self.forget(row)  # the caller may write to it

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kv.method import Shape
 from kv.parts import inductor
 
 
@@ -117,6 +118,17 @@ def turn(x: Tensor, shift: Tensor, speed: Tensor) -> Tensor:
     """
     angle = shift[..., None].float() * speed[:, None, None]
     return rotate(x, angle.cos(), angle.sin())
+
+
+def rope_speed(shape: Shape) -> Tensor:
+    """Radians per position of each row, for `turn`: [B,D/2], the model's own tensor, which follows each prompt.
+
+    Without a model, speeds follow from rope_theta.
+    """
+    if shape.rope_speed is not None:
+        return shape.rope_speed
+    pairs = shape.head_dim // 2
+    return torch.tensor([[shape.rope_theta ** (-i / pairs) for i in range(pairs)]] * shape.batch, device=shape.device)
 
 
 def ring(position: Tensor, size: Tensor | int, sinks: int) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.base import Buffers
 from kv.method import Shape, option
 from kv.parts import inductor, ops
+from kv.parts.buffers import Buffers
 
 BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]

@@ -16,19 +16,15 @@ class Scored(KV):
     """Slots for `kept` tokens of a prompt, in order of position, followed by every generated token.
 
     A method writes `score`. The first `sinks` and the newest `window` tokens of a prompt are always kept. A KV head
-    keeps its own tokens or, with `per_query`, each of its query heads does.
+    keeps its own tokens or, with `copies` = G, each of its query heads does.
     """
 
-    rewinds = reads_all = True
+    rewinds = True
 
-    def __init__(
-        self, shape: Shape, kept: int, window: int = 0, sinks: int = 0, per_query: bool = False, bits: int = 16
-    ):
+    def __init__(self, shape: Shape, kept: int, window: int = 0, sinks: int = 0, copies: int = 1, bits: int = 16):
         """bits of a stored value (quant.encode); `decode` is then the method's own."""
-        copies = shape.n_head // shape.n_kv_head if per_query else 1
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
-        self.copies = copies  # stored K and V per KV head
-        self.kept = min(kept, shape.max_prompt)
+        self.copies, self.kept = copies, min(kept, shape.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
         self.recent = max(1, self.window)
         self.bits = bits
@@ -41,18 +37,20 @@ class Scored(KV):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """How much each token of a prompt is worth keeping: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [Hk,T] or [Hq,T]."""
 
-    # The prompt
-
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         best = self.choose(q, k, v)
         head = torch.arange(len(best), device=k.device)[:, None] // self.copies
-        n = best.shape[1]
-        self.k[row, :, :n], self.v[row, :, :n] = (quant.encode(x[0, head, best], self.bits) for x in (k, v))
-        self.dropped[row] = k.shape[2] - n
-        self.position[row, :, :n] = best
+        self.write(row, 0, k[0, head, best], v[0, head, best])
+        self.dropped[row] = k.shape[2] - best.shape[1]
+        self.position[row, :, : best.shape[1]] = best
+
+    def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Stores n vectors in a row's slots from `first` on: k and v [H,n,D]."""
+        slots = slice(first, first + k.shape[1])
+        self.k[row, :, slots], self.v[row, :, slots] = quant.encode(k, self.bits), quant.encode(v, self.bits)
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The positions of the tokens to keep, ascending: [Hk,n], or [Hq,n] with `per_query`."""
+        """The positions of the tokens to keep, ascending: [Hk,n], or [Hq,n]."""
         position = torch.arange(k.shape[2], device=k.device)
         if len(position) <= self.kept:
             return position.expand(self.shape.n_kv_head, -1)
@@ -60,29 +58,24 @@ class Scored(KV):
         scores = self.score(q, k, v).float().masked_fill(always, torch.inf)
         return ops.top(scores, self.kept).sort().values
 
-    # More tokens
-
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        return self.attend(q, pos - self.dropped + 1)
+        return ops.attend_prefix(q, self.read(self.k), self.read(self.v), pos - self.dropped + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        self.store(self.encoded(k), self.encoded(v), ops.following(pos - self.dropped, k.shape[2]), active)
+        k, v = (quant.encode(self.copied(x), self.bits) for x in (k, v))
+        self.store(k, v, ops.following(pos - self.dropped, k.shape[2]), active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        first = pos - int(self.dropped[row])
-        for buffer, x in ((self.k, k), (self.v, v)):
-            buffer[row, :, first : first + k.shape[2]] = self.encoded(x)[0]
+        self.write(row, self.filled(row, pos), self.copied(k)[0], self.copied(v)[0])
 
-    def encoded(self, x: Tensor) -> Tensor:
-        """K or V [B,Hk,n,D] of new tokens, as each head that stores tokens keeps them."""
-        return quant.encode(x if self.copies == 1 else x.repeat_interleave(self.copies, dim=1), self.bits)
+    def copied(self, x: Tensor) -> Tensor:
+        """K or V [B,Hk,n,D] of new tokens, for each head that stores them."""
+        return x if self.copies == 1 else x.repeat_interleave(self.copies, dim=1)
 
     def decoded(self, x: Tensor) -> Tensor:
         """Stored vectors as numbers, [..., D]."""
         return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
-
-    # A row's state
 
     def held(self, row: int, length: int) -> Held:
         dropped = int(self.dropped[row])
@@ -92,8 +85,8 @@ class Scored(KV):
         k, v = (self.decoded(x[row, :, : length - dropped]) for x in (self.k, self.v))
         return Held(k, v, torch.cat([position, generated.expand(len(position), -1)], dim=1))
 
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        return super().views(row, length - int(self.dropped[row]))
+    def filled(self, row: int, length: int) -> int:
+        return length - int(self.dropped[row])
 
     def slots_to_read(self, length: int, new: int) -> int:
         return min(length, self.kept + new)

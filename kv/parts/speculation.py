@@ -11,9 +11,10 @@ full cache's K and V, and adds only what it chooses by.
 
 from torch import Tensor
 
-from kv.base import KV, Held
+from kv.base import KV, Views
 from kv.full import Full
 from kv.method import Shape
+from kv.parts import ops
 
 
 class Speculation(KV):
@@ -22,7 +23,7 @@ class Speculation(KV):
     def __init__(self, shape: Shape, draft: KV):
         super().__init__(shape)
         self.draft, self.full = draft, Full(shape)
-        self.wants_lookahead, self.keeps_prompts = draft.wants_lookahead, draft.keeps_prompts
+        self.wants_lookahead, self.pools = draft.wants_lookahead, draft.pools
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
 
@@ -38,7 +39,8 @@ class Speculation(KV):
         """
         if q.shape[2] == 1:
             return self.draft.decode(q, k, v, pos, active)
-        y = self.full.verify(q, k, v, pos, active)
+        self.full.insert(k, v, pos, active)
+        y = ops.attend_prefix(q, self.full.read(self.full.k), self.full.read(self.full.v), pos + 1)
         self.draft.insert(k, v, pos, active)
         return y
 
@@ -46,9 +48,6 @@ class Speculation(KV):
         y = self.full.extend(row, q, k, v, pos)
         self.draft.append(row, k, v, pos)
         return y
-
-    def held(self, row: int, length: int) -> Held:
-        return self.full.held(row, length)
 
     def finish(self, row: int) -> None:
         self.draft.finish(row)
@@ -62,33 +61,15 @@ class Speculation(KV):
     def before_step(self, length: int, new: int) -> tuple:
         return self.draft.before_step(length, new), self.full.before_step(length, new)
 
-    # A row's state: the draft's, and the full cache's under other names
-
-    def registers(self, row: int) -> dict[str, Tensor]:
-        return self.draft.registers(row)
-
-    def restored(self, row: int) -> None:
-        self.draft.restored(row)
-
-    def views(self, row: int, length: int) -> dict[str, Tensor]:
-        full = {} if self.draft.holds_all else self.full.views(row, length)
-        return self.draft.views(row, length) | {f"full_{name}": x for name, x in full.items()}
-
-    # Accounting
+    def views(self, row: int, length: int) -> Views:
+        yield from self.draft.views(row, length)
+        if not self.draft.holds_all:
+            yield from ((f"full_{name}", view) for name, view in self.full.views(row, length))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Of a round: the drafts, and one verification, which reads the full cache once."""
         device, host = (self.shape.rewind * n for n in self.draft.step_bytes(length))
         return device + self.full.step_bytes(length)[0], host
-
-    def host_bytes(self) -> int:
-        return self.draft.host_bytes()
-
-    def fetched(self) -> tuple[int, int]:
-        return self.draft.fetched()
-
-    def close(self) -> None:
-        self.draft.close()
 
 
 def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
@@ -100,7 +81,7 @@ def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
         )
     if name == "full" and all(type(draft) is Full for draft in drafts):
         raise ValueError("the full cache cannot draft for itself: choose another --kv, or leave out --speculate")
-    if not all(draft.rewinds and not draft.statistics for draft in drafts):
+    if not all(draft.rewinds for draft in drafts):
         raise ValueError(f"{name} cannot draft: its cache cannot take tokens back")
     if not all(draft.exact_prompt for draft in drafts):
         raise ValueError(f"{name} with prefill=... cannot draft: the full cache's prompt is exact")
