@@ -337,12 +337,7 @@ class Engine:
         questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
         are the full cache's. Raises ValueError with one line that says what to do.
         """
-        counts = {"batch": batch, "max_new_tokens": max_new_tokens, "max_prompt": max_prompt, "speculate": speculate}
-        for name, value in counts.items():
-            if (name, value) not in (("max_prompt", None), ("speculate", 0)):
-                arguments.check_count(name, value)
-        if batch > 2**16:
-            raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
+        arguments.check_sizes(batch, max_prompt, max_new_tokens, speculate)
         prompt = plan.longest_prompt(self.config, max_new_tokens) if max_prompt is None else max_prompt
         arguments.check_length(prompt, self.config.max_length, "the model's context")
         sizes = batch, prompt, max_new_tokens, speculate
@@ -419,7 +414,7 @@ class Engine:
         self._check_rows(rows)
         limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
         for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
-            most, text = min(limit, self._room(row, question)), AnswerText(self.tokenizer, stop)
+            most, text = min(limit, plan.room(self, row, question)), AnswerText(self.tokenizer, stop)
             requests.append(Request(i, row, question, most, text, on_token, on_answer, stepwise=stepwise))
         if rows:
             self._warm_up(self.shape.max_prompt)
@@ -494,9 +489,7 @@ class Engine:
         """Checks what `generate` and `ask` share, and begins the call; returns the most tokens of an answer."""
         limit = self.max_new_tokens if limit is None else limit
         arguments.check_count("max_new_tokens", limit)
-        if stop and self.tokenizer is None:
-            raise ValueError(f"{self.no_tokenizer}; without one, stop texts cannot be found")
-        arguments.check_stop(stop)
+        arguments.check_stop(stop, self.tokenizer, self.no_tokenizer)
         sampling = Sampling(**sampling, seed=self.seed)
         self._begin_call()
         self.sampling, self.sampling_tensors = sampling, sampling.tensors(self.device)
@@ -512,18 +505,6 @@ class Engine:
             raise ValueError("a row was closed, or belongs to another engine")
         if len(set(map(id, rows))) < len(rows):
             raise ValueError("a row is given twice")
-
-    def _room(self, row: Row, question: list[int]) -> int:
-        """The most tokens of an answer to a question. Raises ValueError if there is no room for one."""
-        tokens = len(row.tokens) + (row.pending is not None) + len(question)
-        if tokens == len(row.tokens) and row.logits is None:
-            raise ValueError("the answer is complete: give a question")
-        room = row.prompt_tokens + self.shape.max_new_tokens - tokens + 1
-        if room < 1 and not self.endless:
-            raise ValueError(
-                f"no room for another question: the caches hold {self.shape.max_new_tokens} tokens after the prompt"
-            )
-        return 2**31 if self.endless else room
 
     # Caches
 

@@ -18,7 +18,7 @@ from runtime import cpu, parallel, prefix
 from terminal.batch import appended, write
 from terminal.cli import progress, run, write_json
 from terminal.conversation import converse
-from terminal.options import NEEDLE, check, given_options, parser, read_prompts
+from terminal.options import NEEDLE, check, encode, given_options, parser, read_prompts
 from terminal.report import completion, measured, print_report
 from terminal.saved import ask_saved, room, save
 
@@ -120,30 +120,6 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         write_json(args.json, report)
     if failed:
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
-
-
-def encode(
-    engine: Engine, args: argparse.Namespace, prompts: dict[str | int, str], saved: prefix.Header | None
-) -> tuple[dict[str | int, list[int]], dict[str | int, str]]:
-    """The ids of each prompt, or of what follows a saved one, and the errors of those that the engine rejects.
-
-    Raises ValueError if it rejects all.
-    """
-    ids, failed, chat = {}, {}, engine.tokenizer.chat if args.save_prompt is None else engine.tokenizer.chat_begin
-    for name, text in prompts.items():
-        try:
-            if saved is not None:
-                ids[name] = engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
-            else:
-                prompt = chat(text, args.system) if args.chat else engine.encode(text)
-                engine.check_length(len(prompt))
-                ids[name] = prompt
-        except ValueError as error:
-            failed[name] = str(error)
-    if not ids:
-        name, error = next(iter(failed.items()))
-        raise ValueError(error if len(prompts) == 1 else f"no prompt can be answered; prompt {name}: {error}")
-    return ids, failed
 
 
 if __name__ == "__main__":

@@ -80,9 +80,22 @@ def check_sampling(temperature: object, top_k: object, top_p: object, seed: obje
         raise ValueError("temperature 0 takes the best token: top-k and top-p need a --temperature above 0")
 
 
-def check_stop(stop: object) -> None:
+def check_stop(stop: object, tokenizer: object, no_tokenizer: str) -> None:
+    if stop and tokenizer is None:
+        raise ValueError(f"{no_tokenizer}; without one, stop texts cannot be found")
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop or []):
         raise ValueError("stop must be a list of texts, none of them empty")
+
+
+def check_sizes(batch: object, max_prompt: object, max_new_tokens: object, speculate: object) -> None:
+    check_count("batch", batch)
+    check_count("max_new_tokens", max_new_tokens)
+    if max_prompt is not None:
+        check_count("max_prompt", max_prompt)
+    if speculate != 0:
+        check_count("speculate", speculate)
+    if batch > 2**16:
+        raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
 
 
 def check_length(tokens: int, limit: int | None, what: str) -> None:

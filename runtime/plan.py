@@ -64,6 +64,19 @@ def needed(engine, length: int, new: int) -> Shape | None:
     return grown(engine, has, length, new)
 
 
+def room(engine, row, question: list[int]) -> int:
+    """The most tokens of an answer to a question to a row. Raises ValueError if there is no room for one."""
+    tokens = len(row.tokens) + (row.pending is not None) + len(question)
+    if tokens == len(row.tokens) and row.logits is None:
+        raise ValueError("the answer is complete: give a question")
+    left = row.prompt_tokens + engine.shape.max_new_tokens - tokens + 1
+    if left < 1 and not engine.endless:
+        raise ValueError(
+            f"no room for another question: the caches hold {engine.shape.max_new_tokens} tokens after the prompt"
+        )
+    return 2**31 if engine.endless else left
+
+
 def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
     """A plan for longer prompts, or for more new tokens, than those of `shape`.
 

@@ -1,11 +1,11 @@
-"""The options of generate.py."""
+"""What generate.py is asked: its options, the prompts, and their ids."""
 
 import argparse
 from pathlib import Path
 
 import kv as methods
-from engine import Sampling
-from runtime import cpu
+from engine import Engine, Sampling
+from runtime import cpu, prefix
 from runtime.device import DTYPES
 from terminal.batch import parse_batch
 from terminal.cli import check_output, number, read_text
@@ -106,3 +106,27 @@ def given_options(args: argparse.Namespace) -> dict:
             raise ValueError(f"the option {name} is given twice: {options[name]} and {value}")
         options[name] = value
     return options
+
+
+def encode(
+    engine: Engine, args: argparse.Namespace, prompts: dict[str | int, str], saved: prefix.Header | None
+) -> tuple[dict[str | int, list[int]], dict[str | int, str]]:
+    """The ids of each prompt, or of what follows a saved one, and the errors of those that the engine rejects.
+
+    Raises ValueError if it rejects all.
+    """
+    ids, failed, chat = {}, {}, engine.tokenizer.chat if args.save_prompt is None else engine.tokenizer.chat_begin
+    for name, text in prompts.items():
+        try:
+            if saved is not None:
+                ids[name] = engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
+            else:
+                prompt = chat(text, args.system) if args.chat else engine.encode(text)
+                engine.check_length(len(prompt))
+                ids[name] = prompt
+        except ValueError as error:
+            failed[name] = str(error)
+    if not ids:
+        name, error = next(iter(failed.items()))
+        raise ValueError(error if len(prompts) == 1 else f"no prompt can be answered; prompt {name}: {error}")
+    return ids, failed
