@@ -17,7 +17,7 @@ UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's l
 TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 BLOCK = 128  # slots per block of flex_attention's mask
-# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/tune.py.
+# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
 CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
 

@@ -1,6 +1,7 @@
 """What a decode step computes, in tensor primitives that two or more methods share. Shapes as in kv/base.py.
 
-kv/parts/inductor.py is how a compiled step is made fast, which a method's author need not read.
+kv/parts/inductor.py is how a compiled step is made fast, which a method's author need not read: where it says so
+(`fuses`, `flexes`), a compiled step attends with another kernel, which gives the same values.
 """
 
 from collections.abc import Callable
