@@ -2,8 +2,9 @@
 
 Every layer of the model owns one `KV` module. The model passes it q, k and v and receives the attention output; the
 method alone decides what it stores, evicts, quantizes or moves. A method implements `keep`, which stores a prompt, and
-`decode`, which runs one step; the base attends to the prompt, allocates and narrows slots, resets rows, counts bytes. A
-`Method` builds all layers at once, so layers can share buffers.
+`decode`, which runs one step, or stands on a base in kv/parts that does (`Scored`, `Evicting`: the README shows both);
+the base attends to the prompt, allocates and narrows slots, resets rows, counts bytes. A `Method` (kv/method.py) has the
+options, and its `build(shape, budget)` makes the KV of all layers at once, so layers can share buffers.
 
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer holds one sequence and has its own length. Keys arrive with RoPE applied and are stored so.
@@ -15,7 +16,8 @@ mask. `decode` therefore has no `.item()` and no data-dependent shape, and write
 On a CPU each layer is compiled separately: an attribute set in `decode` is lost, even before the next layer runs.
 
 Where several processes share a model, each has its own KV heads and builds its own layers for them. A method notices
-this only where it compares heads: `shape.ranks` sums or gathers over the processes.
+this only where it compares heads, as a mean over all of them does: `shape.ranks.sum(x)` and `shape.ranks.gather(x)`
+are over the processes (kv/parts/ranks.py).
 
 The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py) checks for every registered method:
 

@@ -19,6 +19,7 @@ from engine import Engine
 from kv import METHODS, parse_options, total_bytes
 from kv.kivi import Quantized
 from kv.parts.evicting import Evicting
+from runtime.plan import plan_of
 
 AXES = {
     "dtype": ("float32", "bfloat16"),
@@ -88,7 +89,7 @@ def load(folder, name: str, storage: dict, **more) -> Engine:
     engine.compile = more.pop("compile", False)
     method, takes = parse_options(name, storage), None
     if method.takes_budget:
-        shape = dataclasses.replace(engine._plan(MAX_PROMPT, 40), device=torch.device("meta"))
+        shape = dataclasses.replace(plan_of(engine, MAX_PROMPT, 40), device=torch.device("meta"))
         takes = max(BUDGET, method.minimum(shape))
     return engine.use(name, takes, storage, max_prompt=MAX_PROMPT, max_new_tokens=40, **more)
 

@@ -18,6 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 (SOURCE,) = (block for block in BLOCKS if "class KeyNorm(" in block)
+(TOVA,) = (block for block in BLOCKS if "class TOVA(" in block)
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,13 @@ def clone(tmp_path_factory):
     said = re.search(r"Save it as `(.*/(\w+)\.py)`\. In `(.*)`, add a line to the import", README)
     where, name, registry = said.groups()
     (copy / where).write_text(SOURCE)
+    (copy / "kv" / "tova.py").write_text(TOVA)
     text = (copy / registry).read_text()
     steps = [block.splitlines() for block in BLOCKS if name in block and block != SOURCE]
     assert len(steps) == 2
     for there, line in steps:
         assert text.count(there + "\n") == 1
-        text = text.replace(there, f"{there}\n{line}")
+        text = text.replace(there, f"{there}\n{line}\n{line.replace(name, 'tova').replace('KeyNorm', 'TOVA')}")
     (copy / registry).write_text(text)
     return copy
 
@@ -46,10 +48,11 @@ def test_the_example_method_is_listed_and_obeys_every_law(clone):
     """As the README says, the copy's own tests check it."""
     listed = subprocess.run([sys.executable, "generate.py", "--list-kv"], cwd=clone, text=True, capture_output=True)
     assert re.search("^keynorm +the shortest keys$", listed.stdout, re.M), listed.stderr
-    laws = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py", "-k", "keynorm"]
-    result = subprocess.run(laws, cwd=clone, text=True, capture_output=True)
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0 and int(passed[1]) >= 10, result.stdout
+    for name in ("keynorm", "tova"):
+        laws = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py", "-k", name]
+        result = subprocess.run(laws, cwd=clone, text=True, capture_output=True)
+        passed = re.search(r"(\d+) passed", result.stdout)
+        assert result.returncode == 0 and int(passed[1]) >= 10, result.stdout
 
 
 def test_a_method_that_scores_tokens_fits_on_one_screen():
@@ -80,7 +83,9 @@ def test_the_example_method_keeps_the_tokens_it_says(keynorm):
 
 def test_the_files_and_flags_that_the_readme_names_exist():
     root = Path(__file__).parent.parent
-    usage = "".join((root / f"{tool}.py").read_text() for tool in ("generate", "eval", "bench/__main__", "quantize"))
+    usage = "".join(
+        (root / f"{tool}.py").read_text() for tool in ("terminal/options", "eval", "bench/__main__", "quantize")
+    )
     for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|md))`", README):
         assert (root / name).exists() or name == "kv/keynorm.py", name
     for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--no-compile"}:

@@ -34,9 +34,10 @@ class Region(NamedTuple):
 class Evicting(KV):
     """Keeps `size` tokens per KV head, including the first `sinks` and the newest `recent`, in slots in any order.
 
-    A new token goes to the spare slot. If it evicts a token, that token's slot becomes the spare slot. `importance`
-    decides: a method that ranks tokens by their attention in the newest query writes nothing else. A method that
-    accumulates statistics of each token names them in `sums` and writes `rank` too.
+    With recent=0 even the newest token may go. A new token goes to the spare slot. If it evicts a token, that token's
+    slot becomes the spare slot. `importance` decides, of a prompt's tokens too, by its last query: a method that ranks
+    tokens by their attention in the newest query writes nothing else. A method that accumulates statistics of each
+    token names them in `sums` and writes `rank`, which ranks a prompt, too.
 
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
