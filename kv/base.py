@@ -3,8 +3,8 @@
 Every layer of the model owns one `KV` module. The model passes it q, k and v and receives the attention output; the
 method alone decides what it stores, evicts, quantizes or moves. A method implements `keep`, which stores a prompt, and
 `decode`, which runs one step, or stands on a base in kv/parts that does (`Scored`, `Evicting`: the README shows both);
-the base attends to the prompt, allocates and narrows slots, resets rows, counts bytes. A `Method` (kv/method.py) has the
-options, and its `build(shape, budget)` makes the KV of all layers at once, so layers can share buffers.
+the base attends to the prompt, allocates and narrows slots, resets rows, counts bytes. A `Method` (kv/method.py) has
+the options, and its `build(shape, budget)` makes the KV of all layers at once, so layers can share buffers.
 
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer holds one sequence and has its own length. Keys arrive with RoPE applied and are stored so.
