@@ -6,7 +6,10 @@ from text.answer import AnswerText
 
 
 class Pieces:
-    """A tokenizer's stream in which a token is a text."""
+    """A tokenizer, and its stream, in which a token is a text."""
+
+    def stream(self) -> "Pieces":
+        return self
 
     def push(self, token: str) -> str:
         return token
