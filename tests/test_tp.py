@@ -258,7 +258,7 @@ def test_a_rank_holds_only_its_part(tmp_path):
     folder = write_random(tmp_path / "m", dtype=torch.bfloat16, **sizes, intermediate_size=4096, vocab_size=8000)
     done = subprocess.run([sys.executable, "-c", LOAD, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     part, largest, peak = map(int, done.stdout.split())
-    assert part <= peak < part + largest + 8 * 2**20
+    assert part <= peak < part + largest + 16 * 2**20
 
 
 def test_groups_that_a_rank_would_cut_are_refused(folders):
