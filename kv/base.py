@@ -24,10 +24,10 @@ The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py)
 1. With a budget for every planned token, and lossy parts switched off, the method equals full attention or, if its
    paper approximates even then, its slow reference.
 2. Compiled equals eager.
-3. A row's output does not depend on the other rows.
+3. A row's output does not depend on the other rows, not even if they hold NaN.
 4. The contents of slots that hold no token change no output.
 5. No output depends on a later token.
-6. After `reset`, a row behaves like a row of a fresh cache.
+6. After `reset`, a row behaves like a row of a fresh cache, even if it held NaN.
 7. The bytes reported are those of the buffers and pools, at most the paper's formula plus what tests/paper_bytes.py
    names.
 8. A decode step allocates nothing that outlives it and moves no buffer.
@@ -182,6 +182,11 @@ class KV(Buffers, ABC):
         ops.store(self.v, v, slot, active)
 
     # A row's state
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        for pool in self.pools:
+            pool.reset(row)
 
     def state(self, row: int, length: int) -> dict[str, Tensor]:
         """Copies of the tensors that hold row `row`, which has `length` tokens; host memory stays on the host."""

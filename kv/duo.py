@@ -74,10 +74,6 @@ class Duo(KV):
         for i, part in enumerate(self.parts):
             yield from ((f"{i}.{name}", view) for name, view in part.views(row, length))
 
-    def reset(self, row: int) -> None:
-        for part in self.parts:
-            part.reset(row)
-
     def before_step(self, length: int, new: int) -> tuple:
         return tuple(part.before_step(length, new) for part in self.parts)
 

@@ -365,6 +365,36 @@ def test_law_6_a_reset_row_behaves_like_a_fresh_one(name, shape):
 
 
 @every_method
+@pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
+def test_law_3_a_row_that_is_not_finite_changes_no_other(name, budget):
+    shape = make_shape("gqa", 3, n_layer=layers_of(name))
+    texts = make_texts(shape)
+    expected = Cache(name, shape, budget).run(texts, 20)
+    for row, text in texts.items():
+        others = {
+            i: Text(*(torch.full_like(x, torch.nan) for x in (t.q, t.k, t.v)), t.prompt) for i, t in texts.items()
+        }
+        found = Cache(name, shape, budget).run(others | {row: text}, 20)[row]
+        assert torch.allclose(found, expected[row], atol=1e-5), row
+
+
+@every_method
+@pytest.mark.parametrize("poison", (torch.nan, torch.inf))
+@pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
+def test_law_6_a_reset_row_has_forgotten_what_is_not_finite(name, budget, poison):
+    """0 x NaN is NaN: such a value would pass through a mask."""
+    shape = make_shape("gqa", 3, n_layer=layers_of(name))
+    old, new = make_texts(shape, MAX_NEW, seed=900), make_texts(shape)
+    for text in old.values():
+        for x in (text.q, text.k, text.v):
+            x[:, :, 2] = x[:, :, text.prompt // 2 :] = poison
+    used = Cache(name, shape, budget)
+    used.run(old, MAX_NEW)
+    expected, found = Cache(name, shape, budget).run(new, 20), used.run(new, 20)
+    assert all(torch.equal(expected[row], found[row]) for row in new)
+
+
+@every_method
 @every_shape
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
 def test_law_7_bytes_equal_the_buffers_and_stay_within_the_papers_formula(name, shape, budget):

@@ -114,3 +114,11 @@ def test_flash_decoding_on_a_gpu_equals_attend():
         length = torch.tensor(lengths, device="cuda")
         expected = ops.attend(q, k, v, torch.arange(5000, device="cuda") < length[:, None])
         assert torch.allclose(flex(q, k, v, length).float(), expected.float(), atol=2e-2)
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_a_query_of_zeros_attends_to_all_keys_alike(compiled):
+    rows, keys, empty = torch.zeros(1, 2, 3, 8), torch.randn(1, 2, 4, 10), torch.arange(10)[None] >= 6
+    weights = torch.compile(ops.sparq_weights) if compiled else ops.sparq_weights
+    found = weights(rows, torch.arange(4).expand(1, 2, 4), keys, empty)
+    assert torch.allclose(found, torch.where(empty, 0.0, 1 / 6).expand(1, 2, 3, 10))

@@ -61,6 +61,10 @@ class Pool:
         """The pool's memory on the device, for its owner to register; None if there is none."""
         return None if self.on_host else self.entries
 
+    def reset(self, row: int) -> None:
+        """Zeroes what `take` reads of a row where no entry is requested."""
+        self.part(row, 1).zero_()
+
     def write(self, row: int, start: int, values: Tensor, *column: int | slice) -> None:
         """Writes values [n, ...] to `column` of a row's entries from `start` on; later layers may compute meanwhile."""
         first = row * self.count + start
@@ -100,13 +104,17 @@ class Pool:
         returned y is used: the caller continues with that one, because only a data dependence makes a compiler keep
         the order of two ops.
         """
-        return self.numbers(index), y
+        index = index.flatten(1)
+        return (index.clamp(min=0) + self.firsts(index)).flatten(), y  # where none is requested, the row's first
+
+    def firsts(self, index: Tensor) -> Tensor:
+        """The number of each row's first entry, for index [B,...]: [B,1]."""
+        return torch.arange(len(index), device=index.device)[:, None] * self.count
 
     def numbers(self, index: Tensor) -> Tensor:
         """The entries index [B,...] of each row, numbered over all rows: [N]; below 0: none."""
         index = index.flatten(1)
-        first = torch.arange(len(index), device=index.device)[:, None] * self.count
-        return torch.where(index < 0, -1, index + first).flatten()
+        return torch.where(index < 0, -1, index + self.firsts(index)).flatten()
 
     def wait(self, ticket: Tensor, before: Tensor) -> Tensor:
         """Returns the input of `take`. Waits only when `before` is known: its computation overlaps with the fetch."""
@@ -121,7 +129,7 @@ class Pool:
 
     def take(self, waited: Tensor, *column: int | Tensor) -> Tensor:
         """`column` of the requested entries, [N, ...]; undefined where none was requested."""
-        at = inductor.stored(waited.clamp(min=0))  # a loop that also computed the numbers would read more slowly
+        at = inductor.stored(waited)  # a loop that also computed the numbers would read more slowly
         return self.entries[(at, *column)]
 
     def close(self) -> None:
@@ -250,6 +258,10 @@ class ThreadedPool(Pool):
         first = row * self.count + start
         target = self.entries[(slice(first, first + len(values)), *column)]
         self.pend(self.workers.executor.submit(target.copy_, values))
+
+    def reset(self, row: int) -> None:
+        self.forget(row)
+        self.staged.slots.unflatten(0, (self.batch, -1))[row] = 0
 
     def forget(self, row: int) -> None:
         """No slot holds what a row's entries will be."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from kv.method import Shape
 from kv.parts import inductor
 
+LEAST = 1e-30  # what a sum that may be zero is divided by
+
 
 def grouped(q: Tensor, heads: int) -> Tensor:
     """Groups one query per row by `heads` KV heads: [B,Hq,1,D] -> [B,Hk,G,D]."""
@@ -218,10 +220,11 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
 
     rows [B,Hk,G,D] are the queries; channel [B,Hk,R] picks channels; keys [B,Hk,R,N] are those channels of the keys,
     read once per group; `empty` [B,N] keys get no weight. SparQ's temperature (arXiv 2312.04985) makes up for the
-    channels left out.
+    channels left out. A query of zeros attends to all keys alike.
     """
     part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
-    temperature = (rows.shape[3] * part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True)).sqrt()
+    share = part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True).clamp(min=LEAST)
+    temperature = (rows.shape[3] * share).sqrt().clamp(min=LEAST)
     logits = weighted_sum(inductor.stored(part.float() / temperature), keys.float())
     return softmax(logits + barred(empty[:, None, None]))
 

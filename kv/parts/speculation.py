@@ -55,9 +55,6 @@ class Speculation(KV):
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         return x if q.shape[2] > 1 else self.draft.lookahead(q, x, active)
 
-    def reset(self, row: int) -> None:
-        self.draft.reset(row)
-
     def before_step(self, length: int, new: int) -> tuple:
         return self.draft.before_step(length, new), self.full.before_step(length, new)
 
