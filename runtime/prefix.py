@@ -76,7 +76,9 @@ class Header:
 
 def save(row, path: str | Path, chat: bool = False) -> int:
     """Writes a `Row`, whole or not at all; returns the bytes of its tensors. chat: see `Header`."""
-    engine, path = row.engine, Path(path)
+    engine, path = row.engine, Path(path).resolve()  # safetensors replaces what it writes to: not a link, not a device
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file: name one to save the prompt in")
     if engine.ranks.count > 1:
         raise ValueError("a row whose heads are on several ranks cannot be saved: save it in one process")
     tensors = {"tokens": torch.tensor(row.tokens), "rope_speed": engine.model.rope_speed[row.slot]}

@@ -1,6 +1,7 @@
 """Prompts that are prefilled once and continued many times, in memory and in files."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -229,3 +230,14 @@ def test_a_text_in_the_chat_format_is_saved_and_questions_complete_its_turn(tiny
         tokenizer.chat("A mouse lived in a mill. Who lived?", "Be brief.")
     )
     assert prefix.read_header(file).chat and entry["prompt_tokens"] == len(begin)
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_kept(checkpoint, tmp_path):
+    engine = load(checkpoint)
+    (tmp_path / "link").symlink_to(tmp_path / "text.kv")
+    saved(engine, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "text.kv").is_file()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is not a file"):
+        saved(engine, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
