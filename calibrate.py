@@ -34,10 +34,10 @@ from kv.duo import DuoMethod
 from kv.method import Shape
 from kv.omnikv import segments_of
 from kv.parts import ops
-from runtime.checkpoint import read_json
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
 from terminal.cli import check_output, load_pyplot, read_text, run, table
+from text.files import read_json
 
 QUERIES = 32  # how many of the text's last queries are measured
 CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text

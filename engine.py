@@ -3,16 +3,14 @@
 1. `Sampling`, `sample`: how the device chooses a token.
 2. `RowState`, `decode_step`: the step that the device runs, one token in, one token out, for every row of the batch.
 3. `Row`, `Request`, `Launched`: a sequence in the caches, an answer while it is decoded, a step with unread tokens.
-4. `Engine`: its calls, then what they do, in this order: plan and allocate caches, prefill rows, and decode them
-   together in three verbs, schedule, launch and read.
+4. `Engine`: its calls, then what they do: check, allocate caches, prefill rows, and schedule, launch and read steps.
 
 Prompts of different lengths share a batch: each row has its own length, and a finished row takes the next prompt. What
 the device knows of a row (`RowState`, and each layer's KV module) is true of all launched steps; what the host knows
 (`Row`, `Request`) is true of the steps whose tokens it has read. On a CPU the two agree between steps. On CUDA the step
 is one graph and the host reads its tokens one step late, so that the device never waits. The host waits for the device
 only at a prompt or question, to copy its ids and to read the token that continues it (with d2o and simlayer also where
-attention decides what a layer keeps: tests/test_cuda_trace.py counts these waits), and for the tokens of the previous
-step.
+attention decides what a layer keeps: tests/test_cuda_trace.py counts these waits), and for the previous step's tokens.
 """
 
 import runtime.startup  # noqa: F401
@@ -458,10 +456,9 @@ class Engine:
         return forced_logits(self, prompts, continuations)
 
     def interrupt(self) -> None:
-        """Ends each answer that is being decoded with its next token, and the finish reason `interrupted`. Waiting
-        prompts are still answered. Safe in a signal handler and from other threads.
+        """Ends each answer that is being decoded with its next token; waiting prompts are still answered.
 
-        Raises RuntimeError if several ranks share the model: they would not all stop at the same token.
+        Safe in a signal handler and from other threads. RuntimeError if ranks share the model: each would stop elsewhere.
         """
         if self.ranks.count > 1:
             raise RuntimeError("answers that several ranks decode cannot be interrupted")
@@ -510,8 +507,7 @@ class Engine:
 
     def _reserve(self, length: int, new: int) -> None:
         """Ensures caches for prompts of `length` tokens and `new` more; keeps the present ones if large enough."""
-        shape = plan.needed(self, length, new)
-        if shape is not None:
+        if (shape := plan.needed(self, length, new)) is not None:
             self._allocate(shape)
 
     def _allocate(self, shape: Shape) -> None:

@@ -28,10 +28,10 @@ from bench import papers, peers, tables
 from bench.contenders import SHAPES, Case, checked
 from bench.measure import generations, measure, read_bandwidth
 from runtime import cpu, parallel
-from runtime.checkpoint import read_json
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from runtime.linear import GROUPS, MODES
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
+from text.files import read_json
 
 
 def parser() -> argparse.ArgumentParser:

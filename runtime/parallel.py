@@ -25,9 +25,10 @@ import kv as methods
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig, Transformer
 from runtime import cpu
-from runtime.checkpoint import Stored, load_checkpoint, read_config, read_eos_ids, read_json
+from runtime.checkpoint import Stored, load_checkpoint, read_config, read_eos_ids
 from runtime.device import free_bytes, pick_device, pick_dtype
 from runtime.linear import Int8Linear, pack, quantize_modules, read_quantization
+from text.files import read_json
 from text.tokenizer import Tokenizer, load_tokenizer
 
 ARRIVE = timedelta(seconds=60)  # time limit for all ranks to start

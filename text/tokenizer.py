@@ -20,8 +20,8 @@ import tiktoken
 import tokenizers
 from tokenizers import AddedToken
 
-from runtime.checkpoint import present, read_json
 from text import chat
+from text.files import present, read_json
 
 # A rank file holds neither a split pattern nor special tokens: Llama 3 keeps both in code.
 LLAMA3_SPLIT = (

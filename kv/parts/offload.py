@@ -27,7 +27,6 @@ from torch import Tensor
 
 from kv.method import Method, Shape, option
 from kv.parts import inductor
-from runtime.device import free_bytes
 
 BACKLOG = 4  # writes that may be in flight
 CHUNK = 4 << 20  # the most bytes of a staging buffer
@@ -142,16 +141,13 @@ class Pool:
 def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Host memory, and the same memory as a tensor on `device`; pinned if that is a GPU.
 
-    Raises ValueError, with the bytes needed and free, if it cannot be allocated or pinned.
+    Raises ValueError, with the bytes needed, if it cannot be allocated or pinned.
     """
     if device.type == "meta":
         memory = torch.empty(size, dtype=dtype, device=device)
         return memory, memory
     needed = torch.empty(size, dtype=dtype, device="meta").nbytes
-    free = free_bytes(torch.device("cpu"))
     asked = f"{what} need {needed / 1e9:.2f} GB of host memory"
-    if needed > free:
-        raise ValueError(f"{asked} and {free / 1e9:.2f} GB are free: shorten the prompt, or lower --batch")
     try:
         memory = torch.zeros(size, dtype=dtype)
     except RuntimeError as error:
@@ -164,7 +160,7 @@ def host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: to
         limit = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e9:.2f} GB"
         with suppress(RuntimeError):  # else the next call of CUDA would report the error again
             torch.zeros(1, device=device)
-        raise ValueError(f"{asked}: pinning failed (CUDA error {error}, {free / 1e9:.2f} GB free, ulimit -l {limit})")
+        raise ValueError(f"{asked}: pinning failed (CUDA error {error}, ulimit -l {limit})")
     finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
     return memory, as_device(memory, device)
 

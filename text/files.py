@@ -1,0 +1,38 @@
+"""The small files of a checkpoint folder, which may come from anywhere."""
+
+import json
+import os
+from pathlib import Path
+
+
+def present(path: Path) -> bool:
+    """Whether a file of a checkpoint folder exists.
+
+    Raises ValueError if the path is not a regular file (a FIFO, say) or is a link out of the folder: a link in a
+    downloaded checkpoint could point to any file of this machine. Links in huggingface_hub's cache, from
+    snapshots/REVISION to the blobs beside snapshots, are allowed; the folder itself may be a link.
+    """
+    if not os.path.lexists(path):
+        return False
+    folder, target = path.parent.resolve(), path.resolve()
+    if not target.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    blobs = [place.parent / "blobs" for place in folder.parents if place.name == "snapshots"]
+    if not any(target.is_relative_to(place) for place in [folder, *blobs]):
+        raise ValueError(f"{path} is a link out of its folder, to {target}; copy that file here instead")
+    return True
+
+
+def read_json(path: Path, missing: dict | None = None) -> dict:
+    """A file's JSON object, or `missing` if there is no file. Raises ValueError if it holds none, and as `present`."""
+    if not present(path) and missing is not None:
+        return missing
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content
