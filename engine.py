@@ -458,7 +458,7 @@ class Engine:
     def interrupt(self) -> None:
         """Ends each answer that is being decoded with its next token; waiting prompts are still answered.
 
-        Safe in a signal handler and from other threads. RuntimeError if ranks share the model: each would stop elsewhere.
+        Safe in a signal handler and from other threads. RuntimeError if ranks share the model: they would stop apart.
         """
         if self.ranks.count > 1:
             raise RuntimeError("answers that several ranks decode cannot be interrupted")
