@@ -37,7 +37,7 @@ from runtime.arguments import Prompt, one_call
 from runtime.compile import compile_errors, compiled, compiled_graphs
 from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
-from runtime.parallel import Loaded, join, least, load_model, same, together
+from runtime.parallel import Loaded, join, load_model, minimum, same, together
 from runtime.stats import Stats
 from text.answer import AnswerText
 
@@ -522,7 +522,7 @@ class Engine:
             self.run_step = speculate.rounds(self.state, self.speculate, sample, self._compiled)
         else:
             self.run_step = self._compiled(decode_step)
-        self.endless = least(self.ranks, all(layer.endless for layer in self.layers)) > 0
+        self.endless = minimum(self.ranks, all(layer.endless for layer in self.layers)) > 0
         self.context, self.warned = float("inf") if self.endless else self.config.max_length, False
 
     def _compiled(self, step: Callable) -> Callable:

@@ -101,8 +101,8 @@ def everyone(ranks: Ranks, value) -> list:
     return found
 
 
-def least(ranks: Ranks, value: float) -> float:
-    """The least of the ranks' values."""
+def minimum(ranks: Ranks, value: float) -> float:
+    """The smallest of the ranks' values."""
     return min(everyone(ranks, value))
 
 

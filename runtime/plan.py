@@ -9,7 +9,7 @@ import kv as methods
 from kv import Shape
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
-from runtime.parallel import free_share, least
+from runtime.parallel import free_share, minimum
 
 
 def shape_of(
@@ -113,7 +113,7 @@ def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
     apart = shape.device.type != "cpu"
     for place, needed in ((shape.device, device), ("cpu", host)) if apart else ((shape.device, device + host),):
         free = free_share(torch.device(place))
-        if least(shape.ranks, (1 - spare) * free - needed) < 0:
+        if minimum(shape.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
                 f"the {engine.method} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on "
                 f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "

@@ -29,7 +29,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
     """
     model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
     if room is None:
-        room = parallel.least(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
+        room = parallel.minimum(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
 
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
         nonlocal room
