@@ -261,7 +261,8 @@ def decide(
 
 
 def is_small(model: nn.Module) -> bool:
-    return sum(weight.nbytes for weight in {m.weight for m in model.modules() if hasattr(m, "weight")}) < LEAST
+    weights = {id(w): w for m in model.modules() if isinstance(w := getattr(m, "weight", None), Tensor)}
+    return sum(weight.nbytes for weight in weights.values()) < LEAST
 
 
 def describe(module: nn.Module, rows: int) -> str:

@@ -11,6 +11,7 @@ from test_contract import make_shape
 from torch import Tensor, nn
 
 from engine import Engine
+from kv import METHODS
 from kv.parts import inductor, ops
 from model import Transformer
 from runtime import cpu
@@ -169,6 +170,13 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
     engine.use("full", batch=3, max_prompt=40)
     engine._begin_answers(1, None, {})
     engine._warm_up(40)
+
+
+def test_a_models_size_is_that_of_its_weights_whatever_its_caches_have(tmp_path):
+    engine = Engine.load(write_random(tmp_path / "model", num_hidden_layers=4), compile=False)
+    for name, method in METHODS.items():
+        engine.use(name, 1.0 if method.budgeted else None, max_prompt=1024)
+        assert cpu.is_small(engine.model), name
 
 
 @pytest.mark.parametrize("faster", ("kernel", "widened"))
