@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from runtime.arguments import Prompt, is_prompt
+from runtime.arguments import Prompt, as_prompts, is_prompt
 
 
 def forced_logits(
@@ -11,8 +11,9 @@ def forced_logits(
 ) -> Tensor | list[Tensor]:
     """`Engine.logits`."""
     single = is_prompt(prompts)
-    prompts = [engine.encode(prompt) for prompt in ([prompts] if single else prompts)]
-    continuations = [engine.encode(ids, bos=False) for ids in ([continuations] if single else continuations)]
+    prompts = [engine.encode(prompt) for prompt in as_prompts(prompts)]
+    continuations = [continuations] if single else as_prompts(continuations)
+    continuations = [engine.encode(ids, bos=False) for ids in continuations]
     if len(prompts) != len(continuations) or not prompts:
         raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
     longest, new = max(map(len, prompts)), max(map(len, continuations))

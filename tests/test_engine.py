@@ -753,6 +753,8 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
         (lambda: figures(engine, 1), "no cache"),
         (lambda: engine.logits([1], []), "empty"),
         (lambda: engine.logits([], []), "0 continuations for 0 prompts"),
+        (lambda: engine.logits(5, [1]), "prompts are texts or lists of token ids, not int"),
+        (lambda: engine.logits([[1]], 5), "prompts are texts or lists of token ids, not int"),
         (lambda: engine.logits([[1]], [[2], [3]]), "2 continuations for 1 prompts"),
         (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
         (lambda: Engine.load(checkpoint, seed=1.5), "seed must be a whole number, not 1.5"),
