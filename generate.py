@@ -68,6 +68,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         dtype=args.dtype,
         seed=args.seed,
         batch=args.batch if args.batch is not None else min(len(prompts), 8),
+        max_prompt=args.max_prompt,
         max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
         compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile pays off
         speculate=args.speculate or 0,

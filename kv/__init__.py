@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from fractions import Fraction
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -27,7 +28,7 @@ from kv import (
     tailorkv,
 )
 from kv.base import KV
-from kv.method import Method, Shape, convert
+from kv.method import Method, Shape, Share, convert, of_share
 from kv.parts.offload import Pool
 from kv.parts.speculation import speculative
 
@@ -71,6 +72,21 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     or option, a budget that does not fit the method, a planned length beyond a sliding window that the method does not
     honour, and a method that cannot draft.
     """
+    method, shape, tokens = _resolve(name, shape, budget, options, profile)
+    layers = method.build(shape, tokens)
+    return speculative(name, shape, layers) if shape.rewind else layers
+
+
+def plan_sizes(name: str, shape: Shape, *args) -> dict[str, int]:
+    """What, for the same arguments, `build` derives from the longest prompt, and what changes answers with it."""
+    method, shape, tokens = _resolve(name, shape, *args)
+    return method.plan_sizes(shape, tokens)
+
+
+def _resolve(
+    name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None
+) -> tuple[Method, Shape, int | None]:
+    """The method with its options, the shape with the budget's share, and the longest prompt's budget in tokens."""
     if shape.rewind:
         shape = replace(shape, max_new_tokens=shape.max_new_tokens + shape.rewind)  # tokens that may be rejected
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
@@ -79,12 +95,14 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
             f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
             "prompt and answer together"
         )
-    layers = method.build(shape, _tokens(name, method, shape, budget))
-    return speculative(name, shape, layers) if shape.rewind else layers
+    if isinstance(budget, float) and 0 < budget < 1:
+        shape = replace(shape, share=Share(Fraction(str(budget)), 1))
+        shape = replace(shape, share=Share(Fraction(str(budget)), method.minimum(shape)))
+    return method, shape, _tokens(name, method, shape, budget)
 
 
 def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None) -> int | None:
-    """The budget in tokens per KV head, None for a method that takes none; a float is a share of max_prompt, or all."""
+    """The longest prompt's budget in tokens per KV head, None for a method that takes none; 1.0 is every token."""
     if not method.takes_budget:
         if budget is not None:
             raise ValueError(f"{name} takes no budget" + f" beside {method.instead}" * method.budgeted)
@@ -93,9 +111,9 @@ def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None)
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
     if not budget > 0 or isinstance(budget, float) and budget > 1:
         raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
-    if isinstance(budget, float):
-        budget = shape.planned if budget == 1.0 else int(budget * shape.max_prompt + 0.5)
     minimum = method.minimum(shape)
+    if isinstance(budget, float):
+        budget = shape.planned if budget == 1.0 else max(minimum, of_share(Fraction(str(budget)), shape.max_prompt))
     if budget < minimum:
         raise BudgetTooSmall(name, minimum, budget)
     return min(budget, max(minimum, method.most(shape)))

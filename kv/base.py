@@ -24,7 +24,8 @@ The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py)
 1. With a budget for every planned token, and lossy parts switched off, the method equals full attention or, if its
    paper approximates even then, its slow reference.
 2. Compiled equals eager.
-3. A row's output does not depend on the other rows, not even if they hold NaN.
+3. A row's output does not depend on the other rows, not even if they hold NaN, nor on the longest prompt of the plan,
+   but for what `Method.plan_sizes` names. A budget that is a share is one of the row's own prompt.
 4. The contents of slots that hold no token change no output.
 5. No output depends on a later token.
 6. After `reset`, a row behaves like a row of a fresh cache, even if it held NaN.
@@ -42,7 +43,7 @@ The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py)
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,6 +90,7 @@ class KV(Buffers, ABC):
         super().__init__(shape)
         # Buffers that `views` trims, by name: the dimension of a row's part along which slots lie, and slots per entry.
         self.contents: dict[str, tuple[int, int]] = {}
+        self.row_sizes: dict[str, Callable[[int], int]] = {}  # see `allocate_size`
 
     # What a method implements
 
@@ -124,6 +126,7 @@ class KV(Buffers, ABC):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attends to a whole prompt, then calls `keep`: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]."""
         y, *statistics = self.attend_prompt(q, k, v)
+        self.set_sizes(row, k.shape[2])
         self.keep(row, q, k, v, *statistics)
         return y
 
@@ -144,6 +147,25 @@ class KV(Buffers, ABC):
         self.append(row, k, v, pos)
         held = self.held(row, pos + k.shape[2])
         return attention.suffix_attention(q, held.k[None], held.v[None])
+
+    # Sizes that follow from the budget
+
+    def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> None:
+        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes."""
+        if self.shape.share is None:
+            setattr(self, name, of(budget))
+        else:
+            self.allocate_state(name, fill=of(budget))
+            self.row_sizes[name] = lambda prompt: of(self.shape.row_budget(budget, prompt))
+
+    def set_sizes(self, row: int, prompt: int) -> None:
+        """Sets a row's sizes, for a prompt of `prompt` tokens."""
+        for name, of in self.row_sizes.items():
+            getattr(self, name)[row] = of(prompt)
+
+    def size_of(self, name: str, row: int) -> int:
+        size = getattr(self, name)
+        return size if isinstance(size, int) else int(size[row])
 
     # Slots
 

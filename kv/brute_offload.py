@@ -37,7 +37,7 @@ class Loaded(Parts):
     reads_all = True
 
     def __init__(self, shape: Shape, pool: ThreadedPool):
-        super().__init__(shape, sinks=0, ends=0, chosen=0)
+        super().__init__(shape, chosen=0)
         self.recent, self.loads, self.pool, self.pools = shape.planned, (), pool, [pool]
         self.hold("pool_buffer", pool.buffer)
         self.hold("ticket", pool.ticket(shape.max_prompt))

@@ -87,9 +87,10 @@ def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> 
 class SharedSlots(Slots):
     """The slots of all layers, and the prompt's K and V until every layer has seen it."""
 
-    def __init__(self, shape: Shape, layers: int, budget: int):
+    def __init__(self, shape: Shape, layers: int, budget: int, total: int):
+        """budget: the mean slots of these layers, where the budget of all layers is `total`."""
         super().__init__(shape, layers * (budget + 1), D2O.sums)
-        self.budget = budget
+        self.budget, self.total = budget, total
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [budget] * layers  # S_l of the parked prompt
 
@@ -122,13 +123,14 @@ class D2O(H2O):
         if self.index == 0:  # divides the row's slots among the layers
             variances = torch.stack([variance for _, variance, *_ in shared.parked]).tolist()
             prompt = shared.parked[0][2].shape[1]
-            shared.sizes = layer_budgets(variances, prompt, shared.budget, options.sinks, options.allocation)
+            mean = min(shared.budget, options.tokens(self.shape, shared.total, prompt))
+            shared.sizes = layer_budgets(variances, prompt, mean, options.sinks, options.allocation)
             self.position[row] = -1
         self.first[row] = sum(shared.sizes[: self.index]) + self.index
         self.allotted[row], self.threshold[row] = shared.sizes[self.index], -torch.inf
         sums, _, *parked = shared.parked[self.index]
         tokens = Held.new(*(x.to(self.k.device) for x in parked))
-        self.compress(row, tokens, *self.ranked(sums, tokens.position))
+        self.compress(row, tokens, *self.ranked(row, sums, tokens.position))
         if self.index == len(shared.sizes) - 1:
             shared.parked.clear()
 
@@ -239,17 +241,22 @@ class D2OMethod(Method):
             raise ValueError("d2o: full_layers and uncounted name every layer: use --kv full")
         return sharing, len(full), len(uncounted)
 
-    def tokens(self, shape: Shape, budget: int) -> int:
-        """The mean slots of the layers that share slots."""
+    def tokens(self, shape: Shape, budget: int, prompt: int) -> int:
+        """The mean slots of the layers that share slots, for a prompt of `prompt` tokens."""
         sharing, full, uncounted = self.layers(shape)
-        return (budget * (shape.n_layer - uncounted) - full * shape.planned) // len(sharing)
+        planned = shape.planned if shape.share is None else prompt + shape.max_new_tokens
+        counted = shape.row_budget(budget, prompt) * (shape.n_layer - uncounted)
+        return max(self.sinks + FEWEST, (counted - full * planned) // len(sharing))
 
     def minimum(self, shape: Shape) -> int:
         sharing, full, uncounted = self.layers(shape)
         return -(-((self.sinks + FEWEST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
 
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        return {"fewest slots": self.minimum(shape)} if self.full_layers and shape.share else {}
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)
-        shared = SharedSlots(shape, len(layers), self.tokens(shape, budget))
+        shared = SharedSlots(shape, len(layers), self.tokens(shape, budget, shape.max_prompt), budget)
         evicting = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
         return [evicting.get(layer) or Full(shape) for layer in range(shape.n_layer)]

@@ -31,7 +31,7 @@ class Duo(KV):
         order, count = sorted(range(len(retrieval)), key=lambda h: not retrieval[h]), sum(retrieval)
         kinds = ((Full, count, ()), (Streaming, len(order) - count, (sinks + recent, sinks)))
         self.parts = torch.nn.ModuleList(
-            kind(replace(shape, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *sizes)
+            kind(replace(shape, share=None, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *sizes)
             for kind, n, sizes in kinds
             if n
         )
@@ -117,6 +117,10 @@ class DuoMethod(Method):
         first = shape.ranks.rank * shape.n_kv_head  # of this rank's heads
         ours = range(first, first + shape.n_kv_head)
         return [[layer * heads + h in best for h in ours] for layer in range(shape.n_layer)]
+
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        sizes = dict(zip(("retrieval heads", "sinks", "recent"), self.plan(shape, budget), strict=True))
+        return sizes if shape.share or sizes["retrieval heads"] else {}
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         count, sinks, recent = self.plan(shape, budget)

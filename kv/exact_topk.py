@@ -21,6 +21,7 @@ class ExactTopK(Full):
         super().__init__(shape)
         self.reads_all, self.recent, self.shared = False, 0, shared
         self.budget = min(budget, self.size)
+        self.allocate_size("count", self.budget)
         self.min_slots = inductor.min_scores(self.size, self.budget, shape.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ class ExactTopK(Full):
         later = torch.arange(keys.shape[2], device=q.device) > pos[:, None]
         logits = ops.group_logits(ops.grouped(q, k.shape[1]), keys, later[:, None, None])  # [B,Hk,G,S]
         scores = ops.softmax(logits).sum(2) if self.shared else logits.flatten(1, 2)  # weights rank as their logits do
-        index = ops.top(scores, self.budget, most=self.size)
+        index = ops.top(scores, self.budget, most=self.size, count=self.count)
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
 
     def step_bytes(self, length: int) -> tuple[int, int]:

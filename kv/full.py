@@ -27,34 +27,41 @@ class Full(KV):
 
     def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
         super().__init__(shape)
-        self.size = min(size or shape.planned, shape.planned)
-        self.sinks = min(sinks, self.size - 1)
-        self.allocate_slots(min(self.size + shape.rewind, shape.planned))
-        self.recent, self.holds_all = self.size - self.sinks, self.size == shape.planned
+        size = min(size or shape.planned, shape.planned)
+        self.sinks = min(sinks, size - 1)
+        self.allocate_slots(min(size + shape.rewind, shape.planned))
+        self.recent, self.holds_all = size - self.sinks, size == shape.planned
+        if self.holds_all:
+            self.size = self.row_slots = size
+        else:  # tokens that a row keeps, and its slots
+            self.allocate_size("size", size)
+            self.allocate_size("row_slots", size, lambda t: min(t + shape.rewind, shape.planned))
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        kept = ops.in_ring(pos + k.shape[2], self.size, self.sinks, k.device, pos)
-        slot = ops.ring(kept, self.slots, self.sinks)
+        kept = ops.in_ring(pos + k.shape[2], self.size_of("size", row), self.sinks, k.device, pos)
+        slot = ops.ring(kept, self.size_of("row_slots", row), self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k[0, :, kept - pos], v[0, :, kept - pos]
 
     def held(self, row: int, length: int) -> Held:
-        position = ops.in_ring(length, self.size, self.sinks, self.k.device)
-        slot = slice(length) if length <= self.size else ops.ring(position, self.slots, self.sinks)
+        size = self.size_of("size", row)
+        position = ops.in_ring(length, size, self.sinks, self.k.device)
+        slot = slice(length) if length <= size else ops.ring(position, self.size_of("row_slots", row), self.sinks)
         return Held(self.k[row, :, slot], self.v[row, :, slot], position.expand(self.shape.n_kv_head, -1))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        if pos + k.shape[2] <= self.size:
+        size = self.size_of("size", row)
+        if pos + k.shape[2] <= size:
             return super().extend(row, q, k, v, pos)
-        y = attention.ring_attention(q, k, v, self.held(row, pos), self.size, self.sinks)
+        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.sinks)
         self.append(row, k, v, pos)
         return y
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        self.store(k, v, ops.ring(ops.following(pos, k.shape[2]), self.slots, self.sinks), active)
+        self.store(k, v, ops.ring(ops.following(pos, k.shape[2]), ops.column(self.row_slots), self.sinks), active)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        if self.slots > self.size:
+        if self.shape.rewind and not self.holds_all:
             return ops.attend(q, self.read(self.k), self.read(self.v), self.in_window(pos))
         length = (pos + 1).clamp(max=self.size)  # slots fill in order
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
@@ -62,9 +69,13 @@ class Full(KV):
     def in_window(self, pos: Tensor) -> Tensor:
         """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
         slot, pos = torch.arange(inductor.value(self.read_slots), device=pos.device), pos[:, None]
-        age = (pos - slot) % (self.slots - self.sinks)  # of the newest token up to pos that a slot can hold
-        ring = (age < self.recent) & (pos - age >= self.sinks)
-        return torch.where(slot < self.sinks, slot <= pos, ring)
+        size, ring = ops.column(self.size), ops.column(self.row_slots)
+        age = (pos - slot) % (ring - self.sinks)  # of the newest token up to pos that a slot can hold
+        newest = (age < size - self.sinks) & (pos - age >= self.sinks) & (slot < ring)
+        return torch.where(slot < self.sinks, slot <= pos, newest)
+
+    def filled(self, row: int, length: int) -> int:
+        return min(length, self.size_of("row_slots", row))
 
 
 def full_layer(shape: Shape, bits: int) -> KV:

@@ -18,6 +18,7 @@ positions count kept tokens instead of the text's (StreamingLLM, arXiv 2309.1745
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV, Held
@@ -39,27 +40,30 @@ class H2O(Evicting):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
-        self.compress(row, tokens, *self.ranked(sums, tokens.position))
+        self.compress(row, tokens, *self.ranked(row, sums, tokens.position))
 
     def rank(self, row: int, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, list[Tensor]]:
         sums, _ = attention.column_sums(q, k, len(self.sums))
         slot = self.slots_by_position(row)
         for name, total in zip(self.sums, sums, strict=True):
             total[:, : slot.shape[1]] += getattr(self, name)[row].gather(1, slot)
-        return self.ranked(sums, position)
+        return self.ranked(row, sums, position)
 
-    def ranked(self, sums: list[Tensor], position: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def ranked(self, row: int, sums: list[Tensor], position: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What `rank` returns; where all tokens stay, their importance is arbitrary."""
-        fits = position.shape[1] <= self.size
-        return sums[0] if fits else self.worth(sums, position, position[:, -1:]), sums
+        size = self.size_of("allotted", row)
+        return sums[0] if position.shape[1] <= size else self.worth(sums, position, position[:, -1:], size), sums
+
+    def newest(self, kept: Tensor | int) -> Tensor | int:
+        return kept // 2
 
     def importance(self, weight: Tensor, position: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         received = torch.where(active[:, None, None], weight.sum(2), 0.0)
         sums = [self.add(getattr(self, name), received**power) for power, name in enumerate(self.sums, 1)]
-        return self.worth(sums, position, pos)
+        return self.worth(sums, position, pos, self.sizes())
 
-    def worth(self, sums: list[Tensor], position: Tensor, pos: Tensor) -> Tensor:
-        """The importance of the tokens at `position` with these `sums`; the newest token is at `pos`."""
+    def worth(self, sums: list[Tensor], position: Tensor, pos: Tensor, size: Tensor | int) -> Tensor:
+        """The importance of the tokens at `position`, `size` of which stay; the newest token is at `pos`."""
         return sums[0]
 
 
@@ -69,15 +73,24 @@ class RoCo(H2O):
 
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks, min(10, size // 2))
-        self.varied = self.min_slots = min((3 * size + 5) // 10, size - sinks - self.recent)  # 30%, rounded half up
+        self.min_slots = self.varied(size)
 
-    def worth(self, sums: list[Tensor], position: Tensor, pos: Tensor) -> Tensor:
+    def newest(self, kept: Tensor | int) -> Tensor | int:
+        return ops.least(10, kept // 2)
+
+    def varied(self, kept: Tensor | int) -> Tensor | int:
+        """How many tokens their deviation protects: 30% of those kept, rounded half up."""
+        return ops.least((3 * kept + 5) // 10, kept - self.sinks - self.newest(kept))
+
+    def worth(self, sums: list[Tensor], position: Tensor, pos: Tensor, size: Tensor | int) -> Tensor:
         """The mean attention; infinite for the `varied` evictable tokens with the highest standard deviation."""
         visits = pos - position + 1
         mean = sums[0] / visits
         deviation = (sums[1] / visits - mean**2).clamp(min=0).sqrt()
-        protected = ops.top(deviation.masked_fill(~self.evictable(position, pos), -1.0), self.varied)
-        return mean.scatter(-1, protected, torch.inf)
+        deviation, varied = deviation.masked_fill(~self.evictable(position, pos, size), -1.0), self.varied(size)
+        most = varied if isinstance(varied, int) else self.min_slots
+        protected = ops.top(deviation, most, count=varied)
+        return F.pad(mean, (0, 1)).scatter(-1, protected, torch.inf)[..., :-1]
 
 
 class CaM(H2O):

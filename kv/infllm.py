@@ -29,9 +29,10 @@ class InfLLM(Fetched):
     """An entry of the pool is one block of one KV head."""
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: "InfLLMMethod", staged: offload.Staged | None):
-        (sinks, local), (count, blocks), block = options.ends(budget), options.blocks(shape, budget), options.block
+        (count, blocks), block = options.blocks(shape, budget), options.block
         pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, 2, block, shape.head_dim), staged, shape)
-        super().__init__(shape, sinks, sinks + local, count, size=block, pool=pool)
+        super().__init__(shape, budget, options.ends, count, size=block, pool=pool)
+        self.allocate_size("chosen", budget, lambda t: options.blocks(shape, t)[0])  # how many blocks to fetch
         self.block, self.reps, self.blocks, self.joint = block, options.reps, blocks, options.joint
         if self.joint:
             self.hold("rope_speed", ops.rope_speed(shape))
@@ -40,11 +41,12 @@ class InfLLM(Fetched):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
-        length = k.shape[2]
-        middle = slice(self.sinks, length - self.local)
-        blocks = -(-max(0, length - self.ends) // self.block)
+        length, (sinks, local) = k.shape[2], self.ends_of(row)
+        middle = slice(sinks, length - local)
+        rest = max(0, length - sinks - local)
+        blocks = -(-rest // self.block)
         if blocks:
-            fill = (0, 0, 0, blocks * self.block - (length - self.ends))
+            fill = (0, 0, 0, blocks * self.block - rest)
             for i, x in enumerate((k, v)):
                 cut = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (blocks, self.block))
                 for head, entries in enumerate(cut):
@@ -53,11 +55,12 @@ class InfLLM(Fetched):
 
     def represent(self, row: int, q: Tensor, k: Tensor, blocks: int) -> Tensor:
         """The sum of each block's representative keys, [Hk,blocks,D] fp32."""
-        first, last, sums = self.sinks, k.shape[2] - self.local, []
+        (first, local), sums = self.ends_of(row), []
+        last = k.shape[2] - local
         rest = blocks * self.block - (last - first)
         for queries, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
             total = queries.double().sum(0).cumsum(0)  # over the group and up to each position; differences cancel
-            following = (total[first + self.local :] - total[first:last]) / self.local  # the mean of the next n_local
+            following = (total[first + local :] - total[first:last]) / local  # the mean of the next n_local
             middle = keys[first:last].float()
             score = (following.float() * middle).sum(1)
             score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(blocks, self.block)
@@ -72,16 +75,17 @@ class InfLLM(Fetched):
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)
-        heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - self.ends) // self.block)
+        heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - sum(self.ends_of(row))) // self.block)
         yield "pool", self.pool.part(row, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
         yield "representatives", self.representative_sums[row, :, :blocks]
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        heads, middle, sinks = self.shape.n_kv_head, max(0, prompt - self.ends), min(prompt, self.sinks)
+        heads, (sinks, local) = self.shape.n_kv_head, self.ends_of(row)
+        middle, ends, sinks = max(0, prompt - sinks - local), min(prompt, sinks + local), min(prompt, sinks)
         blocks = self.pool.read(row, heads * self.blocks)  # [Hk blocks,2,block,D]
         blocks = blocks.unflatten(0, (heads, -1)).transpose(1, 2).flatten(2, 3)[:, :, :middle]  # [Hk,2,n,D]
-        ends = (x[row, :, : min(prompt, self.ends)] for x in (self.k, self.v))
-        return tuple(torch.cat([x[:, :sinks], blocks[:, i], x[:, sinks:]], dim=1) for i, x in enumerate(ends))
+        both = (x[row, :, :ends] for x in (self.k, self.v))
+        return tuple(torch.cat([x[:, :sinks], blocks[:, i], x[:, sinks:]], dim=1) for i, x in enumerate(both))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -103,7 +107,7 @@ class InfLLM(Fetched):
             scores = self.shape.ranks.sum(scores.sum(1, keepdim=True))
         middle = (self.prompt - self.ends).clamp(min=0)[:, None, None]  # tokens
         empty = torch.arange(self.blocks, device=q.device) * self.block >= middle
-        best = ops.top(scores.masked_fill(empty, -torch.inf), self.count)
+        best = ops.top(scores.masked_fill(empty, -torch.inf), self.count, count=self.chosen)
         return torch.where(best * self.block < middle, best, -1).expand_as(self.index)
 
     def step_bytes(self, length: int) -> tuple[int, int]:

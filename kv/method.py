@@ -1,13 +1,29 @@
 """What a method may depend on, and how it is built: the dimensions of a model and a plan, options, a budget."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
 from kv.parts.ranks import ALONE, Ranks
+
+HALF = Fraction(1, 2)  # floor(x + HALF) rounds half up
+
+
+def of_share(share: Fraction, tokens: int) -> int:
+    """A share of so many tokens, rounded half up."""
+    return math.floor(share * tokens + HALF)
+
+
+class Share(NamedTuple):
+    """A budget that is a share of each row's prompt."""
+
+    part: Fraction
+    fewest: int  # tokens: the method's minimum
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class Shape:
     max_new_tokens: int
     window: int | None = None  # the model's sliding window in tokens, where it has one
     max_length: int = 2**31  # the model's context in tokens
+    share: Share | None = None  # of a row's prompt, its budget; None: all rows have the same
     rewind: int = 0  # how many of its newest tokens a row may give back
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
     rope_speed: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
@@ -36,6 +53,16 @@ class Shape:
     def planned(self) -> int:
         """S: the largest number of tokens a row will hold."""
         return self.max_prompt + self.max_new_tokens
+
+    def row_budget(self, budget: int, prompt: int) -> int:
+        """The budget of a row with `prompt` prompt tokens, where that of the longest prompt is `budget`."""
+        if self.share is None:
+            return budget
+        return min(budget, max(self.share.fewest, of_share(self.share.part, prompt)))
+
+    def part(self, budget: int) -> Fraction:
+        """The part of a row's tokens that its budget covers: the share or, for a budget in tokens, that of the plan."""
+        return Fraction(budget, self.planned) if self.share is None else self.share.part
 
     @property
     def model_kv_heads(self) -> int:
@@ -79,6 +106,10 @@ class Method(ABC):
     def minimum(self, shape: Shape) -> int:
         """The smallest budget, in tokens per KV head."""
         return self.fewest
+
+    def plan_sizes(self, shape: Shape, budget: int | None) -> dict[str, int]:
+        """Sizes, by name, that follow from the longest prompt and change the answers to the others."""
+        return {}
 
     def most(self, shape: Shape) -> int:
         """The largest budget that changes anything: by default, the one that covers every token."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full, full_layer
-from kv.method import Shape, option
+from kv.method import Shape, of_share, option
 from kv.parts import attention, inductor, offload, ops, quant
 from kv.parts.buffers import Buffers
 from kv.parts.fetched import Parts
@@ -190,7 +190,7 @@ class BankSparse(Parts):
     """A sparse layer whose prompt is in the bank: it stores the chosen tokens, once fetched, and the generated ones."""
 
     def __init__(self, shape: Shape, chooser: Filter, layer: int):
-        super().__init__(shape, sinks=0, ends=0, chosen=chooser.most, prompt=chooser.prompt)
+        super().__init__(shape, chooser.most, prompt=chooser.prompt)
         self.bank, self.chunks = chooser.bank, chooser.chunks
         self.exact_prompt = self.chunks is None
         self.hold("index", chooser.index)
@@ -274,23 +274,18 @@ class Plan:
         if not sparse:
             raise ValueError(f"omnikv: with filter layers {filters} none of {shape.n_layer} layers is sparse")
         if options.mem is None:
-            return cls(segments, min(budget, shape.max_prompt), None)
+            return cls(segments, min(budget, shape.max_prompt), shape.share and shape.part(budget))
         a = 1 - Fraction(sparse, shape.n_layer)
         share = (Fraction(str(options.mem)) - a) / (1 - a)  # k / S of section 5: mem = a + (1 - a) k / S
         if share < 0:
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {float(a):.3f}")
         if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrives
             share /= 1 + Fraction(2 * quant.stored_bytes(shape, options.bits), shape.unit_bytes)
-        return cls(segments, cls.of_share(share, shape.max_prompt), share)
+        return cls(segments, max(1, of_share(share, shape.max_prompt)), share)
 
     def count(self, prompt: int) -> int:
         """How many of a prompt's tokens are chosen."""
-        return min(self.k if self.share is None else self.of_share(self.share, prompt), self.k, prompt)
-
-    @staticmethod
-    def of_share(share: Fraction, prompt: int) -> int:
-        """A share of a prompt in tokens, rounded half up, at least 1."""
-        return max(1, math.floor(share * prompt + Fraction(1, 2)))
+        return min(self.k if self.share is None else max(1, of_share(self.share, prompt)), self.k, prompt)
 
 
 def default_filters(shape: Shape) -> list[int]:
@@ -326,7 +321,7 @@ class OmniKVMethod(offload.OffloadMethod):
     chunk: int = option(4096, "tokens per chunk of `prefill`", min=1)
 
     def build(self, shape: Shape, budget: int | None) -> list[KV]:
-        plan = Plan.of(shape, budget, self)
+        plan, shape = Plan.of(shape, budget, self), replace(shape, share=None)
         layers: dict[int, KV] = {}
         workers = offload.Workers(self.threads)
         for first, sparse in plan.segments.items():

@@ -26,7 +26,7 @@ LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 class PQCache(FetchedTokens):
     def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged: offload.Staged | None):
         super().__init__(shape, layer, budget, options, staged)
-        self.rounds, self.partitions, self.recent = options.rounds, options.partitions, self.local
+        self.rounds, self.partitions, self.recent = options.rounds, options.partitions, options.ends(budget)[1]
         if shape.head_dim % self.partitions:
             raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
         heads, size = shape.n_kv_head, shape.head_dim // self.partitions
@@ -53,12 +53,12 @@ class PQCache(FetchedTokens):
         code = first[..., None] * table.shape[3] + self.codes.narrow(3, 0, n)  # int32: faster than int64 on a CPU
         scores = table.flatten()[code].sum(2)
         position = torch.arange(n, device=q.device)
-        middle = (position >= self.sinks) & (position <= (pos - self.recent)[:, None])
+        middle = (position >= ops.column(self.sinks)) & (position <= (pos - self.local)[:, None])
         q = self.fetch(scores, middle, active, q, self.shape.planned)
         new = self.index >= self.prompt[:, None, None]  # chosen tokens that are on the device
         at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
-            old = buffer[:, :, self.ends : self.first_generated]
+            old = buffer[:, :, self.end_slots : self.first_generated]
             self.store_chosen(buffer, torch.where(new[..., None], ops.gather(buffer, at), old), active)
         return self.attend_parts(q, pos, self.index >= 0)
 
@@ -66,7 +66,7 @@ class PQCache(FetchedTokens):
         super().insert(k, v, pos, active)
         row = torch.arange(len(pos), device=pos.device)
         for i in range(k.shape[2]):  # the token that is no longer recent gets codes, if it was generated
-            position = pos + i - self.recent
+            position = pos + i - self.local
             at = self.first_generated + (position - self.prompt).clamp(min=0)
             code = self.nearest(self.k[row, :, at], self.centroids)
             position, new = position.clamp(min=0), (active & (position >= self.prompt))[:, None, None]
@@ -79,8 +79,8 @@ class PQCache(FetchedTokens):
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
-        prompt = int(self.prompt[row])
-        first, end = (max(0, at - self.recent - prompt) for at in (pos, pos + k.shape[2]))  # no longer recent
+        prompt, local = int(self.prompt[row]), self.size_of("local", row)
+        first, end = (max(0, at - local - prompt) for at in (pos, pos + k.shape[2]))  # no longer recent
         step = max(1, attention.SCORES // self.centroids[row].numel())
         for at in range(first, end, step):
             keys = self.k[row, :, self.first_generated + at : self.first_generated + min(at + step, end)]
@@ -89,15 +89,16 @@ class PQCache(FetchedTokens):
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)
-        yield "codes", self.codes[row, :, :, : max(int(self.prompt[row]), length - self.recent)]
+        yield "codes", self.codes[row, :, :, : max(int(self.prompt[row]), length - self.size_of("local", row))]
         yield "centroids", self.centroids[row]
 
     def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens, hold sinks or recent tokens: two of [B,n]."""
-        slot, prompt = torch.arange(self.ends, device=pos.device), self.prompt[:, None]
-        end = torch.where(slot < self.sinks, slot, slot + (prompt - self.ends).clamp(min=0))  # positions
+        slot, prompt = torch.arange(self.end_slots, device=pos.device), self.prompt[:, None]
+        sinks, ends = ops.column(self.sinks), ops.column(self.ends)
+        end = torch.where(slot < sinks, slot, slot + (prompt - ends).clamp(min=0))  # positions
         new = prompt + torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
-        near_end, near_new = ((x < self.sinks) | (x > (pos - self.recent)[:, None]) for x in (end, new))
+        near_end, near_new = ((x < sinks) | (x > (pos - self.local)[:, None]) for x in (end, new))
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
     def before_step(self, length: int, new: int) -> tuple:

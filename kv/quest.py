@@ -5,6 +5,7 @@ step scores all pages by that bound and attends to the tokens of the best pages,
 Memory: the full cache and two vectors per page. Traffic: the bounds, and the budget.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -13,16 +14,22 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import Full
-from kv.method import Method, Shape, option
+from kv.method import HALF, Method, Shape, option
 from kv.parts import inductor, ops
 
 
 class Quest(Full):
-    def __init__(self, shape: Shape, page: int, pages: int):
+    def __init__(self, shape: Shape, budget: int, options: "QuestMethod"):
         super().__init__(shape)
         self.reads_all, self.recent = False, 1
+        self.page = page = options.page_of(shape, budget)
         count = -(-self.size // page)
-        self.page, self.pages = page, min(pages, count)
+
+        def pages(tokens: int) -> int:
+            return min(options.pages(shape, tokens, page), count)
+
+        self.pages = pages(budget)
+        self.allocate_size("count", budget, pages)
         self.min_slots = self.pages * page
         for name in ("low", "high"):
             self.allocate(name, shape.n_kv_head, count, shape.head_dim)
@@ -37,7 +44,7 @@ class Quest(Full):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        best = ops.top(self.score(q, pos), self.pages)
+        best = ops.top(self.score(q, pos), self.pages, count=self.count)
         return ops.attend_pages(q, self.k, self.v, best, self.page, pos)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -68,21 +75,29 @@ class QuestMethod(Method):
     page: int | None = option(16, "tokens per page; auto: half of the budget is for the bounds", min=1)
     skip_layers: int = option(2, "first layers that stay full", min=0)
 
-    def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
-        """Tokens per page, and pages attended to."""
+    def page_of(self, shape: Shape, budget: int) -> int:
+        """Tokens per page; auto: the bounds of S / page pages are half the budget."""
         if self.page is not None:
-            return self.page, (-(-budget // self.page) if budget >= shape.planned else budget // self.page)
-        page = max(1, math.floor(2 * shape.planned / budget + 0.5))  # the bounds of S / page pages are half the budget
-        return page, max(1, budget // 2 // page)
+            return self.page
+        return max(1, math.floor(2 / shape.part(budget) + HALF))
+
+    def pages(self, shape: Shape, budget: int, page: int) -> int:
+        """Pages attended to."""
+        if self.page is None:
+            return max(1, budget // 2 // page)
+        return -(-budget // page) if budget >= shape.planned else budget // page
 
     def minimum(self, shape: Shape) -> int:
         """Two pages."""
         if self.page is not None:
             return 2 * self.page
-        allowed = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.sizes(shape, t)[0])
-        return next(allowed, shape.planned)
+        fewest = next(t for t in itertools.count(1) if t // 2 >= 2 * self.page_of(shape, t))
+        return fewest if shape.share else min(fewest, shape.planned)
+
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        return {} if self.page or shape.share else {"page": self.page_of(shape, budget)}
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         full = min(self.skip_layers, shape.n_layer)
         layers: list[KV] = [Full(shape) for _ in range(full)]
-        return layers + [Quest(shape, *self.sizes(shape, budget)) for _ in range(shape.n_layer - full)]
+        return layers + [Quest(shape, budget, self) for _ in range(shape.n_layer - full)]

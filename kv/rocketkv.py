@@ -14,7 +14,9 @@ With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks on
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -22,46 +24,66 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import full_layer
-from kv.method import Method, Shape, option
+from kv.method import HALF, Method, Shape, option
 from kv.parts import inductor, ops, quant
 from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes that a budget means."""
+class Split:
+    """How a budget is divided between the stages."""
 
-    slots: int  # n1
-    kept: int  # of the prompt: n1 - max_new_tokens
-    page: int  # p, in tokens
-    channels: int  # r
-    pages: int  # attended to: t / 2 / p
+    shape: Shape
+    budget: int  # t
+    how: str | None  # the option `split`; None: stage 2 alone
 
-    @classmethod
-    def of(cls, shape: Shape, budget: int, split: str | None) -> "Sizes":
-        """`split` is None for stage 2 alone."""
-        planned, new, budget = shape.planned, shape.max_new_tokens, min(budget, shape.planned)
-        c, slots = planned / budget, planned
-        if split is not None:
-            power = 0.5 if split == "even" else min(0.2 + 0.06 * math.log2(c), 0.8)
-            slots = max(math.floor(planned / c**power + 0.5), min(2 * new, planned))  # S / c**power
-        c2 = slots / budget  # the compression ratio left to stage 2
+    def slots(self, prompt: int) -> int:
+        """n1 for a prompt of `prompt` tokens: S / c**power, of which S - prompt are for generated tokens."""
+        planned, new = prompt + self.shape.max_new_tokens, self.shape.max_new_tokens
+        c = self.compression(prompt)
+        return max(math.floor(planned / c ** self.power(c) + 0.5), min(2 * new, planned))
+
+    def compression(self, prompt: int) -> float:
+        """c, at least 1: that of the share or, for a budget in tokens, of the prompt and what is generated."""
+        return float(
+            1 / replace(self.shape, max_prompt=prompt).part(min(self.budget, prompt + self.shape.max_new_tokens))
+        )
+
+    def power(self, c: float) -> float:
+        """Stage 1 compresses by c**power."""
+        return {None: 0.0, "even": 0.5}.get(self.how, min(0.2 + 0.06 * math.log2(c), 0.8))
+
+    def kept(self, prompt: int, window: int) -> tuple[int, int]:
+        """How many tokens of a prompt stage 1 keeps, and its window."""
+        kept = self.slots(prompt) - self.shape.max_new_tokens
+        return kept, min(window, kept // 2)
+
+    def sizes(self) -> tuple[int, int]:
+        """p in tokens and the channels r, which all rows share: those of the share or of the longest prompt."""
+        c = self.compression(self.shape.max_prompt)
+        if self.shape.share is None:
+            c2 = Fraction(self.slots(self.shape.max_prompt), min(self.budget, self.shape.planned))
+        else:
+            c2 = Fraction(c ** (1 - self.power(c)))  # the compression ratio left to stage 2
         page = max(1, min(math.floor(c2), math.ceil(math.sqrt(c2))))
-        channels = (2 * shape.head_dim * page * budget + slots) // (2 * slots)  # D p / c2, half up
-        channels = min(max(channels, 1), shape.head_dim)
-        return cls(slots, slots - new, page, channels, max(1, budget // 2 // page))
+        return page, min(max(math.floor(self.shape.head_dim * page / c2 + HALF), 1), self.shape.head_dim)
 
 
 class RocketKV(SnapKV):
     """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
-    def __init__(self, shape: Shape, sizes: Sizes, bits: int, window: int, kernels: Kernels):
-        super().__init__(shape, sizes.kept, min(window, sizes.kept // 2), kernels, bits=bits)
-        self.page, self.channels = sizes.page, sizes.channels
-        self.reads_all, self.recent = False, 0  # a step may leave out even the newest page
+    def __init__(self, shape: Shape, split: Split, bits: int, newest: bool, window: int, kernels: Kernels):
+        super().__init__(shape, partial(split.kept, window=window), kernels, bits=bits)
+        self.page, self.channels = split.sizes()
+        self.newest, self.recent, self.reads_all = newest, int(newest), False
         self.holds_all = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
-        self.pages = min(sizes.pages, count)
+
+        def pages(tokens: int) -> int:
+            return min(max(1, tokens // 2 // self.page), count)
+
+        self.pages = pages(split.budget)
+        self.allocate_size("count", split.budget, pages)
         self.min_slots = self.pages * self.page
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
@@ -70,16 +92,18 @@ class RocketKV(SnapKV):
     def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
         super().write(row, first, k, v)
         page = first // self.page
-        keys = self.decoded(
-            self.k[row, :, page * self.page : first + k.shape[1]]
-        )  # of the pages that changed, [Hk,n,D]
+        keys = self.decoded(self.k[row, :, page * self.page : first + k.shape[1]])  # of the pages that change, [Hk,n,D]
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         slot = pos - self.dropped
-        best = ops.top(self.page_scores(q, slot), self.pages)
+        scores = self.page_scores(q, slot)
+        if self.newest:
+            page = torch.arange(scores.shape[2], device=q.device)
+            scores = scores.masked_fill((page == (slot // self.page)[:, None])[:, None], torch.inf)
+        best = ops.top(scores, self.pages, count=self.count)
         return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.decoded)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -116,6 +140,7 @@ class HybridMethod(Method):
     split: ClassVar[str | None] = None  # no stage 1
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
+    newest: bool = option(True, "the newest page is always read; false, as in the paper: if it is among the best")
 
     def skipped(self, shape: Shape) -> int:
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
@@ -125,10 +150,14 @@ class HybridMethod(Method):
         """SnapKV's window and kernels; without stage 1 a row keeps every token, and neither matters."""
         return 1, Kernels(1)
 
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        page, channels = Split(shape, min(budget, shape.planned), self.split).sizes()
+        return {} if shape.share else {"page": page, "channels": channels}
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        skip, sizes, stage1 = self.skipped(shape), Sizes.of(shape, budget, self.split), self.stage1(shape)
-        layers = [full_layer(shape, self.bits) for _ in range(skip)]
-        return layers + [RocketKV(shape, sizes, self.bits, *stage1) for _ in range(shape.n_layer - skip)]
+        skip, split = self.skipped(shape), Split(shape, min(budget, shape.planned), self.split)
+        layers, rest = [full_layer(shape, self.bits) for _ in range(skip)], range(shape.n_layer - skip)
+        return layers + [RocketKV(shape, split, self.bits, self.newest, *self.stage1(shape)) for _ in rest]
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,9 @@ class SimLayerMethod(Method):
     def minimum(self, shape: Shape) -> int:
         return self.sinks + 1
 
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        return dict(zip(("full layers", "window"), self.plan(shape, budget), strict=True))
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
         regions = Regions(shape, *self.plan(shape, budget), self)
         return [SimLayer(shape, regions, layer) for layer in range(shape.n_layer)]

@@ -13,7 +13,9 @@ tokens.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -38,19 +40,31 @@ class Kernels(NamedTuple):
         return self.long if self.threshold is not None and length >= self.threshold else self.short
 
 
+Sizes = Callable[[int], tuple[int, int]]  # a prompt's length -> how many of its tokens stay, and the window
+
+
 class SnapKV(Scored):
     """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
-    def __init__(self, shape: Shape, kept: int, window: int, kernels: Kernels, copies: int = 1, bits: int = 16):
-        super().__init__(shape, kept, window, copies=copies, bits=bits)
-        self.kernels = kernels
+    def __init__(self, shape: Shape, sizes: Sizes, kernels: Kernels, most: int = 0, copies: int = 1, bits: int = 16):
+        """sizes: of a prompt of any length. most: tokens that a shorter prompt than the longest may keep."""
+        kept, window = sizes(shape.max_prompt)
+        super().__init__(shape, max(kept, most), window, copies=copies, bits=bits)
+        self.sizes, self.kernels = sizes, kernels
+
+    def kept_of(self, prompt: int) -> int:
+        return min(self.kept, self.sizes(prompt)[0])
+
+    def window_of(self, prompt: int) -> int:
+        return self.sizes(prompt)[1]
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sums = attention.window_scores(q, k, self.window)  # [Hk,G,T-window]
+        window = self.window_of(k.shape[2])
+        sums = attention.window_scores(q, k, window)  # [Hk,G,T-window]
         sums = sums.sum(1) if self.copies == 1 else sums.flatten(0, 1)
         kernel = self.kernels.at(k.shape[2])
         pooled = F.max_pool1d(sums, kernel, stride=1, padding=kernel // 2)[:, : sums.shape[1]]
-        return F.pad(pooled, (0, self.window))  # the window is kept whatever its score
+        return F.pad(pooled, (0, window))  # the window is kept whatever its score
 
 
 def threshold_of(shape: Shape) -> int | None:
@@ -86,11 +100,13 @@ class DeductMethod(WindowMethod):
     def most(self, shape: Shape) -> int:
         return shape.planned * self.copies(shape) + self.deduct * shape.max_new_tokens
 
+    def sizes(self, shape: Shape, budget: int, prompt: int) -> tuple[int, int]:
+        kept = (shape.row_budget(budget, prompt) - self.deduct * shape.max_new_tokens) // self.copies(shape)
+        return kept, min(self.window, kept // 2)
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        copies = self.copies(shape)
-        kept = (budget - self.deduct * shape.max_new_tokens) // copies
-        window, kernels = min(self.window, kept // 2), self.kernels(shape)
-        return [SnapKV(shape, kept, window, kernels, copies) for _ in range(shape.n_layer)]
+        sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
+        return [SnapKV(shape, sizes, kernels, copies=self.copies(shape)) for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -130,9 +146,14 @@ class PyramidKVMethod(WindowMethod):
     help = "snapkv with more tokens in lower layers"
     kernel: int = KERNEL
 
+    def sizes(self, shape: Shape, budget: int, layer: int, prompt: int) -> tuple[int, int]:
+        budget = shape.row_budget(budget, prompt)
+        return pyramid_budgets(shape.n_layer, budget, self.window, prompt)[layer], min(self.window, budget // 2)
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        kept = pyramid_budgets(shape.n_layer, budget, self.window, shape.max_prompt)
-        return [SnapKV(shape, n, min(self.window, budget // 2), Kernels(self.kernel)) for n in kept]
+        most = 0 if shape.share else budget  # a prompt as long as the budget keeps all of it in every layer
+        sizes = [partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)]
+        return [SnapKV(shape, size, Kernels(self.kernel), most) for size in sizes]
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:

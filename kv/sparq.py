@@ -6,6 +6,7 @@ newest take a quarter of these, the best the rest. The mean of all V gets the we
 and a half times the full cache. Traffic: t / 2 units to select, t / 2 to attend.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full
-from kv.method import Method, Shape
+from kv.method import HALF, Method, Shape
 from kv.parts import inductor, ops
 
 
 class SparQ(Full):
     def __init__(self, shape: Shape, budget: int):
         super().__init__(shape)
-        channels = (2 * shape.head_dim * budget + shape.planned) // (2 * shape.planned)  # D t / S, rounded half up
-        self.channels = min(max(1, channels), shape.head_dim)
+        self.channels = channels_of(shape, budget)
         self.chosen = max(1, budget // 2)
+        self.allocate_size("count", budget, lambda t: max(1, t // 2))
         self.min_slots = inductor.min_scores(self.size, self.chosen, shape.device)
         self.reads_all, self.recent = False, self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
@@ -49,12 +50,14 @@ class SparQ(Full):
         table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
         position = torch.arange(table.shape[3], device=q.device)
         weight = ops.sparq_weights(queries, channel, ops.gather(table, channel), position > pos[:, None])  # [B,Hk,G,S]
-        newest = (position > (pos - self.recent)[:, None]) & (position <= pos[:, None])  # [B,S]
-        index = ops.top(weight.sum(2).masked_fill(newest[:, None], torch.inf), self.chosen, most=self.size)
+        newest = (position > (pos - self.count // 4)[:, None]) & (position <= pos[:, None])  # [B,S]
+        scores = weight.sum(2).masked_fill(newest[:, None], torch.inf)
+        index = ops.top(scores, self.chosen, most=self.size, count=self.count)
         mask = index <= pos[:, None, None]
         y = ops.attend_rows(q, self.k, self.v, index, mask).view(queries.shape).float()
-        alpha = weight.gather(3, index[:, :, None].expand(-1, -1, queries.shape[2], -1)).sum(3, keepdim=True)
-        alpha = torch.where((pos < self.chosen)[:, None, None, None], 1.0, alpha)
+        at = index.clamp(max=weight.shape[3] - 1)[:, :, None].expand(-1, -1, queries.shape[2], -1)
+        alpha = torch.where(mask[:, :, None], weight.gather(3, at), 0.0).sum(3, keepdim=True)
+        alpha = torch.where((pos < self.count).view(-1, 1, 1, 1), 1.0, alpha)
         return (alpha * y + (1 - alpha) * mean[:, :, None]).to(q.dtype).view(q.shape)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -73,10 +76,18 @@ class SparQ(Full):
         return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
 
 
+def channels_of(shape: Shape, budget: int) -> int:
+    """r = D t / S, rounded half up."""
+    return min(max(1, math.floor(shape.head_dim * shape.part(budget) + HALF)), shape.head_dim)
+
+
 @dataclass(frozen=True)
 class SparQMethod(Method):
     help = "the best tokens by the query's largest channels"
     fewest = 2
+
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        return {} if shape.share else {"channels": channels_of(shape, budget)}
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [SparQ(shape, budget) for _ in range(shape.n_layer)]

@@ -24,7 +24,7 @@ class Streaming(Full):
 
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
-        self.endless = self.size < shape.planned
+        self.endless = not self.holds_all
         self.hold("rope_speed", ops.rope_speed(shape))
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)

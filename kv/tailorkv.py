@@ -89,7 +89,7 @@ class Tailored(FetchedTokens):
         query = inductor.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.weighted_sum(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
-        between = (position >= self.sinks) & (position < (self.prompt - self.local)[:, None])
+        between = (position >= ops.column(self.sinks)) & (position < (self.prompt - self.local)[:, None])
         q = self.fetch(scores, between, active, q, self.shape.max_prompt)
         return self.attend_parts(q, pos, self.index >= 0)
 
@@ -120,6 +120,9 @@ class TailorKVMethod(FetchMethod):
         if any(layer >= shape.n_layer for layer in self.quant_layers):
             raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {self.quant_layers}")
         return sorted(set(self.quant_layers))
+
+    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
+        return {} if self.channels else {"channels": self.fetched_channels(shape)}
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers: list[KV] = []

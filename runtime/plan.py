@@ -81,16 +81,14 @@ def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
     """A plan for longer prompts, or for more new tokens, than those of `shape`.
 
     A size that grows becomes a power of two, so that a slightly longer prompt needs no recompile, but stays as
-    requested if that would not leave half of the free memory for prefill. The prompt also stays as requested if the
-    budget is a share of it: rounding would change the method's sizes.
+    requested if that would not leave half of the free memory for prefill.
     """
     prompt, new = max(prompt, shape.max_prompt), max(new, shape.max_new_tokens)
     windowed = methods.METHODS[engine.method].windowed
     longest = engine.config.max_length if windowed else longest_prompt(engine.config, new)
-    share = isinstance(engine.budget, float) and engine.budget != 1.0
     larger = replace(
         shape,
-        max_prompt=prompt if share or prompt == shape.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
+        max_prompt=prompt if prompt == shape.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
         max_new_tokens=new if new == shape.max_new_tokens else power_of_two(new),
     )
     try:
@@ -99,7 +97,19 @@ def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
         larger = replace(shape, max_prompt=prompt, max_new_tokens=new)
     sizes = f"prompts of {larger.max_prompt} tokens and {larger.max_new_tokens} more"
     print(f"allocating larger caches, for {sizes}", file=sys.stderr)
+    before, after = (sizes_of(engine, plan) for plan in (shape, larger))
+    if changes := [f"{name} {before[name]} -> {size}" for name, size in after.items() if size != before.get(name)]:
+        print(
+            f"warning: {engine.method} takes sizes from the longest prompt, and answers change with them "
+            f"({', '.join(changes)}): max_prompt fixes them",
+            file=sys.stderr,
+        )
     return larger
+
+
+def sizes_of(engine, shape: Shape) -> dict[str, int]:
+    """The sizes of an engine's method that follow from the longest prompt."""
+    return methods.plan_sizes(engine.method, shape, engine.budget, engine.options, engine.profile)
 
 
 def power_of_two(n: int) -> int:
@@ -129,6 +139,7 @@ def figures(engine, length: int) -> dict:
     device, host = methods.total_bytes(engine.layers)
     read_device, read_host = methods.step_bytes(engine.layers, length)
     return {
+        "plan_sizes": sizes_of(engine, engine.shape),
         "profile": methods.from_profile(engine.method, engine.options, engine.profile),
         "kv_device_bytes": device,
         "kv_host_bytes": host,

@@ -41,6 +41,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--list-kv", action="store_true", help="list the KV methods and exit")
     add("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256; demo: 64)")
+    add("--max-prompt", type=int, metavar="N", help="allocate caches for prompts of N tokens (default: the longest)")
     add("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
     add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     add("--top-k", type=int)
@@ -87,10 +88,11 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         raise ValueError("--save-prompt and --load-prompt need one process: start it with python, not torchrun")
     if saves and (args.batch_file is not None or loads):
         raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
-    given = (args.kv, args.budget, args.kv_opt, args.speculate, args.chat or None)
+    given = (args.kv, args.budget, args.kv_opt, args.speculate, args.max_prompt, args.chat or None)
     if loads and any(value is not None for value in given):
         raise ValueError(
-            "--load-prompt brings method, budget and format: leave out --kv, --budget, options, --speculate, --chat"
+            "--load-prompt brings method, sizes and format: leave out --kv, --budget, options, --speculate, "
+            "--max-prompt, --chat"
         )
 
 

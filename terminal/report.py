@@ -34,6 +34,8 @@ def measured(engine: Engine) -> dict:
         "options": engine.options,
         "speculate": engine.speculate,
         "profile": caches["profile"],
+        "max_prompt": engine.shape.max_prompt,
+        "plan_sizes": caches["plan_sizes"],
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "ranks": engine.ranks.count,

@@ -22,7 +22,7 @@ from kv.parts.quant import channels, stored_bytes
 from kv.parts.scored import Scored
 from kv.parts.speculation import Speculation
 from kv.pqcache import PQCache
-from kv.rocketkv import RocketKV, Sizes
+from kv.rocketkv import RocketKV, Split
 from kv.simlayer import SimLayer
 from kv.sparq import SparQ
 from kv.tailorkv import Tailored
@@ -77,15 +77,16 @@ def kept(method: Method, shape: Shape, budget: int) -> int:
 
 def rocketkv(method: Method, shape: Shape, budget: int) -> int:
     """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1."""
-    skip, sizes = method.skipped(shape), Sizes.of(shape, budget, method.split)
-    bounds = (1 if sizes.page == 1 else 2) * -(-sizes.slots // sizes.page) * shape.unit_bytes // 2
-    sparse = shape.batch * shape.n_kv_head * (2 * sizes.slots * stored_bytes(shape, method.bits) + bounds)
+    skip, split = method.skipped(shape), Split(shape, min(budget, shape.planned), method.split)
+    slots, (page, _) = split.slots(shape.max_prompt), split.sizes()
+    bounds = (1 if page == 1 else 2) * -(-slots // page) * shape.unit_bytes // 2
+    sparse = shape.batch * shape.n_kv_head * (2 * slots * stored_bytes(shape, method.bits) + bounds)
     return (shape.n_layer - skip) * sparse + skip * full(shape, method.bits) // shape.n_layer
 
 
 def quest(method: Method, shape: Shape, budget: int) -> int:
     """S units per KV head, and one more per page."""
-    pages = -(-shape.planned // method.sizes(shape, budget)[0])
+    pages = -(-shape.planned // method.page_of(shape, budget))
     return shape.full_bytes() + max(0, shape.n_layer - method.skip_layers) * pages * shape.slot_bytes
 
 
@@ -200,10 +201,11 @@ def overhead(layer: KV) -> Counter[str]:
     if not isinstance(layer, Quantized | SimLayer | D2O):
         named["slot past the end"] = 2 * layer.k[:, :, 0].nbytes
     if isinstance(layer, Full):
-        named["tokens given back"] = (layer.slots - layer.size) * slot
+        named["tokens given back"] = (layer.slots - layer.recent - layer.sinks) * slot
         buffers("unmoved sinks", "sink_keys")
     if isinstance(layer, Scored) and not isinstance(layer, RocketKV):  # rocketkv's n1 slots include them
         named["generated"] = shape.max_new_tokens * slot
+        named["what a shorter prompt keeps"] = (layer.kept - layer.kept_of(shape.max_prompt)) * slot  # pyramidkv
     if isinstance(layer, Quantized):
         buffers("tokens that wait", "k", "v")
         named["group past the end"] = shape.batch * shape.n_kv_head * layer.packed.group_bytes
@@ -231,8 +233,8 @@ def overhead(layer: KV) -> Counter[str]:
         named["slots"] = layer.slots * slot
     if isinstance(layer, InfLLM):
         named["chosen blocks"] = layer.count * layer.block * slot
-        named["ends of blocks"] = (layer.blocks * layer.block - max(0, shape.max_prompt - layer.ends)) * slot
-        named["ends of a short prompt"] = max(0, layer.ends - shape.max_prompt) * slot
+        named["ends of blocks"] = (layer.blocks * layer.block - max(0, shape.max_prompt - layer.end_slots)) * slot
+        named["ends of a short prompt"] = max(0, layer.end_slots - shape.max_prompt) * slot
     if isinstance(layer, PQCache):
         named["code past the end"] = layer.codes[..., 0].nbytes
     if isinstance(layer, Tailored):

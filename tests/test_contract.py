@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from kv import METHODS, Shape
 from kv.base import Held
 from kv.duo import Duo
 from kv.kivi import Quantized
+from kv.method import Share
 from kv.parts import inductor, offload
 from kv.parts.evicting import Evicting
 from runtime.cpu import Parts
@@ -147,7 +149,9 @@ class Cache:
             self.options.pop(METHODS[name].instead, None)
         self.shape, self.name = shape, name
         method = kv.parse_options(name, self.options)
-        self.budget = max(budget, BUDGETS.get(name, 0), method.minimum(shape)) if method.takes_budget else None
+        self.budget = budget if method.takes_budget else None
+        if self.budget is not None and isinstance(budget, int):
+            self.budget = max(budget, BUDGETS.get(name, 0), method.minimum(shape))
         self.layers = kv.build(name, shape, self.budget, self.options)
         self.step = Step(self.layers, compiled)
         self.newest = [0] * shape.batch  # position of each row's newest token
@@ -344,6 +348,42 @@ def test_law_3_rows_do_not_see_each_other(name, shape):
             assert torch.equal(together[row], among_others)
             alone = Cache(name, replace(shape, batch=1)).run({0: text}, 20)[0]
             assert torch.allclose(together[row], alone, atol=1e-6)
+
+
+@every_method
+@pytest.mark.parametrize("budget", (0.4, SMALL))
+def test_law_3_a_row_does_not_depend_on_the_longest_prompt(name, budget):
+    """Each row's own plan allocates for its prompt alone; the steps that extend it, and a saved row, know its sizes."""
+    shape = make_shape("gqa", 3, n_layer=layers_of(name))
+    texts, together = make_texts(shape), Cache(name, shape, budget)
+    found = together.run(texts, 10)
+    method, restored = kv.parse_options(together.name, together.options), Cache(name, shape, budget)
+    share = replace(shape, share=Share(Fraction(2, 5), method.minimum(shape)) if budget == 0.4 else None)
+    sizes = method.plan_sizes(share, together.budget) if together.budget is not None else {}
+    for row, text in texts.items():
+        alone = Cache(name, replace(shape, batch=1, max_prompt=text.prompt), budget)
+        expected = alone.run({0: text}, 10)[0]
+        assert sizes or torch.allclose(found[row], expected, atol=1e-6)
+        length = text.prompt + 10
+        for into, layer in zip(restored.layers, together.layers, strict=True):
+            into.restore(2 - row, length, layer.state(row, length))
+        restored.newest[2 - row] = length - 1
+        again, other = alone.extend(0, text, 10, 4), together.extend(row, text, 10, 4)
+        assert sizes or torch.allclose(again, other, atol=1e-6)
+        assert torch.allclose(restored.extend(2 - row, text, 10, 4), other, atol=1e-6)
+
+
+def test_methods_whose_sizes_follow_from_the_plan():
+    """All others' rows are those of a plan of their own."""
+
+    def names(budget: int | float) -> set[str]:
+        build = [(variant, *VARIANTS[variant]) for variant in VARIANTS if METHODS[VARIANTS[variant][0]].budgeted]
+        return {v for v, name, options in build if "mem" not in options and kv.plan_sizes(name, shape, budget, options)}
+
+    shape = make_shape()
+    rocket = {"rocketkv", "rocketkv:even", "rocketkv:bits", "hybrid"}
+    assert names(40) == {*rocket, "sparq", "quest:auto", "simlayer", "duo:retrieval"}
+    assert names(0.4) == {"simlayer", "duo", "duo:retrieval"}
 
 
 @every_method

@@ -310,7 +310,7 @@ def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
     shape = replace(make_shape(), n_layer=1)
     for budget, recent, varied in ((60, 10, 18), (24, 10, 7), (25, 10, 8), (15, 7, 4), (12, 6, 2)):
         layer = kv.build("roco", shape, budget, {})[0]
-        assert (layer.recent, layer.varied) == (recent, varied)
+        assert (layer.recent, layer.varied(budget)) == (recent, varied)
     layer = kv.build("roco", shape, 24, {})[0]  # 4 sinks, 10 recent, 7 that vary, 3 by their mean
     visits = 100.0 - torch.arange(100)
     mean = torch.linspace(0.5, 1.5, 100)
@@ -318,7 +318,7 @@ def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
     deviation = torch.zeros(100)
     deviation[20:28] = torch.linspace(2.0, 1.3, 8)
     sums = [(mean * visits)[None], ((mean**2 + deviation**2) * visits)[None]]
-    importance, _ = layer.ranked(sums, torch.arange(100)[None])
+    importance, _ = layer.ranked(0, sums, torch.arange(100)[None])
     kept = select(importance, 24, layer.sinks, layer.recent)
     assert kept.tolist() == [[*range(4), *range(20, 27), *range(87, 100)]]
 

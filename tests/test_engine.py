@@ -11,6 +11,7 @@ import torch
 from conftest import write_random
 from conversations import converse, number, outcome
 
+import kv
 from engine import Engine, decode_step
 from kv import total_bytes
 from runtime.device import pick_device
@@ -877,3 +878,34 @@ def test_closing_frees_the_caches_at_once(checkpoint, options):
         assert buffers and not any(buffer() is not None for buffer in buffers)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in kv.METHODS if kv.METHODS[name].budgeted and name not in ("duo", "omnikv")]
+)
+def test_an_answer_depends_on_no_other_prompt_now_or_before(checkpoint, method, capsys):
+    """A share is one of each prompt; what follows from the longest prompt is said, and fixed by max_prompt."""
+    options = {"block": 8} if method == "infllm" else {}
+    prompts = [list(range(3, 43)), list(range(5, 125)) + list(range(3, 43))]
+
+    def engine(budget, batch=1, **plan):
+        return Engine.load(checkpoint, method, budget, options, batch=batch, max_new_tokens=24, compile=False, **plan)
+
+    for budget in (0.3, 40):
+        alone = engine(budget).generate(prompts[:1])[0].tokens
+        capsys.readouterr()
+        after = engine(budget)
+        after.generate(prompts[1:])
+        before = figures(after, 1)["plan_sizes"]
+        assert "answers change" not in capsys.readouterr().err
+        grown = engine(budget)
+        grown.generate(prompts[:1])
+        first = figures(grown, 1)["plan_sizes"]
+        grown.generate(prompts[1:])
+        changed = first != figures(grown, 1)["plan_sizes"]
+        assert ("answers change with them" in capsys.readouterr().err) == changed
+        together = engine(budget, batch=2).generate(prompts)[0].tokens
+        if not before or method == "tailorkv":  # whose channels grow only beyond 32K tokens
+            assert alone == after.generate(prompts[:1])[0].tokens == together
+        fixed = engine(budget, max_prompt=200).generate(prompts[:1])[0].tokens
+        assert fixed == engine(budget, batch=2, max_prompt=200).generate(prompts)[0].tokens

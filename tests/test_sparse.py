@@ -13,7 +13,7 @@ import kv
 from bench import papers
 from kv import METHODS, Shape
 from kv.parts import inductor, ops
-from kv.rocketkv import Sizes
+from kv.rocketkv import Split
 from kv.snapkv import Kernels, SnapKV
 from kv.snapkv import pyramid_budgets as our_pyramid
 
@@ -173,9 +173,9 @@ def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_t
 def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, channels):
     new = 128
     shape = Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), 1, planned - new, new)
-    sizes = Sizes.of(shape, budget, "even")
-    assert (sizes.slots, sizes.page, sizes.channels) == (slots, page, channels)
-    assert sizes.kept == slots - new
+    split = Split(shape, budget, "even")
+    assert (split.slots(shape.max_prompt), *split.sizes()) == (slots, page, channels)
+    assert split.kept(shape.max_prompt, 32) == (slots - new, 32)
     (layer, *_) = kv.build("rocketkv", shape, budget, {"split": "even"})
     unit = shape.n_kv_head * shape.unit_bytes
     pages = -(-slots // page)
@@ -193,9 +193,10 @@ def test_sizes_equal_the_references(split):
                 for dim in (16, 64, 128):
                     if budget < planned:
                         shape = replace(make_shape("gqa", new), max_prompt=planned - new, head_dim=dim)
-                        s = Sizes.of(shape, budget, split)
-                        ours = {"n1": s.slots, "keep": s.kept, "page": s.page, "channels": s.channels, "pages": s.pages}
-                        assert ours == rocket_sizes(planned, budget, new, dim, split)
+                        ours, expected = Split(shape, budget, split), rocket_sizes(planned, budget, new, dim, split)
+                        assert ours.slots(planned - new) == expected["n1"]
+                        assert ours.kept(planned - new, 32)[0] == expected["keep"]
+                        assert ours.sizes() == (expected["page"], expected["channels"])
 
 
 def test_pages_of_one_token_add_one_copy_of_k():
@@ -249,7 +250,7 @@ def test_pyramid_budgets_equal_the_references_and_average_to_the_budget():
 
 def test_pyramidkv_gives_higher_layers_what_lower_ones_cannot_use():
     shape = replace(make_shape("gqa"), n_layer=32, max_prompt=2048, device=torch.device("meta"))
-    keeps = [layer.kept for layer in kv.build("pyramidkv", shape, 1843, {})]
+    keeps = [layer.kept_of(2048) for layer in kv.build("pyramidkv", shape, 1843, {})]
     assert max(keeps) == 2048 and keeps == sorted(keeps, reverse=True)
     assert sum(keeps) / 32 == pytest.approx(1843, abs=1)
 
@@ -262,7 +263,7 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
         return pool(x, kernel, **more)
 
     monkeypatch.setattr(torch.nn.functional, "max_pool1d", record)
-    layer = SnapKV(make_shape("gqa"), 20, 4, Kernels(3, 9, threshold=50))
+    layer = SnapKV(make_shape("gqa"), lambda prompt: (20, 4), Kernels(3, 9, threshold=50))
     for length in (49, 50):
         layer.choose(torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D))
     assert kernels == [3, 9]
@@ -293,7 +294,8 @@ def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length(
     for shape in (*paper_shapes(), make_shape("gqa")):
         layer = kv.build("rocketkv", shape, 24, {})[-1]
         assert layer.kernels == (63, 511, None)
-        assert layer.slots == Sizes.of(shape, 24, "adaptive").slots != Sizes.of(shape, 24, "even").slots
+        adaptive, even = (Split(shape, 24, how).slots(shape.max_prompt) for how in ("adaptive", "even"))
+        assert layer.slots == adaptive != even
     layer = kv.build("rocketkv", shape, 24, {"threshold": 50})[-1]
     assert layer.kernels.threshold == 50  # as the user says
 
@@ -306,7 +308,7 @@ def test_the_paper_settings_are_those_of_the_first_rocketkv_paper():
 def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
     """No T x T, nothing over all heads: the largest tensor made for a long prompt is G x window x T, or K in fp32."""
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
-    layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), 200, 8, Kernels(63))
+    layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), lambda prompt: (200, 8), Kernels(63))
     with TensorSizes() as sizes:
         layer.choose(q, k, k)
     assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2

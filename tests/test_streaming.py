@@ -43,9 +43,9 @@ def test_streaming_takes_the_memory_of_its_budget_however_long_the_prompt():
 
 def test_a_budget_is_a_number_of_tokens_or_a_share_of_the_prompt():
     shape = make_shape()
-    layers = [kv.build("streaming", shape, budget, {})[0] for budget in (24, 0.25, 1.0)]
-    assert [layer.size for layer in layers] == [24, 24, shape.planned]
-    for budget, message in ((4, "at least 5"), (0.01, "at least 5"), (1.5, "share between 0 and 1"), (None, "needs")):
+    layers = [kv.build("streaming", shape, budget, {})[0] for budget in (24, 0.25, 0.01, 1.0)]
+    assert [layer.size_of("size", 0) for layer in layers] == [24, 24, 5, shape.planned]
+    for budget, message in ((4, "at least 5"), (1.5, "share between 0 and 1"), (None, "needs")):
         with pytest.raises(ValueError, match=message):
             kv.build("streaming", shape, budget, {})
     with pytest.raises(ValueError, match="takes no budget"):

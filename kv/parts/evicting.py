@@ -55,6 +55,8 @@ class Evicting(KV):
         if region:
             self.allocate_state("first", fill=region.first)
             self.allocate_state("allotted", fill=size)  # tokens that each row keeps
+        else:
+            self.allocate_size("allotted", size)
         self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
         self.hold("rope_speed", ops.rope_speed(shape))
         self.more_bytes = 8 + 4 * len(self.sums)
@@ -135,7 +137,7 @@ class Evicting(KV):
 
         importance = self.importance(weight, position, pos[:, None, None], active)
         held = (position >= 0).sum(2)  # [B,Hk]
-        evictable = self.evictable(position, pos[:, None, None])
+        evictable = self.evictable(position, pos[:, None, None], self.sizes())
         slot = importance.masked_fill(~evictable, torch.inf).argmin(2)
         evicts = live & (held[..., None] > self.sizes())[..., 0]
         self.merge(slot, evicts, Held(keys, values, position), importance)
@@ -143,9 +145,9 @@ class Evicting(KV):
         self.spare.copy_(torch.where(evicts, slot, torch.where(live, held, self.spare)))
         return y
 
-    def evictable(self, position: Tensor, pos: Tensor) -> Tensor:
+    def evictable(self, position: Tensor, pos: Tensor, size: Tensor | int) -> Tensor:
         """Which tokens [B,Hk,n] are neither sinks nor among the newest; the newest token is at `pos` [B,1,1]."""
-        return (position >= self.sinks) & (position <= pos - self.newest(self.sizes()))
+        return (position >= self.sinks) & (position <= pos - self.newest(size))
 
     def side_by_side(self, keys: Tensor, position: Tensor, last: Tensor, speed: Tensor) -> Tensor:
         """RoPE turns the keys [B,Hk,n,D] to adjacent positions, of which the newest is `last` [B].
@@ -157,14 +159,12 @@ class Evicting(KV):
 
     def sizes(self) -> Tensor | int:
         """Tokens that each row keeps, [B,1,1] if they differ."""
-        return self.allotted[:, None, None] if self.shares else self.size
+        return self.allotted if isinstance(self.allotted, int) else self.allotted[:, None, None]
 
     def region_of(self, row: int) -> slice:
         """A row's slots: one for each token that it keeps, and the spare one."""
-        if not self.shares:
-            return slice(0, self.slots)
-        first = int(self.first[row])
-        return slice(first, first + int(self.allotted[row]) + 1)
+        first = int(self.first[row]) if self.shares else 0
+        return slice(first, first + self.size_of("allotted", row) + 1)
 
     def in_region(self) -> Tensor:
         """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""

@@ -1,6 +1,7 @@
 """The base of methods that keep both ends of a prompt on the device and fetch parts of its middle."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,10 @@ class FetchMethod(offload.OffloadMethod):
         local = min(max(local, self.initial + self.newest), budget - 1)
         return local, budget - local
 
+    def ends(self, budget: int) -> tuple[int, int]:
+        """How many first and how many last tokens of the prompt stay."""
+        return self.initial, self.split(budget)[0] - self.initial
+
     def minimum(self, shape: Shape) -> int:
         return max(8, self.initial + self.newest + 1)
 
@@ -50,16 +55,25 @@ class FetchMethod(offload.OffloadMethod):
         return self.staged((shape.n_kv_head * self.sizes(shape, budget)[1], 2, shape.head_dim), shape)
 
 
+Ends = Callable[[int], tuple[int, int]]  # a budget -> how many first and last tokens of a prompt stay on the device
+
+
+def no_ends(budget: int) -> tuple[int, int]:
+    return 0, 0
+
+
 class Parts(KV):
     """Slots in three parts: the ends of the prompt, tokens chosen from its middle, generated tokens."""
 
     recent, rewinds, reads_all = 1, True, False
 
-    def __init__(self, shape: Shape, sinks: int, ends: int, chosen: int, prompt: Tensor | None = None):
-        """prompt [B]: the length of each row's prompt, if layers share that buffer."""
+    def __init__(self, shape: Shape, chosen: int, budget: int = 0, ends: Ends = no_ends, prompt: Tensor | None = None):
+        """chosen: how many slots. prompt [B]: the length of each row's prompt, if layers share that buffer."""
         super().__init__(shape)
-        self.sinks, self.ends, self.first_generated = sinks, ends, ends + chosen
-        self.local = ends - sinks  # last tokens of the prompt among the ends
+        self.end_slots = sum(ends(budget))
+        self.first_generated = self.end_slots + chosen
+        self.allocate_size("sinks", budget, lambda t: ends(t)[0])  # first tokens of the prompt that stay
+        self.allocate_size("local", budget, lambda t: ends(t)[1])  # its last tokens that do
         self.allocate_slots(self.first_generated + shape.max_new_tokens)
         self.contents.clear()  # see `views`: the slots do not fill in order
         if prompt is None:
@@ -67,14 +81,23 @@ class Parts(KV):
         else:
             self.hold("prompt", prompt)
 
+    @property
+    def ends(self) -> Tensor | int:
+        return self.sinks + self.local
+
+    def ends_of(self, row: int) -> tuple[int, int]:
+        """A row's `sinks` and `local`."""
+        return self.size_of("sinks", row), self.size_of("local", row)
+
     def slots_to_read(self, length: int, new: int) -> int:
         return self.first_generated + max(new, 1)
 
     def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
         """Stores the first `sinks` tokens of a prompt, and its last, in the slots of the ends: k and v [Hk,T,D]."""
         self.prompt[row] = length = k.shape[1]
-        ends = torch.arange(min(length, self.ends), device=k.device)
-        ends = torch.where(ends < self.sinks, ends, ends + max(0, length - self.ends))
+        sinks, local = self.ends_of(row)
+        ends = torch.arange(min(length, sinks + local), device=k.device)
+        ends = torch.where(ends < sinks, ends, ends + max(0, length - sinks - local))
         self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -99,7 +122,8 @@ class Parts(KV):
         yield from super().views(row, length)
         prompt = int(self.prompt[row])
         generated = slice(self.first_generated, self.first_generated + length - prompt)
-        for part, slots in (("ends", slice(min(prompt, self.ends))), ("generated", generated)):
+        ends = slice(min(prompt, sum(self.ends_of(row))))
+        for part, slots in (("ends", ends), ("generated", generated)):
             yield from ((f"{part}_k", self.k[row, :, slots]), (f"{part}_v", self.v[row, :, slots]))
 
     @abstractmethod
@@ -108,13 +132,13 @@ class Parts(KV):
 
     def occupied(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Which slots of the ends, and which of the generated tokens up to pos [B], hold a token: two of [B,n]."""
-        ends = torch.arange(self.ends, device=pos.device) < self.prompt[:, None]
+        ends = torch.arange(self.end_slots, device=pos.device) < self.prompt.clamp(max=self.ends)[:, None]
         slot = torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
         return ends, slot <= self.generated(pos)[:, None]
 
     def store_chosen(self, buffer: Tensor, new: Tensor, active: Tensor) -> None:
         """Writes new [B,Hk,n,D] to the chosen slots. A compiled copy_ would pass over the whole buffer."""
-        slot = torch.arange(self.ends, self.first_generated, device=new.device)
+        slot = torch.arange(self.end_slots, self.first_generated, device=new.device)
         ops.store(buffer, new, slot.expand(new.shape[0], -1), active)
 
     def attend_parts(self, q: Tensor, pos: Tensor, chosen: Tensor) -> Tensor:
@@ -128,8 +152,8 @@ class Parts(KV):
 class Fetched(Parts):
     """A pool holds the middle, K and V of `size` tokens per entry; a step fetches `count` entries per KV head."""
 
-    def __init__(self, shape: Shape, sinks: int, ends: int, count: int, size: int, pool: Pool):
-        super().__init__(shape, sinks, ends, count * size)
+    def __init__(self, shape: Shape, budget: int, ends: Ends, count: int, size: int, pool: Pool):
+        super().__init__(shape, count * size, budget, ends)
         self.count, self.reach = count, shape.max_prompt  # tokens of a row that may be chosen, or stay
         self.allocate_state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
@@ -146,22 +170,23 @@ class Fetched(Parts):
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Of attention, with every chosen token from the pool; choosing comes on top."""
         prompt, unit = min(length, self.shape.max_prompt), self.shape.n_kv_head * self.shape.unit_bytes
-        chosen = min(self.first_generated - self.ends, self.choices(length))
-        return (min(prompt, self.ends) + chosen + length - prompt) * unit, chosen * unit * self.pool.on_host
+        chosen = min(self.first_generated - self.end_slots, self.choices(length))
+        return (min(prompt, self.end_slots) + chosen + length - prompt) * unit, chosen * unit * self.pool.on_host
 
     def choices(self, length: int) -> int:
         """How many tokens of a row of `length` tokens can be chosen."""
-        return max(0, min(length, self.reach) - self.ends)
+        return max(0, min(length, self.reach) - self.end_slots)
 
 
 class FetchedTokens(Fetched):
     """An entry is one token of one KV head, [max_prompt,Hk] of them in each row: every head chooses its own."""
 
     def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged: Staged | None):
-        ends, count = options.sizes(shape, budget)
+        _, count = options.sizes(shape, budget)
         size = (shape.max_prompt * shape.n_kv_head, 2, shape.head_dim)
         pool = options.pool(f"layer {layer}", size, staged, shape)
-        super().__init__(shape, options.initial, ends, count, size=1, pool=pool)
+        super().__init__(shape, budget, options.ends, count, size=1, pool=pool)
+        self.allocate_size("chosen", budget, lambda t: options.sizes(shape, t)[1])  # how many tokens to fetch
         self.reach = options.reach(shape)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -183,8 +208,9 @@ class FetchedTokens(Fetched):
         For `most` see ops.top.
         """
         scores = scores.masked_fill(~candidates[:, None], -torch.inf)
-        best = ops.top(scores, self.count, most=most)
-        best = torch.where(scores.gather(2, best) > -torch.inf, best, -1)
+        best = ops.top(scores, self.count, most=most, count=self.chosen)
+        there = scores.gather(2, best.clamp(max=scores.shape[2] - 1)) > -torch.inf
+        best = torch.where(there & (best < scores.shape[2]), best, -1)
         self.index.copy_(torch.where(active[:, None, None], best, self.index))
         heads = best.shape[1]
         there = (self.index >= 0) & (self.index < self.prompt[:, None, None])  # pqcache also chooses generated tokens

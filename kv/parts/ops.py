@@ -79,6 +79,16 @@ def attend_pages(
     return attend_rows(q, k, v, index.clamp(max=k.shape[2] - 1), index <= last[:, None, None], read)
 
 
+def least(a: Tensor | int, b: Tensor | int) -> Tensor | int:
+    """The smaller of two sizes, of which either may differ from row to row."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.as_tensor(b).clamp(max=a)
+
+
+def column(size: Tensor | int) -> Tensor | int:
+    """Rows' sizes [B] as [B,1], or the size that all share."""
+    return size[:, None] if isinstance(size, Tensor) else size
+
+
 def following(pos: Tensor, n: int) -> Tensor:
     """The n positions from pos [B] on: [B,n]."""
     return pos[:, None] + torch.arange(n, device=pos.device)
@@ -153,12 +163,15 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     return x[b[:, None, None], h[:, None], index]
 
 
-def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0) -> Tensor:
+def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0, count: Tensor | int | None = None) -> Tensor:
     """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index.
 
     A caller that names the `most` scores there may be lets tiles be formed, and ensures that N is at least
-    inductor.min_scores(most, k).
+    inductor.min_scores(most, k). With `count` [B], row b takes only as many, and its other indices are N.
     """
+    if isinstance(count, Tensor):
+        best, taken = top(scores, k, True, most), torch.arange(k, device=scores.device)
+        return torch.where(taken < count.view(-1, *[1] * (scores.dim() - 1)), best, scores.shape[-1])
     bits, index = scores.view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
     if inductor.min_scores(most, k, scores.device) > k:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kv.base import KV, Held
+from kv.base import KV, Held, Views
 from kv.method import Method, Shape, option
 from kv.parts import ops, quant
 
@@ -22,10 +22,11 @@ class Scored(KV):
     rewinds = True
 
     def __init__(self, shape: Shape, kept: int, window: int = 0, sinks: int = 0, copies: int = 1, bits: int = 16):
-        """bits of a stored value (quant.encode); `decode` is then the method's own."""
+        """kept: of the longest prompt. bits of a stored value (quant.encode); `decode` is then the method's own."""
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
-        self.copies, self.kept = copies, min(kept, shape.max_prompt)
+        self.copies, self.budget, self.kept = copies, kept, min(kept, shape.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
+        self.rows: dict[int, int] = {}  # how many tokens each row keeps of its prompt
         self.recent = max(1, self.window)
         self.bits = bits
         width = None if bits == 16 else quant.vector_bytes(shape.head_dim, bits)
@@ -41,7 +42,7 @@ class Scored(KV):
         best = self.choose(q, k, v)
         head = torch.arange(len(best), device=k.device)[:, None] // self.copies
         self.write(row, 0, k[0, head, best], v[0, head, best])
-        self.dropped[row] = k.shape[2] - best.shape[1]
+        self.rows[row], self.dropped[row] = best.shape[1], k.shape[2] - best.shape[1]
         self.position[row, :, : best.shape[1]] = best
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
@@ -52,11 +53,19 @@ class Scored(KV):
     def choose(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The positions of the tokens to keep, ascending: [Hk,n], or [Hq,n]."""
         position = torch.arange(k.shape[2], device=k.device)
-        if len(position) <= self.kept:
+        if len(position) <= (kept := self.kept_of(k.shape[2])):
             return position.expand(self.shape.n_kv_head, -1)
-        always = (position < self.sinks) | (position >= len(position) - self.window)
+        always = (position < self.sinks) | (position >= len(position) - self.window_of(len(position)))
         scores = self.score(q, k, v).float().masked_fill(always, torch.inf)
-        return ops.top(scores, self.kept).sort().values
+        return ops.top(scores, kept).sort().values
+
+    def kept_of(self, prompt: int) -> int:
+        """How many tokens of a prompt of `prompt` tokens stay, at most `kept`."""
+        return min(self.kept, self.shape.row_budget(self.budget, prompt))
+
+    def window_of(self, prompt: int) -> int:
+        """How many of its newest tokens always stay."""
+        return self.window
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -88,8 +97,16 @@ class Scored(KV):
     def filled(self, row: int, length: int) -> int:
         return length - int(self.dropped[row])
 
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self.rows.pop(row, None)
+
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        self.rows[row] = int((self.position[row, 0] >= 0).sum())  # now that a saved row is restored
+
     def slots_to_read(self, length: int, new: int) -> int:
-        return min(length, self.kept + new)
+        return min(length, max(self.rows.values(), default=self.kept_of(self.shape.max_prompt)) + new)
 
 
 @dataclass(frozen=True)

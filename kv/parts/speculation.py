@@ -27,6 +27,9 @@ class Speculation(KV):
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
 
+    def set_sizes(self, row: int, prompt: int) -> None:
+        self.draft.set_sizes(row, prompt)
+
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.draft.keep(row, q, k, v)
         if not self.draft.holds_all:

@@ -224,12 +224,12 @@ class SlowSnapPlus(Slow):
         "skip_layers": 0,
     }
 
-    def prompt_share(self) -> int:
+    def prompt_share(self, prompt: int) -> int:
         """How many prompt tokens are kept."""
         return self.budget
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
-        share, option = self.prompt_share(), self.option
+        share, option = self.prompt_share(keys.shape[0]), self.option
         window = min(option["window"], share // 2)
         is_long = option["threshold"] is not None and keys.shape[0] >= option["threshold"]
         return snap(q, keys, share - window, window, option["long_kernel"] if is_long else option["kernel"])
@@ -238,18 +238,23 @@ class SlowSnapPlus(Slow):
 class SlowRocket(SlowSnapPlus):
     """RocketKV: stage 1 keeps n1 - max_new_tokens prompt tokens, stage 2 (Algorithm 2) attends to the best pages.
 
+    n1 follows from each prompt's own length, the sizes of stage 2 from the longest prompt of the plan.
+
     A page holds consecutive stored tokens. Its bound is the maximum of its keys in channels where sum_G q >= 0, and
     their minimum in the others. With the channels r of the largest sum_G |q|, its score is the sum over the group of
     the softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
     """
 
-    def sizes(self) -> dict[str, int]:
+    defaults = {**SlowSnapPlus.defaults, "newest": True}
+
+    def sizes(self, prompt: int | None = None) -> dict[str, int]:
         """The sizes of both stages."""
         shape = self.shape
-        return rocket_sizes(shape.planned, self.budget, shape.max_new_tokens, shape.head_dim, self.option["split"])
+        planned = (prompt or shape.max_prompt) + shape.max_new_tokens
+        return rocket_sizes(planned, self.budget, shape.max_new_tokens, shape.head_dim, self.option["split"])
 
-    def prompt_share(self) -> int:
-        return self.sizes()["keep"]
+    def prompt_share(self, prompt: int) -> int:
+        return min(self.sizes(prompt)["keep"], self.sizes()["keep"])
 
     def choose(self, head: int, q: Tensor) -> list[int]:
         sizes, stored = self.sizes(), self.stored[head]
@@ -262,13 +267,15 @@ class SlowRocket(SlowSnapPlus):
             low, high = bounds(keys, tokens)
             bound[i] = torch.where(q_sum >= 0, high, low)
         scores = sum(partial_weights(one, bound, channels) for one in q)
+        if self.option["newest"]:
+            scores[-1] = torch.inf
         return [stored[token] for i in best(scores, sizes["pages"]) for token in pages[i]]
 
 
 class SlowHybrid(SlowRocket):
     """RocketKV's second stage alone: the whole prompt is kept, n1 = S."""
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, prompt: int | None = None) -> dict[str, int]:
         shape = self.shape
         sizes = hybrid_sizes(shape.planned, self.budget, shape.head_dim)
         return {"n1": shape.planned, "keep": shape.max_prompt, **sizes}
@@ -299,7 +306,7 @@ class SlowPyramid(Slow):
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
         window = min(self.option["window"], self.budget // 2)
-        share = pyramid_budgets(self.shape.n_layer, self.budget, window, self.shape.max_prompt)[self.layer]
+        share = pyramid_budgets(self.shape.n_layer, self.budget, window, keys.shape[0])[self.layer]
         return snap(q, keys, share - window, window, self.option["kernel"])
 
 
