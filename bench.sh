@@ -14,7 +14,7 @@ make --quiet .venv/requirements
 if [ "${1-}" = compare ]; then
   out=${2:-comparison}
   mkdir -p "$out"
-  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv:gqa=true,snapkv++,pyramidkv,quest
+  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv:gqa=false,snapkv,snapkv++,pyramidkv,quest
   methods+=,quest:skip_layers=0,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,omnikv:offload=true,infllm:block=32
   methods+=,tailorkv,tailorkv:bits=2,pqcache,kivi,full:bits=4,brute_offload
   .venv/bin/python eval.py --checkpoint needle --tasks niah_multikey_1,niah_multikey_2,two_stage_lookup,perplexity \

@@ -4,8 +4,9 @@ The attention of the last `window` queries, summed over them and max-pooled alon
 keep besides the window itself. Every generated token is kept too. Memory and traffic: the budget and the generated
 tokens.
 
-- snapkv (Li et al., arXiv 2404.14469): each query head keeps its own budget / G tokens, so only a budget of G times
-  the prompt keeps all of it. With `gqa`, the query heads of a group share `budget` tokens.
+- snapkv (Li et al., arXiv 2404.14469): the query heads of a group share `budget` tokens. With gqa=false, as in the
+  paper's first code, which repeats K and V, each query head keeps its own budget / G tokens: a G-th of the choice for
+  as many bytes, and only a budget of G times the prompt keeps all of it.
 - snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
   wide, and wider for long prompts.
 - pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
@@ -26,7 +27,9 @@ from kv.method import Method, Shape, option
 from kv.parts import attention
 from kv.parts.scored import Scored
 
-KERNEL = option(7, "width of the max-pooling in tokens", min=1)  # an option of several methods
+KERNEL = option(
+    7, "width of the max-pooling in tokens; 15 keeps a number whole whose digits are tokens", min=1
+)  # an option of several methods
 
 
 class Kernels(NamedTuple):
@@ -113,7 +116,7 @@ class DeductMethod(WindowMethod):
 class SnapKVMethod(DeductMethod):
     help = "what the prompt's last queries attend to"
     kernel: int = KERNEL
-    gqa: bool = option(False, "the query heads of a group share their tokens")
+    gqa: bool = option(True, "the query heads of a group share their tokens; false: each keeps budget / G of its own")
 
     def copies(self, shape: Shape) -> int:
         return 1 if self.gqa else shape.n_head // shape.n_kv_head

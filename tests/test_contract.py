@@ -31,7 +31,7 @@ SMALL = 24  # budget in tokens: less than most prompts, at least most methods' m
 VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
     "quest:auto": ("quest", {"page": None, "skip_layers": 0}),
-    "snapkv:gqa": ("snapkv", {"gqa": True, "window": 8}),
+    "snapkv:heads": ("snapkv", {"gqa": False, "window": 8}),
     "rocketkv:even": ("rocketkv", {"split": "even", "window": 8, "kernel": 5}),
     "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
     "cam": ("cam", {"spread": 4}),
@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 
 BUDGETS = {"simlayer": 72}  # one layer of two can keep everything
 # Their steps are another variant's: compiled only once
-SAME_CODE = {"rocketkv:even", "hybrid", "quest:auto", "snapkv:gqa", "pyramidkv", "duo", "omnikv:mem", "omnikv:prefill"}
+SAME_CODE = {"rocketkv:even", "hybrid", "quest:auto", "snapkv", "pyramidkv", "duo", "omnikv:mem", "omnikv:prefill"}
 
 
 def layers_of(name: str) -> int:
@@ -535,7 +535,9 @@ def test_law_10_an_inactive_row_does_not_change(name, shape):
         assert torch.allclose(torch.cat((first[row], rest[row]), dim=2), expected[row], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "snapkv"])  # its query heads divide the budget
+@pytest.mark.parametrize(
+    "name", [name for name in VARIANTS if name != "snapkv:heads"]
+)  # its query heads divide the budget
 @every_shape
 def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name, shape):
     texts = make_texts(shape, MAX_NEW)

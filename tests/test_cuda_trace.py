@@ -31,7 +31,7 @@ SCORES = [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0], [1.0, 2.0]]
 VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in kv.METHODS} | {
     "full:bits": ("full", {"bits": 8}),
     "rocketkv:bits": ("rocketkv", {"bits": 4}),
-    "snapkv:gqa": ("snapkv", {"gqa": True}),
+    "snapkv:heads": ("snapkv", {"gqa": False}),
     "duo": ("duo", {"sinks": 2, "recent": 6, "head_scores": SCORES}),
     "omnikv:direct": ("omnikv", {"offload": True, "engine": "direct"}),
     "omnikv:threads": ("omnikv", {"offload": True, "engine": "threads", "delta": True}),

@@ -105,7 +105,7 @@ def test_snapkv_equals_kvpress(models, ids, monkeypatch, heads, kernel):
     model, folder = models[heads]
     monkeypatch.setattr("kvpress.presses.snapkv_press.F", MaxPooled)
     press = kvpress.SnapKVPress(compression_ratio=0.6, window_size=8, kernel_size=kernel)
-    found = ours(folder, "snapkv", 40, ids, gqa=True, window=8, kernel=kernel)
+    found = ours(folder, "snapkv", 40, ids, window=8, kernel=kernel)
     same(found, pressed(model, press, ids), uncompressed(model, ids), [40] * 4)
 
 

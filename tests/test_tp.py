@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "full:bits": ("full", {"bits": 8}),
     "rocketkv": ("rocketkv", {"window": 8, "kernel": 5}),
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
-    "snapkv:gqa": ("snapkv", {"gqa": True}),
+    "snapkv:heads": ("snapkv", {"gqa": False}),
     "infllm": ("infllm", {"block": 6}),
     "simlayer": ("simlayer", {"sinks": 2, "recent": 6, "threshold": 0.3}),
     "kivi": ("kivi", {"bits": 2, "group": 8, "recent": 4}),

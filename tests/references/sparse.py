@@ -285,12 +285,12 @@ class SlowHybrid(SlowRocket):
 
 
 class SlowSnap(Slow):
-    """SnapKV: each query head keeps floor(t / G) prompt tokens of its own; with `gqa`, a group keeps t.
+    """SnapKV: a group keeps t prompt tokens; without `gqa`, each query head keeps floor(t / G) of its own.
 
     `deduct` subtracts max_new_tokens from t first.
     """
 
-    defaults = {"window": 32, "kernel": 7, "gqa": False, "deduct": False}
+    defaults = {"window": 32, "kernel": 7, "gqa": True, "deduct": False}
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
         share = self.budget - (self.shape.max_new_tokens if self.option["deduct"] else 0)
