@@ -43,7 +43,7 @@ The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py)
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,6 @@ class KV(Buffers, ABC):
         super().__init__(shape)
         # Buffers that `views` trims, by name: the dimension of a row's part along which slots lie, and slots per entry.
         self.contents: dict[str, tuple[int, int]] = {}
-        self.row_sizes: dict[str, Callable[[int], int]] = {}  # see `allocate_size`
 
     # What a method implements
 
@@ -147,25 +146,6 @@ class KV(Buffers, ABC):
         self.append(row, k, v, pos)
         held = self.held(row, pos + k.shape[2])
         return attention.suffix_attention(q, held.k[None], held.v[None])
-
-    # Sizes that follow from the budget
-
-    def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> None:
-        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes."""
-        if self.shape.share is None:
-            setattr(self, name, of(budget))
-        else:
-            self.allocate_state(name, fill=of(budget))
-            self.row_sizes[name] = lambda prompt: of(self.shape.row_budget(budget, prompt))
-
-    def set_sizes(self, row: int, prompt: int) -> None:
-        """Sets a row's sizes, for a prompt of `prompt` tokens."""
-        for name, of in self.row_sizes.items():
-            getattr(self, name)[row] = of(prompt)
-
-    def size_of(self, name: str, row: int) -> int:
-        size = getattr(self, name)
-        return size if isinstance(size, int) else int(size[row])
 
     # Slots
 

@@ -74,9 +74,6 @@ class Full(KV):
         newest = (age < size - self.sinks) & (pos - age >= self.sinks) & (slot < ring)
         return torch.where(slot < self.sinks, slot <= pos, newest)
 
-    def filled(self, row: int, length: int) -> int:
-        return min(length, self.size_of("row_slots", row))
-
 
 def full_layer(shape: Shape, bits: int) -> KV:
     """One layer that stores every token in `bits` bits per value."""

@@ -1,5 +1,7 @@
 """Tensors with one entry per row, which a method allocates once."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ class Buffers(nn.Module):
         self.shape = shape
         self.initial: dict[str, float] = {}  # the values that `reset` restores, by buffer
         self.states: list[str] = []  # buffers that describe what a row holds
+        self.row_sizes: dict[str, Callable[[int], int]] = {}  # see `allocate_size`
 
     def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0):
         """Allocates and holds a buffer [B,*size], of the cache's dtype by default; `reset` fills a row's part again."""
@@ -29,6 +32,23 @@ class Buffers(nn.Module):
         """Allocates a buffer [B,*size] that describes what a row holds."""
         self.allocate(name, *size, dtype=dtype, fill=fill)
         self.states.append(name)
+
+    def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> None:
+        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes."""
+        if self.shape.share is None:
+            setattr(self, name, of(budget))
+        else:
+            self.allocate_state(name, fill=of(budget))
+            self.row_sizes[name] = lambda prompt: of(self.shape.row_budget(budget, prompt))
+
+    def set_sizes(self, row: int, prompt: int) -> None:
+        """Sets a row's sizes, for a prompt of `prompt` tokens."""
+        for name, of in self.row_sizes.items():
+            getattr(self, name)[row] = of(prompt)
+
+    def size_of(self, name: str, row: int) -> int:
+        size = getattr(self, name)
+        return size if isinstance(size, int) else int(size[row])
 
     def reset(self, row: int) -> None:
         """Empties a row. What it held may not stay in slots that are masked: 0 x NaN is NaN."""
