@@ -1,9 +1,13 @@
 """rocketkv, hybrid: coarse eviction at the prompt, then fine selection at every step (RocketKV, arXiv 2502.14051).
 
-Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S = max_prompt + max_new_tokens. Stage 2 (Algorithm 2) stores the
-minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
-query's r largest channels and attends to the tokens of the best pages. Half of the budget t is read to select, half to
-attend, even if the budget covers every token. `hybrid` is stage 2 alone, n1 = S.
+Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S, a row's prompt and max_new_tokens. Stage 2 (Algorithm 2) stores
+the minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
+query's r largest channels and attends to the tokens of the best pages, here always including the newest page (the paper
+leaves it out if it is not among the best: newest=false). Half of the budget t is read to select, half to attend, even
+if the budget covers every token. `hybrid` is stage 2 alone, n1 = S.
+
+p and r follow from the compression ratio S / t, and all rows share them: those of the longest prompt, or of the share
+if the budget is a share of the prompt.
 
 The default, split=adaptive, is the authors' current choice: the higher the compression ratio, the larger stage 1's
 share of it, and one pooling kernel serves prompts of every length. split=even is their first paper's: both stages
@@ -14,7 +18,7 @@ With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks on
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import ClassVar, Literal
@@ -45,9 +49,9 @@ class Split:
 
     def compression(self, prompt: int) -> float:
         """c, at least 1: that of the share or, for a budget in tokens, of the prompt and what is generated."""
-        return float(
-            1 / replace(self.shape, max_prompt=prompt).part(min(self.budget, prompt + self.shape.max_new_tokens))
-        )
+        if self.shape.share is not None:
+            return float(1 / self.shape.share.part)
+        return max(1.0, (prompt + self.shape.max_new_tokens) / self.budget)
 
     def power(self, c: float) -> float:
         """Stage 1 compresses by c**power."""

@@ -10,7 +10,7 @@ tokens.
 - snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
   wide, and wider for long prompts.
 - pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
-  ones.
+  ones. A prompt no longer than the budget is kept whole in every layer, so no layer has fewer slots than the budget.
 """
 
 import math
