@@ -512,6 +512,7 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self._release()
+        plan.check_budget(self, shape)
         plan.check_memory(self, shape)
         self.model.set_rows(shape.batch)
         self.shape = replace(shape, rope_speed=self.model.rope_speed)

@@ -1,6 +1,7 @@
 """The registry of KV methods: a new method is one file, its import and its line in METHODS."""
 
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -81,6 +82,15 @@ def plan_sizes(name: str, shape: Shape, *args) -> dict[str, int]:
     """What, for the same arguments, `build` derives from the longest prompt, and what changes answers with it."""
     method, shape, tokens = _resolve(name, shape, *args)
     return method.plan_sizes(shape, tokens)
+
+
+def enough(name: str, shape: Shape, *args) -> int | None:
+    """The fewest tokens whose sizes work (Method.works), for the arguments of `build`; None if its budget's do."""
+    method, shape, tokens = _resolve(name, shape, *args)
+    if tokens is None or method.works(shape, tokens):
+        return None
+    whole = replace(shape, share=None)
+    return bisect_left(range(1, shape.planned), True, key=lambda t: method.works(whole, t)) + 1
 
 
 def _resolve(

@@ -111,6 +111,10 @@ class Method(ABC):
         """Sizes, by name, that follow from the longest prompt and change the answers to the others."""
         return {}
 
+    def works(self, shape: Shape, budget: int) -> bool:
+        """Whether the sizes that a budget means are large enough to do better than `streaming` (docs/accuracy.md)."""
+        return True
+
     def most(self, shape: Shape) -> int:
         """The largest budget that changes anything: by default, the one that covers every token."""
         return shape.planned

@@ -158,6 +158,9 @@ class HybridMethod(Method):
         page, channels = Split(shape, min(budget, shape.planned), self.split).sizes()
         return {} if shape.share else {"page": page, "channels": channels}
 
+    def works(self, shape: Shape, budget: int) -> bool:
+        return Split(shape, min(budget, shape.planned), self.split).sizes()[0] <= 5
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
         skip, split = self.skipped(shape), Split(shape, min(budget, shape.planned), self.split)
         layers, rest = [full_layer(shape, self.bits) for _ in range(skip)], range(shape.n_layer - skip)

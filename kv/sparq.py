@@ -89,5 +89,8 @@ class SparQMethod(Method):
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         return {} if shape.share else {"channels": channels_of(shape, budget)}
 
+    def works(self, shape: Shape, budget: int) -> bool:
+        return channels_of(shape, budget) >= min(4, shape.head_dim)
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [SparQ(shape, budget) for _ in range(shape.n_layer)]

@@ -1,5 +1,6 @@
 """How large caches are: what a KV method receives about a model and a plan, and whether memory suffices."""
 
+import functools
 import sys
 from dataclasses import replace
 
@@ -117,6 +118,17 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def check_budget(engine, shape: Shape) -> None:
+    """Warns of a budget whose sizes are too small for such long prompts."""
+    arguments = engine.budget, engine.options, engine.profile
+    if enough := methods.enough(engine.method, shape, *arguments):
+        sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, shape).items())
+        warn(
+            f"with a budget of {engine.budget}, {engine.method} chooses too coarsely among {shape.max_prompt} tokens"
+            f"{sizes}: give it {enough} or more"
+        )
+
+
 def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
     """Raises ValueError if the engine's caches would leave less than the share `spare` of the free memory."""
     device, host = methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
@@ -129,6 +141,12 @@ def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
                 f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
                 "--budget, or choose a --kv that keeps less"
             )
+
+
+@functools.cache
+def warn(line: str) -> None:
+    """Prints a warning, once."""
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def figures(engine, length: int) -> dict:

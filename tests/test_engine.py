@@ -909,3 +909,17 @@ def test_an_answer_depends_on_no_other_prompt_now_or_before(checkpoint, method, 
             assert alone == after.generate(prompts[:1])[0].tokens == together
         fixed = engine(budget, max_prompt=200).generate(prompts[:1])[0].tokens
         assert fixed == engine(budget, batch=2, max_prompt=200).generate(prompts)[0].tokens
+
+
+@pytest.mark.parametrize("method", ("sparq", "hybrid"))
+def test_a_budget_too_small_for_its_prompts_is_said_once_with_one_that_does(checkpoint, method, capsys):
+    engine = Engine.load(checkpoint, method, 8, batch=2, max_new_tokens=8, compile=False)
+    prompt = list(range(3, 123)) * 3
+    engine.generate([prompt, prompt[:40]])
+    engine.generate(prompt)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "too coarsely" in line]
+    enough = int(line.split("give it ")[1].split()[0])
+    engine.use(method, enough, max_new_tokens=8).generate(prompt)
+    assert "too coarsely" not in capsys.readouterr().err
+    engine.use(method, enough - 1, max_new_tokens=8).generate(prompt)
+    assert f"give it {enough} or more" in capsys.readouterr().err
