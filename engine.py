@@ -50,39 +50,56 @@ CONTINUE = -3  # a command to a row: feed the token that it sampled last. A comm
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token. Temperature 0 or top_k 1 is greedy; else top_k and top_p cut the distribution."""
+    """How to choose the next token, as in transformers.
+
+    repetition_penalty: logits of tokens that the row holds are divided by it if positive, and multiplied if negative.
+    Temperature 0 or top_k 1 is greedy; else top_k, top_p and min_p cut the distribution: min_p cuts tokens less
+    probable than min_p times the most probable one.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
-        arguments.check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        arguments.check_sampling(**vars(self))
 
     @property
     def variant(self) -> str:
-        """Which of three compiled steps this needs: greedy, plain or cut. Only `cut` sorts the vocabulary."""
+        """Which compiled step this needs: greedy, plain or cut, penalized or not. Only `cut` sorts the vocabulary."""
+        kind = "cut" if self.top_k or self.top_p or self.min_p else "plain"
         if self.temperature < 1e-6 or self.top_k == 1:  # dividing logits by less would overflow
-            return "greedy"
-        return "plain" if self.top_k is None and self.top_p is None else "cut"
+            kind = "greedy"
+        return f"penalized {kind}" if self.repetition_penalty != 1 else kind
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What can change without a recompile: (temperature, top_k, top_p) as float64, and the seed."""
-        cut = (self.temperature, min(self.top_k or 2**31, 2**31), self.top_p or 1.0)
-        return torch.tensor(cut, dtype=torch.float64, device=device), torch.tensor(self.seed % 2**32, device=device)
+        """What can change without a recompile: the numbers above, in order, as float64, and the seed."""
+        cut = (self.temperature, min(self.top_k or 2**31, 2**31), self.top_p or 1.0, self.min_p or 0.0)
+        cut = torch.tensor((*cut, self.repetition_penalty), dtype=torch.float64, device=device)
+        return cut, torch.tensor(self.seed % 2**32, device=device)
 
 
-def sample(logits: Tensor, variant: str, cut: Tensor, seed: Tensor, request: Tensor, pos: Tensor) -> Tensor:
-    """logits [B, vocab] -> tokens [B], for requests [B] at positions [B]; FAILED: the largest logit is not finite."""
+def sample(
+    logits: Tensor, variant: str, cut: Tensor, seed: Tensor, request: Tensor, pos: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """logits [B, vocab] -> tokens [B], for requests [B] at positions [B]; FAILED: the largest logit is not finite.
+
+    seen [B, vocab]: the tokens to penalize.
+    """
     finite = logits.amax(-1).isfinite()  # of a NaN and others, the maximum is NaN
-    if variant != "greedy":
+    if seen is not None:
+        penalty = cut[4].float()
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if not variant.endswith("greedy"):
         logits = logits / cut[0].float()
-        if variant == "cut":
+        if variant.endswith("cut"):
             ordered = logits.sort(-1, descending=True).values
             rank = torch.arange(logits.shape[-1], device=logits.device)
             p = ordered.masked_fill(rank >= cut[1], -torch.inf).softmax(-1)
-            kept = (p.cumsum(-1) - p < cut[2]) & (rank < cut[1]) | (rank == 0)
+            kept = (p.cumsum(-1) - p < cut[2]) & (p >= cut[3] * p[:, :1]) & (rank < cut[1]) | (rank == 0)
             threshold = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
             logits = logits.masked_fill(logits < threshold, -torch.inf)
         logits = logits + gumbel(seed, request, pos, logits.shape[-1])
@@ -113,6 +130,11 @@ class RowState(nn.Module):
         for name in ("token", "pos", "left", "request"):
             self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("eos", torch.tensor(sorted(eos) or [-1], device=device), persistent=False)
+        self.register_buffer("seen", None, persistent=False)  # [B, vocab]: tokens that the row holds, for a penalty
+
+    def set_seen(self, row: int, tokens: list[int]) -> None:
+        self.seen[row] = False
+        self.seen[row, torch.tensor(tokens, device=self.seen.device)] = True
 
     def set_row(self, row: int, token: int = 0, pos: int = 0, left: int = 0, request: int = 0) -> None:
         """Row `row` holds `pos` tokens, has just sampled `token`, and may sample `left` more: with 0, it sleeps."""
@@ -146,10 +168,13 @@ def enter(state: RowState, command: Tensor) -> tuple[Tensor, ...]:
 
 
 def leave(state: RowState, x: Tensor, live: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B,1,C] -> the tokens that rows sample, and the logits that they are drawn from."""
-    logits = state.model.logits(x[:, -1])
+    """x [B,1,C] -> the tokens that rows sample, and the model's logits."""
+    logits, seen = state.model.logits(x[:, -1]), None
     state.pos.add_(live)
-    token = sample(logits, variant, cut, seed, state.request, state.pos)
+    if variant.startswith("penalized"):
+        fed = torch.arange(logits.shape[-1], device=x.device) == state.token[:, None]
+        seen = state.seen.logical_or_(fed & live[:, None])
+    token = sample(logits, variant, cut, seed, state.request, state.pos, seen)
     state.left.copy_(torch.where(token == FAILED, 0, state.left - live.long()))
     state.token.copy_(torch.where(live & (token != FAILED), token, state.token))
     return torch.where(live, token, NOTHING)[:, None], logits
@@ -272,7 +297,7 @@ class Engine:
         self.device, self.dtype = self.model.norm.weight.device, self.model.norm.weight.dtype
         self.tokenizer, self.no_tokenizer, self.eos = loaded.tokenizer, loaded.no_tokenizer, loaded.eos
         self.folder, self.profile, self.compile, self.progress = loaded.folder, loaded.profile, compile, progress
-        arguments.check_sampling(0.0, None, None, seed)
+        arguments.check_sampling(seed=seed)
         self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
         self.lock, self.interrupted, self.called, self.stats = threading.Lock(), False, 0.0, Stats()
@@ -368,9 +393,9 @@ class Engine:
         """Answers every prompt (text or ids), in order; prompts beyond the free rows wait for one.
 
         max_new_tokens: per answer; default, as in `use`. stop: texts that end an answer and are cut off. sampling:
-        temperature, top_k and top_p, see `Sampling`. on_token(index, token, text): called for each token of an answer,
-        with the text that it completes. on_answer(index, answer): called as soon as an answer is complete.
-        Raises ValueError for arguments that do not fit the model or the plan.
+        temperature, top_k, top_p, min_p and repetition_penalty, see `Sampling`. on_token(index, token, text): called
+        for each token of an answer, with the text that it completes. on_answer(index, answer): called as soon as an
+        answer is complete. Raises ValueError for arguments that do not fit the model or the plan.
         """
         ids = [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
         limit = self._begin_answers(max_new_tokens, stop, sampling)
@@ -488,6 +513,7 @@ class Engine:
         arguments.check_count("max_new_tokens", limit)
         arguments.check_stop(stop, self.tokenizer, self.no_tokenizer)
         sampling = Sampling(**sampling, seed=self.seed)
+        arguments.check_penalty(sampling.repetition_penalty, self.speculate)
         self._begin_call()
         self.sampling, self.sampling_tensors = sampling, sampling.tensors(self.device)
         return limit
@@ -536,7 +562,12 @@ class Engine:
         return partial(step, run=self.parts[-1])
 
     def _warm_up(self, length: int) -> None:
-        """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed."""
+        """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed.
+
+        Allocates what a repetition penalty needs if this is the first.
+        """
+        if self.sampling.repetition_penalty != 1 and self.state.seen is None:
+            self.state.seen = torch.zeros(self.batch, self.config.vocab_size, dtype=torch.bool, device=self.device)
         if not self.compile or self.sampling.variant in self.warm:
             return
         begin = time.perf_counter()
@@ -611,7 +642,10 @@ class Engine:
             request.row = row
         begin = time.perf_counter()
         tokens = tokens if row.pending is None else [row.pending, *tokens]
-        logits, row.logits = row.logits, None
+        logits, row.logits, seen = row.logits, None, None
+        if self.sampling.repetition_penalty != 1:
+            self.state.set_seen(row.slot, row.tokens + tokens)
+            seen = self.state.seen[row.slot, None]
         if len(tokens) == 1 or (tokens and request.stepwise):
             request.feed.extend(tokens)
             self.state.set_row(row.slot, pos=len(row.tokens), request=request.index)  # `_launch` sets left
@@ -621,7 +655,7 @@ class Engine:
             row.tokens += tokens
             self._forget()
         counter = torch.tensor([[request.index], [len(row.tokens)]], device=self.device)
-        row.pending = int(sample(logits[None], self.sampling.variant, *self.sampling_tensors, *counter))
+        row.pending = int(sample(logits[None], self.sampling.variant, *self.sampling_tensors, *counter, seen))
         self.stats.count(len(tokens), time.perf_counter() - begin)
         self.state.set_row(row.slot, max(row.pending, 0), len(row.tokens), request.to_launch - 1, request.index)
         self._take(request, row.pending)

@@ -18,7 +18,7 @@ from runtime import cpu, parallel, prefix
 from terminal.batch import appended, write
 from terminal.cli import progress, run, write_json
 from terminal.conversation import converse
-from terminal.options import NEEDLE, check, encode, given_options, parser, read_prompts
+from terminal.options import NEEDLE, check, encode, given_options, given_sampling, parser, read_prompts
 from terminal.report import completion, measured, print_report
 from terminal.saved import ask_saved, room, save
 
@@ -56,6 +56,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         saved = prefix.read_header(args.load_prompt)
         args.kv, args.budget, options, args.speculate = saved.kv, saved.budget, saved.options, saved.speculate
         args.dtype = args.dtype or saved.dtype
+    how, note = given_sampling(args, args.checkpoint or NEEDLE)
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     typed = single and args.batch_file is None and args.prompt_file != "-" and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
@@ -82,7 +83,9 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
     out = sys.stderr if args.json == "-" else sys.stdout
     names, completions = list(ids), {}
-    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "stop": args.stop}
+    how["stop"] = args.stop
+    if note:
+        print(note, file=sys.stderr)
     if single:
         how["on_token"] = lambda index, token, text: print(text, end="", file=out, flush=True)
     with (

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
+from reprlib import repr as shortened
 
 from runtime.device import memory_errors
 
@@ -61,23 +62,42 @@ def token_ids(prompt: Prompt, vocab: int) -> list[int]:
 
 def check_count(name: str, value: object) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least 1, not {shortened(value)}")
 
 
-def check_sampling(temperature: object, top_k: object, top_p: object, seed: object) -> None:
-    optional = [("top-p", top_p, Real), ("seed", seed, Integral)]
-    given = [x for x in optional if x[1] is not None]
-    for name, value, kind in [("temperature", temperature, Real), *given]:
+def check_sampling(
+    temperature: object = 0.0,
+    top_k: object = None,
+    top_p: object = None,
+    min_p: object = None,
+    repetition_penalty: object = 1.0,
+    seed: object = None,
+) -> None:
+    optional = [("top-p", top_p, Real), ("min-p", min_p, Real), ("seed", seed, Integral)]
+    required = [("temperature", temperature, Real), ("repetition penalty", repetition_penalty, Real)]
+    for name, value, kind in required + [x for x in optional if x[1] is not None]:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"the {name} must be a {'whole ' * (kind is Integral)}number, not {value!r}")
+            raise ValueError(f"the {name} must be a {'whole ' * (kind is Integral)}number, not {shortened(value)}")
     if not 0 <= temperature <= 1e30:
         raise ValueError(f"the temperature must be 0 or more, not {str(temperature)[:9]}")
     if top_k is not None:
         check_count("top-k", top_k)
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top-p must lie between 0 and 1, not {top_p}")
-    if temperature == 0 and (top_p is not None or top_k not in (None, 1)):
-        raise ValueError("temperature 0 takes the best token: top-k and top-p need a --temperature above 0")
+        raise ValueError(f"top-p must lie between 0 and 1, not {shortened(top_p)}")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min-p must lie between 0 and 1, not {shortened(min_p)}")
+    if not 1e-6 <= repetition_penalty <= 1e6:  # beyond, logits could overflow
+        raise ValueError(f"the repetition penalty must lie between 1e-6 and 1e6, not {shortened(repetition_penalty)}")
+    if temperature == 0 and (top_p is not None or min_p or top_k not in (None, 1)):
+        raise ValueError("temperature 0 takes the best token: top-k, top-p and min-p need a --temperature above 0")
+
+
+def check_penalty(repetition_penalty: float, speculate: int | None) -> None:
+    if speculate and repetition_penalty != 1:
+        raise ValueError(
+            "speculation verifies several tokens at once, and a repetition penalty changes with each: leave out "
+            "--speculate, or set --repetition-penalty 1"
+        )
 
 
 def check_stop(stop: object, tokenizer: object, no_tokenizer: str) -> None:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from kv.parts.rope import rope_frequencies
 from model import ModelConfig
+from runtime.arguments import check_sampling
 from text.files import present, read_json
 
 FORMAT = 2
@@ -230,6 +231,28 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
         if not all(type(i) is int and 0 <= i < vocab for i in ids):
             raise ValueError(f"{folder / name}: eos_token_id must be ids below {vocab}, not {shortened(ids)}")
         found |= set(ids)
+    return found
+
+
+def read_sampling(folder: Path) -> dict[str, int | float]:
+    """The sampling that generation_config.json recommends, as arguments of `Engine.generate`; empty if greedy.
+
+    Raises ValueError for values that the engine would refuse.
+    """
+    file = folder / "generation_config.json"
+    given = {name: value for name, value in read_json(file, missing={}).items() if value is not None}
+    off = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}  # transformers' values for none
+    found = {name: given[name] for name in off if given.get(name, off[name]) != off[name]}
+    found = {"temperature": given.get("temperature", 1.0)} | found
+    samples = given.get("do_sample", "temperature" in given)
+    if not samples or found["temperature"] == 0:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    try:
+        if not isinstance(samples, bool):
+            raise ValueError(f"do_sample must be true or false, not {shortened(samples)}")
+        check_sampling(**found)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     return found
 
 

@@ -2,15 +2,19 @@
 
 import argparse
 from pathlib import Path
+from reprlib import repr as shortened
 
 import kv as methods
 from engine import Engine, Sampling
 from runtime import cpu, prefix
+from runtime.arguments import check_penalty
+from runtime.checkpoint import read_sampling
 from runtime.device import DTYPES
 from terminal.batch import parse_batch
 from terminal.cli import check_output, number, read_text
 
 NEEDLE = Path(__file__).parents[1] / "needle"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
@@ -43,9 +47,13 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256; demo: 64)")
     add("--max-prompt", type=int, metavar="N", help="allocate caches for prompts of N tokens (default: the longest)")
     add("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
-    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--temperature", type=float, help="0 (default) is greedy")
     add("--top-k", type=int)
     add("--top-p", type=float)
+    add("--min-p", type=float, help="cuts tokens less probable than this times the most probable one")
+    add("--repetition-penalty", type=float, help="above 1, tokens of the prompt and the answer become less likely")
+    recommended = "sample as the checkpoint's generation_config.json recommends, but for the flags above"
+    add("--generation-config", action="store_true", help=recommended)
     add("--seed", type=int, help="of sampling (default: a new one each time)")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
@@ -80,7 +88,6 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         raise ValueError("--stop: the text is empty")
     if args.speculate is not None and args.speculate < 1:
         raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
-    Sampling(args.temperature, args.top_k, args.top_p)
     for flag in ("--json", "--out", "--save-prompt"):
         check_output(getattr(args, flag[2:].replace("-", "_")), flag)
     saves, loads = args.save_prompt is not None, args.load_prompt is not None
@@ -94,6 +101,27 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
             "--load-prompt brings method, sizes and format: leave out --kv, --budget, options, --speculate, "
             "--max-prompt, --chat"
         )
+
+
+def given_sampling(args: argparse.Namespace, folder: Path) -> tuple[dict[str, int | float], str]:
+    """Sampling's arguments of `Engine.generate`, and a note on what the checkpoint recommends beyond them, or "".
+
+    Raises ValueError for arguments that cannot be met.
+    """
+    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    try:
+        used = read_sampling(folder) | given
+        if used.get("temperature", 0) == 0:  # greedy: what would cut a distribution does not matter
+            used = {name: value for name, value in used.items() if name in given or name == "repetition_penalty"}
+        beyond = ", ".join(f"{name} {shortened(value)}" for name, value in used.items() if name not in given)
+        note = f"note: generation_config.json recommends {beyond}; --generation-config applies it" if beyond else ""
+    except ValueError as error:
+        if args.generation_config:
+            raise
+        note = f"note: {error}"
+    how, note = (used, "") if args.generation_config else (given, note)
+    check_penalty(Sampling(**how).repetition_penalty, args.speculate)
+    return how, note
 
 
 def given_options(args: argparse.Namespace) -> dict:

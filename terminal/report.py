@@ -39,6 +39,7 @@ def measured(engine: Engine) -> dict:
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "ranks": engine.ranks.count,
+        "sampling": {name: value for name, value in asdict(engine.sampling).items() if name != "seed"},
         "seed": engine.seed,
         "batch": engine.batch,
         "load_s": stats.load_s,

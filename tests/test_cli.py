@@ -398,6 +398,40 @@ def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, 
         assert signal.getsignal(signal.SIGINT) is default
 
 
+RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+SAMPLINGS = {  # name -> generation_config.json, flags, what --generation-config adds to the flags' sampling
+    "all": (RECOMMENDED | {"min_p": 0.01}, [], RECOMMENDED | {"min_p": 0.01}),
+    "flags win": (RECOMMENDED, ["--temperature", "0.9", "--top-k", "3"], {"top_p": 0.95, "repetition_penalty": 1.05}),
+    "a greedy flag": (RECOMMENDED, ["--temperature", "0"], {"repetition_penalty": 1.05}),
+    "greedy": (RECOMMENDED | {"do_sample": False}, [], {"repetition_penalty": 1.05}),
+    "temperature alone": ({"temperature": 0.7}, [], {"temperature": 0.7}),
+    "sampling alone": ({"do_sample": True}, [], {"temperature": 1.0}),
+    "a cut alone": ({"top_p": 0.9}, [], {}),
+    "nothing": ({"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1.0}, [], {}),
+    "no file": (None, [], {}),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLINGS)
+def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(tiny_checkpoint, tmp_path, case):
+    content, flags, added = SAMPLINGS[case]
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    if content is not None:
+        (folder / "generation_config.json").write_text(json.dumps(content))
+    common = ["--checkpoint", folder, "--prompt", "The keeper", "--seed", 1, "--json", *SHORT, *flags]
+    plain, applied = run(*common), run(*common, "--generation-config")
+    notes = [line for line in plain.stderr.splitlines() if "generation_config" in line]
+    added = {name: added[name] for name in options.SAMPLING if name in added}
+    listed = ", ".join(f"{name} {value}" for name, value in added.items())
+    said = f"note: generation_config.json recommends {listed}; --generation-config applies it"
+    assert notes == [said] * bool(added) and "generation_config" not in applied.stderr
+    unasked, used = (json.loads(result.stdout) for result in (plain, applied))
+    assert used["sampling"] == unasked["sampling"] | added
+    how = {name: value for name, value in used["sampling"].items() if value is not None}
+    expected = Engine.load(folder, compile=False, seed=1).generate("The keeper", 6, **how)[0].tokens
+    assert used["completions"][0]["tokens"] == expected
+
+
 MISTAKES = {
     "unknown method": (["--prompt", "x", "--kv", "nosuch"], ["'nosuch'", "full", "streaming"]),
     "small budget": (["--prompt", "x", "--kv", "streaming", "--budget", "3"], ["at least 5"]),
@@ -430,6 +464,12 @@ MISTAKES = {
     ),
     "top-p and greedy": (["--prompt", "x", "--top-p", "0.9"], ["temperature 0", "--temperature"]),
     "top-k and greedy": (["--prompt", "x", "--top-k", "40"], ["temperature 0", "--temperature"]),
+    "min-p and greedy": (["--prompt", "x", "--min-p", "0.1"], ["temperature 0", "--temperature"]),
+    "penalty of 0": (["--prompt", "x", "--repetition-penalty", "0"], ["repetition penalty must lie between"]),
+    "penalty and drafts": (
+        ["--prompt", "x", "--speculate", "2", "--repetition-penalty", "1.1"],
+        ["leave out --speculate, or set --repetition-penalty 1"],
+    ),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }
 

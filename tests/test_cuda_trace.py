@@ -133,7 +133,8 @@ def trace(run, state: nn.Module, variant: str, device: torch.device, batch: int)
 
 def launch(run, state: nn.Module, backend, variant: str, device: torch.device, batch: int) -> None:
     """Compiles a step as the engine does, with another backend, and calls it."""
-    sampling = Sampling(0.0 if variant == "greedy" else 1.0, 20 if variant == "cut" else None)
+    temperature, top_k = 0.0 if variant.endswith("greedy") else 1.0, 20 if variant.endswith("cut") else None
+    sampling = Sampling(temperature, top_k, repetition_penalty=1.1 if variant.startswith("penalized") else 1.0)
     with torch.no_grad():
         command = [torch.zeros(batch, dtype=torch.int64, device=device)] if run is not speculate.verify_step else []
         compiled(run, backend=backend)(state, *command, sampling.variant, *sampling.tensors(device))
@@ -192,9 +193,11 @@ def test_rounds_are_two_graphs_on_the_device(gpu, name, variant):
     close(state)
 
 
-def test_a_plain_step_of_one_row_is_one_graph_on_the_device(gpu):
+@pytest.mark.parametrize("variant", ("plain", "penalized greedy", "penalized cut"))
+def test_a_plain_or_penalized_step_of_one_row_is_one_graph_on_the_device(gpu, variant):
     state = build("full", gpu, 1)
-    assert not problems(*trace(decode_step, state, "plain", gpu, 1))
+    state.seen = torch.zeros(1, CONFIG.vocab_size, dtype=torch.bool, device=gpu)
+    assert not problems(*trace(decode_step, state, variant, gpu, 1))
     close(state)
 
 

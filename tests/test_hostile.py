@@ -206,6 +206,24 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_or_answers(whole, tmp_path,
     print(said, code, text.splitlines()[-1] if code else "answered")
 
 
+@pytest.mark.parametrize("name", ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
+def test_senseless_sampling_in_a_checkpoint_is_a_note_or_refused_in_one_line(whole, tmp_path, name):
+    folder = shutil.copytree(whole, tmp_path / "senseless")
+    file, refused = folder / "generation_config.json", 0
+    for value in (*HOSTILE, "x" * 10**6, 10**400, "\x1b[2J\n"):
+        file.write_text(json.dumps({"do_sample": True, "temperature": 0.5} | {name: value}))
+        code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
+        notes = [line for line in said.splitlines() if line.startswith("note: ")]
+        assert code == 0 and len(notes) <= 1 and "\x1b" not in said and len(said) < 2000
+        code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full", "--generation-config"])
+        if code:
+            assert (
+                notes == [f"note: {file}: " + said.partition("generation_config.json: ")[2].strip()] and len(said) < 500
+            )
+            refused += 1
+    assert refused > 10
+
+
 DEEP = ("[" * 100_000, '{"a":' * 100_000)
 JSONS = ("config.json", "tokenizer_config.json", "generation_config.json", "kv_profile.json")
 JSONS += ("model.safetensors.index.json",)

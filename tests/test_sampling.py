@@ -1,19 +1,22 @@
-"""Sampling: temperature, top-k, top-p and the noise."""
+"""Sampling: temperature, top-k, top-p, min-p, the repetition penalty and the noise."""
 
 import pytest
 import torch
+from test_model import LLAMA, converted, hf_model
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from engine import FAILED, Sampling, sample
+from engine import FAILED, Engine, Sampling, sample
 
 VOCAB = 50
+PROMPTS = [[(7 * i) % 90 + 3 for i in range(n)] for n in (40, 3, 97)]
 
 
-def draw(logits, n=4000, seed=0, request=0, **how):
+def draw(logits, n=4000, seed=0, request=0, seen=None, **how):
     """n tokens of one request at positions 0 ... n-1."""
     how = Sampling(seed=seed, **how)
     position = torch.arange(n)
     requests = torch.full((n,), request)
-    return sample(logits.expand(n, -1), how.variant, *how.tensors(torch.device("cpu")), requests, position)
+    return sample(logits.expand(n, -1), how.variant, *how.tensors(torch.device("cpu")), requests, position, seen)
 
 
 @pytest.fixture
@@ -46,6 +49,92 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_the_mass(logits):
     assert set(draw(logits, temperature=1.0, top_p=1e-9).tolist()) == {int(logits.argmax())}
 
 
+@pytest.mark.parametrize("temperature", (0.5, 2.0))
+@pytest.mark.parametrize("cut", ({}, {"top_k": 20}))
+def test_min_p_cuts_what_transformers_cuts(logits, temperature, cut):
+    expected = MinPLogitsWarper(0.2)(None, logits[None] / temperature)[0].softmax(-1)
+    share = draw(logits, 20000, temperature=temperature, min_p=0.2, **cut).bincount(minlength=VOCAB) / 20000
+    assert 1 < (expected > 0).sum() < 20 and (share - expected).abs().max() < 0.015
+    assert not share[expected == 0].any()
+    assert set(draw(logits, temperature=temperature, min_p=1.0, **cut).tolist()) == {int(logits.argmax())}
+    assert Sampling(temperature, min_p=0).variant == "plain" and Sampling(0.0, min_p=0).variant == "greedy"
+
+
+@pytest.mark.parametrize("penalty", (0.7, 1.8))
+def test_the_penalty_is_that_of_transformers_and_precedes_temperature_and_cuts(logits, penalty):
+    seen = torch.arange(VOCAB) % 3 == 0
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(seen.nonzero().T, logits[None])[0]
+    assert draw(logits, 9, seen=seen, repetition_penalty=penalty).unique().tolist() == [expected.argmax()]
+    for how in ({"temperature": 1.5}, {"temperature": 1.5, "top_k": 9, "min_p": 0.05}):
+        found = draw(logits, 200, seen=seen, repetition_penalty=penalty, **how)
+        assert torch.equal(found, draw(expected, 200, **how)) and not torch.equal(found, draw(logits, 200, **how))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """transformers' model, and our checkpoint with its weights."""
+    theirs = hf_model(LLAMA)
+    return theirs, converted(theirs, LLAMA, tmp_path_factory.mktemp("penalty"))
+
+
+def hf_answer(model, prompt: list[int], new: int = 20, penalty: float = 1.3) -> list[int]:
+    how = {"do_sample": False, "repetition_penalty": penalty, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([prompt]), max_new_tokens=new, **how)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+def test_penalized_greedy_answers_of_ragged_prompts_are_those_of_transformers(pair, lag):
+    model, folder = pair
+    engine = Engine.load(folder, batch=2, compile=False)
+    engine.lag = lag
+    plain = engine.generate(PROMPTS, 20)
+    assert engine.state.seen is None  # no cost without a penalty
+    found = [answer.tokens for answer in engine.generate(PROMPTS, 20, repetition_penalty=1.3)]
+    assert found == [hf_answer(model, prompt) for prompt in PROMPTS]
+    assert all(answer.tokens != tokens for answer, tokens in zip(plain, found, strict=True))
+    assert engine.generate(PROMPTS, 20) == plain
+
+
+@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("stepwise", (False, True))
+def test_the_penalty_knows_what_questions_forks_and_saved_rows_hold(pair, lag, stepwise, tmp_path):
+    model, folder = pair
+    engine, how = Engine.load(folder, batch=3, compile=False), {"repetition_penalty": 1.3, "stepwise": stepwise}
+    engine.lag, text = lag, PROMPTS[0]
+    (row,) = engine.start(text)
+    text = text + engine.ask([row], None, 6)[0].tokens  # without a penalty, and before there is anything to know
+    rows = [row, row.fork()]
+    row.save(tmp_path / "row.kv")
+    rows.append(engine.load_row(tmp_path / "row.kv"))
+    texts = [text] * 3
+    for questions in ([[1, 2, 3], [77], [9] * 8], [[5], [4, 150], [8]], None):
+        answers = engine.ask(rows, questions, 12, **how)
+        texts = [text + question for text, question in zip(texts, questions or [[]] * 3, strict=True)]
+        assert [answer.tokens for answer in answers] == [hf_answer(model, text, 12) for text in texts]
+        texts = [text + answer.tokens for text, answer in zip(texts, answers, strict=True)]
+
+
+def test_compiled_penalties_equal_eager_ones_and_cost_the_other_steps_nothing(pair):
+    compiled, eager = (Engine.load(pair[1], batch=2, compile=c, seed=0) for c in (True, False))
+    sampled = {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02}
+    hows = ({}, {"repetition_penalty": 1.3}, sampled | {"repetition_penalty": 1.3}, {"repetition_penalty": 0.8}, {})
+    counts, found = [], []
+    for how in hows:
+        found.append([answer.tokens for answer in compiled.generate(PROMPTS, 12, **how)])
+        assert found[-1] == [answer.tokens for answer in eager.generate(PROMPTS, 12, **how)]
+        counts.append(compiled.stats.compiles)
+    assert found[0] == found[4] != found[1] and counts[1] == counts[0] + 1 and counts[2:] == [counts[2]] * 3
+
+
+def test_a_penalty_is_refused_where_several_tokens_are_verified_at_once(pair):
+    engine = Engine.load(pair[1], "exact_topk", 400, speculate=2, compile=False, seed=0)
+    with pytest.raises(ValueError, match="leave out --speculate"):
+        engine.generate(PROMPTS[:1], 4, repetition_penalty=1.1)
+    how = {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1}
+    full = Engine.load(pair[1], compile=False, seed=0)
+    assert engine.generate(PROMPTS[0], 20, **how) == full.generate(PROMPTS[0], 20, **how)
+
+
 def test_noise_is_a_function_of_seed_request_and_position(logits):
     one = draw(logits, temperature=1.0)
     assert torch.equal(one, draw(logits, temperature=1.0))
@@ -72,13 +161,17 @@ def test_top_k_1_takes_the_first_of_equally_good_tokens():
     assert Sampling(0, top_k=1).variant == Sampling(1.0, top_k=1, top_p=0.9).variant == "greedy"
 
 
-@pytest.mark.parametrize("cut", ({"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.9}))
-def test_top_k_and_top_p_are_refused_at_temperature_zero(cut):
+@pytest.mark.parametrize("cut", ({"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.9}, {"min_p": 0.1}))
+def test_top_k_top_p_and_min_p_are_refused_at_temperature_zero(cut):
     with pytest.raises(ValueError, match="temperature 0 takes the best token"):
         Sampling(temperature=0, **cut)
 
 
-@pytest.mark.parametrize("bad", ({"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}))
+BAD = [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}]
+BAD += [{"min_p": torch.nan}, *({"repetition_penalty": x} for x in (0, -1.0, torch.nan, torch.inf, 10**400, "1", None))]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ValueError):
         Sampling(**{"temperature": 1.0} | bad)
