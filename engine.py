@@ -39,6 +39,7 @@ from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
 from runtime.parallel import Loaded, join, load_model, minimum, same, together
 from runtime.stats import Stats
+from runtime.warm import warm_up
 from text.answer import AnswerText
 
 NOTHING, FAILED = -1, -2  # instead of a token: the row was asleep; its logits were not finite
@@ -196,13 +197,13 @@ class Row:
     @one_call
     def fork(self) -> "Row":
         """A copy of this row in a free row of the batch. Raises ValueError if there is none."""
-        self.engine._check_rows([self])
+        arguments.check_rows(self.engine, [self])
         return prefix.fork(self)
 
     @one_call
     def save(self, path: str | Path, chat: bool = False) -> int:
         """Writes the row to a file, which `Engine.load_row` reads (runtime/prefix.py); returns its tensors' bytes."""
-        self.engine._check_rows([self])
+        arguments.check_rows(self.engine, [self])
         return prefix.save(self, path, chat)
 
     @one_call
@@ -401,9 +402,9 @@ class Engine:
         limit = self._begin_answers(max_new_tokens, stop, sampling)
         if not ids:
             return []
-        self._check_free(1)
+        arguments.check_free(self, 1)
         self._reserve(max(map(len, ids)), limit)
-        self._warm_up(max(map(len, ids)))
+        warm_up(self, max(map(len, ids)))
         requests = []
         for i, prompt in enumerate(ids):
             text = AnswerText(self.tokenizer, stop)
@@ -434,20 +435,20 @@ class Engine:
             questions = [self.encode(question, bos=False) for question in arguments.as_prompts(questions)]
         if len(questions) != len(rows):
             raise ValueError(f"{len(questions)} questions for {len(rows)} rows")
-        self._check_rows(rows)
+        arguments.check_rows(self, rows)
         limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
         for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
             most, text = min(limit, plan.room(self, row, question)), AnswerText(self.tokenizer, stop)
             requests.append(Request(i, row, question, most, text, on_token, on_answer, stepwise=stepwise))
         if rows:
-            self._warm_up(self.shape.max_prompt)
+            warm_up(self, self.shape.max_prompt)
         return self._decode(requests)
 
     @one_call
     def start(self, prompts: Prompt | list[Prompt]) -> list[Row]:
         """Prefills each prompt into a free row of the batch. Raises ValueError if there are too few."""
         ids = [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
-        self._check_free(len(ids))
+        arguments.check_free(self, len(ids))
         self._begin_call()
         if ids:
             self._reserve(max(map(len, ids)), self.max_new_tokens)
@@ -499,11 +500,6 @@ class Engine:
             prompt = self.tokenizer.encode(prompt, bos=bos)
         return arguments.token_ids(prompt, self.config.vocab_size)
 
-    def check_length(self, tokens: int) -> None:
-        """Raises ValueError if a prompt of `tokens` tokens exceeds the model's context or `max_prompt`."""
-        arguments.check_length(tokens, self.config.max_length, "the model's context")
-        arguments.check_length(tokens, self.max_prompt, "max_prompt")
-
     def _begin_call(self) -> None:
         self.called, self.interrupted, self.stats = time.perf_counter(), False, self.stats.next_call()
 
@@ -517,17 +513,6 @@ class Engine:
         self._begin_call()
         self.sampling, self.sampling_tensors = sampling, sampling.tensors(self.device)
         return limit
-
-    def _check_free(self, rows: int) -> None:
-        if rows > self.rows.count(None):
-            free = f"{self.rows.count(None)} of {self.batch} rows are free"
-            raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
-
-    def _check_rows(self, rows: list[Row]) -> None:
-        if any(not isinstance(row, Row) or self.rows[row.slot : row.slot + 1] != [row] for row in rows):
-            raise ValueError("a row was closed, or belongs to another engine")
-        if len(set(map(id, rows))) < len(rows):
-            raise ValueError("a row is given twice")
 
     # Caches
 
@@ -550,7 +535,7 @@ class Engine:
         else:
             self.run_step = self._compiled(decode_step)
         self.endless = minimum(self.ranks, all(layer.endless for layer in self.layers)) > 0
-        self.context, self.warned = float("inf") if self.endless else self.config.max_length, False
+        self.context = float("inf") if self.endless else self.config.max_length
 
     def _compiled(self, step: Callable) -> Callable:
         """A step, or a pass of one, as this device runs it fastest: a CUDA graph, or compiled parts."""
@@ -560,26 +545,6 @@ class Engine:
             return compiled(step, options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
         self.parts.append(cpu.Parts())
         return partial(step, run=self.parts[-1])
-
-    def _warm_up(self, length: int) -> None:
-        """Compiles (and on CUDA captures) the step with every row asleep, before anything is timed.
-
-        Allocates what a repetition penalty needs if this is the first.
-        """
-        if self.sampling.repetition_penalty != 1 and self.state.seen is None:
-            self.state.seen = torch.zeros(self.batch, self.config.vocab_size, dtype=torch.bool, device=self.device)
-        if not self.compile or self.sampling.variant in self.warm:
-            return
-        begin = time.perf_counter()
-        with compile_errors():
-            for _ in self.progress([None], f"compile the {self.sampling.variant} decode step"):  # only shows the text
-                # Verification first: drafts, of which there are more, decide last.
-                for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
-                    self.stats.products |= cpu.tune(self.model, self.shape, tokens)
-                for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
-                    self._step({}, length + 1, 1)[0].tolist()
-        self.stats.compile_s += time.perf_counter() - begin
-        self.warm.add(self.sampling.variant)
 
     def _release(self) -> None:
         for pool in methods.pools(self.layers):
@@ -676,7 +641,7 @@ class Engine:
 
     def _free_row(self, tokens: list[int]) -> Row:
         """An empty row that is to hold these tokens; it stays free until it is entered in `rows`."""
-        self._check_free(1)
+        arguments.check_free(self, 1)
         row = Row(self, self.rows.index(None), tokens)
         for layer in self.layers:
             layer.reset(row.slot)
@@ -750,7 +715,7 @@ class Engine:
         if self.stats.first_token_s is None:
             self.stats.first_token_s = time.perf_counter() - self.called
         if len(row.tokens) > self.context and request.index not in self.stats.past_context:
-            self._warn_past_context()
+            plan.warn_past_context(self.config)
             self.stats.past_context.append(request.index)
         request.take(token, ends=token == FAILED or token in self.eos)
         if token == FAILED:
@@ -770,9 +735,3 @@ class Engine:
         """On a CPU, makes the next step check what its parts were compiled for."""
         for parts in self.parts:
             parts.forget()
-
-    def _warn_past_context(self) -> None:
-        if not self.warned:
-            past = f"past the model's context of {self.config.max_length} tokens, where its text may make no sense"
-            print(f"warning: decoding {past}", file=sys.stderr)
-        self.warned = True

@@ -56,7 +56,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         saved = prefix.read_header(args.load_prompt)
         args.kv, args.budget, options, args.speculate = saved.kv, saved.budget, saved.options, saved.speculate
         args.dtype = args.dtype or saved.dtype
-    how, note = given_sampling(args, args.checkpoint or NEEDLE)
+    how = given_sampling(args, args.checkpoint or NEEDLE)
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     typed = single and args.batch_file is None and args.prompt_file != "-" and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
@@ -83,9 +83,6 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
     out = sys.stderr if args.json == "-" else sys.stdout
     names, completions = list(ids), {}
-    how["stop"] = args.stop
-    if note:
-        print(note, file=sys.stderr)
     if single:
         how["on_token"] = lambda index, token, text: print(text, end="", file=out, flush=True)
     with (

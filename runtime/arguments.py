@@ -121,3 +121,18 @@ def check_sizes(batch: object, max_prompt: object, max_new_tokens: object, specu
 def check_length(tokens: int, limit: int | None, what: str) -> None:
     if limit is not None and tokens > limit:
         raise ValueError(f"the prompt has {tokens} tokens and {what} is {limit}")
+
+
+def check_free(engine, rows: int) -> None:
+    """Raises ValueError unless the engine has so many free rows."""
+    if rows > engine.rows.count(None):
+        free = f"{engine.rows.count(None)} of {engine.batch} rows are free"
+        raise ValueError(f"{free} and {rows} are needed: close rows, or load with a larger batch")
+
+
+def check_rows(engine, rows: list) -> None:
+    """Raises ValueError unless these are different open rows of the engine."""
+    if any(row is None or engine.rows[getattr(row, "slot", -1) :][:1] != [row] for row in rows):
+        raise ValueError("a row was closed, or belongs to another engine")
+    if len(set(map(id, rows))) < len(rows):
+        raise ValueError("a row is given twice")

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from runtime.arguments import Prompt, as_prompts, is_prompt
+from runtime.arguments import Prompt, as_prompts, check_free, is_prompt
+from runtime.plan import warn_past_context
+from runtime.warm import warm_up
 
 
 def forced_logits(
@@ -17,12 +19,12 @@ def forced_logits(
     if len(prompts) != len(continuations) or not prompts:
         raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
     longest, new = max(map(len, prompts)), max(map(len, continuations))
-    engine._check_free(len(prompts))
+    check_free(engine, len(prompts))
     engine._begin_answers(new, None, {})
     engine._reserve(longest, new)
-    engine._warm_up(longest)
+    warm_up(engine, longest)
     if any(len(p) + len(c) - 1 > engine.context for p, c in zip(prompts, continuations, strict=True)):
-        engine._warn_past_context()
+        warn_past_context(engine.config)
     results = [torch.empty(len(ids), engine.config.vocab_size, device=engine.device) for ids in continuations]
     rows = []
     try:

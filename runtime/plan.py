@@ -10,6 +10,7 @@ import kv as methods
 from kv import Shape
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
+from runtime import arguments
 from runtime.parallel import free_share, minimum
 
 
@@ -47,12 +48,18 @@ def plan_of(engine, max_prompt: int, max_new_tokens: int) -> Shape:
     return shape_of(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
 
 
+def check_length(engine, tokens: int) -> None:
+    """Raises ValueError if a prompt of `tokens` tokens exceeds the model's context or `max_prompt`."""
+    arguments.check_length(tokens, engine.config.max_length, "the model's context")
+    arguments.check_length(tokens, engine.max_prompt, "max_prompt")
+
+
 def needed(engine, length: int, new: int) -> Shape | None:
     """The plan for prompts of `length` tokens and `new` more, for which it frees the caches; None if they suffice.
 
     Raises ValueError if it would close rows, or if such prompts are too long.
     """
-    engine.check_length(length)
+    check_length(engine, length)
     has, new = engine.shape, max(new, engine.max_new_tokens)
     if has is None:
         return plan_of(engine, length, new)
@@ -147,6 +154,10 @@ def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
 def warn(line: str) -> None:
     """Prints a warning, once."""
     print(f"warning: {line}", file=sys.stderr)
+
+
+def warn_past_context(c: ModelConfig) -> None:
+    warn(f"decoding past the model's context of {c.max_length} tokens, where its text may make no sense")
 
 
 def figures(engine, length: int) -> dict:

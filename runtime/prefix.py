@@ -19,7 +19,7 @@ from torch import Tensor
 import kv as methods
 from runtime.checkpoint import check_fields, fingerprint
 from runtime.device import replacing
-from runtime.plan import plan_of
+from runtime.plan import check_length, plan_of
 
 FORMAT = "kv-fast prompt 6"
 
@@ -104,7 +104,7 @@ def read_header(path: str | Path) -> Header:
 def load(engine, path: str | Path):
     """`Engine.load_row`."""
     begin, (header, tokens, speed, states) = time.perf_counter(), read(engine, path)
-    engine.check_length(header.prompt)
+    check_length(engine, header.prompt)
     header.check(engine)
     if engine.shape is None or (engine.shape.max_prompt, engine.shape.max_new_tokens) != header.plan:
         if any(engine.rows):

@@ -1,6 +1,7 @@
 """What generate.py is asked: its options, the prompts, and their ids."""
 
 import argparse
+import sys
 from pathlib import Path
 from reprlib import repr as shortened
 
@@ -10,6 +11,7 @@ from runtime import cpu, prefix
 from runtime.arguments import check_penalty
 from runtime.checkpoint import read_sampling
 from runtime.device import DTYPES
+from runtime.plan import check_length
 from terminal.batch import parse_batch
 from terminal.cli import check_output, number, read_text
 
@@ -103,8 +105,8 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         )
 
 
-def given_sampling(args: argparse.Namespace, folder: Path) -> tuple[dict[str, int | float], str]:
-    """Sampling's arguments of `Engine.generate`, and a note on what the checkpoint recommends beyond them, or "".
+def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
+    """Sampling's arguments of `Engine.generate`, and `stop`; prints what the checkpoint recommends beyond them.
 
     Raises ValueError for arguments that cannot be met.
     """
@@ -121,7 +123,9 @@ def given_sampling(args: argparse.Namespace, folder: Path) -> tuple[dict[str, in
         note = f"note: {error}"
     how, note = (used, "") if args.generation_config else (given, note)
     check_penalty(Sampling(**how).repetition_penalty, args.speculate)
-    return how, note
+    if note and args.save_prompt is None:
+        print(note, file=sys.stderr)
+    return how | {"stop": args.stop}
 
 
 def given_options(args: argparse.Namespace) -> dict:
@@ -152,7 +156,7 @@ def encode(
                 ids[name] = engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
             else:
                 prompt = chat(text, args.system) if args.chat else engine.encode(text)
-                engine.check_length(len(prompt))
+                check_length(engine, len(prompt))
                 ids[name] = prompt
         except ValueError as error:
             failed[name] = str(error)
