@@ -16,7 +16,7 @@ import kv as methods
 from engine import Answer, Engine
 from runtime import cpu, parallel, prefix
 from terminal.batch import appended, write
-from terminal.cli import progress, run, write_json
+from terminal.cli import one_line, progress, run, write_json
 from terminal.conversation import converse
 from terminal.options import NEEDLE, check, encode, given_options, parser, read_prompts
 from terminal.report import completion, measured, print_report
@@ -80,10 +80,10 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         return save(engine, next(iter(ids.values())), args)
     limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
     out = sys.stderr if args.json == "-" else sys.stdout
-    names, completions = list(ids), {}
+    names, completions, streamed = list(ids), {}, []
     how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "stop": args.stop}
     if single:
-        how["on_token"] = lambda index, token, text: print(text, end="", file=out, flush=True)
+        how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
     with (
         tqdm(total=len(prompts), unit="prompt", disable=True if single else None) as bar,
         appended(None if ranks.rank else args.out) as file,
@@ -96,15 +96,20 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
             bar.update()
 
         for name, error in failed.items():
-            tqdm.write(f"prompt {name}: {error}", file=sys.stderr)
+            tqdm.write(one_line(f"prompt {name}: {error}"), file=sys.stderr)
             write(file, {"id": name, "error": error})
             bar.update()
-        if talk:
-            done(0, *converse(engine, ids[names[0]], limit, how, out))
-        elif saved is not None:
-            ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done)
-        else:
-            engine.generate(list(ids.values()), limit, **how, on_answer=done)
+        try:
+            if talk:
+                done(0, *converse(engine, ids[names[0]], limit, how, out))
+            elif saved is not None:
+                ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done)
+            else:
+                engine.generate(list(ids.values()), limit, **how, on_answer=done)
+        except BaseException:
+            if streamed and not talk:
+                print(file=out)  # ends the answer's line before the error's
+            raise
     if single and not talk:
         print(file=out)
     elif not single:
