@@ -38,7 +38,7 @@ from runtime.device import DTYPES
 from runtime.hf_config import from_hf
 from runtime.linear import read_quantization
 from runtime.parallel import skeleton
-from terminal.cli import run
+from terminal.cli import one_line, run
 from text.tokenizer import load_tokenizer
 
 NAMES = {  # model.py's module -> Hugging Face's, stacked in this order
@@ -235,7 +235,7 @@ def convert(
     try:
         load_tokenizer(out)
     except (ValueError, FileNotFoundError) as error:
-        print(f"without a tokenizer the checkpoint takes only token ids: {error}", file=sys.stderr)
+        print(f"without a tokenizer the checkpoint takes only token ids: {one_line(error)}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

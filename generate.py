@@ -16,7 +16,7 @@ import kv as methods
 from engine import Answer, Engine
 from runtime import cpu, parallel, prefix
 from terminal.batch import appended, write
-from terminal.cli import progress, run, write_json
+from terminal.cli import one_line, progress, run, write_json
 from terminal.conversation import converse
 from terminal.options import NEEDLE, check, encode, given_options, given_sampling, parser, read_prompts
 from terminal.report import completion, measured, print_report
@@ -97,18 +97,20 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
             bar.update()
 
         for name, error in failed.items():
-            tqdm.write(f"prompt {name}: {error}", file=sys.stderr)
+            tqdm.write(one_line(f"prompt {name}: {error}"), file=sys.stderr)
             write(file, {"id": name, "error": error})
             bar.update()
-        if talk:
-            done(0, *converse(engine, ids[names[0]], limit, how, out))
-        elif saved is not None:
-            ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done)
-        else:
-            engine.generate(list(ids.values()), limit, **how, on_answer=done)
-    if single and not talk:
-        print(file=out)
-    elif not single:
+        try:
+            if talk:
+                done(0, *converse(engine, ids[names[0]], limit, how, out))
+            elif saved is not None:
+                ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done)
+            else:
+                engine.generate(list(ids.values()), limit, **how, on_answer=done)
+        finally:
+            if single and not talk:
+                print(file=out)  # ends the answer's line, before an error's too
+    if not single:
         for index, name in enumerate(names):
             print(f"{prompts[name][:60]} -> {completions[index]['text']}", file=out)
     report = measured(engine) | {"checkpoint": str(args.checkpoint or NEEDLE)}

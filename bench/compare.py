@@ -9,7 +9,6 @@ import runtime.startup  # noqa: F401
 
 import argparse
 import itertools
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import fmean
 from bench.results import markdown
 from terminal.cli import Choice, check_output, run
 from terminal.plots import logarithmic, panels
+from text.files import parse_json
 
 COLUMNS = {  # the table's columns of numbers: key, factor and format
     "perplexity": ("perplexity", 1, ".1f"),
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     check_output(args.plot, "--plot")
     try:
-        results = join(*(json.loads(path.read_text())["rows"] for path in (args.answers, args.speed)))
+        results = join(*(parse_json(path.read_bytes(), path)["rows"] for path in (args.answers, args.speed)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{args.answers} and {args.speed} must be the files that eval.py and bench wrote with --json "

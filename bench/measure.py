@@ -21,7 +21,7 @@ from bench.contenders import Case, Ours, random_weights, seconds, step_weights
 from bench.peers import LlamaCpp, Transformers
 from bench.tables import tokens_per_round
 from runtime.device import free_bytes, memory_errors, resident_bytes
-from terminal.cli import Choice
+from terminal.cli import Choice, one_line
 
 POINTS = 16  # lengths at which the steps of a generation are timed
 LARGEST = 4096  # the most rows of a generation
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[
                 contender = make()
                 entered.append((contender, prepare(case, contender, weights), []))
         except ValueError as error:
-            print(f"left out: {error}", file=sys.stderr)
+            print(f"left out: {one_line(error)}", file=sys.stderr)
     for _ in range(args.repeats):
         for contender, _, times in entered:
             contender.step()  # not timed: warms up after the other contenders' turns

@@ -6,7 +6,6 @@ proxy: each head's attention to the tokens between the sinks and the window). Th
 x S + (1 - x)(sinks + recent), x the share of retrieval heads. Memory and traffic: that mean.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from kv.base import KV, Views
 from kv.full import Full
 from kv.method import Method, Shape, option
 from kv.streaming import Streaming
+from text.files import parse_json
 
 
 class Duo(KV):
@@ -135,7 +135,7 @@ def read_scores(path: str) -> list[list[float]]:
     try:
         text = Path(path).read_text()
         if text.lstrip().startswith("{"):
-            return [[float(score) for score in row] for row in json.loads(text)["head_scores"]]
+            return [[float(score) for score in row] for row in parse_json(text, path)["head_scores"]]
         gates = [[float(gate) for gate in line.split("\t")] for line in text.splitlines() if line.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         wanted = "JSON with head_scores, or lines of numbers with tabs, one per layer"

@@ -28,6 +28,7 @@ from kv.method import Shape
 from kv.parts import inductor, ops
 from runtime.compile import compiled
 from runtime.device import machine, replacing
+from text.files import parse_json
 
 Times = dict[str, float]  # milliseconds by product
 Products = tuple[str, str]  # for one row and for 2 to FEW
@@ -384,7 +385,7 @@ def cache_file() -> Path:
 def read(file: Path) -> dict[str, dict[str, Times]]:
     """What is known; nothing if the file is missing or damaged."""
     try:
-        known = json.loads(file.read_text())
+        known = parse_json(file.read_bytes(), file) if file.is_file() else {}
         for sizes in known.values():
             for times in sizes.values():
                 if not set(times) <= {*PRODUCTS, "widened"} or not min(times.values()) > 0:
@@ -395,8 +396,10 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
 
 
 def write(file: Path, known: dict) -> None:
-    """Replaces the file as a whole; does nothing if it cannot be written."""
+    """Replaces the file as a whole; does nothing if it cannot be written, or is not a regular file."""
     with suppress(OSError):
+        if file.exists() and not file.is_file():
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as new:
             new.write_text(json.dumps(known, indent=1))

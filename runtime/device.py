@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of weights and caches
+# RuntimeErrors for want of memory: torch's own, oneDNN's and C++'s.
+OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -54,14 +56,16 @@ def machine(device: torch.device) -> str:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turns torch's out-of-memory errors into a ValueError: one line with torch's reason and what to do."""
+    """Turns out-of-memory errors of torch and Python into a ValueError: one line with the reason and what to do."""
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"out of memory ({str(error).splitlines()[0]}): shorten the prompt, lower --max-new-tokens, --batch or "
+            f"out of memory ({reason}): shorten the prompt, lower --max-new-tokens, --batch or "
             "--budget, or choose a --kv that keeps less"
         ) from None
 

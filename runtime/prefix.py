@@ -20,6 +20,7 @@ import kv as methods
 from runtime.checkpoint import check_fields, fingerprint
 from runtime.device import replacing
 from runtime.plan import check_length, plan_of
+from text.files import parse_json
 
 FORMAT = "kv-fast prompt 6"
 
@@ -175,14 +176,14 @@ def _read(path: str | Path, whole: bool = True) -> tuple[Header, dict[str, Tenso
                 raise ValueError("it is no saved prompt of this version")
             if file.metadata().get("checksum") != str(zlib.crc32(about.encode())):
                 raise ValueError("its header")
-            content = json.loads(about)
+            content = parse_json(about, "its header")
             header, checksums = Header.parse(content), content["checksums"]
             if set(checksums) != set(file.keys()):
                 raise ValueError("its tensors")
             tensors = {name: file.get_tensor(name) for name in checksums if whole}
         if bad := [name for name, x in tensors.items() if checksum(x) != checksums[name]]:
             raise ValueError(bad[0])
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a saved prompt, or is damaged ({error}): save the prompt again") from None
     return header, tensors
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine import Answer, Engine, Row
 from tasks import Question, Sample, Task, texts
 from terminal.cli import read_text
+from text.files import parse_json
 
 
 @dataclass
@@ -176,8 +177,8 @@ class Journal:
         text = read_text(str(self.path))
         for line in text.splitlines():
             # A line was cut off if the run was stopped, and one may be none of eval.py's.
-            with suppress(ValueError, LookupError, TypeError, RecursionError):
-                entry = json.loads(line)
+            with suppress(ValueError, LookupError, TypeError):
+                entry = parse_json(line, self.path)
                 self.results[entry["key"]] = entry["result"]
         if text and not text.endswith("\n"):
             with open(self.path, "a") as file:

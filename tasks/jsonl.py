@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tasks import Question, Recipe, Sample, Task, metrics
+from text.files import parse_json
 
 PAGE = "https://huggingface.co/datasets/{}"
 
@@ -95,9 +96,9 @@ class Published:
     def sample(self, recipe: Recipe, index: int) -> Sample:
         path = self.file(recipe)
         try:
-            record = json.loads(lines(path)[index])
+            record = parse_json(lines(path)[index], f"record {index} of {path}")
         except ValueError as error:
-            raise ValueError(f"record {index} of {path} is not JSON ({error}); fetch the file again") from None
+            raise ValueError(f"{error}; fetch the file again") from None
         if not isinstance(record, dict):
             raise ValueError(f"record {index} of {path} is not a JSON object; fetch the file again")
         before, after = self.prompt.split("{context}")

@@ -8,7 +8,6 @@ sample; later questions, which RULER does not have, ask for other keys.
 qa_1 and qa_2 read `squad.json` (dev-v2.0) and `hotpotqa.json` (dev distractor v1) from the data folder.
 """
 
-import json
 import math
 import random
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from wonderwords import RandomWord
 
 from tasks import Question, Recipe, Sample, Task, fill_length, shipped_haystack, string_match_all, string_match_part
+from text.files import parse_json
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # the depths of needles in an essay, in percent
@@ -334,10 +334,10 @@ def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
     if folder is None:
         raise ValueError(f"{dataset}.json does not ship with RULER's generators: give its folder with --data")
     path = folder / f"{dataset}.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: download the dataset, and name its folder with --data")
     try:
-        return READERS[dataset](json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: download the dataset, and name its folder with --data") from None
+        return READERS[dataset](parse_json(path.read_bytes(), path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the {dataset} file that RULER reads ({error!r})") from None
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from text.files import parse_json
+
 
 def parse_batch(name: str, text: str) -> dict[str | int, str]:
     """Prompts by id. The file is JSONL if its name ends in .jsonl or its first line is an object with a prompt."""
@@ -31,8 +33,8 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
 def parse_object(line: str) -> dict:
     """The JSON object in a line; an empty dict if there is none."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line, "a line")
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -17,6 +17,8 @@ import kv as methods
 from runtime import parallel, startup
 from runtime.device import memory_errors, replacing
 
+LINE = 1_000  # characters shown of an error
+
 
 def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
     """Runs main; exits with 0, 2 after `error: one line` for a user error (ValueError, OSError), or 130 for Ctrl-C.
@@ -71,7 +73,16 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
 
 
 def complain(error: Exception) -> None:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    print("error:", one_line(error), file=sys.stderr)
+
+
+def one_line(error: object) -> str:
+    """An error's text without line breaks and escape sequences; of a long one, its beginning and its end."""
+    text = str(error)
+    if len(text) > 2 * LINE:
+        text = f"{text[:LINE]} ... {text[-LINE:]}"
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return text if len(text) <= LINE else f"{text[: LINE // 2]} ... {text[-LINE // 2 :]}"
 
 
 def progress(items: Iterable, what: str, quiet: bool = False) -> Iterable:

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from engine import Answer, Engine
 from runtime import parallel
+from terminal.cli import one_line
 
 HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
 
@@ -24,7 +25,7 @@ def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: Text
                 answers += engine.ask(rows, [question], limit, **how)
                 stats = stats.then(engine.stats)
             except ValueError as error:
-                print(error, file=sys.stderr)
+                print(one_line(error), file=sys.stderr)
                 break
     engine.stats = stats
     return answers
@@ -68,7 +69,7 @@ class Conversation:
                     if line:
                         return self.engine.tokenizer.chat_next(line)
                 except ValueError as error:  # not UTF-8
-                    print(f"this text cannot be asked: {error}", file=sys.stderr)
+                    print(f"this text cannot be asked: {one_line(error)}", file=sys.stderr)
             return None
         except (EOFError, KeyboardInterrupt) as end:
             print(file=sys.stderr)

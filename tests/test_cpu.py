@@ -105,6 +105,8 @@ def test_a_size_is_measured_once_and_kept(model, monkeypatch):
         '{"m": {"s": {"fused": 0}}}',
         '{"m": {"s": {"best": 1.0}}}',
         "\x00\xff",
+        "[" * 100_000,
+        '{"m":' * 100_000,
     ),
 )
 def test_a_damaged_file_counts_as_empty(tmp_path, damage):

@@ -378,7 +378,7 @@ def test_a_missing_file_is_named_in_one_line(task, tmp_path):
 
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "qasper.jsonl").write_text('{"input": "Wh')
-    with pytest.raises(ValueError, match="record 0 of .*qasper.jsonl is not JSON"):
+    with pytest.raises(ValueError, match="record 0 of .*qasper.jsonl is not valid JSON"):
         longbench.TASKS["qasper"].sample(replace(CHARACTERS, data=tmp_path), 0)
 
 

@@ -29,10 +29,12 @@ import generate
 import quantize
 from bench import compare
 from engine import Engine
+from runtime import cpu
 from runtime.checkpoint import open_weights, write_checkpoint
 from runtime.device import resident_bytes
 from runtime.hf_config import from_hf
 from terminal import cli
+from text.tokenizer import PRIVATE, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = (None, True, -1, 0, 3, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "x", "64", [], [1], {}, {"a": 1})
@@ -244,6 +246,67 @@ def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path
     assert code == 2 and file.name in said and ("too deeply" in said or "is damaged or cut off" in said)
 
 
+def deep_files(folder: Path, whole: Path, text: str) -> dict[str, tuple]:
+    """Writes files that are nested too deeply; kind of file -> the command line that reads it."""
+    for name in ("found.json", "squad.json", "qasper.jsonl"):
+        (folder / name).write_text(text + "\n")
+    found, tests = folder / "found.json", ["--checkpoint", whole, "--length", 400, "--samples", 1, "--data", folder]
+    return {
+        "a result": (compare.main, [found, found]),
+        "scores of heads": (
+            generate.main,
+            ["--checkpoint", whole, *ANSWER, "duo", "--budget", "0.5", "--kv-opt", f"heads={found}"],
+        ),
+        "a dataset": (evaluation.main, [*tests, "--tasks", "qa_1"]),
+        "a record": (evaluation.main, [*tests, "--tasks", "qasper"]),
+        "a shape": (bench.main, ["--shape", found]),
+    }
+
+
+@pytest.mark.parametrize("text", DEEP, ids=("lists", "objects"))
+@pytest.mark.parametrize("kind", ("a result", "scores of heads", "a dataset", "a record", "a shape"))
+def test_a_tools_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, kind, text):
+    assert outcome(*deep_files(tmp_path, whole, text)[kind])[0] == 2
+
+
+@pytest.mark.parametrize("kind", ("lists", "objects", "fifo"))
+def test_measured_products_that_cannot_be_read_are_passed_over(tmp_path, kind):
+    file = tmp_path / "products.json"
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.write_text(DEEP[kind == "objects"])
+    with guarded(10, 100_000_000):
+        assert cpu.read(file) == {}
+        cpu.write(file, {"m": {"s": {"fused": 1.0}}})
+        assert bool(cpu.read(file)) is (kind != "fifo")
+
+
+PATTERNS = {
+    "alternatives": "(?:x|x)+y",
+    "a back reference": r"(x+)+\1y",
+    "parentheses": "(" * 1900 + "x" + ")" * 1900,
+    "too many parentheses": "(" * 100_000 + "x" + ")" * 100_000,
+    "letters": r"\p{L}" * 800,
+    "either case": "(?i:" + "ffi" * 1300 + ")",
+    "counts": "(?:" * 8 + r"\p{L}+x?" + "){1,5}" * 8,
+}
+
+
+@pytest.mark.parametrize("where", ("pre_tokenizer", "normalizer"))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_of_4_kb_takes_little_memory(whole, tmp_path, pattern, where):
+    folder, given = tmp_path / "pattern", {"pattern": {"Regex": PATTERNS[pattern]}}
+    shutil.copytree(whole, folder)
+    (folder / "tokenizer.model").unlink()
+    content = {"model": {"type": "BPE", "vocab": {"x": 0, "y": 1}, "merges": []}, "added_tokens": []}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False} | given
+    content[where] = split if where == "pre_tokenizer" else {"type": "Replace", "content": "y"} | given
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    args = ["--checkpoint", folder, *ANSWER, "full", "--prompt", "x" * 40]
+    outcome(generate.main, args)
+
+
 @pytest.mark.parametrize("shard", ("../single/model.safetensors", "a/../../single/model.safetensors", "/dev/zero"))
 def test_an_index_that_leads_out_of_its_folder_is_refused(whole, tmp_path, shard):
     folder, single = tmp_path / "led", tmp_path / "single"
@@ -310,6 +373,67 @@ def test_links_to_the_hub_caches_blobs_are_followed_and_other_links_are_refused(
     assert code == (2 if sharp else 0) and ("is a link out of its folder" in said) is sharp
     assert (tmp_path / "out").exists() is not sharp
     assert sharp or not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
+
+
+# Error lines
+
+CLEAR = "\x1b[2J"  # clears a terminal
+LONG = {
+    "a name": ("model.safetensors.index.json", {"weight_map": {"x": "../" + CLEAR * 2_000_000}}),
+    "a template": (
+        "tokenizer_config.json",
+        {"chat_template": "{{ raise_exception('\x1b[2J' * 12_500_000) }}", "add_bos_token": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_an_error_line_is_short_and_has_no_escape_sequence(whole, tmp_path, kind):
+    folder, (name, content) = tmp_path / "long", LONG[kind]
+    shutil.copytree(whole, folder)
+    old = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(old | content))
+    code, said = outcome(generate.main, ["--checkpoint", folder, "--chat", *ANSWER, "full"])
+    line = said.splitlines()[-1]
+    assert code == 2 and line.isprintable() and len(line) < 1_050
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    (
+        (MemoryError(), "out of memory (MemoryError): shorten the prompt"),
+        (MemoryError("Unable to allocate 9 GiB"), "out of memory (Unable to allocate 9 GiB): shorten the prompt"),
+        (RuntimeError("could not create a primitive"), "out of memory (could not create a primitive): shorten"),
+        (RuntimeError("std::bad_alloc"), "out of memory (std::bad_alloc): shorten"),
+    ),
+)
+def test_every_error_for_want_of_memory_is_one_line(error, said):
+    def full(args):
+        raise error
+
+    code, text = outcome(full, [])
+    assert code == 2 and text.startswith(f"error: {said}") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", (MemoryError, KeyboardInterrupt))
+def test_an_answer_that_fails_ends_its_line_before_the_error(whole, monkeypatch, capsys, error):
+    def fail(engine, prompts, limit, on_token, **how):
+        on_token(0, 5, "The light")
+        raise error
+
+    monkeypatch.setattr(Engine, "generate", fail)
+    with pytest.raises(SystemExit):
+        cli.run(lambda: generate.main([str(arg) for arg in ("--checkpoint", whole, *ANSWER, "full")]))
+    said = capsys.readouterr()
+    assert said.out == "The light\n" and said.err.endswith("\n")
+
+
+def test_a_message_of_all_private_use_characters_is_encoded_or_refused_in_one_line(whole):
+    tokenizer, text = load_tokenizer(whole), "".join(map(chr, range(0xE000, 0xF900)))
+    assert text in tokenizer.decode(tokenizer.chat(text))
+    args = ["--checkpoint", whole, "--chat", "--prompt", "".join(map(chr, PRIVATE)), "--no-compile"]
+    code, said = outcome(generate.main, args)
+    assert code == 2 and "all private-use characters" in said
 
 
 # Command lines

@@ -51,6 +51,13 @@ def dated(place: Path, version: str) -> Path:
     return place
 
 
+@pytest.mark.parametrize("tool", [*TOOLS, *MODULES])
+def test_without_torch_a_tool_ends_with_one_whole_line(tmp_path, tool):
+    result = python(tmp_path, "-S", *(["-m", tool] if tool in MODULES else [tool]))  # -S: no installed packages
+    line = "error: torch is not installed: pip install -r requirements.txt\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
 @pytest.mark.parametrize("version", ("2.10.1+cu126", "1.13.0"))
 def test_a_torch_that_is_too_old_is_refused_in_one_line(tmp_path, version):
     result = python(dated(tmp_path, version), "generate.py", "--list-kv")

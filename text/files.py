@@ -1,8 +1,9 @@
-"""The small files of a checkpoint folder, which may come from anywhere."""
+"""Small files that may come from anywhere: those of a checkpoint folder, and JSON."""
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def present(path: Path) -> bool:
@@ -23,16 +24,21 @@ def present(path: Path) -> bool:
     return True
 
 
+def parse_json(text: str | bytes, what: object) -> Any:
+    """The value of a JSON text. Raises ValueError, which names `what` it is, if it is damaged or nested too deeply."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{what} is not valid JSON ({error})") from None
+
+
 def read_json(path: Path, missing: dict | None = None) -> dict:
     """A file's JSON object, or `missing` if there is no file. Raises ValueError if it holds none, and as `present`."""
     if not present(path) and missing is not None:
         return missing
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    content = parse_json(path.read_bytes(), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content

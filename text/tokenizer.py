@@ -4,7 +4,8 @@ The package tokenizers reads tokenizer.json, sentencepiece a tokenizer.model, ti
 those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or "</s>" is
 plain text. Special tokens come from a tokenizer's post-processor (BOS) and from chat templates alone.
 
-A tokenizer's patterns are trusted: one written to take much time or memory does.
+A tokenizer is trusted: patterns can backtrack for hours, and replacements multiply a text until it fills the memory.
+Ctrl-C waits while the library encodes a text.
 """
 
 import base64
