@@ -302,6 +302,7 @@ class Engine:
         self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
         self.lock, self.interrupted, self.called, self.stats = threading.Lock(), False, 0.0, Stats()
+        self.warnings: set[str] = set()  # printed
         self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 256
         self.layers: list[methods.KV] = []
@@ -715,7 +716,7 @@ class Engine:
         if self.stats.first_token_s is None:
             self.stats.first_token_s = time.perf_counter() - self.called
         if len(row.tokens) > self.context and request.index not in self.stats.past_context:
-            plan.warn_past_context(self.config)
+            plan.warn_past_context(self)
             self.stats.past_context.append(request.index)
         request.take(token, ends=token == FAILED or token in self.eos)
         if token == FAILED:

@@ -82,9 +82,9 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         return save(engine, next(iter(ids.values())), args)
     limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
     out = sys.stderr if args.json == "-" else sys.stdout
-    names, completions = list(ids), {}
+    names, completions, streamed = list(ids), {}, []
     if single:
-        how["on_token"] = lambda index, token, text: print(text, end="", file=out, flush=True)
+        how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
     with (
         tqdm(total=len(prompts), unit="prompt", disable=True if single else None) as bar,
         appended(None if ranks.rank else args.out) as file,
@@ -108,7 +108,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
             else:
                 engine.generate(list(ids.values()), limit, **how, on_answer=done)
         finally:
-            if single and not talk:
+            if streamed and not talk:
                 print(file=out)  # ends the answer's line, before an error's too
     if not single:
         for index, name in enumerate(names):

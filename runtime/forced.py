@@ -24,7 +24,7 @@ def forced_logits(
     engine._reserve(longest, new)
     warm_up(engine, longest)
     if any(len(p) + len(c) - 1 > engine.context for p, c in zip(prompts, continuations, strict=True)):
-        warn_past_context(engine.config)
+        warn_past_context(engine)
     results = [torch.empty(len(ids), engine.config.vocab_size, device=engine.device) for ids in continuations]
     rows = []
     try:

@@ -1,6 +1,5 @@
 """How large caches are: what a KV method receives about a model and a plan, and whether memory suffices."""
 
-import functools
 import sys
 from dataclasses import replace
 
@@ -131,8 +130,9 @@ def check_budget(engine, shape: Shape) -> None:
     if enough := methods.enough(engine.method, shape, *arguments):
         sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, shape).items())
         warn(
+            engine,
             f"with a budget of {engine.budget}, {engine.method} chooses too coarsely among {shape.max_prompt} tokens"
-            f"{sizes}: give it {enough} or more"
+            f"{sizes}: give it {enough} or more",
         )
 
 
@@ -150,14 +150,16 @@ def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
             )
 
 
-@functools.cache
-def warn(line: str) -> None:
-    """Prints a warning, once."""
-    print(f"warning: {line}", file=sys.stderr)
+def warn(engine, line: str) -> None:
+    """Prints a warning, once for an engine."""
+    if line not in engine.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    engine.warnings.add(line)
 
 
-def warn_past_context(c: ModelConfig) -> None:
-    warn(f"decoding past the model's context of {c.max_length} tokens, where its text may make no sense")
+def warn_past_context(engine) -> None:
+    most = engine.config.max_length
+    warn(engine, f"decoding past the model's context of {most} tokens, where its text may make no sense")
 
 
 def figures(engine, length: int) -> dict:
