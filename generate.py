@@ -12,13 +12,12 @@ from functools import partial
 
 from tqdm import tqdm
 
-import kv as methods
 from engine import Answer, Engine
 from runtime import cpu, parallel, prefix
+from terminal import options as flags
 from terminal.batch import appended, write
 from terminal.cli import one_line, progress, run, write_json
 from terminal.conversation import converse
-from terminal.options import NEEDLE, check, encode, given_options, given_sampling, parser, read_prompts
 from terminal.report import completion, measured, print_report
 from terminal.saved import ask_saved, room, save
 
@@ -26,21 +25,14 @@ CHAT_TURNS = 16  # a conversation's caches hold this many answers, and as many q
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parser(__doc__).parse_args(argv)
-    if args.list_kv:
-        for name, method in methods.METHODS.items():
-            print(f"{name:14} {method.help}")
-        return
-    if args.kv_help is not None:
-        print(methods.describe(args.kv_help))
+    args = flags.parser(__doc__).parse_args(argv)
+    if flags.describe_methods(args):
         return
     if args.product is not None:
         os.environ["KV_FAST_PRODUCT"] = args.product
     ranks = parallel.join()
-    prompts = parallel.first(ranks, lambda: read_prompts(args))
-    check(args, prompts, ranks.count)
-    if not any((args.checkpoint, args.prompt, args.prompt_file, args.batch_file)):  # the demo
-        print("...", prompts[1].splitlines()[-1], file=sys.stderr)
+    prompts = parallel.first(ranks, lambda: flags.read_prompts(args))
+    flags.check(args, prompts, ranks.count)
     answer(args, prompts, ranks)
 
 
@@ -51,17 +43,17 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     """
     demo, single, saved = args.checkpoint is None, len(prompts) == 1, None
     args.kv = args.kv or "full"
-    options = given_options(args)
+    options = flags.given_options(args)
     if args.load_prompt is not None:
         saved = prefix.read_header(args.load_prompt)
         args.kv, args.budget, options, args.speculate = saved.kv, saved.budget, saved.options, saved.speculate
         args.dtype = args.dtype or saved.dtype
-    how = given_sampling(args, args.checkpoint or NEEDLE)
+    how = flags.given_sampling(args, args.checkpoint or flags.NEEDLE)
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
     typed = single and args.batch_file is None and args.prompt_file != "-" and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
     engine = Engine.load(
-        args.checkpoint or NEEDLE,
+        args.checkpoint or flags.NEEDLE,
         args.kv,
         args.budget,
         options,
@@ -77,7 +69,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     )
     if engine.tokenizer is None:
         raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
-    ids, failed = encode(engine, args, prompts, saved)
+    ids, failed = flags.encode(engine, args, prompts, saved)
     if args.save_prompt is not None:
         return save(engine, next(iter(ids.values())), args)
     limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
@@ -113,7 +105,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     if not single:
         for index, name in enumerate(names):
             print(f"{prompts[name][:60]} -> {completions[index]['text']}", file=out)
-    report = measured(engine) | {"checkpoint": str(args.checkpoint or NEEDLE)}
+    report = measured(engine) | {"checkpoint": str(args.checkpoint or flags.NEEDLE)}
     report["completions"] = [completions[index] for index in range(len(names))]
     report["failed"] = [{"id": name, "error": error} for name, error in failed.items()]
     print_report(report)

@@ -67,6 +67,16 @@ def parser(about: str) -> argparse.ArgumentParser:
     return p
 
 
+def describe_methods(args: argparse.Namespace) -> bool:
+    """Prints what --list-kv or --kv-help asks for; whether one of them was given."""
+    if args.list_kv:
+        for name, method in methods.METHODS.items():
+            print(f"{name:14} {method.help}")
+    elif args.kv_help is not None:
+        print(methods.describe(args.kv_help))
+    return args.list_kv or args.kv_help is not None
+
+
 def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
     """The prompts by id; a line without an id gets its line number."""
     if args.batch_file is not None:
@@ -77,7 +87,9 @@ def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
         return {1: args.prompt}
     if args.checkpoint is not None:
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
-    return {1: (NEEDLE / "demo.txt").read_text()}
+    demo = (NEEDLE / "demo.txt").read_text()
+    print("...", demo.splitlines()[-1], file=sys.stderr)
+    return {1: demo}
 
 
 def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -> None:
