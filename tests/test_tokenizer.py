@@ -166,7 +166,8 @@ def lacking_bytes(oracle: Oracle) -> Oracle:
     data = json.loads(oracle.to_str())
     vocab, merged = data["model"]["vocab"], "".join(map("".join, data["model"]["merges"]))
     lost = [c for c in map(oracle_char, range(255, 127, -1)) if c not in merged][:21]
-    data["model"]["vocab"] = {token: i for token, i in vocab.items() if token not in lost}
+    kept = {token: i for token, i in vocab.items() if token not in lost}
+    data["model"]["vocab"] = kept | {"<|endoftext|>": len(vocab)}
     return Oracle.from_str(json.dumps(data))
 
 
@@ -444,6 +445,31 @@ def test_vocab_size_is_the_highest_id_plus_one(pairs):
         assert pairs[name].ours.vocab_size == max(pairs[name].theirs.get_vocab().values()) + 1
 
 
+# In "end", the added tokens are outside the vocabulary: the package tokenizers gives them ids in the gap.
+GAPS = {
+    "beginning": lambda vocab, added: {token: i + 5 for i, token in enumerate([*added, *vocab])},
+    "middle": lambda vocab, added: {token: i + 5 * (i > 300) for i, token in enumerate([*added, *vocab])},
+    "end": lambda vocab, added: vocab | {list(vocab)[-1]: 1000},
+}
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_ids_with_gaps_are_those_of_transformers(folders, tmp_path, gap):
+    folder = edited(folders["qwen"], tmp_path / "gaps")
+    model, added = read(folder)["model"], [token["content"] for token in read(folder)["added_tokens"]]
+    change_json(folder, model={**model, "vocab": GAPS[gap](model["vocab"], added)})
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1 > len(theirs.get_vocab())
+    for i in range(ours.vocab_size):
+        assert ours.decode([i]) == theirs.decode([i], skip_special_tokens=True)
+        if i in theirs.get_vocab().values() and i not in ours.silent:
+            assert ours.encode(ours.decode([i])) == ids_of(theirs, theirs.decode([i]))
+    for text in NASTY:
+        assert ours.encode(text) == ids_of(theirs, text)
+    assert ours.chat("hello") == rendered(theirs, "hello")
+    assert ours.chat_next("<|im_end|>").count(ours.special["<|im_end|>"]) == 2
+
+
 @pytest.mark.parametrize("flags", [(), *((flag,) for flag in FLAGS), FLAGS], ids=",".join)
 @pytest.mark.parametrize("name", ["qwen", "llama-2-json"])
 def test_added_tokens_follow_their_flags_in_texts_and_templates(folders, tmp_path, name, flags):
@@ -681,6 +707,8 @@ def test_invalid_json_is_refused_by_name(folders, tmp_path, name, text):
         (lambda data: data["pre_tokenizer"].update(type="unheard of"), "tokenizer.json"),
         (lambda data: data["added_tokens"].append({"id": 1}), "tokenizer.json"),
         (lambda data: data["model"]["vocab"].update(new=10**9), "not every token has an id"),
+        (lambda data: data["model"]["vocab"].update(new=300), "the same id 300"),
+        (lambda data: data["model"]["vocab"].update(new=405), "the same id 405"),  # an added token's
     ],
 )
 def test_a_json_that_is_damaged_is_refused(folders, tmp_path, change, word):

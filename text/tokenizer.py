@@ -9,11 +9,12 @@ Ctrl-C waits while the library encodes a text.
 """
 
 import base64
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 
 import sentencepiece
@@ -278,6 +279,10 @@ class JsonTokenizer(Tokenizer):
             if library.token_to_id(content) != i:
                 raise ValueError(f"{path} gives the token {content!r} another id than tokenizer_config.json")
         known = library.get_vocab(with_added_tokens=True)
+        token_of = {i: token for token, i in known.items()}
+        for token in known.keys() - token_of.values():
+            i = known[token]
+            raise ValueError(f"{path} is damaged: the tokens {token!r} and {token_of[i]!r} get the same id {i}")
         ends = {self.variables.get(key) for key in ("bos_token", "eos_token")}
         for content in sorted(known.keys() & (CONTROL_TOKENS | ends)):
             if content not in added or not added[content].special:
@@ -287,6 +292,13 @@ class JsonTokenizer(Tokenizer):
         self.mark_of = {None: ""} | {token.content: MARKS[bool(token.normalized)] for token in tokens}
         library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
         library.add_tokens([AddedToken(CUT, normalized=False)])
+        names = [*MARKS.values(), CUT]
+        if min(map(library.token_to_id, names)) < self.vocab_size:
+            # The package numbers added tokens from the size of the vocabulary on, which is below its highest id if the
+            # ids have gaps. A token of the vocabulary keeps its id, so all become one, and the marks get higher ids.
+            state = json.loads(library.to_str())
+            state["model"]["vocab"] = known | dict(zip(names, count(self.vocab_size)))
+            self.finder = library = tokenizers.Tokenizer.from_str(json.dumps(state))
         self.cut = library.token_to_id(CUT)
         self.marks = {library.token_to_id(name) for name in MARKS.values()}
 
