@@ -1,16 +1,20 @@
-"""d2o: h2o with a budget per layer, and evicted tokens merge into kept ones (D2O, arXiv 2406.13035).
+"""d2o: h2o with sinks and a budget per layer; evicted tokens may merge into kept ones (D2O, arXiv 2406.13035).
 
 The layers share L t slots per KV head and row. A softmax over the negative variances of the attention that tokens
 receive sets each layer's share (Equations 4 and 5). Every layer must see the prompt first, so K and V wait on the host
 until then. Raw variances would make the softmax one-hot, so the variances of a layer's query heads are scaled to [0,
 1] and averaged: a layer gets more slots if most of its heads vary far less than its most variable head. Each layer
-reserves 4 slots for sinks; `ratio` (3:1) divides the others between the tokens with the highest attention sums and the
-newest tokens (Equations 6 to 8).
+reserves 4 slots for sinks; `ratio` divides the others between the tokens with the highest attention sums and the newest
+tokens (Equations 6 to 8).
 
-An evicted token merges into the kept token with the most similar key by cosine (Equation 9), if the similarity reaches
-a threshold: at the prompt, the mean over all evicted tokens; at a step, a moving average (Equation 10). The merge
-weights are e^similarity, and e for the kept token itself, divided by their sum (Equations 11 and 12). The option `keep`
-bounds the kept token's weight from below.
+merge=paper: an evicted token merges into the kept token with the most similar key by cosine (Equation 9), if the
+similarity reaches a threshold: at the prompt, the mean over all evicted tokens; at a step, a moving average (Equation
+10). The merge weights are e^similarity, and e for the kept token itself, divided by their sum (Equations 11 and 12);
+with merge=average they are equal.
+
+The paper's defaults are merge=paper and ratio=3:1. On a real model both lose to h2o, and no form of merging that was
+tried gains anything: RoPE has turned the keys that merging averages by different positions, and of a kept token that
+ten tokens merge into a tenth remains (docs/accuracy.md). The defaults here, merge=none and 1:1, equal h2o.
 
 Memory: the budget, a spare slot per layer, and every planned token in `uncounted` layers. Generation is unbounded
 unless some layers keep all tokens. Traffic: on a CPU, a layer reads as many slots as its largest row holds; on CUDA, as
@@ -150,10 +154,9 @@ class D2O(H2O):
             mean, tau = similarity.mean(), self.threshold[row, head].clone()
             self.threshold[row, head] = self.moving_average(mean, tau)  # Equation 10
             merges = similarity >= torch.where(tau.isinf(), mean, tau)
-            weight = self.weight(similarity) * merges
-            total = torch.zeros(kept.shape[1], device=kept.device).index_add_(0, to, weight)
-            w_c = self.kept_weight(total)  # Equation 12
-            w_e = weight * ((1 - w_c) / total.clamp(min=1e-30))[to]  # Equation 12; without `keep`, e^u / (e + total)
+            weight, own = self.weight(similarity) * merges, self.own_weight
+            total = torch.full(kept.shape[1:], own, device=kept.device).index_add_(0, to, weight)
+            w_c, w_e = own / total, weight / total[to]  # Equation 12
             for ours, gone in ((stay.k, tokens.k[head, evicted]), (stay.v, tokens.v[head, evicted])):
                 kept_part, evicted_part = w_c[:, None] * ours[head].float(), w_e[:, None] * gone.float()
                 ours[head] = kept_part.index_add_(0, to, evicted_part).to(ours.dtype)  # Equation 11
@@ -167,7 +170,7 @@ class D2O(H2O):
         products = ops.dots(key[:, :, None], keys)[:, :, 0]
         norms = (keys.float().square().sum(3) * key.square().sum(2, keepdim=True)).sqrt().clamp(min=1e-12)
         similarity, to = (products / norms).masked_fill(~others, -2.0).max(2)  # Equation 9
-        w_c = self.kept_weight(self.weight(similarity))[..., None]  # Equation 12
+        w_c = (self.own_weight / (self.own_weight + self.weight(similarity)))[..., None]  # Equation 12
         merges = evicts & (similarity >= self.threshold)  # tau_{t-1}: the same choice as tau_t, without rounding
         for buffer, all_, gone in ((self.k, keys, key), (self.v, values, value)):
             ours = ops.gather(all_, to[..., None])[:, :, 0].float()
@@ -188,12 +191,12 @@ class D2O(H2O):
         return tuple(torch.cat(x) for x in zip(*best, strict=True))
 
     def weight(self, similarity: Tensor) -> Tensor:
-        return similarity.exp() if self.options.merge == "weighted" else torch.ones_like(similarity)
+        return similarity.exp() if self.options.merge == "paper" else torch.ones_like(similarity)
 
-    def kept_weight(self, total: Tensor) -> Tensor:
-        """w_c (Equation 12), a kept token's weight, at least `keep`; the merging tokens' weights sum to `total`."""
-        own = math.e if self.options.merge == "weighted" else 1.0
-        return torch.where(total > 0, (own / (own + total)).clamp(min=self.options.keep), 1.0)
+    @property
+    def own_weight(self) -> float:
+        """A kept token's weight: its similarity to itself is 1."""
+        return math.e if self.options.merge == "paper" else 1.0
 
     def slots_to_read(self, length: int, new: int) -> int:
         """The slots of the layer's largest row; on CUDA, of the largest possible row."""
@@ -209,9 +212,8 @@ class D2OMethod(Method):
     allocation: Literal["softmax", "uniform", "reciprocal", "exponential"] = option(
         "softmax", "how the variances divide the budget among the layers (Table 4)"
     )
-    merge: Literal["weighted", "average", "none"] = option("weighted", "how evicted tokens merge into kept ones")
-    keep: float = option(0.0, "least weight of a kept token in a merge", min=0, max=1)
-    ratio: str = option("3:1", "N:M, important to newest tokens; N+M where : separates options: d2o:ratio=3+1")
+    merge: Literal["none", "paper", "average"] = option("none", "how evicted tokens merge into kept ones (Table 8)")
+    ratio: str = option("1:1", "N:M, important to newest tokens (paper: 3:1); N+M where : separates options: ratio=3+1")
     full_layers: list[int] | None = option(None, "layers that keep all tokens, within the budget", min=0)
     uncounted: list[int] | None = option(None, "layers that keep all tokens, beyond the budget", min=0)
     park: Literal["host", "device"] = option("host", "where the prompt's K and V wait for the last layer")

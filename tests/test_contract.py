@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "rocketkv:even": ("rocketkv", {"split": "even", "window": 8, "kernel": 5}),
     "duo:retrieval": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[4.0, 1.0, 3.0, 2.0]] * LAYERS}),
     "cam": ("cam", {"spread": 4}),
+    "d2o:paper": ("d2o", {"merge": "paper", "ratio": "3+1"}),
     "tailorkv": ("tailorkv", {"group": 8, "threads": 2, "engine": "threads", "channels": 4}),
     "tailorkv:direct": ("tailorkv", {"quant_layers": [1], "group": 8, "engine": "direct", "channels": 4}),
     "pqcache": ("pqcache", {"engine": "threads", "threads": 2, "codebits": 3}),

@@ -306,7 +306,8 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
 
 # How often the host waits for the device in a layer's prefill; with all other methods it never does.
 LAYER_WAITS = {
-    "d2o": 8,  # after the last layer: where its region lies (2), and which tokens merge, for 2 KV heads (3 each)
+    "d2o": 2,  # after the last layer: where its region lies
+    "d2o:paper": 8,  # also which tokens merge, for 2 KV heads (3 each)
     "simlayer": 1,  # whether the layer is lazy, which decides where its tokens go
 }
 

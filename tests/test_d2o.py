@@ -29,10 +29,11 @@ CASES = [
     ("cam", {}, 24),
     ("cam", {"spread": 5}, 24),
     ("d2o", {}, 24),
-    ("d2o", {}, 9),
-    ("d2o", {"merge": "none", "ratio": "1+2"}, 24),
+    ("d2o", {"merge": "paper", "ratio": "3+1"}, 24),
+    ("d2o", {"merge": "paper"}, 9),
+    ("d2o", {"ratio": "1+2"}, 24),
     ("d2o", {"merge": "average", "beta": 0.3, "uncounted": [1]}, 24),
-    ("d2o", {"allocation": "uniform", "sinks": 0}, 24),
+    ("d2o", {"allocation": "uniform", "sinks": 0, "merge": "paper"}, 24),
     ("d2o", {"allocation": "reciprocal"}, 30),
     ("d2o", {"allocation": "exponential", "park": "device"}, 24),
 ]
@@ -91,7 +92,7 @@ def test_every_eviction_method_equals_its_reference(name, options, budget, heads
                     assert place == check.kept(layer, head)
                     assert (keys - check.keys(layer, head)).abs().max() <= 1e-5
                     assert (values - check.values(layer, head)).abs().max() <= 1e-5
-                    if name == "d2o" and options.get("merge") != "none":
+                    if "merge" in options:
                         tau, threshold = check.tau(layer, head), ours.threshold[0, head].item()
                         assert threshold == pytest.approx(-math.inf if tau is None else tau, abs=1e-5)
             if step == 0 and name == "d2o":
@@ -163,7 +164,7 @@ def test_a_layer_gets_more_slots_the_lower_the_mean_of_its_scaled_variances():
 def test_important_and_recent_tokens_share_the_slots_by_the_ratio():
     shape = make_shape()
     prompt = tokens(shape, 1, 100, torch.Generator().manual_seed(0))
-    for ratio, recent in (("3+1", 4), ("1:1", 8), ("1:3", 12), ("1+0", 0), ("0:5", 16), (None, 4)):
+    for ratio, recent in (("3+1", 4), ("1:1", 8), ("1:3", 12), ("1+0", 0), ("0:5", 16), (None, 8)):
         run = Run("d2o", shape, 20, {"allocation": "uniform"} | ({"ratio": ratio} if ratio else {}))
         run.prefill(0, prompt)
         assert [layer.newest(layer.allotted).tolist() for layer in run.layers] == [[recent]] * LAYERS
@@ -177,7 +178,7 @@ def test_important_and_recent_tokens_share_the_slots_by_the_ratio():
 
 def test_an_extension_merges_by_the_threshold_before_it(monkeypatch):
     """With beta = 1 the threshold after an eviction is the evicted token's similarity, which would always reach it."""
-    monkeypatch.setitem(contract.VARIANTS, "d2o:beta", ("d2o", {"beta": 1.0}))
+    monkeypatch.setitem(contract.VARIANTS, "d2o:beta", ("d2o", {"merge": "paper", "beta": 1.0}))
     shape = contract.make_shape()
     texts = contract.make_texts(shape)
     steps, extended = (contract.Cache("d2o:beta", shape) for _ in range(2))
@@ -199,7 +200,7 @@ def test_six_tokens_merge_as_computed_by_hand():
     the best.
     """
     shape = kv.Shape(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
-    layer = kv.build("d2o", shape, 8, {"sinks": 1})[0]
+    layer = kv.build("d2o", shape, 8, {"sinks": 1, "merge": "paper", "ratio": "3+1"})[0]
     layer.allotted[0] = 4
     degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
     k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
@@ -223,9 +224,9 @@ def test_six_tokens_merge_as_computed_by_hand():
 
 def test_weights_of_a_merge_sum_to_one():
     """Values of 1 stay 1 however many tokens merge, after the prompt and in steps."""
-    for options in ({}, {"merge": "average"}, {"keep": 0.6}):
+    for merge in ("paper", "average"):
         shape = make_shape()
-        run, generator = Run("d2o", shape, 16, options), torch.Generator().manual_seed(0)
+        run, generator = Run("d2o", shape, 16, {"merge": merge}), torch.Generator().manual_seed(0)
         inputs = [(q, k, torch.ones_like(v)) for q, k, v in tokens(shape, 1, 100, generator)]
         run.prefill(0, inputs)
         for _ in range(20):
@@ -235,17 +236,16 @@ def test_weights_of_a_merge_sum_to_one():
                 assert (sorted_slots(layer, 0, head)[2] - 1).abs().max() <= 1e-5
 
 
-def test_keep_is_the_least_weight_of_a_kept_token_in_a_merge():
+def test_kept_tokens_do_not_change_unless_evicted_ones_are_to_merge():
     shape = make_shape()
-    generator = torch.Generator().manual_seed(0)
-    inputs = tokens(shape, 1, 100, generator)
-    moved = {}
-    for keep in (0.0, 0.9, 1.0):
-        run = Run("d2o", shape, 16, {"keep": keep, "allocation": "uniform"})
-        run.prefill(0, inputs)
-        place, _, values = sorted_slots(run.layers[0], 0, 0)
-        moved[keep] = (values - inputs[0][2][0, 0, place]).abs().max().item()
-    assert moved[0.0] > 2 * moved[0.9] > 0 and moved[1.0] == 0
+    inputs = tokens(shape, 1, 101, torch.Generator().manual_seed(0))
+    for options, unchanged in (({}, True), ({"merge": "paper"}, False)):
+        run = Run("d2o", shape, 16, options)
+        run.prefill(0, [[x[:, :, :100] for x in qkv] for qkv in inputs])
+        run.step([[x[:, :, 100:] for x in qkv] for qkv in inputs])
+        place, keys, values = sorted_slots(run.layers[0], 0, 0)
+        _, k, v = inputs[0]
+        assert (torch.equal(keys, k[0, 0, place]) and torch.equal(values, v[0, 0, place])) == unchanged
 
 
 def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
@@ -270,8 +270,10 @@ def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
     assert len(seen) == 6 and kv.total_bytes(run.layers)[0] == device
     for layer in run.layers:
         read = min(110, 1 + int(layer.allotted.max()))
-        assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes * 3 // 2 + 12)
+        assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes + 12)
         assert read <= layer.slots
+    merging = Run("d2o", shape, budget, {"merge": "paper"}).layers[0]  # reads the keys again
+    assert merging.more_bytes == shape.unit_bytes // 2 + 12
 
 
 def test_full_layers_count_towards_the_budget():

@@ -100,4 +100,4 @@ def test_quest_has_a_minimum_even_for_a_cache_of_a_few_tokens():
 
 def test_the_help_names_the_choices_of_an_option():
     assert "(16 or 8 or 4, default 16)" in kv.describe("full")
-    assert "(weighted or average or none, default weighted)" in kv.describe("d2o")
+    assert "(none or paper or average, default none)" in kv.describe("d2o")

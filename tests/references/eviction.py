@@ -361,7 +361,7 @@ class SlowD2O(SlowH2O):
     """D2O: layers of lower attention variance hold more tokens; evicted tokens merge into the most similar kept one.
 
     A layer holds the sinks, floor((S_l - sinks) M / (N + M)) recent tokens, where `ratio` is N : M, and the best of the
-    others. `merge` is weighted (Equation 12), average or none. `full_layers` and `uncounted` layers keep everything;
+    others. `merge` is none, paper (Equation 12) or average. `full_layers` and `uncounted` layers keep everything;
     only `full_layers` count towards the sum of the slots.
     """
 
@@ -372,14 +372,14 @@ class SlowD2O(SlowH2O):
         sinks: int = 4,
         beta: float = 0.7,
         allocation: str = "softmax",
-        merge: str = "weighted",
-        ratio: Sequence[int] = (3, 1),
+        merge: str = "none",
+        ratio: Sequence[int] = (1, 1),
         full_layers: Sequence[int] = (),
         uncounted: Sequence[int] = (),
     ):
         super().__init__(shape, budget)
-        if merge not in ("weighted", "average", "none"):
-            raise ValueError(f"merge is weighted, average or none, not {merge!r}")
+        if merge not in ("none", "paper", "average"):
+            raise ValueError(f"merge is none, paper or average, not {merge!r}")
         self.sinks, self.beta, self.allocation, self.merge = sinks, beta, allocation, merge
         self.ratio, self.full_layers, self.uncounted = ratio, full_layers, uncounted
         self.thresholds: dict[tuple[int, int], float] = {}  # tau by layer and KV head
