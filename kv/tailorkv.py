@@ -2,12 +2,12 @@
 
 Quantization-friendly layers, whose attention is dense (Equations 6 to 9, calibrate.py), store every token in `bits`
 bits, 1 or 2 in the paper (Equation 4, quant.py): they are kivi's layers without a recent window. One bit, the minimum
-and the maximum of each group, can ruin a layer: on a real model layer 0's output was wrong by 2.3 times its norm. Sparsity-friendly
-layers, all others, keep the prompt's K and V on the host, with a second, channel-major copy of K; the device keeps the
-first and last tokens and each channel's largest |K|. While layer l - 1 computes, its input to attention, multiplied by
-layer l's query weights, predicts the query of layer l (Equation 12, in model.py), and the channels of K with the
-largest |q| max |K| are prefetched (Equation 10). In layer l the products of the true query with these channels choose
-the tokens to fetch. The queries of a group choose together, by their mean.
+and the maximum of each group, can ruin a layer: on a real model layer 0's output was wrong by 2.3 times its norm.
+Sparsity-friendly layers, all others, keep the prompt's K and V on the host, with a second, channel-major copy of K; the
+device keeps the first and last tokens and each channel's largest |K|. While layer l - 1 computes, its input to
+attention, multiplied by layer l's query weights, predicts the query of layer l (Equation 12, in model.py), and the
+channels of K with the largest |q| max |K| are prefetched (Equation 10). In layer l the products of the true query with
+these channels choose the tokens to fetch. The queries of a group choose together, by their mean.
 
 The budget t is n_local + n_topk; n_local = min(128, t / 3) includes the first 4 (fetched.py). A step attends to
 these and to all generated tokens.
