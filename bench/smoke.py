@@ -22,10 +22,10 @@ from torch import Tensor
 
 from bench.measure import replays
 from engine import Engine
-from generate import NEEDLE
 from kv.parts.offload import ThreadedPool
 from runtime.device import pick_device
 from terminal.cli import Choice, choices, number, numbers, run
+from terminal.options import NEEDLE
 
 FORCED = [5, 9, 17, 33, 65, 129, 257, 513] * 2  # tokens after which logits are compared
 NEW = 24  # tokens of an answer

@@ -371,4 +371,4 @@ def test_bench_sh_passes_its_arguments_on(tmp_path):
     _, answers, speed, table, _ = lines("compare", tmp_path / "out")
     methods = answers.split(" --kv ")[1].split()[0]
     assert f" --kv {methods} " in speed and table.startswith("-m bench.compare")
-    assert {"full", "tailorkv", "tailorkv:bits=2", "brute_offload"} <= set(methods.split(","))
+    assert {"full", "tailorkv", "tailorkv:bits=1", "brute_offload"} <= set(methods.split(","))

@@ -329,7 +329,7 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     meta, heads, dim, new, t = torch.device("meta"), 2, 64, 64, 1024
     shape = kv.Shape(4, 8, heads, dim, 512, "default", 1e4, torch.bfloat16, meta, 2, prompt, new)
     rows, unit = shape.batch * heads, shape.unit_bytes
-    table = rows * (2 * (prompt + new) * dim * (1 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
+    table = rows * (2 * (prompt + new) * dim * (2 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
     layers = kv.build("tailorkv", shape, t, {"engine": "threads"})
     over = sum(map(overhead, layers), Counter())
     slots = over.pop("slots"), over.pop("slot past the end")

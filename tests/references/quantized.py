@@ -195,7 +195,7 @@ class SlowTailorKV(SlowQuantized):
         shape: Shape,
         budget: int,
         quant_layers: Iterable[int],
-        bits: int = 1,
+        bits: int = 2,
         group: int = 64,
         channels: int | None = None,
         initial: int = 4,
