@@ -1,27 +1,32 @@
-"""Measures a model's attention for methods that depend on it: python calibrate.py --checkpoint DIR --text FILE
+"""Measures a model for methods that depend on it: python calibrate.py --checkpoint DIR --text FILE
 
-Writes kv_profile.json into the checkpoint, where every tool finds it, or to the file that --out names. It holds:
+Cuts excerpts from the end of the text. Writes kv_profile.json into the checkpoint, where every tool finds it, or to the
+file that --out names. It holds:
 
+- filter_layers (omnikv): the layers proposed to choose tokens for the others. Omnikv's steps in the second half of the
+  excerpts are computed, each with 5% of the excerpt chosen and with the exact K and V, and compared with the full
+  cache's. The proposal has the smallest KL divergence among the default filter layers and the choices whose sparse
+  layers' outputs have the smallest errors; it is the default unless another is a tenth better. It has at most as many
+  full layers, which read every token, as the default, or as --full (`filters`: both).
 - filter_ability (omnikv): the share of the next 8 layers' attention that falls on the tokens to which a layer attends
   most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a).
-- filter_layers (omnikv): the layers proposed to choose tokens for the others. Their choices catch the most attention
-  over all layers, while at most a quarter of the layers (or 3) are full.
+- quant_layers (tailorkv): the layers whose attention output in 2 bits has a relative error of at most --tolerance
+  (`quant_error`: the errors in 2 bits and in 1). Zeros instead of the output would have an error of 1.
 - dense_preference (tailorkv): the share of a layer's attention outside the 5% of the tokens to which each head attends
-  most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8).
-- quant_layers (tailorkv): the layers whose dense_preference is above --tau (Equation 9). Such dense attention tolerates
-  coarse keys and values.
-- head_scores (duo): for each KV head, the attention of the text's last queries to the tokens between the first and the
-  recent ones: the mean over the queries, the maximum over the group's heads. It replaces the gates that DuoAttention
-  (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
+  most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8). The paper quantizes
+  layers by this alone, those above 0.2 (Equation 9); on a real model their errors can be the largest.
+- head_scores (duo): for each KV head, the attention of an excerpt's last queries to the tokens between the first and
+  the recent ones: the mean over the queries, the maximum over the group's heads. It replaces the gates that
+  DuoAttention (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
 """
 
 import runtime.startup  # noqa: F401
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -31,142 +36,288 @@ from torch import Tensor
 from engine import Engine
 from kv.base import KV
 from kv.duo import DuoMethod
+from kv.kivi import Quantized
 from kv.method import Shape
-from kv.omnikv import segments_of
-from kv.parts import ops
+from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
+from tasks.texts import divergence
 from terminal.cli import check_output, load_pyplot, read_text, run, table
 from text.files import read_json
 
-QUERIES = 32  # how many of the text's last queries are measured
-CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the text
+EXCERPTS, LENGTH = 4, 4096  # the most excerpts, and their tokens
+LAST = 32  # queries of an excerpt for dense_preference and head_scores
+QUERIES = 64  # queries, evenly over an excerpt's second half, for all else
+CHOSEN = 2048, 0.05  # the most tokens that a layer chooses, and their largest share of the excerpt
 SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
 AFTER = 8  # a layer's choice is judged by the attention of this many next layers
 FILTERS = 3  # the most filter layers
+TRIED = 8  # choices of filter layers whose KL divergence is measured
+TOLERANCE = 0.5  # the largest error of a quantized layer
+GAIN = 0.9  # of the default's KL divergence: a proposal with more is not worth its noise
+BITS = 2, 1
 MEASURES = "filter ability", "dense preference"  # the printed columns
 
 
 class Probe(KV):
-    """Measures a prompt's attention and stores no tokens; `chosen` holds the choices of the layers below."""
+    """Measures a layer's attention to an excerpt, whose K and V it holds; `below`: the probes of the layers below."""
 
-    def __init__(self, shape: Shape, sinks: int, window: int, chosen: list[Tensor]):
+    def __init__(self, shape: Shape, sinks: int, window: int, below: list["Probe"]):
         super().__init__(shape)
-        self.sinks, self.window, self.chosen = sinks, window, chosen
+        self.sinks, self.window, self.below = sinks, window, below
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        length = k.shape[2]
-        last = torch.arange(length - QUERIES, length, device=k.device)[:, None]
-        key = torch.arange(length, device=k.device)
-        between = (key >= self.sinks) & (key <= last - self.window)  # [queries,T]
-        most = q.new_zeros(QUERIES, length, dtype=torch.float32)
-        scores, outside, caught = [], 0.0, [0.0] * len(self.chosen)
-        groups = q[0, :, -QUERIES:].unflatten(0, (k.shape[1], -1))  # [Hk,G,queries,D]
-        for rows, keys in zip(groups, k[0], strict=True):
-            logits = rows.float() @ keys.float().mT * q.shape[-1] ** -0.5
-            mass = logits.masked_fill(key > last, -torch.inf).softmax(-1)
-            scores.append((mass * between).sum(-1).mean(-1).max().item())
-            most = torch.maximum(most, mass.amax(0))
-            outside += (1 - mass.topk(max(1, int(SPARSE * length + 0.5))).values.sum(-1)).sum().item()
-            for i, index in enumerate(self.chosen):
-                caught[i] += mass.gather(2, index.expand(len(rows), -1, -1)).sum().item()
-        measured = QUERIES * q.shape[1]
-        self.head_scores, self.dense, self.caught = scores, outside / measured, [x / measured for x in caught]
-        self.chosen.append(ops.top(most, max(1, min(CHOSEN[0], int(CHOSEN[1] * length + 0.5)))))  # [queries,n]
+        self.length, self.keys, self.values = k.shape[2], k[0], v[0]
+        self.at = torch.linspace(self.length / 2, self.length - 1, QUERIES, device=k.device).long()
+        self.measure_last(q[0, :, -LAST:])
+        rows = q[0, :, self.at]
+        weight = self.weights(rows, self.at)
+        y = self.output(weight)
+        self.caught, self.sparse_error = [], []  # of each layer below, if it chooses
+        for probe in self.below:
+            chosen = weight * probe.choice
+            share = chosen.sum(-1, keepdim=True)
+            self.caught.append(share.mean().item())
+            self.sparse_error.append(error(self.output(chosen / share), y) ** 2)
+        self.quant_error = [self.quantized(k, v, bits, rows, y) for bits in BITS]
+        self.choice = self.choose(weight)
+
+    def measure_last(self, q: Tensor) -> None:
+        """dense_preference and head_scores, by the last queries [Hq,n,D]."""
+        last = torch.arange(self.length - q.shape[1], self.length, device=q.device)
+        key = torch.arange(self.length, device=q.device)
+        weight = self.weights(q, last)
+        self.dense = 1 - weight.topk(max(1, int(SPARSE * self.length + 0.5))).values.sum(-1).mean().item()
+        between = (key >= self.sinks) & (key <= last[:, None] - self.window)
+        self.head_scores = (weight * between).sum(-1).mean(-1).amax(1).tolist()
+
+    def quantized(self, k: Tensor, v: Tensor, bits: int, q: Tensor, y: Tensor) -> float:
+        """The error of the output y with quantized K and V."""
+        layer = Quantized(self.shape, bits)
+        layer.keep(0, q, k, v)
+        keys, values, _ = layer.held(0, self.length)
+        return error(self.weights(q, self.at, keys) @ values[:, None].float(), y)
+
+    def weights(self, q: Tensor, at: Tensor, keys: Tensor | None = None) -> Tensor:
+        """The attention [Hk,G,n,T] fp32 of queries [Hq,n,D] at positions [n]; keys: instead of the excerpt's."""
+        keys = self.keys if keys is None else keys
+        logits = q.unflatten(0, (len(keys), -1)).float() @ keys[:, None].float().mT * q.shape[-1] ** -0.5
+        return logits.masked_fill_(torch.arange(self.length, device=q.device) > at[:, None], -torch.inf).softmax(-1)
+
+    def output(self, weight: Tensor) -> Tensor:
+        return weight @ self.values[:, None].float()  # [Hk,G,n,D]
+
+    def choose(self, weight: Tensor) -> Tensor:
+        """The tokens that a filter layer chooses by its attention [Hk,G,n,T], and each query's own: a mask [n,T]."""
+        count = max(1, min(CHOSEN[0], int(CHOSEN[1] * self.length + 0.5)))
+        index = torch.cat([weight.amax((0, 1)).topk(count).indices, self.at[:, None]], dim=1)
+        return torch.zeros_like(weight[0, 0], dtype=torch.bool).scatter_(1, index, True)
 
     def decode(self, *_) -> Tensor:
         raise NotImplementedError("a probe only sees prompts")
+
+
+def error(y: Tensor, exact: Tensor) -> float:
+    """The relative error of an output."""
+    return ((y - exact).norm() / exact.norm()).item()
+
+
+def probes_of(engine: Engine, ids: list[int], sinks: int, recent: int) -> list[Probe]:
+    """Every layer's probe, after the excerpt's prefill."""
+    shape, probes = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0), []
+    for layer in range(engine.config.n_layer):
+        probes.append(Probe(shape, sinks, recent, probes[:layer]))
+    engine.model.set_kv(probes)
+    engine.model.prefill(0, torch.tensor(ids, device=engine.device))
+    return probes
+
+
+@torch.no_grad()
+def replay(engine: Engine, ids: list[int], probes: list[Probe], filters: list[int]) -> Tensor:
+    """Logits [n,vocab] of omnikv's steps at the measured positions, with these filter layers; [] is the full cache."""
+    segments, chosen, model = segments_of(filters, len(probes)), {}, engine.model
+    chooser = {layer: first for first, layers in segments.items() for layer in layers}
+
+    def attend(layer: int, q: Tensor, *_) -> Tensor:
+        probe = probes[layer]
+        weight = probe.weights(q[0], probe.at)
+        if layer in chooser:
+            weight *= chosen[chooser[layer]]
+            weight /= weight.sum(-1, keepdim=True)
+        elif layer in segments:
+            chosen[layer] = probe.choose(weight)
+        return probe.output(weight).flatten(0, 1)[None].to(q.dtype)
+
+    at = probes[0].at
+    cos, sin = model.cos_sin(at[None], model.rope_speed)
+    x = model.tok_embeddings(torch.tensor(ids, device=at.device)[None, at])
+    for layer, block in enumerate(model.layers):
+        block.prefill(x, cos, sin, partial(attend, layer))
+    return model.logits(x[0])
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
     return [None if x is None else round(x, 5) for x in values]
 
 
-def calibrate(engine: Engine, ids: list[int], sinks: int, recent: int, tau: float = 0.2) -> dict:
-    """Measures a text's attention; returns the content of kv_profile.json. Raises ValueError if the text is too short,
+def calibrate(
+    engine: Engine,
+    excerpts: list[list[int]],
+    sinks: int,
+    recent: int,
+    tolerance: float = TOLERANCE,
+    full: int | None = None,
+) -> dict:
+    """Measures excerpts, equally long; returns the content of kv_profile.json. Raises ValueError if they are too short,
     an argument is out of range or the attention is not finite."""
     if sinks < 0 or recent < 1:
         raise ValueError(f"--sinks must be at least 0 and --recent at least 1, not {sinks} and {recent}")
-    if not 0 <= tau <= 1:
-        raise ValueError(f"--tau must lie between 0 and 1, not {tau}")
-    if len(ids) < sinks + recent + QUERIES:
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"--tolerance must lie between 0 and 1, not {tolerance}")
+    if full is not None and full < 1:
+        raise ValueError(f"--full must be at least 1, not {full}")
+    if len(excerpts[0]) < sinks + recent + LAST:
         raise ValueError(
-            f"the text has {len(ids)} tokens; with {sinks} sinks and {recent} recent tokens it needs at least "
-            f"{sinks + recent + QUERIES}"
+            f"the text has {len(excerpts[0])} tokens; with {sinks} sinks and {recent} recent tokens it needs at least "
+            f"{sinks + recent + LAST}"
         )
-    chosen: list[Tensor] = []
-    shape = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0)
-    probes = [Probe(shape, sinks, recent, chosen) for _ in engine.model.layers]
     engine.close()
     engine.model.set_rows(1)
-    engine.model.set_kv(probes)
-    engine.model.prefill(0, torch.tensor(ids, device=engine.device))
-    if not all(math.isfinite(x) for p in probes for x in (p.dense, *p.head_scores, *p.caught)):
+    measured = [probes_of(engine, ids, sinks, recent) for ids in excerpts]
+
+    def mean(name: str) -> list:
+        """What each layer's probes measured, the mean over the excerpts."""
+        return [
+            torch.tensor([getattr(x, name) for x in layer]).mean(0).tolist() for layer in zip(*measured, strict=True)
+        ]
+
+    dense, errors, scores, caught, sparse = found = [
+        mean(name) for name in ("dense", "quant_error", "head_scores", "caught", "sparse_error")
+    ]
+    if not all(torch.tensor(layer).isfinite().all() for values in found for layer in values):
         raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
-    caught = [[probe.caught[layer] for probe in probes[layer + 1 :]] for layer in range(len(probes))]
-    dense = rounded(probe.dense for probe in probes)
+    later = [[above[layer] for above in caught[layer + 1 :][:AFTER]] for layer in range(len(caught))]
+    exact = [replay(engine, *each, []) for each in zip(excerpts, measured, strict=True)]
+
+    def kl(filters: list[int]) -> float:
+        steps = (replay(engine, *each, filters) for each in zip(excerpts, measured, strict=True))
+        return sum(divergence(logits, full)[0] for logits, full in zip(steps, exact, strict=True)) / len(exact)
+
+    default = default_filters(measured[0][0].shape)
+    most = full_layers(default, len(sparse)) if full is None else full
+    tried = {tuple(filters): kl(filters) for filters in (default, *best_filters(sparse, most))}
+    worth = {x: value * (GAIN if x == tuple(default) else 1) for x, value in tried.items()}
+    proposed = min((x for x in worth if full_layers(x, len(sparse)) <= most), key=worth.get, default=None)
     profile = {
         "format": 1,
-        "tokens": len(ids),
-        "filter_ability": rounded(sum(c[:AFTER]) / len(c[:AFTER]) if c else None for c in caught),
-        "head_scores": [rounded(probe.head_scores) for probe in probes],
-        "dense_preference": dense,
-        "quant_layers": [layer for layer, share in enumerate(dense) if share > tau],
+        "tokens": len(excerpts[0]),
+        "excerpts": len(excerpts),
+        "filter_ability": rounded(sum(x) / len(x) if x else None for x in later),
+        "head_scores": [rounded(x) for x in scores],
+        "dense_preference": rounded(dense),
+        "quant_error": [rounded(x) for x in errors],
+        "quant_layers": [layer for layer, (error, _) in enumerate(errors) if error <= tolerance],
     }
-    filters = propose(caught)
-    return profile | ({"filter_layers": filters} if filters else {})
+    if proposed is None or full_layers(proposed, len(sparse)) == len(sparse):
+        return profile
+    names = {"default": default, "proposed": list(proposed)}
+    filters = {
+        name: {"layers": x, "full": full_layers(x, len(sparse)), "kl": round(tried[tuple(x)], 5)}
+        for name, x in names.items()
+    }
+    return profile | {"filter_layers": list(proposed), "filters": filters}
 
 
-def propose(caught: list[list[float]]) -> list[int]:
-    """The filter layers whose choices catch the most attention, summed over all layers; [] if none are possible.
+def full_layers(filters: Sequence[int], n_layer: int) -> int:
+    return n_layer - sum(map(len, segments_of(list(filters), n_layer).values()))
 
-    caught[l][i]: the share of layer l + 1 + i's attention that falls on the tokens that layer l chooses. A full layer
-    counts as 1. Of L layers, max(3, L / 4) may be full, as the paper's own choices for Llama-3-8B and Yi-9B require.
+
+def best_filters(sparse_error: list[list[float]], most: int) -> list[list[int]]:
+    """The choices of filter layers with the smallest sums of their sparse layers' errors, best first; [] if none exist.
+
+    sparse_error[l][f]: layer l's squared relative error if it attends to what layer f chooses. At most `most` layers
+    may be full: every step reads all tokens in these.
     """
-    n_layer = len(caught)
-    best, most = [], 0.0
+    n_layer, sums = len(sparse_error), []
     for count in range(1, FILTERS + 1):
         for filters in map(list, combinations(range(n_layer), count)):
             segments = segments_of(filters, n_layer)
-            sparse = [(first, layer) for first, layers in segments.items() for layer in layers]
-            if not sparse or not all(segments.values()) or n_layer - len(sparse) > max(3, n_layer // 4):
-                continue
-            seen = n_layer - len(sparse) + sum(caught[first][layer - first - 1] for first, layer in sparse)
-            if seen > most:
-                best, most = filters, seen
-    return best
+            if all(segments.values()) and full_layers(filters, n_layer) <= most:
+                pairs = ((layer, first) for first, layers in segments.items() for layer in layers)
+                sums.append((sum(sparse_error[layer][first] for layer, first in pairs), filters))
+    return [filters for _, filters in sorted(sums)[:TRIED]]
 
 
-def draw(profile: dict, tau: float, path: str) -> None:
-    """Draws OmniKV's Figure 6a and TailorKV's Figure 12: one curve each over the layers, proposed layers marked."""
+def excerpts_of(engine: Engine, text: str, length: int) -> list[list[int]]:
+    """Excerpts of at most `length` tokens from the end of a text, each with the tokenizer's BOS."""
+    ids, text_ids = engine.encode(text), engine.encode(text, bos=False)
+    bos = ids[: len(ids) - len(text_ids)]
+    size = max(1, min(length, engine.config.max_length) - len(bos))
+    count = min(EXCERPTS, max(1, len(text_ids) // size))
+    return [bos + text_ids[-size * i :][:size] for i in range(count, 0, -1)]
+
+
+def draw(profile: dict, tolerance: float, path: str) -> None:
+    """Draws OmniKV's Figure 6a, TailorKV's Figure 12 and the errors of quantized layers; proposed layers are marked."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     filters = profile["filter_ability"][:-1], profile.get("filter_layers", []), "filter layers"
-    dense = profile["dense_preference"], profile["quant_layers"], "quantized layers"
-    for axis, (curve, marked, label) in zip(axes, (filters, dense), strict=True):
+    errors = [error for error, _ in profile["quant_error"]], profile["quant_layers"], "quantized layers"
+    for axis, (curve, marked, label) in zip(axes, (filters, errors), strict=True):
         axis.plot(range(len(curve)), curve, marker="o")
         axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
-        axis.set(xlabel="layer", ylim=(0, 1))
+        axis.set(xlabel="layer", ylim=(0, max(1, *curve)))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"attention of the next {AFTER} layers to its choice")
-    axes[1].set_ylabel(f"attention beyond the best {SPARSE:.0%} of the tokens")
-    axes[1].axhline(tau, color="gray", linestyle="--", label="tau")
+    axes[1].set_ylabel(f"error of its output in {BITS[0]} bits")
+    axes[1].axhline(tolerance, color="gray", linestyle="--", label="tolerance")
+    beyond = f"attention beyond the best {SPARSE:.0%} of the tokens"
+    axes[1].plot(range(len(errors[0])), profile["dense_preference"], marker=".", color="gray", label=beyond)
     for axis in axes:
         axis.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
+def report(profile: dict, tolerance: float) -> str:
+    filters, quantized = profile.get("filters"), profile["quant_layers"]
+    lines = []
+    for layer, heads in enumerate(profile["head_scores"]):
+        cells = {name: profile[name.replace(" ", "_")][layer] for name in MEASURES}
+        cells |= {f"{bits} bits": error for bits, error in zip(BITS, profile["quant_error"][layer], strict=True)}
+        cells |= {f"head {head}": score for head, score in enumerate(heads)}
+        shares = {name: "-" if share is None else f"{100 * share:.1f}%" for name, share in cells.items()}
+        chooses = layer in profile.get("filter_layers", [])
+        lines.append({"layer": f"{layer}{'*' * chooses}{'q' * (layer in quantized)}", **shares})
+    found = [table(lines)]
+    if filters:
+        found.append("* proposed as filter layers")
+        rows = [{"filters": name, **x, "layers": "+".join(map(str, x["layers"]))} for name, x in filters.items()]
+        found.append(table(rows))
+    else:
+        found.append("no filter layers: too few layers, or --full is too small")
+    if quantized:
+        found.append("q proposed as quantized layers")
+    else:
+        found.append(f"no layer's error in {BITS[0]} bits is at most {tolerance}")
+    return "\n".join(found)
+
+
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
     p.add_argument("--text", required=True, metavar="FILE", help="a text like the model's prompts, question included")
-    p.add_argument("--length", type=int, help="tokens to read, from the end of the text (default: all that fit)")
+    p.add_argument("--length", type=int, default=LENGTH, help=f"tokens of an excerpt (default: {LENGTH})")
     p.add_argument("--sinks", type=int, default=DuoMethod.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=DuoMethod.recent, help="newest tokens of a streaming head")
-    p.add_argument("--tau", type=float, default=0.2, help="dense preference above which a layer is quantized")
+    p.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="the largest error of a quantized layer's output in 2 bits"
+    )
+    p.add_argument(
+        "--full", type=int, help="the most full layers (default: as many as with omnikv's own filter layers)"
+    )
     p.add_argument("--out", type=Path, metavar="FILE", help="default: kv_profile.json in the checkpoint")
-    p.add_argument("--plot", metavar="FILE", help="draw filter ability and dense preference over the layers")
+    p.add_argument("--plot", metavar="FILE", help="draw filter ability and quantization error over the layers")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
@@ -174,34 +325,22 @@ def main(argv: list[str] | None = None) -> None:
     if args.checkpoint.is_dir():  # otherwise loading reports the error
         check_output(str(path), "--out")
     check_output(args.plot, "--plot")
-    if args.length is not None and args.length < 1:
+    if args.length < 1:
         raise ValueError(f"--length must be at least 1, not {args.length}")
     text = read_text(args.text)
     if not text.strip():
         raise ValueError(f"--text {args.text}: the text is empty")
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
-    ids = engine.encode(text)
-    length = min(args.length or len(ids), engine.config.max_length)
-    if len(ids) > length:  # keeps BOS and the end of the text
-        bos = len(ids) - len(engine.encode(text, bos=False))
-        ids = ids[:bos] + ids[len(ids) - length + bos :]
-    profile = calibrate(engine, ids, args.sinks, args.recent, args.tau)
+    excerpts = excerpts_of(engine, text, args.length)
+    profile = calibrate(engine, excerpts, args.sinks, args.recent, args.tolerance, args.full)
     old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
-    old.pop("filter_layers", None)  # an earlier run's, if this one proposes none
+    for name in ("filter_layers", "filters"):  # an earlier run's, if this one proposes none
+        old.pop(name, None)
     with replacing(path) as new:
         new.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
-    filters, quantized = profile.get("filter_layers", []), profile["quant_layers"]
-    lines = []
-    for layer, heads in enumerate(profile["head_scores"]):
-        cells = {name: profile[name.replace(" ", "_")][layer] for name in MEASURES}
-        cells |= {f"head {head}": score for head, score in enumerate(heads)}
-        shares = {name: "-" if share is None else f"{100 * share:.1f}%" for name, share in cells.items()}
-        lines.append({"layer": f"{layer}{'*' * (layer in filters)}{'q' * (layer in quantized)}", **shares})
-    print(table(lines))
-    print("* proposed as filter layers" if filters else "too few layers for filter layers")
-    print("q proposed as quantized layers" if quantized else f"no layer's dense preference is above {args.tau}")
+    print(report(profile, args.tolerance))
     if args.plot:
-        draw(profile, args.tau, args.plot)
+        draw(profile, args.tolerance, args.plot)
     print(f"wrote {path}", file=sys.stderr)
 
 
