@@ -90,7 +90,8 @@ class RoCo(H2O):
         deviation, varied = deviation.masked_fill(~self.evictable(position, pos, size), -1.0), self.varied(size)
         most = varied if isinstance(varied, int) else self.min_slots
         protected = ops.top(deviation, most, count=varied)
-        return F.pad(mean, (0, 1)).scatter(-1, protected, torch.inf)[..., :-1]
+        padded = mean if isinstance(varied, int) else F.pad(mean, (0, 1))  # where rows protect fewer, indices may be N
+        return padded.scatter(-1, protected, torch.inf)[..., : mean.shape[-1]]
 
 
 class CaM(H2O):
