@@ -134,7 +134,7 @@ class D2O(H2O):
         self.allotted[row], self.threshold[row] = shared.sizes[self.index], -torch.inf
         sums, _, *parked = shared.parked[self.index]
         tokens = Held.new(*(x.to(self.k.device) for x in parked))
-        self.compress(row, tokens, *self.ranked(row, sums, tokens.position))
+        self.compress(row, tokens, sums[0], sums)
         if self.index == len(shared.sizes) - 1:
             shared.parked.clear()
 
