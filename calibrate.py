@@ -4,17 +4,17 @@ Cuts excerpts from the end of the text. Writes kv_profile.json into the checkpoi
 file that --out names. It holds:
 
 - filter_layers (omnikv): the layers proposed to choose tokens for the others. Omnikv's steps in the second half of the
-  excerpts are computed, each with 5% of the excerpt chosen and with the exact K and V, and compared with the full
-  cache's. The proposal has the smallest KL divergence among the default filter layers and the choices whose sparse
-  layers' outputs have the smallest errors; it is the default unless another is a tenth better. It has at most as many
-  full layers, which read every token, as the default, or as --full (`filters`: both).
+  excerpts are computed, each with 5% of the excerpt chosen, and compared with the full cache's. The proposal is the
+  default, unless another choice diverges less (KL) by two standard errors; those whose sparse layers' outputs have the
+  smallest errors are tried. Full layers read every token: no more are full than with the default, or than --full.
 - filter_ability (omnikv): the share of the next 8 layers' attention that falls on the tokens to which a layer attends
   most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a).
-- quant_layers (tailorkv): the layers whose attention output in 2 bits has a relative error of at most --tolerance
-  (`quant_error`: the errors in 2 bits and in 1). Zeros instead of the output would have an error of 1.
 - dense_preference (tailorkv): the share of a layer's attention outside the 5% of the tokens to which each head attends
-  most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8). The paper quantizes
-  layers by this alone, those above 0.2 (Equation 9); on a real model their errors can be the largest.
+  most, the mean over the last queries and the heads (TailorKV, arXiv 2505.19586, Equations 6 to 8).
+- quant_error (tailorkv): the relative error of a layer's attention output with K and V in 2 bits, and in 1. Zeros
+  instead of the output would have an error of 1.
+- quant_layers (tailorkv): the layers whose dense_preference is above --tau (Equation 9), so that a few fetched tokens
+  would not do, and whose error in 2 bits is at most --tolerance.
 - head_scores (duo): for each KV head, the attention of an excerpt's last queries to the tokens between the first and
   the recent ones: the mean over the queries, the maximum over the group's heads. It replaces the gates that
   DuoAttention (arXiv 2410.10819) trains: a head that attends to these tokens is a retrieval head.
@@ -25,7 +25,7 @@ import runtime.startup  # noqa: F401
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -41,7 +41,6 @@ from kv.method import Shape
 from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
-from tasks.texts import divergence
 from terminal.cli import check_output, load_pyplot, read_text, run, table
 from text.files import read_json
 
@@ -53,8 +52,7 @@ SPARSE = 0.05  # the share of the tokens to which a sparse layer would attend
 AFTER = 8  # a layer's choice is judged by the attention of this many next layers
 FILTERS = 3  # the most filter layers
 TRIED = 8  # choices of filter layers whose KL divergence is measured
-TOLERANCE = 0.5  # the largest error of a quantized layer
-GAIN = 0.9  # of the default's KL divergence: a proposal with more is not worth its noise
+TAU, TOLERANCE = 0.2, 0.5  # a quantized layer's least dense preference and largest error
 BITS = 2, 1
 MEASURES = "filter ability", "dense preference"  # the printed columns
 
@@ -110,7 +108,8 @@ class Probe(KV):
     def choose(self, weight: Tensor) -> Tensor:
         """The tokens that a filter layer chooses by its attention [Hk,G,n,T], and each query's own: a mask [n,T]."""
         count = max(1, min(CHOSEN[0], int(CHOSEN[1] * self.length + 0.5)))
-        index = torch.cat([weight.amax((0, 1)).topk(count).indices, self.at[:, None]], dim=1)
+        own = self.at[:, None]
+        index = torch.cat([weight.amax((0, 1)).scatter(1, own, -1).topk(count).indices, own], dim=1)
         return torch.zeros_like(weight[0, 0], dtype=torch.bool).scatter_(1, index, True)
 
     def decode(self, *_) -> Tensor:
@@ -133,8 +132,11 @@ def probes_of(engine: Engine, ids: list[int], sinks: int, recent: int) -> list[P
 
 
 @torch.no_grad()
-def replay(engine: Engine, ids: list[int], probes: list[Probe], filters: list[int]) -> Tensor:
-    """Logits [n,vocab] of omnikv's steps at the measured positions, with these filter layers; [] is the full cache."""
+def replay(engine: Engine, ids: list[int], probes: list[Probe], filters: tuple[int, ...]) -> Tensor:
+    """Logits [n,vocab] of omnikv's steps at the measured positions, with these filter layers; none: the full cache's.
+
+    All steps run at once; the K and V that they read are the full cache's.
+    """
     segments, chosen, model = segments_of(filters, len(probes)), {}, engine.model
     chooser = {layer: first for first, layers in segments.items() for layer in layers}
 
@@ -165,6 +167,7 @@ def calibrate(
     excerpts: list[list[int]],
     sinks: int,
     recent: int,
+    tau: float = TAU,
     tolerance: float = TOLERANCE,
     full: int | None = None,
 ) -> dict:
@@ -172,8 +175,9 @@ def calibrate(
     an argument is out of range or the attention is not finite."""
     if sinks < 0 or recent < 1:
         raise ValueError(f"--sinks must be at least 0 and --recent at least 1, not {sinks} and {recent}")
-    if not 0 <= tolerance <= 1:
-        raise ValueError(f"--tolerance must lie between 0 and 1, not {tolerance}")
+    for name, share in (("--tau", tau), ("--tolerance", tolerance)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {share}")
     if full is not None and full < 1:
         raise ValueError(f"--full must be at least 1, not {full}")
     if len(excerpts[0]) < sinks + recent + LAST:
@@ -197,17 +201,18 @@ def calibrate(
     if not all(torch.tensor(layer).isfinite().all() for values in found for layer in values):
         raise ValueError(f"the model's attention to the text is not a number in {engine.dtype}: try --dtype float32")
     later = [[above[layer] for above in caught[layer + 1 :][:AFTER]] for layer in range(len(caught))]
-    exact = [replay(engine, *each, []) for each in zip(excerpts, measured, strict=True)]
+    texts = list(zip(excerpts, measured, strict=True))
+    exact = [replay(engine, *text, ()).log_softmax(-1) for text in texts]
 
-    def kl(filters: list[int]) -> float:
-        steps = (replay(engine, *each, filters) for each in zip(excerpts, measured, strict=True))
-        return sum(divergence(logits, full)[0] for logits, full in zip(steps, exact, strict=True)) / len(exact)
+    def divergence(filters: tuple[int, ...]) -> Tensor:
+        """The KL divergence of each measured step."""
+        steps = [replay(engine, *text, filters).log_softmax(-1) for text in texts]
+        return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(exact, steps, strict=True)])
 
-    default = default_filters(measured[0][0].shape)
-    most = full_layers(default, len(sparse)) if full is None else full
-    tried = {tuple(filters): kl(filters) for filters in (default, *best_filters(sparse, most))}
-    worth = {x: value * (GAIN if x == tuple(default) else 1) for x, value in tried.items()}
-    proposed = min((x for x in worth if full_layers(x, len(sparse)) <= most), key=worth.get, default=None)
+    n_layer, default = len(sparse), tuple(default_filters(measured[0][0].shape))
+    most = full_layers(default, n_layer) if full is None else full
+    tried = {filters: divergence(filters) for filters in (default, *best_filters(sparse, most))}
+    proposed = propose(tried, default, most, n_layer)
     profile = {
         "format": 1,
         "tokens": len(excerpts[0]),
@@ -216,23 +221,39 @@ def calibrate(
         "head_scores": [rounded(x) for x in scores],
         "dense_preference": rounded(dense),
         "quant_error": [rounded(x) for x in errors],
-        "quant_layers": [layer for layer, (error, _) in enumerate(errors) if error <= tolerance],
+        "quant_layers": [i for i in range(n_layer) if dense[i] > tau and errors[i][0] <= tolerance],
     }
-    if proposed is None or full_layers(proposed, len(sparse)) == len(sparse):
+    if proposed is None:
         return profile
-    names = {"default": default, "proposed": list(proposed)}
+    both = {"default": default, "proposed": proposed}
     filters = {
-        name: {"layers": x, "full": full_layers(x, len(sparse)), "kl": round(tried[tuple(x)], 5)}
-        for name, x in names.items()
+        name: {"layers": list(x), "full": full_layers(x, n_layer), "kl": round(tried[x].mean().item(), 5)}
+        for name, x in both.items()
     }
     return profile | {"filter_layers": list(proposed), "filters": filters}
 
 
-def full_layers(filters: Sequence[int], n_layer: int) -> int:
-    return n_layer - sum(map(len, segments_of(list(filters), n_layer).values()))
+def propose(
+    tried: dict[tuple[int, ...], Tensor], default: tuple[int, ...], most: int, n_layer: int
+) -> tuple[int, ...] | None:
+    """The filter layers with the smallest mean KL divergence; the default, unless that gains two standard errors.
+
+    tried: the divergences, step by step. None if no choice leaves a layer sparse, and at most `most` full.
+    """
+    allowed = [filters for filters in tried if full_layers(filters, n_layer) <= min(most, n_layer - 1)]
+    best = min(allowed, key=lambda filters: tried[filters].mean().item(), default=None)
+    if default in allowed:
+        gain = tried[default] - tried[best]
+        if gain.mean() <= 2 * gain.std() / len(gain) ** 0.5:
+            return default
+    return best
 
 
-def best_filters(sparse_error: list[list[float]], most: int) -> list[list[int]]:
+def full_layers(filters: tuple[int, ...], n_layer: int) -> int:
+    return n_layer - sum(map(len, segments_of(filters, n_layer).values()))
+
+
+def best_filters(sparse_error: list[list[float]], most: int) -> list[tuple[int, ...]]:
     """The choices of filter layers with the smallest sums of their sparse layers' errors, best first; [] if none exist.
 
     sparse_error[l][f]: layer l's squared relative error if it attends to what layer f chooses. At most `most` layers
@@ -240,7 +261,7 @@ def best_filters(sparse_error: list[list[float]], most: int) -> list[list[int]]:
     """
     n_layer, sums = len(sparse_error), []
     for count in range(1, FILTERS + 1):
-        for filters in map(list, combinations(range(n_layer), count)):
+        for filters in combinations(range(n_layer), count):
             segments = segments_of(filters, n_layer)
             if all(segments.values()) and full_layers(filters, n_layer) <= most:
                 pairs = ((layer, first) for first, layers in segments.items() for layer in layers)
@@ -257,29 +278,31 @@ def excerpts_of(engine: Engine, text: str, length: int) -> list[list[int]]:
     return [bos + text_ids[-size * i :][:size] for i in range(count, 0, -1)]
 
 
-def draw(profile: dict, tolerance: float, path: str) -> None:
+def draw(profile: dict, tau: float, tolerance: float, path: str) -> None:
     """Draws OmniKV's Figure 6a, TailorKV's Figure 12 and the errors of quantized layers; proposed layers are marked."""
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    errors, quantized = [error for error, _ in profile["quant_error"]], profile["quant_layers"]
     filters = profile["filter_ability"][:-1], profile.get("filter_layers", []), "filter layers"
-    errors = [error for error, _ in profile["quant_error"]], profile["quant_layers"], "quantized layers"
-    for axis, (curve, marked, label) in zip(axes, (filters, errors), strict=True):
+    dense = profile["dense_preference"], quantized, "quantized layers"
+    for axis, (curve, marked, label) in zip(axes, (filters, dense, (errors, *dense[1:])), strict=True):
         axis.plot(range(len(curve)), curve, marker="o")
         axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
         axis.set(xlabel="layer", ylim=(0, max(1, *curve)))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"attention of the next {AFTER} layers to its choice")
-    axes[1].set_ylabel(f"error of its output in {BITS[0]} bits")
-    axes[1].axhline(tolerance, color="gray", linestyle="--", label="tolerance")
-    beyond = f"attention beyond the best {SPARSE:.0%} of the tokens"
-    axes[1].plot(range(len(errors[0])), profile["dense_preference"], marker=".", color="gray", label=beyond)
+    axes[1].set_ylabel(f"attention beyond the best {SPARSE:.0%} of the tokens")
+    axes[1].axhline(tau, color="gray", linestyle="--", label="tau")
+    axes[2].set_ylabel(f"error of its output in {BITS[0]} bits")
+    axes[2].axhline(tolerance, color="gray", linestyle="--", label="tolerance")
     for axis in axes:
         axis.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def report(profile: dict, tolerance: float) -> str:
+def report(profile: dict) -> str:
+    """A table of the layers, the filter layers, and what the marks mean."""
     filters, quantized = profile.get("filters"), profile["quant_layers"]
     lines = []
     for layer, heads in enumerate(profile["head_scores"]):
@@ -299,7 +322,7 @@ def report(profile: dict, tolerance: float) -> str:
     if quantized:
         found.append("q proposed as quantized layers")
     else:
-        found.append(f"no layer's error in {BITS[0]} bits is at most {tolerance}")
+        found.append("no layer has both a dense preference above --tau and an error of at most --tolerance")
     return "\n".join(found)
 
 
@@ -310,6 +333,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--length", type=int, default=LENGTH, help=f"tokens of an excerpt (default: {LENGTH})")
     p.add_argument("--sinks", type=int, default=DuoMethod.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=DuoMethod.recent, help="newest tokens of a streaming head")
+    p.add_argument("--tau", type=float, default=TAU, help="dense preference above which a layer is quantized")
     p.add_argument(
         "--tolerance", type=float, default=TOLERANCE, help="the largest error of a quantized layer's output in 2 bits"
     )
@@ -317,7 +341,7 @@ def main(argv: list[str] | None = None) -> None:
         "--full", type=int, help="the most full layers (default: as many as with omnikv's own filter layers)"
     )
     p.add_argument("--out", type=Path, metavar="FILE", help="default: kv_profile.json in the checkpoint")
-    p.add_argument("--plot", metavar="FILE", help="draw filter ability and quantization error over the layers")
+    p.add_argument("--plot", metavar="FILE", help="draw filter ability, dense preference and errors over the layers")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     args = p.parse_args(argv)
@@ -332,15 +356,15 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--text {args.text}: the text is empty")
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
     excerpts = excerpts_of(engine, text, args.length)
-    profile = calibrate(engine, excerpts, args.sinks, args.recent, args.tolerance, args.full)
+    profile = calibrate(engine, excerpts, args.sinks, args.recent, args.tau, args.tolerance, args.full)
     old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
     for name in ("filter_layers", "filters"):  # an earlier run's, if this one proposes none
         old.pop(name, None)
     with replacing(path) as new:
         new.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
-    print(report(profile, args.tolerance))
+    print(report(profile))
     if args.plot:
-        draw(profile, args.tolerance, args.plot)
+        draw(profile, args.tau, args.tolerance, args.plot)
     print(f"wrote {path}", file=sys.stderr)
 
 

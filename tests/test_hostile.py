@@ -463,7 +463,8 @@ def lines_of(whole, tmp_path_factory) -> dict:
         f"--results {root}/results.jsonl",
         "quantize": f"--checkpoint {whole} --mode int4 --groupsize 32 --out {root}/q --force",
         "convert": f"{source} --out {root}/c --dtype float32 --force",
-        "calibrate": f"--checkpoint {whole} --text {root}/text.txt --length 200 --tolerance 0.3 --sinks 4 --recent 16",
+        "calibrate": f"--checkpoint {whole} --text {root}/text.txt --length 200 --tau 0.3 --tolerance 0.4 --full 5 "
+        "--sinks 4 --recent 16",
         "compare": f"{root}/answers.json {root}/speed.json --plot {root}/plot.png",
     }
     return {tool: (MAINS[tool], line.split()) for tool, line in lines.items()}
