@@ -5,7 +5,6 @@ step scores all pages by that bound and attends to the tokens of the best pages,
 Memory: the full cache and two vectors per page. Traffic: the bounds, and the budget.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -59,9 +58,9 @@ class Quest(Full):
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
         queries = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
         bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in queries], dim=2) * q.shape[-1] ** -0.5
-        page, newest = torch.arange(used, device=q.device), (pos // self.page)[:, None]
-        weight = bound.masked_fill((page > newest)[:, None, None], -torch.inf).softmax(-1).sum(2)
-        return weight.masked_fill((page == newest)[:, None], torch.inf)
+        page, newest = torch.arange(used, device=q.device), pos // self.page
+        weight = bound.masked_fill((page > newest[:, None])[:, None, None], -torch.inf).softmax(-1).sum(2)
+        return ops.newest_first(weight, newest)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-length // self.page)
@@ -91,8 +90,10 @@ class QuestMethod(Method):
         """Two pages."""
         if self.page is not None:
             return 2 * self.page
-        fewest = next(t for t in itertools.count(1) if t // 2 >= 2 * self.page_of(shape, t))
-        return fewest if shape.share else min(fewest, shape.planned)
+        if shape.share:  # its page does not depend on t
+            return 4 * self.page_of(shape, 1)
+        allowed = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.page_of(shape, t))
+        return next(allowed, shape.planned)
 
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         return {} if self.page or shape.share else {"page": self.page_of(shape, budget)}

@@ -105,8 +105,7 @@ class RocketKV(SnapKV):
         slot = pos - self.dropped
         scores = self.page_scores(q, slot)
         if self.newest:
-            page = torch.arange(scores.shape[2], device=q.device)
-            scores = scores.masked_fill((page == (slot // self.page)[:, None])[:, None], torch.inf)
+            scores = ops.newest_first(scores, slot // self.page)
         best = ops.top(scores, self.pages, count=self.count)
         return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.decoded)
 

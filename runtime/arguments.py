@@ -132,7 +132,7 @@ def check_free(engine, rows: int) -> None:
 
 def check_rows(engine, rows: list) -> None:
     """Raises ValueError unless these are different open rows of the engine."""
-    if any(row is None or engine.rows[getattr(row, "slot", -1) :][:1] != [row] for row in rows):
+    if any(row is None or not any(row is other for other in engine.rows) for row in rows):
         raise ValueError("a row was closed, or belongs to another engine")
     if len(set(map(id, rows))) < len(rows):
         raise ValueError("a row is given twice")

@@ -106,10 +106,10 @@ def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
     print(f"allocating larger caches, for {sizes}", file=sys.stderr)
     before, after = (sizes_of(engine, plan) for plan in (shape, larger))
     if changes := [f"{name} {before[name]} -> {size}" for name, size in after.items() if size != before.get(name)]:
-        print(
-            f"warning: {engine.method} takes sizes from the longest prompt, and answers change with them "
+        warn(
+            engine,
+            f"{engine.method} takes sizes from the longest prompt, and answers change with them "
             f"({', '.join(changes)}): max_prompt fixes them",
-            file=sys.stderr,
         )
     return larger
 
@@ -126,8 +126,7 @@ def power_of_two(n: int) -> int:
 
 def check_budget(engine, shape: Shape) -> None:
     """Warns of a budget whose sizes are too small for such long prompts."""
-    arguments = engine.budget, engine.options, engine.profile
-    if enough := methods.enough(engine.method, shape, *arguments):
+    if enough := methods.enough(engine.method, shape, engine.budget, engine.options, engine.profile):
         sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, shape).items())
         warn(
             engine,

@@ -63,7 +63,7 @@ def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: li
 
 def sorted_slots(layer, row: int, head: int) -> tuple:
     """(positions, keys, values) of a KV head, in order of position."""
-    first, size = (int(layer.first[row]), int(layer.allotted[row])) if isinstance(layer, D2O) else (0, layer.size)
+    first, size = int(layer.first[row]) if isinstance(layer, D2O) else 0, layer.size_of("allotted", row)
     place = layer.position[row, head, first : first + size + 1]
     order = [i for i in place.argsort().tolist() if place[i] >= 0]
     at = [first + i for i in order]

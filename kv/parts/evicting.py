@@ -46,7 +46,7 @@ class Evicting(KV):
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
         super().__init__(shape)
-        self.size, self.sinks, self.recent, self.shares = size, sinks, recent, region is not None
+        self.sinks, self.recent, self.shares = sinks, recent, region is not None
         self.endless = size < shape.planned
         self.slots = (region.most if region else size) + 1  # one is spare
         self.read_slots = inductor.symbol(self.slots, shape.device)

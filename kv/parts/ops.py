@@ -111,6 +111,12 @@ def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | N
     return index, torch.stack([low, high])
 
 
+def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
+    """Scores of pages [B,Hk,P], but infinite for each row's `newest` [B]."""
+    page = torch.arange(scores.shape[2], device=scores.device)
+    return scores.masked_fill((page == newest[:, None])[:, None], torch.inf)
+
+
 def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
     """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
     rest = (0, 0, 0, -k.shape[1] % page)
