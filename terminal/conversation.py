@@ -5,6 +5,7 @@ import signal
 import sys
 import termios
 from contextlib import suppress
+from functools import cache
 from typing import TextIO
 
 from engine import Answer, Engine
@@ -12,6 +13,31 @@ from runtime import parallel
 from terminal.cli import one_line
 
 HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
+
+
+@cache  # a process does it once
+def begin(alone: bool) -> None:
+    """Prepares the terminal and says how a conversation ends. alone: whether one process has the model."""
+    with suppress(ImportError):
+        import readline  # gives input() arrow keys and a history
+
+        if "libedit" not in readline.__doc__:
+            readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
+    print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+
+
+def first_question(alone: bool) -> str:
+    """What a person types before the model is loaded. Raises SystemExit if the conversation ends instead."""
+    begin(alone)
+    try:
+        while not (line := typed("> ").strip()):
+            pass
+    except EOFError:
+        line = "/exit"
+        print(file=sys.stderr)
+    if line == "/exit":
+        raise SystemExit(0)
+    return line
 
 
 def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> list[Answer]:
@@ -46,12 +72,7 @@ class Conversation:
         alone = self.engine.ranks.count == 1
         self.handler = signal.signal(signal.SIGINT, self._stop) if alone else signal.SIG_DFL
         if not self.engine.ranks.rank:
-            with suppress(ImportError):
-                import readline  # gives input() arrow keys and a history
-
-                if "libedit" not in readline.__doc__:
-                    readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
-            print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+            begin(alone)
         return self
 
     def __exit__(self, *_) -> None:

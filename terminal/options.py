@@ -14,6 +14,7 @@ from runtime.device import DTYPES
 from runtime.plan import check_length
 from terminal.batch import parse_batch
 from terminal.cli import check_output, number, read_text
+from terminal.conversation import first_question
 
 NEEDLE = Path(__file__).parents[1] / "needle"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -77,14 +78,16 @@ def describe_methods(args: argparse.Namespace) -> bool:
     return args.list_kv or args.kv_help is not None
 
 
-def read_prompts(args: argparse.Namespace) -> dict[str | int, str]:
-    """The prompts by id; a line without an id gets its line number."""
+def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
+    """The prompts by id; a line without an id gets its line number. Without any, --chat asks for one at a terminal."""
     if args.batch_file is not None:
         return parse_batch(args.batch_file, read_text(args.batch_file))
     if args.prompt_file is not None:
         return {1: read_text(args.prompt_file)}
     if args.prompt is not None:
         return {1: args.prompt}
+    if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
+        return {1: first_question(ranks == 1)}
     if args.checkpoint is not None:
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
     demo = (NEEDLE / "demo.txt").read_text()

@@ -20,6 +20,7 @@ from engine import Engine
 from generate import main
 from kv import METHODS
 from runtime import prefix
+from terminal import cli
 
 TEXT = [(7 * i) % 90 + 3 for i in range(50)]
 QUESTIONS = [[5, 6, 7], [9], list(range(20, 40)), [3, 3]]
@@ -199,6 +200,7 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
     assert answers == [report["completions"][0]["answers"][0]["text"].strip()] * 2
     book = (tmp_path / "book.kv").read_bytes()
     (tmp_path / "cut.kv").write_bytes(book[:-100])
+    capsys.readouterr()
     for flags, message in (
         (["--load-prompt", file, "--prompt", "x", "--kv", "full"], "leave out --kv"),
         (["--load-prompt", file, "--prompt", "x", "--max-new-tokens", "80"], "room for 50 more tokens"),
@@ -208,9 +210,11 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         (["--batch-file", str(tmp_path / "book.txt"), "--save-prompt", file], "leave out --batch-file"),
         (["--prompt", "x", "--chat", "--load-prompt", file], "leave out"),
     ):
-        result = subprocess.run([*program, *flags], capture_output=True, text=True)
-        assert result.returncode == 2 and result.stderr.strip().count("\n") <= 2, result.stderr
-        assert message in result.stderr.strip().splitlines()[-1]
+        with pytest.raises(SystemExit) as end:
+            cli.run(lambda flags=flags: main([*common[:-2], *flags]))
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.strip().count("\n") <= 2, error
+        assert message in error.strip().splitlines()[-1]
     assert (tmp_path / "book.kv").read_bytes() == book
 
 

@@ -90,7 +90,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def cases(folders) -> dict[str, dict]:
     found = {name: {"checkpoint": str(folders["llama"]), "use": use(name)} for name in VARIANTS}
     found |= {f"{name}, full": {"checkpoint": str(folder), "use": use("full")} for name, folder in folders.items()}
-    found["rocketkv, compiled"] = found["rocketkv"] | {"compile": True}
+    found["full, compiled"] = found["full"] | {"compile": True}
     found["speculation"] = {"checkpoint": str(folders["llama"]), "use": use("rocketkv", speculate=3)}
     return found
 
@@ -107,7 +107,7 @@ def torchrun(world: int, *command: str) -> subprocess.Popen:
 @pytest.fixture(scope="module")
 def alone(cases) -> dict[str, dict]:
     engines = {}
-    return {name: tp_worker.run(case, engines) for name, case in cases.items()}
+    return {name: tp_worker.run(case | {"compile": False}, engines) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module", params=WORLDS)
