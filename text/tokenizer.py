@@ -120,6 +120,10 @@ class Tokenizer:
         """Ids of a text; with `bos`, also the tokens that this checkpoint's tokenizer puts around a text (BOS)."""
         raise NotImplementedError
 
+    def encode_special(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens are meant, as in a conversation that another program rendered."""
+        return self._join(self._split(_without_surrogates(text), special=True), True)
+
     def decode(self, ids: list[int]) -> str:
         """The text of ids. Skips special tokens and ids outside the vocabulary; broken UTF-8 becomes U+FFFD."""
         stream = self.stream()
