@@ -64,8 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--blind", **yes, help="prefill the text alone and feed every question afterwards")
     add("--fork", **yes, help="like --blind, but a question is asked of a copy of the text's cache and sees no other")
     add("--stepwise", **yes, help="feed questions one token a step, through the method's own attention")
-    chat = "apply the checkpoint's chat template, except in tasks whose benchmark uses plain prompts"
-    add("--chat", **yes, help=f"{chat}; each later question is a turn of its own")
+    add("--chat", **yes, help="apply the checkpoint's chat template; each later question is a turn of its own")
     add("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
     add("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
     drafts = "the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's"
@@ -118,8 +117,7 @@ def prepare(
             items = texts.excerpts(ids[len(bos) :], length, args.samples, bos)
             jobs.append(Job(task, length, None, items, texts.FORCED))
             continue
-        chat = args.chat and graded.chat
-        around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if chat else 0
+        around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if args.chat else 0
         how = args.seed, args.questions, haystack, args.data
         recipe = Recipe(length - around, engine.encode, engine.tokenizer.decode, *how)
         try:
@@ -132,10 +130,10 @@ def prepare(
         if not items:
             raise ValueError(f"{task}: its file holds no sample")
         later = 0 if args.blind else 1  # the first question that is fed after the prompt
-        turns = ([later_turn(engine, q, chat) for q in s.questions[later:]] for s in items)
+        turns = ([later_turn(engine, q, args.chat) for q in s.questions[later:]] for s in items)
         fed = max(sum(len(engine.encode(turn, bos=False)) for turn in own) for own in turns)
         new = fed + JOINTS + graded.max_new_tokens * max(len(s.questions) for s in items)
-        jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND, chat))
+        jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND, args.chat))
     return jobs
 
 

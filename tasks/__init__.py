@@ -16,7 +16,6 @@ from pathlib import Path
 class Question:
     text: str  # ends where the answer begins
     answers: tuple[str, ...]  # the references for the task's score
-    classes: tuple[str, ...] = ()  # the classes to choose from, for a score that counts them
     opening: str = ""  # the end of `text` that begins the answer: in a chat, the model's turn begins with it
 
 
@@ -55,7 +54,6 @@ class Task:
     sample: Callable[[Recipe, int], Sample]  # (recipe, index) -> sample
     score: Callable[[str, Question], float]  # the score of an answer's text, 0 to 100
     size: Callable[[Recipe], int] | None = None  # the number of samples; None: unlimited
-    chat: bool = True  # whether the benchmark applies a chat model's template to the prompts
 
 
 def fill_length(make: Callable[[int], Sample], recipe: Recipe, reserve: int, smallest: int = 1) -> Sample:

@@ -2,10 +2,12 @@
 
     python -m tasks.harness --model kv-fast --model_args checkpoint=DIR,kv=rocketkv,budget=512 --tasks lambada_openai
 
-model_args: checkpoint, kv, budget, device, dtype, compile, and the method's options by name (bits=4). A context is
-compressed as a prompt is, and the tokens to be scored are fed to the method one at a time. Prefill itself attends to
-every token, so what it predicts would be the same for all methods: a context's last token is fed too, and every
-scored token comes out of a step.
+model_args: checkpoint, kv, budget, device, dtype, compile, truncation (left or middle: where a prompt that is too long
+for the model is cut), and the method's options by name (bits=4).
+
+A context is compressed as a prompt is, and the tokens to be scored are fed to the method one at a time. Prefill itself
+attends to every token, so what it predicts would be the same for all methods: a context's last token is fed too, and
+every scored token comes out of a step.
 """
 
 import runtime.startup  # noqa: F401
@@ -42,6 +44,7 @@ class KVFast(TemplateLM):
         device: str | None = None,
         dtype: str | None = None,
         compile: bool = False,
+        truncation: str = "left",
         **options,
     ):
         super().__init__()
@@ -52,7 +55,10 @@ class KVFast(TemplateLM):
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.no_tokenizer}; lm-eval's tasks need a tokenizer")
-        self.checkpoint, self.max_length = checkpoint, self.engine.config.max_length
+        if truncation not in ("left", "middle"):
+            raise ValueError(f"truncation must be left or middle, not {truncation}")
+        self.checkpoint, self.middle = checkpoint, truncation == "middle"
+        self.max_length = self.engine.config.max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -83,6 +89,11 @@ class KVFast(TemplateLM):
         ids = self.tokenizer.encode_special(string)
         before = [] if add_special_tokens is False else self.tokenizer.encode("")
         return ids if ids[: len(before)] == before else before + ids
+
+    def cut(self, ids: list[int], room: int) -> list[int]:
+        """A prompt cut to `room` tokens: those at its end, or as many at its beginning."""
+        head = room // 2 if self.middle else 0
+        return ids if len(ids) <= room else ids[:head] + ids[head - room :]
 
     def use(self, new: int) -> None:
         """Plans for rows that decode `new` tokens."""
@@ -135,7 +146,7 @@ class KVFast(TemplateLM):
                 how = normalize_gen_kwargs(requests[group[0]].args[1], default_max_gen_toks=256)
                 limit, stop = how["max_gen_toks"], handle_stop_sequences(how["until"], eos=None)
                 sampling = {name: how[name] for name in SAMPLING if how.get(name) is not None}
-                prompts = [self.tok_encode(requests[i].args[0])[-(self.max_length - limit) :] for i in group]
+                prompts = [self.cut(self.tok_encode(requests[i].args[0]), self.max_length - limit) for i in group]
                 self.use(limit)
                 answers = self.engine.generate(prompts, limit, stop=stop, on_answer=lambda *_: bar.update(), **sampling)
                 for i, answer in zip(group, answers, strict=True):

@@ -155,7 +155,7 @@ def test_the_hash_of_the_code_covers_the_methods_the_engine_and_the_tasks(tmp_pa
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, place)
     assert evaluation.code(root) == evaluation.code()
-    counted = "kv/h2o.py kv/parts/ops.py engine.py runtime/cpu.py text/tokenizer.py tasks/metrics.py eval.py kv/new.py"
+    counted = "kv/h2o.py kv/parts/ops.py engine.py runtime/cpu.py text/tokenizer.py tasks/ruler.py eval.py kv/new.py"
     for name in (*counted.split(), "bench/measure.py", "calibrate.py", "terminal/report.py"):
         before = evaluation.code(root)
         with open(root / name, "a") as file:
@@ -241,13 +241,9 @@ def chat_checkpoint(tiny_checkpoint, tmp_path_factory):
     return folder
 
 
-def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
-    chat_checkpoint, tmp_path, monkeypatch, fed, capsys
-):
-    sample = Sample("one", (Question(" two?", ("1",)),))
-    monkeypatch.setitem(TASKS, "plain", Task("plain", 3, lambda *_: sample, lambda *_: 0.0, chat=False))
+def test_chat_puts_questions_into_turns(chat_checkpoint, tmp_path, fed, capsys):
     run = ["--samples", 1, "--questions", 2, "--json", tmp_path / "o", "--chat"]
-    arguments(chat_checkpoint, *run, tasks="niah_multikey_1,needle,plain", kv="full")
+    arguments(chat_checkpoint, *run, tasks="niah_multikey_1,needle", kv="full")
     tokenizer = Engine.load(chat_checkpoint, compile=False).tokenizer
     chats = [given if given is None or isinstance(given, str) else tokenizer.decode(given) for _, given in fed]
     (first,) = (given for given in chats if given and given.startswith("(user) A special magic number is hidden"))
@@ -255,9 +251,8 @@ def test_chat_puts_questions_into_turns_and_leaves_plain_tasks_plain(
     assert "mentioned in the provided text?\n(assistant) The special magic number for" in first
     assert "(user) What is the special magic" in later and "?\n(assistant) The special magic number for" in later
     assert any(given and "vault?\n(assistant)Answer: The access code of" in given for given in chats)
-    assert [given for _, given in fed if isinstance(given, str)] == ["one two?"]
     found = json.loads((tmp_path / "o").read_text())
-    assert {r["task"]: r["chat"] for r in found["rows"]} == {"niah_multikey_1": True, "needle": True, "plain": False}
+    assert {r["task"]: r["chat"] for r in found["rows"]} == {"niah_multikey_1": True, "needle": True}
     assert found["args"]["chat"] is True
     assert all(s["prompt_tokens"] <= 600 for s in found["samples"])
     assert "in the checkpoint's chat template: niah_multikey_1, needle\n" in capsys.readouterr().out
@@ -302,7 +297,6 @@ def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monke
         (["--length", "150"], "niah_single_1: a length of 150 tokens is too short"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--tasks", "qa_1"], "--data"),
-        (["--tasks", "trec", "--data", "/nowhere"], "trec.jsonl"),
         (["--progress", "/nowhere/progress"], "not a file in an existing folder"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--haystack", "/nowhere"], "/nowhere"),

@@ -103,6 +103,14 @@ def test_a_method_changes_even_choices_of_one_token(folder):
     assert_same(responses(folder, ours(folder, "streaming", "500")), full)
 
 
+def test_a_prompt_that_is_too_long_is_cut_where_asked(folder):
+    ids = list(range(10))
+    assert ours(folder).cut(ids, 10) == ids and ours(folder).cut(ids, 4) == [6, 7, 8, 9]
+    assert ours(folder, truncation="middle").cut(ids, 5) == [0, 1, 7, 8, 9]
+    with pytest.raises(ValueError, match="left or middle"):
+        ours(folder, truncation="right")
+
+
 def test_options_reach_the_method(folder):
     assert ours(folder, bits=4).engine.options == {"bits": "4"}
     with pytest.raises(ValueError, match="has no option"):

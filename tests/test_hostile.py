@@ -248,7 +248,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path
 
 def deep_files(folder: Path, whole: Path, text: str) -> dict[str, tuple]:
     """Writes files that are nested too deeply; kind of file -> the command line that reads it."""
-    for name in ("found.json", "squad.json", "qasper.jsonl"):
+    for name in ("found.json", "squad.json"):
         (folder / name).write_text(text + "\n")
     found, tests = folder / "found.json", ["--checkpoint", whole, "--length", 400, "--samples", 1, "--data", folder]
     return {
@@ -258,13 +258,12 @@ def deep_files(folder: Path, whole: Path, text: str) -> dict[str, tuple]:
             ["--checkpoint", whole, *ANSWER, "duo", "--budget", "0.5", "--kv-opt", f"heads={found}"],
         ),
         "a dataset": (evaluation.main, [*tests, "--tasks", "qa_1"]),
-        "a record": (evaluation.main, [*tests, "--tasks", "qasper"]),
         "a shape": (bench.main, ["--shape", found]),
     }
 
 
 @pytest.mark.parametrize("text", DEEP, ids=("lists", "objects"))
-@pytest.mark.parametrize("kind", ("a result", "scores of heads", "a dataset", "a record", "a shape"))
+@pytest.mark.parametrize("kind", ("a result", "scores of heads", "a dataset", "a shape"))
 def test_a_tools_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, kind, text):
     assert outcome(*deep_files(tmp_path, whole, text)[kind])[0] == 2
 

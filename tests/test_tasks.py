@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import Question, Recipe, Sample, fill_length, needle, registry, ruler, shipped_haystack, texts, two_stage
+from tasks import Question, Recipe, Sample, fill_length, needle, ruler, shipped_haystack, texts, two_stage
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # roughly the tokens of English text
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -688,11 +688,6 @@ def test_agreement_is_the_share_of_rows_with_the_same_likeliest_token():
     method = torch.tensor([[0.0, 1, 9], [0, 1, 2], [4, 5, 1], [7, 0, 0]])
     assert texts.divergence(method, full)[1] == 0.75
     assert texts.divergence(full, full) == (0, 1)
-
-
-def test_chat_templates_apply_to_all_tasks_except_longbenchs_few_shot_and_code():
-    plain = {name for name, task in registry.TASKS.items() if task is not None and not task.chat}
-    assert plain == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
 
 
 @pytest.mark.parametrize("name", [name for name in GENERATED if name not in two_stage.TASKS])
