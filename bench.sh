@@ -4,6 +4,8 @@
 # bash bench.sh gpu: what to learn on a GPU first, in about 25 minutes; see bench/gpu.py.
 # bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
 # stopped resumes its answers.
+# bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores, in steps
+# that each resume; see bench/real.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -22,6 +24,28 @@ if [ "${1-}" = compare ]; then
   .venv/bin/python -m bench --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
     --json "$out/speed.json"
   exec .venv/bin/python -m bench.compare "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
+fi
+if [ "${1-}" = real ]; then
+  out=${2:-real} model=checkpoints/smollm2
+  mkdir -p "$out"
+  make --quiet "$model"
+  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest,sparq,duo
+  methods+=,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,omnikv:offload=true,infllm:block=32,tailorkv,pqcache,kivi
+  methods+=,full:bits=4,full:bits=8,brute_offload
+  every=(--kv "$methods" --budget 128,512,1024)
+  cat model.py engine.py kv/*.py > "$out/code.txt"
+  for text in prose=tasks/haystack.txt code="$out/code.txt" dialogue=tasks/dialogue.txt; do
+    .venv/bin/python eval.py --checkpoint "$model" --dtype float32 --tasks fidelity --text "${text#*=}" --length 4096,8000 \
+      --forced 256 --samples 3 --batch 3 "${every[@]}" --json "$out/${text%%=*}.json"
+  done
+  [ -e "$out/speed.json" ] || .venv/bin/python -m bench --shape "$model/config.json" --context 2048,4096,8000 --no-prefill \
+    "${every[@]}" --json "$out/speed.json"
+  for blind in answers blind; do
+    [ $blind = answers ] || every+=(--blind)
+    .venv/bin/python eval.py --checkpoint "$model" --tasks niah_single_1,niah_single_2,niah_multikey_1 --length 2048,4096 \
+      --samples 10 --questions 2 --chat --stepwise --batch 5 "${every[@]}" --json "$out/$blind.json"
+  done
+  exec .venv/bin/python -m bench.real "$out" --plot "$out/real.png"
 fi
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

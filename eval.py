@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add("--speculate", type=int, default=0, metavar="N", help=drafts)
     add("--haystack", metavar="FILE", help="hide needles in this text")
     add("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
+    add("--forced", type=int, default=128, metavar="N", help="tokens of that text that are decoded (default: 128)")
     add("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
     add("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     add("--batch", type=int, default=1, help="rows decoded together (default: 1)")
@@ -114,8 +115,8 @@ def prepare(
             text = given.get("text") or haystack or shipped_haystack()
             ids = engine.encode(text)
             bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
-            items = texts.excerpts(ids[len(bos) :], length, args.samples, bos)
-            jobs.append(Job(task, length, None, items, texts.FORCED))
+            items = texts.excerpts(ids[len(bos) :], length, args.forced, args.samples, bos)
+            jobs.append(Job(task, length, None, items, args.forced))
             continue
         around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if args.chat else 0
         how = args.seed, args.questions, haystack, args.data
@@ -276,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
         check_output(getattr(args, flag), f"--{flag}")
     if args.speculate < 0:
         raise ValueError(f"--speculate must be at least 0, not {args.speculate}")
-    for flag in ("samples", "questions", "batch"):
+    for flag in ("samples", "questions", "batch", "forced"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     if args.fork and args.chat:

@@ -37,7 +37,7 @@ class Job:
     @property
     def prompt(self) -> int:
         """Prompt tokens that the caches are planned for. A budget given as a share is a share of these."""
-        return self.length - (self.graded.max_new_tokens if self.graded else texts.FORCED)
+        return self.length - (self.graded.max_new_tokens if self.graded else self.new)
 
     @cached_property
     def digests(self) -> list[str]:
@@ -140,7 +140,7 @@ def answer(engine: Engine, job: Job, samples: list[Sample], args: argparse.Names
 
 
 def forced(engine: Engine, job: Job, indices: list[int]) -> list[Tensor]:
-    """Logits [128, vocab] of each forced text, decoded together, on the host."""
+    """Logits [n, vocab] of each forced text, decoded together, on the host."""
     prompts, continuations = zip(*(job.items[i] for i in indices), strict=True)
     return [logits.cpu() for logits in engine.logits(list(prompts), list(continuations))]
 
@@ -151,13 +151,12 @@ def force(engine: Engine, job: Job, indices: list[int], reference: dict[tuple[in
     for i, logits in zip(indices, forced(engine, job, indices), strict=True):
         prompt, continuation = job.items[i]
         result = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
-        if job.task == "perplexity":
-            nll = texts.negative_log_likelihood(logits, continuation)
-            result |= {"score": math.exp(nll), "nll": nll}
-        else:  # without the first row, which prefill computes for every method
-            kl, same = texts.divergence(logits[1:], reference[job.length, i][1:])
+        if job.task == "fidelity":  # without the first row, which prefill computes for every method
+            logits, continuation = logits[1:], continuation[1:]
+            kl, same = texts.divergence(logits, reference[job.length, i][1:])
             result |= {"score": 100 * same, "kl": kl}
-        results.append(result)
+        nll = texts.negative_log_likelihood(logits, continuation)
+        results.append({"score": math.exp(nll), "nll": nll} | result)
     return results
 
 
@@ -194,9 +193,9 @@ class Journal:
 def summary(job: Job, results: list[dict]) -> dict:
     """Means over a job's samples; `later` is the mean over all later questions."""
     means = {"n": len(results), "score": fmean(r["score"] for r in results), "first": None, "later": None}
-    if job.task == "perplexity":
-        return means | {"score": math.exp(fmean(r["nll"] for r in results))}
-    if job.task == "fidelity":
-        return means | {"kl": fmean(r["kl"] for r in results)}
+    if not job.graded:
+        perplexity = math.exp(fmean(r["nll"] for r in results))
+        same = {"score": perplexity} if job.task == "perplexity" else {"kl": fmean(r["kl"] for r in results)}
+        return means | {"perplexity": perplexity} | same
     later = [question["score"] for r in results for question in r["later"]]
     return means | {"first": fmean(r["first"] for r in results), "later": fmean(later) if later else None}

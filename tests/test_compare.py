@@ -1,6 +1,7 @@
 """bench.compare joins results that eval.py and bench wrote, and plots marks with readable names."""
 
 import json
+import shutil
 from itertools import combinations
 
 import pytest
@@ -9,7 +10,7 @@ from matplotlib.text import Text
 
 import bench.__main__ as bench
 import eval as evaluation
-from bench import compare
+from bench import compare, real
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +70,40 @@ def test_a_file_that_is_not_a_result_is_refused(measured, tmp_path):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(ValueError, match="other.json must be the files that eval.py and bench wrote"):
             compare.main([measured[0], str(tmp_path / "other.json")])
+
+
+def test_a_real_models_results_are_one_table_a_length_and_drawn(measured, tiny_checkpoint, tmp_path, capsys):
+    shutil.copy(measured[0], tmp_path / "answers.json")
+    shutil.copy(measured[0], tmp_path / "blind.json")
+    timed = json.loads(open(measured[1]).read())
+    timed["rows"] = [row | {"context": 500} for row in timed["rows"]]
+    (tmp_path / "speed.json").write_text(json.dumps(timed))
+    for name in ("prose", "code"):
+        flags = ["--checkpoint", tiny_checkpoint, "--tasks", "fidelity", "--length", "500,600", "--samples", "2"]
+        flags += [
+            "--forced",
+            "8",
+            "--kv",
+            "full,streaming:sinks=2",
+            "--budget",
+            "64",
+            "--json",
+            tmp_path / f"{name}.json",
+        ]
+        evaluation.main([*map(str, flags), *(["--text", __file__] if name == "code" else [])])
+    capsys.readouterr()
+    real.main([str(tmp_path), "--results", str(tmp_path), "--plot", str(tmp_path / "out.png")])
+    assert capsys.readouterr().out.count("| streaming:sinks=2 64 |") == 2
+    found = [json.loads((tmp_path / f"real_{length}.json").read_text()) for length in (500, 600)]
+    assert list(found[0]["columns"]) == ["method", *real.COLUMNS]
+    assert list(found[1]["columns"]) == ["method", "KL", "same token, %", "perplexity"]
+    kl = []
+    for name in ("prose", "code"):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        kl += [row["kl"] for row in rows if (row["kv"], row["length"]) == ("streaming", 500)]
+    full, streaming = found[0]["rows"]
+    assert full[1] == 0 and streaming[1] == pytest.approx(sum(kl) / 2) and len(kl) == 2
+    assert streaming[4] == streaming[5] and "/" in streaming[4] and all(x is not None for x in streaming)
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="holds none of the files"):
+        real.main([str(tmp_path / "none")])

@@ -648,22 +648,22 @@ def test_an_empty_haystack_is_refused():
 # Forced texts
 
 
-def test_excerpts_are_adjacent_and_end_in_128_forced_tokens():
-    found = texts.excerpts(list(range(1000)), length=202, samples=3, bos=[-1, -2])
+def test_excerpts_are_adjacent_and_end_in_the_forced_tokens():
+    found = texts.excerpts(list(range(1000)), length=202, forced=128, samples=3, bos=[-1, -2])
     assert found == [([-1, -2, *range(at, at + 72)], list(range(at + 72, at + 200))) for at in (0, 200, 400)]
 
 
 def test_a_text_gives_as_many_excerpts_as_it_has():
-    assert len(texts.excerpts(list(range(599)), 200, 10, [])) == 2
-    assert len(texts.excerpts(list(range(600)), 200, 10, [])) == 3
+    assert len(texts.excerpts(list(range(599)), 200, 128, 10, [])) == 2
+    assert len(texts.excerpts(list(range(600)), 200, 128, 10, [])) == 3
 
 
 def test_excerpts_that_cannot_be_made_are_refused():
     with pytest.raises(ValueError, match="a length of 129 tokens is too short"):
-        texts.excerpts(list(range(1000)), 129, 1, [-1])
-    assert texts.excerpts(list(range(1000)), 130, 1, [-1]) == [([-1, 0], list(range(1, 129)))]
+        texts.excerpts(list(range(1000)), 129, 128, 1, [-1])
+    assert texts.excerpts(list(range(1000)), 130, 128, 1, [-1]) == [([-1, 0], list(range(1, 129)))]
     with pytest.raises(ValueError, match="the text has 198 tokens, fewer than a sample of 199"):
-        texts.excerpts(list(range(198)), 200, 1, [-1])
+        texts.excerpts(list(range(198)), 200, 128, 1, [-1])
 
 
 THREE_TO_ONE, EVEN = [math.log(3), 0.0], [0.0, 0.0]  # logits of probabilities 3/4 and 1/4, and 1/2 and 1/2
