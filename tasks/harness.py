@@ -14,6 +14,7 @@ import runtime.startup  # noqa: F401
 
 from itertools import groupby
 
+import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 from engine import Engine
 from tasks.answers import parts
+from tasks.prefill_once import prefill_once
 from terminal.cli import number, run
 from text import chat
 
@@ -50,9 +52,11 @@ class KVFast(TemplateLM):
         super().__init__()
         budget = number(budget) if isinstance(budget, str) else budget
         options = {name: str(value) for name, value in options.items()}
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # lm-eval's default is cuda:0
         how = {"device": device, "dtype": dtype, "compile": compile, "seed": 0, "max_new_tokens": ROUND}
         self.engine = Engine.load(checkpoint, kv, budget, options, batch=int(batch_size), **how)
-        self.tokenizer = self.engine.tokenizer
+        self.prefilled, self.tokenizer = prefill_once(self.engine), self.engine.tokenizer
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.no_tokenizer}; lm-eval's tasks need a tokenizer")
         if truncation not in ("left", "middle"):
@@ -107,12 +111,15 @@ class KVFast(TemplateLM):
         texts = [((given + continuation)[-kept:], len(continuation)) for _, given, continuation in requests]
         splits = [max(1, len(ids) - scored - 1) for ids, scored in texts]  # where the prompt ends
         self.use(max(len(ids) - at for (ids, _), at in zip(texts, splits, strict=True)))
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]), reverse=True)  # the longest prompt plans
+        # Choices that continue the same prompt are neighbors and share its prefill. The longest prompt comes first.
+        order = sorted(range(len(texts)), key=lambda i: (splits[i], texts[i][0][: splits[i]]), reverse=True)
         found = {}
         with tqdm(total=len(order), disable=disable_tqdm, desc="log-likelihoods") as bar:
             for part in parts(order, self.engine.batch):
                 prompts = [texts[i][0][: splits[i]] for i in part]
                 rest = [texts[i][0][splits[i] :] for i in part]
+                for old in self.prefilled.keys() - {(tuple(prompt), 0) for prompt in prompts}:
+                    del self.prefilled[old]
                 for i, own, logits in zip(part, rest, self.engine.logits(prompts, rest), strict=True):
                     scored = texts[i][1]
                     wanted = logits.new_tensor(own[-scored:]).long()[:, None]
@@ -149,6 +156,7 @@ class KVFast(TemplateLM):
                 prompts = [self.cut(self.tok_encode(requests[i].args[0]), self.max_length - limit) for i in group]
                 self.use(limit)
                 answers = self.engine.generate(prompts, limit, stop=stop, on_answer=lambda *_: bar.update(), **sampling)
+                self.prefilled.clear()
                 for i, answer in zip(group, answers, strict=True):
                     found[i] = answer.text
                     self.cache_hook.add_partial("generate_until", requests[i].args, answer.text)

@@ -25,17 +25,17 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
 
     Methods attend to a prompt exactly (except with omnikv's option prefill), so the q, k and v that `keep` receives do
     not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the host's free
-    memory, stay on the host.
+    memory, stay on the host, by (tokens, length), until the caller removes them from the result.
     """
     model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
     if room is None:
         room = parallel.minimum(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
 
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
-        nonlocal room
         layers, key = engine.layers, (tuple(tokens.tolist()), length)
         bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * tokens.numel() * c.head_dim * engine.dtype.itemsize
-        if not all(layer.exact_prompt for layer in layers) or (key not in recorded and bytes_ > room):
+        full = key not in recorded and bytes_ + sum(size for size, *_ in recorded.values()) > room
+        if full or not all(layer.exact_prompt for layer in layers):
             return prefill(row, tokens, length, progress)
         if key not in recorded:
             recorders = [Recorder(engine.shape) for _ in layers]
@@ -44,9 +44,8 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 logits = prefill(row, tokens, length, progress)
             finally:
                 model.set_kv(layers)
-            recorded[key] = logits, model.rope_speed[row].clone(), [recorder.qkv for recorder in recorders], {}
-            room -= bytes_
-        logits, model.rope_speed[row], qkv, statistics = recorded[key]
+            recorded[key] = bytes_, logits, model.rope_speed[row].clone(), [recorder.qkv for recorder in recorders], {}
+        _, logits, model.rope_speed[row], qkv, statistics = recorded[key]
         for i, (layer, x) in enumerate(zip(layers, qkv, strict=True)):
             q, k, v = (part.to(engine.device) for part in x)
             if layer.statistics and (i, layer.statistics) not in statistics:

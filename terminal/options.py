@@ -9,12 +9,13 @@ import kv as methods
 from engine import Engine, Sampling
 from runtime import cpu, prefix
 from runtime.arguments import check_penalty
-from runtime.checkpoint import read_sampling
+from runtime.checkpoint import read_config, read_sampling
 from runtime.device import DTYPES
 from runtime.plan import check_length
 from terminal.batch import parse_batch
 from terminal.cli import check_output, number, read_text
 from terminal.conversation import first_question
+from text.tokenizer import load_tokenizer
 
 NEEDLE = Path(__file__).parents[1] / "needle"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -86,9 +87,11 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
         return {1: read_text(args.prompt_file)}
     if args.prompt is not None:
         return {1: args.prompt}
-    if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
-        return {1: first_question(ranks == 1)}
     if args.checkpoint is not None:
+        if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
+            read_config(args.checkpoint)
+            load_tokenizer(args.checkpoint).chat("x", args.system)  # whatever it refuses, it refuses before one types
+            return {1: first_question(ranks == 1)}
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
     demo = (NEEDLE / "demo.txt").read_text()
     print("...", demo.splitlines()[-1], file=sys.stderr)

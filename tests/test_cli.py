@@ -391,6 +391,15 @@ def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, 
     assert len(given) == answers
 
 
+def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("terminal.options.first_question", lambda *_: pytest.fail("asked"))
+    for folder, why in ((text_checkpoint, "no chat template"), ("/nowhere", "no checkpoint folder /nowhere")):
+        with pytest.raises(SystemExit):
+            cli.run(lambda folder=folder: generate.main(["--checkpoint", str(folder), "--chat"]))
+        assert why in capsys.readouterr().err
+
+
 def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
     default = signal.getsignal(signal.SIGINT)
