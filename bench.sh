@@ -4,8 +4,8 @@
 # bash bench.sh gpu: what to learn on a GPU first, in about 25 minutes; see bench/gpu.py.
 # bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
 # stopped resumes its answers.
-# bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores, in steps
-# that each resume; see bench/real.py.
+# bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores. A
+# run that was stopped resumes its answers and begins its timings anew; see bench/real.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -38,8 +38,11 @@ if [ "${1-}" = real ]; then
     .venv/bin/python eval.py --checkpoint "$model" --dtype float32 --tasks fidelity --text "${text#*=}" --length 4096,8000 \
       --forced 256 --samples 3 --batch 3 "${every[@]}" --json "$out/${text%%=*}.json"
   done
-  [ -e "$out/speed.json" ] || .venv/bin/python -m bench --shape "$model/config.json" --context 2048,4096,8000 --no-prefill \
-    "${every[@]}" --json "$out/speed.json"
+  if [ ! -e "$out/speed.json" ]; then # renamed when it is whole: bench writes it after each context
+    .venv/bin/python -m bench --shape "$model/config.json" --context 2048,4096,8000 --no-prefill "${every[@]}" \
+      --json "$out/speed.part"
+    mv "$out/speed.part" "$out/speed.json"
+  fi
   for blind in answers blind; do
     [ $blind = answers ] || every+=(--blind)
     .venv/bin/python eval.py --checkpoint "$model" --tasks niah_single_1,niah_single_2,niah_multikey_1 --length 2048,4096 \

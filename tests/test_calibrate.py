@@ -100,7 +100,6 @@ def test_layers_whose_output_stands_quantization_are_proposed(folder):
         quantized = calibrate.calibrate(engine, [ids], 4, 16, tau, tolerance)["quant_layers"]
         stands = [error <= tolerance for error, _ in slow]
         assert quantized == [i for i, dense in enumerate(found["dense_preference"]) if dense > tau and stands[i]]
-    print(slow, found["dense_preference"])
 
 
 def quant_error(q, k, v, bits: int) -> float:

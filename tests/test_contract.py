@@ -276,9 +276,8 @@ def short_spans(monkeypatch):
 every_method = pytest.mark.parametrize("name", VARIANTS)
 SHAPES = [("mha", 3), ("gqa", 3), ("mqa", 3), ("gqa", 1)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=[f"{h}-{b}" for h, b in SHAPES], indirect=True)
-every_batch = pytest.mark.parametrize(
-    "shape", SHAPES[1::2], ids=["gqa-3", "gqa-1"], indirect=True
-)  # heads do not matter
+# For laws about a row's bookkeeping, in which heads do not matter.
+every_batch = pytest.mark.parametrize("shape", SHAPES[1::2], ids=["gqa-3", "gqa-1"], indirect=True)
 
 
 @pytest.fixture
