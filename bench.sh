@@ -30,23 +30,26 @@ if [ "${1-}" = real ]; then
   mkdir -p "$out"
   make --quiet "$model"
   methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest,sparq,duo
-  methods+=,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,omnikv:offload=true,infllm:block=32,tailorkv,pqcache,kivi
-  methods+=,full:bits=4,full:bits=8,brute_offload
+  methods+=,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4,full:bits=8
+  methods+=,brute_offload
   every=(--kv "$methods" --budget 128,512,1024)
+  ask() { .venv/bin/python eval.py --checkpoint "$model" --compile "${every[@]}" "$@"; }
   cat model.py engine.py kv/*.py > "$out/code.txt"
-  for text in prose=tasks/haystack.txt code="$out/code.txt" dialogue=tasks/dialogue.txt; do
-    .venv/bin/python eval.py --checkpoint "$model" --dtype float32 --tasks fidelity --text "${text#*=}" --length 4096,8000 \
-      --forced 256 --samples 3 --batch 3 "${every[@]}" --json "$out/${text%%=*}.json"
+  texts=tasks/haystack.txt,$out/code.txt,tasks/dialogue.txt
+  for of in "4096 3" "8000 2"; do # length, samples of each text: the dialogue has 21,000 tokens
+    ask --dtype float32 --tasks fidelity --text "$texts" --length "${of% *}" --forced 256 --samples "${of#* }" \
+      --batch 9 --json "$out/fidelity_${of% *}.json"
   done
   if [ ! -e "$out/speed.json" ]; then # renamed when it is whole: bench writes it after each context
     .venv/bin/python -m bench --shape "$model/config.json" --context 2048,4096,8000 --no-prefill "${every[@]}" \
       --json "$out/speed.part"
     mv "$out/speed.part" "$out/speed.json"
   fi
-  for blind in answers blind; do
-    [ $blind = answers ] || every+=(--blind)
-    .venv/bin/python eval.py --checkpoint "$model" --tasks niah_single_1,niah_single_2,niah_multikey_1 --length 2048,4096 \
-      --samples 10 --questions 2 --chat --stepwise --batch 5 "${every[@]}" --json "$out/$blind.json"
+  for blind in "answers " "blind --blind"; do
+    for length in 2048 4096; do
+      ask --tasks niah_single_1,niah_single_2,niah_multikey_1 --length $length --samples 10 --questions 2 --chat \
+        --stepwise --batch 10 ${blind#* } --json "$out/${blind% *}_$length.json"
+    done
   done
   exec .venv/bin/python -m bench.real "$out" --plot "$out/real.png"
 fi

@@ -70,8 +70,9 @@ def parser() -> argparse.ArgumentParser:
     drafts = "the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's"
     add("--speculate", type=int, default=0, metavar="N", help=drafts)
     add("--haystack", metavar="FILE", help="hide needles in this text")
-    add("--text", metavar="FILE", help="the text for perplexity and fidelity (default: the haystack)")
-    add("--forced", type=int, default=128, metavar="N", help="tokens of that text that are decoded (default: 128)")
+    forced = "the texts for perplexity and fidelity, comma-separated; --samples of each (default: the haystack)"
+    add("--text", metavar="FILE,..", help=forced)
+    add("--forced", type=int, default=128, metavar="N", help="tokens of those that a sample decodes (default: 128)")
     add("--data", type=Path, metavar="DIR", help="folder with the files of published datasets")
     add("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     add("--batch", type=int, default=1, help="rows decoded together (default: 1)")
@@ -99,23 +100,36 @@ def chosen_tasks(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def whole_text(flag: str, file: str) -> str:
+    text = read_text(file)
+    if not text.strip():
+        raise ValueError(f"{flag} {file}: the text is empty")
+    return text
+
+
 def prepare(
-    args: argparse.Namespace, given: dict[str, str], engine: Engine, tasks: list[str], lengths: list[int]
+    args: argparse.Namespace,
+    haystack: str | None,
+    forced_texts: list[str],
+    engine: Engine,
+    tasks: list[str],
+    lengths: list[int],
 ) -> list[Job]:
-    """Every task's samples at every length; `given` has the texts of --haystack and --text, if given.
+    """Every task's samples at every length; `haystack` and `forced_texts` are those of --haystack and --text, if given.
 
     Raises ValueError or FileNotFoundError if a sample cannot be made.
     """
-    haystack, jobs = given.get("haystack"), []
+    jobs = []
     for task, length in tqdm([(t, n) for n in lengths for t in tasks], unit="task", desc="samples", leave=False):
         if length > engine.config.max_length:
             raise ValueError(f"--length {length}: the model's context is {engine.config.max_length}")
         graded = TASKS[task]
         if graded is None:
-            text = given.get("text") or haystack or shipped_haystack()
-            ids = engine.encode(text)
-            bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
-            items = texts.excerpts(ids[len(bos) :], length, args.forced, args.samples, bos)
+            items = []
+            for text in forced_texts or [haystack or shipped_haystack()]:
+                ids = engine.encode(text)
+                bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
+                items += texts.excerpts(ids[len(bos) :], length, args.forced, args.samples, bos)
             jobs.append(Job(task, length, None, items, args.forced))
             continue
         around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if args.chat else 0
@@ -285,10 +299,8 @@ def main(argv: list[str] | None = None) -> None:
     args.blind |= args.fork
     tasks, lengths = chosen_tasks(args.tasks), numbers(args.length, "--length", int)
     chosen = choices(args.kv, numbers(args.budget, "--budget", number) if args.budget else [])
-    given = {name: read_text(file) for name in ("haystack", "text") if (file := getattr(args, name)) is not None}
-    for name, text in given.items():
-        if not text.strip():
-            raise ValueError(f"--{name} {getattr(args, name)}: the text is empty")
+    haystack = None if args.haystack is None else whole_text("--haystack", args.haystack)
+    forced_texts = [] if args.text is None else [whole_text("--text", file) for file in args.text.split(",")]
     ranks, whole = parallel.join(), args.ranks == "data"  # whether each rank has a whole model
     how = {"device": args.device, "dtype": args.dtype, "max_new_tokens": 1, "seed": 0, "parallel": not whole}
     engine = Engine.load(args.checkpoint, **how)
@@ -296,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"
     if engine.tokenizer is None:
         raise ValueError(f"{engine.no_tokenizer}; the tasks need a tokenizer")
-    jobs = prepare(args, given, engine, tasks, lengths)
+    jobs = prepare(args, haystack, forced_texts, engine, tasks, lengths)
     path = None if args.progress is None else Path(args.progress)
     journal = Journal(None if ranks.rank else path)
     journal.results = parallel.same(ranks, journal.results)
