@@ -5,7 +5,7 @@
 # bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
 # stopped resumes its answers.
 # bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores. A
-# run that was stopped resumes its answers and begins its timings anew; see bench/real.py.
+# run that was stopped resumes its answers and begins its timings anew. Both write what bench.compare makes of it.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -23,7 +23,8 @@ if [ "${1-}" = compare ]; then
     --length 4096 --samples 10 --questions 3 --stepwise --batch 5 --kv "$methods" --budget 128,512 --json "$out/answers.json"
   .venv/bin/python -m bench --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
     --json "$out/speed.json"
-  exec .venv/bin/python -m bench.compare "$out/answers.json" "$out/speed.json" --plot "$out/comparison.png"
+  exec .venv/bin/python -m bench.compare "$out"/{answers,speed}.json --results "$out/methods.json" \
+    --command "bash bench.sh compare" --plot "$out/comparison.png"
 fi
 if [ "${1-}" = real ]; then
   out=${2:-real} model=checkpoints/smollm2
@@ -41,7 +42,7 @@ if [ "${1-}" = real ]; then
       --batch 9 --json "$out/fidelity_${of% *}.json"
   done
   if [ ! -e "$out/speed.json" ]; then # renamed when it is whole: bench writes it after each context
-    .venv/bin/python -m bench --shape "$model/config.json" --context 2048,4096,8000 --no-prefill "${every[@]}" \
+    .venv/bin/python -m bench --shape "$model/config.json" --context 4096,8000 --no-prefill "${every[@]}" \
       --json "$out/speed.part"
     mv "$out/speed.part" "$out/speed.json"
   fi
@@ -51,7 +52,8 @@ if [ "${1-}" = real ]; then
         --stepwise --batch 10 ${blind#* } --json "$out/${blind% *}_$length.json"
     done
   done
-  exec .venv/bin/python -m bench.real "$out" --plot "$out/real.png"
+  exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
+    --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"
 fi
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

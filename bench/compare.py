@@ -1,92 +1,142 @@
-"""Joins the results of eval.py and bench for the same methods: python -m bench.compare ANSWERS.json SPEED.json
+"""Joins what eval.py and bench measured of the same methods: python -m bench.compare FILE.json ...
 
-Prints a Markdown table with one line per method and budget: answers (percent right; first question / later ones),
-perplexity, the bytes of a row's cache, the bytes a step reads, and ms per token. --plot draws answers over bytes read.
-`bash bench.sh compare` makes both files and calls this.
+Prints a Markdown table for each length, one line per method and budget, with the columns for which there are results:
+
+- KL, same token, perplexity: eval.py's fidelity, or its perplexity alone; means over texts.
+- answers, blind: eval.py's questions, the mean over tasks in percent, of first / later ones; without and with --blind.
+- KV, host, read a step: a row's cache on the device and on the host, and what a step reads of both: those of the
+  questions or, where none were asked, bench's. Fidelity may be measured in another dtype.
+- ms/token: bench's. A context belongs to the next length that eval.py measured: a length counts the answer too.
+
+--plot draws KL, or answers where no KL was measured, over the bytes read and over the bytes kept. --results writes
+NAME.json for bench.results, or NAME_LENGTH.json for each of several lengths. `bash bench.sh compare` and `bash bench.sh
+real` make the files and call this.
 """
 
 import runtime.startup  # noqa: F401
 
 import argparse
 import itertools
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-from bench.results import markdown
+from bench.results import cell, markdown
+from runtime.device import replacing
 from terminal.cli import Choice, check_output, run
 from terminal.plots import logarithmic, panels
 from text.files import parse_json
 
-COLUMNS = {  # the table's columns of numbers: key, factor and format
-    "perplexity": ("perplexity", 1, ".1f"),
-    "KV, MB": ("kv_device_bytes", 1e-6, ".2f"),
-    "on the host": ("kv_host_bytes", 1e-6, ".2f"),
-    "read a step, MB": ("read", 1e-6, ".2f"),
-    "ms/token": ("ms", 1, ".1f"),
+COLUMNS = {  # title -> its key in a result, and its format
+    "KL": ("kl", ".4f"),
+    "same token, %": ("same", ".1f"),
+    "perplexity": ("perplexity", ".2f"),
+    "answers, %": ("answers", ""),
+    "blind, %": ("blind", ""),
+    "KV, MB": ("kv", ".2f"),
+    "host, MB": ("host", ".2f"),
+    "read a step, MB": ("read", ".2f"),
+    "ms/token": ("ms", ".1f"),
 }
+Results = dict[tuple, dict]  # (method, budget) -> what was measured, by the keys of COLUMNS
 
 
-def join(answers: list[dict], speed: list[dict]) -> dict[tuple, dict]:
-    """(method, budget) -> its results. Scores are means over the graded tasks, bytes those of the last such task."""
-    results, graded = {}, defaultdict(list)
-    for row in answers:
-        if row["score"] is None:  # refused
+def join(files: list[dict]) -> dict[int, Results]:
+    """The JSON objects that eval.py and bench wrote -> length -> results."""
+    measured, timed = defaultdict(lambda: defaultdict(lambda: defaultdict(list))), []
+    for file in files:
+        asked = "blind" if file.get("args", {}).get("blind") else "answers"
+        for row in file["rows"]:
+            if "task" not in row:
+                timed.append(row)
+            elif row["score"] is not None:  # else: refused
+                own = measured[row["length"]][method_of(row)]
+                if row["task"] == "fidelity":
+                    own["same"].append(row["score"])
+                for key in {"kl", "perplexity"} & row.keys():
+                    own[key].append(row[key])
+                for when in ("first", "later"):
+                    if row[when] is not None:
+                        own[asked, when].append(row[when])
+                if row["first"] is not None:
+                    for key, value in megabytes(row).items():
+                        own[key] = [value]
+    results = {
+        length: {method: {key: fmean(values) for key, values in own.items()} for method, own in by_method.items()}
+        for length, by_method in sorted(measured.items())
+    }
+    for own in itertools.chain(*(by_method.values() for by_method in results.values())):
+        for asked in ("answers", "blind"):
+            scores = [own[asked, when] for when in ("first", "later") if (asked, when) in own]
+            own |= {asked: " / ".join(f"{score:.0f}" for score in scores)} if scores else {}
+    for row in timed:
+        length = min((length for length in results if length >= row["context"]), default=None)
+        if (own := results.get(length, {}).get(method_of(row))) is None:
             continue
-        own = results.setdefault(method_of(row), {})
-        if row["task"] == "perplexity":
-            own["perplexity"] = row["score"]
-        else:
-            graded[method_of(row)].append(row)
-    for key, rows in graded.items():
-        for when in ("first", "later"):
-            if scores := [row[when] for row in rows if row[when] is not None]:
-                results[key][when] = fmean(scores)
-        results[key] |= {name: rows[-1][name] for name in ("kv_device_bytes", "kv_host_bytes")}
-        results[key]["read"] = rows[-1]["step_device_bytes"] + rows[-1]["step_host_bytes"]
-    for row in speed:
-        own = results.get(method_of(row), {})
         if "ms" in own:
             raise ValueError(f"{' '.join(map(str, method_of(row)))} was timed more than once")
-        own["ms"] = row["ms_per_token"]
+        own |= ({} if "kv" in own else megabytes(row)) | {"ms": row["ms_per_token"]}
     return results
+
+
+def megabytes(row: dict) -> dict[str, float]:
+    read = row["step_device_bytes"] + row["step_host_bytes"]
+    return {"kv": row["kv_device_bytes"] / 1e6, "host": row["kv_host_bytes"] / 1e6, "read": read / 1e6}
 
 
 def method_of(row: dict) -> tuple[str, int | float | None]:
     return Choice(row["kv"], None, row["options"]).label, row["budget"]
 
 
-def table(results: dict[tuple, dict]) -> str:
-    lines = [["method", "budget", "answers", *COLUMNS]]
+def table(results: Results) -> tuple[dict[str, str], list[list]]:
+    """(title -> format, rows) of a result file; a column that no method has is left out."""
+    used = {title: entry for title, entry in COLUMNS.items() if any(entry[0] in own for own in results.values())}
+    rows = []
     for (method, budget), own in results.items():
-        answers = " / ".join(f"{own[when]:.0f}" for when in ("first", "later") if when in own)
-        numbers = [format(own[key] * by, form) if key in own else "-" for key, by, form in COLUMNS.values()]
-        lines.append([method, "" if budget is None else str(budget), answers or "-", *numbers])
-    return markdown(lines)
+        name = method if budget is None else f"{method} {budget}"
+        rows.append([name, *(own.get(key) for key, _ in used.values())])
+    return {"method": ""} | {title: form for title, (_, form) in used.items()}, rows
 
 
-def draw(results: dict[tuple, dict], path: str) -> None:
-    """Draws one panel per budget: answers (the mean of first and later questions) over the bytes a step reads, with one
-    named mark per method."""
-    budgets = sorted({budget for _, budget in results if budget is not None}) or [None]
-    with panels(path, len(budgets), 1, 11, 7) as axes:
-        drawn = []
-        for axis, wanted in zip(axes[:, 0], budgets, strict=True):
-            points = [
-                (name, own["read"] / 1e6, (own["first"] + own.get("later", own["first"])) / 2)
-                for (name, budget), own in results.items()
-                if budget in (None, wanted) and "first" in own
-            ]
-            for _, x, y in points:
-                axis.plot(x, y, markersize=8)
-            axis.set(xlabel="MB of cache read a step", ylabel="answers right, %", ylim=(-8, 116))
-            axis.set_title("" if wanted is None else f"budget {wanted}")
-            axis.margins(x=0.12)
-            logarithmic(axis, [x for _, x, _ in points])
-            drawn.append((axis, points))
+def quality(own: dict) -> float | None:
+    """What the plot draws of a method: KL, or the mean of the answers to first and later questions."""
+    if "kl" in own:
+        return own["kl"] or None  # the full cache itself has no place on a logarithmic axis
+    scores = [own["answers", when] for when in ("first", "later") if ("answers", when) in own]
+    return fmean(scores) if scores else None
+
+
+def draw(results: dict[int, Results], path: str) -> None:
+    """Draws quality over bytes read and over bytes kept: a row of panels per length, a line per method over budgets."""
+    drawn = {
+        length: {key: own for key, own in by_method.items() if "read" in own and quality(own) is not None}
+        for length, by_method in results.items()
+    }
+    drawn = {length: by_method for length, by_method in drawn.items() if by_method}
+    if not drawn:
+        raise ValueError("--plot: no method has both bytes and a divergence or answers")
+    with panels(path, len(drawn), 2, 9, 6.5) as axes:
+        named = []
+        for (read_axis, kept_axis), (length, by_method) in zip(axes, drawn.items(), strict=True):
+            diverges = any("kl" in own for own in by_method.values())
+            for axis, label, x in (
+                (read_axis, "MB of cache read a step", lambda own: own["read"]),
+                (kept_axis, "MB of cache kept, on the device and the host", lambda own: own["kv"] + own["host"]),
+            ):
+                lines = defaultdict(list)
+                for (method, _), own in by_method.items():
+                    lines[method].append((x(own), quality(own)))
+                for points in lines.values():
+                    axis.plot(*zip(*points, strict=True))
+                how = {"ylabel": "KL to the full cache, nats", "yscale": "log"} if diverges else {}
+                axis.set(**{"xlabel": label, "ylabel": "answers right, %", "title": f"{length} tokens"} | how)
+                axis.margins(x=0.15, y=0.08)
+                logarithmic(axis, [px for points in lines.values() for px, _ in points])
+                named.append((axis, [(method, *points[-1]) for method, points in lines.items()]))
         axes[0, 0].figure.draw_without_rendering()  # settles the layout, since names are placed in pixels
-        for axis, points in drawn:
+        for axis, points in named:
             name_marks(axis, points)
 
 
@@ -116,19 +166,29 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(
         prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("answers", type=Path, metavar="ANSWERS.json")
-    p.add_argument("speed", type=Path, metavar="SPEED.json")
-    p.add_argument("--plot", metavar="FILE", help="draw answers over bytes read")
+    p.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="what eval.py and bench wrote with --json")
+    p.add_argument("--results", type=Path, metavar="NAME.json", help="write a result file for each length")
+    p.add_argument("--command", default="", help="the command that a result file names")
+    p.add_argument("--note", default="", help="what a reader of a result file must know")
+    p.add_argument("--plot", metavar="FILE", help="draw KL or answers over bytes")
     args = p.parse_args(argv)
-    check_output(args.plot, "--plot")
+    for flag in ("results", "plot"):
+        check_output(getattr(args, flag), f"--{flag}")
+    files = [parse_json(path.read_bytes(), path) for path in args.files]
     try:
-        results = join(*(parse_json(path.read_bytes(), path)["rows"] for path in (args.answers, args.speed)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{args.answers} and {args.speed} must be the files that eval.py and bench wrote with --json "
-            f"({type(error).__name__}: {error})"
-        ) from None
-    print(table(results))
+        results = join(files)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the files must be those that eval.py and bench wrote with --json ({error!r})") from None
+    about = {key: next((file[key] for file in files if key in file), "") for key in ("machine", "date")}
+    for length, by_method in results.items():
+        columns, rows = table(by_method)
+        lines = [[cell(value, form) for value, form in zip(row, columns.values(), strict=True)] for row in rows]
+        print(f"\n{length} tokens\n\n{markdown([list(columns), *lines])}")
+        if args.results:
+            path = args.results.with_stem(f"{args.results.stem}_{length}") if len(results) > 1 else args.results
+            with replacing(path) as file:
+                content = about | {"command": args.command, "note": args.note, "columns": columns, "rows": rows}
+                file.write_text(json.dumps(content, indent=1) + "\n")
     if args.plot:
         draw(results, args.plot)
 

@@ -1,7 +1,6 @@
 """bench.compare joins results that eval.py and bench wrote, and plots marks with readable names."""
 
 import json
-import shutil
 from itertools import combinations
 
 import pytest
@@ -10,7 +9,7 @@ from matplotlib.text import Text
 
 import bench.__main__ as bench
 import eval as evaluation
-from bench import compare, real
+from bench import compare
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +28,17 @@ def measured(tiny_checkpoint, tmp_path_factory):
 
 def test_every_method_and_budget_is_a_row_with_all_measurements(measured, capsys):
     compare.main(measured)
-    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     head, _, *rows = lines
-    assert [row[:2] for row in rows] == [["full", ""], ["streaming:sinks=2", "64"]]
-    assert all(len(row) == len(head) and "-" not in row for row in rows)
+    assert [row[0] for row in rows] == ["full", "streaming:sinks=2 64"]
+    assert head == ["method", *(title for title in compare.COLUMNS if title not in ("KL", "same token, %", "blind, %"))]
     answers, speed = (json.loads(open(path).read())["rows"] for path in measured)
     of = {(r["kv"], r["budget"], r["task"]): r for r in answers}
     own = dict(zip(head, rows[1], strict=True))
     graded = [of["streaming", 64, task] for task in ("niah_multikey_1", "needle")]
     first = sum(r["first"] for r in graded) / 2
-    assert own["answers"] == f"{first:.0f} / {graded[0]['later']:.0f}"  # only one task has later questions
-    assert own["perplexity"] == f"{of['streaming', 64, 'perplexity']['score']:.1f}"
+    assert own["answers, %"] == f"{first:.0f} / {graded[0]['later']:.0f}"  # only one task has later questions
+    assert own["perplexity"] == f"{of['streaming', 64, 'perplexity']['score']:.2f}"
     assert own["read a step, MB"] == f"{graded[1]['step_device_bytes'] / 1e6:.2f}"
     (timed,) = (r for r in speed if r["kv"] == "streaming" and r["budget"] == 64)
     assert own["ms/token"] == f"{timed['ms_per_token']:.1f}"
@@ -66,44 +65,30 @@ def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
 
 
 def test_a_file_that_is_not_a_result_is_refused(measured, tmp_path):
-    for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', "no"):
+    for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', '{"rows": [{"task": "vt", "score": 3}]}'):
         (tmp_path / "other.json").write_text(content)
-        with pytest.raises(ValueError, match="other.json must be the files that eval.py and bench wrote"):
+        with pytest.raises(ValueError, match="must be those that eval.py and bench wrote"):
             compare.main([measured[0], str(tmp_path / "other.json")])
 
 
-def test_a_real_models_results_are_one_table_a_length_and_drawn(measured, tiny_checkpoint, tmp_path, capsys):
-    shutil.copy(measured[0], tmp_path / "answers.json")
-    shutil.copy(measured[0], tmp_path / "blind.json")
-    timed = json.loads(open(measured[1]).read())
-    timed["rows"] = [row | {"context": 500} for row in timed["rows"]]
-    (tmp_path / "speed.json").write_text(json.dumps(timed))
-    for name in ("prose", "code"):
-        flags = ["--checkpoint", tiny_checkpoint, "--tasks", "fidelity", "--length", "500,600", "--samples", "2"]
-        flags += [
-            "--forced",
-            "8",
-            "--kv",
-            "full,streaming:sinks=2",
-            "--budget",
-            "64",
-            "--json",
-            tmp_path / f"{name}.json",
-        ]
-        evaluation.main([*map(str, flags), *(["--text", __file__] if name == "code" else [])])
+def test_fidelity_is_a_mean_over_texts_and_each_length_has_a_table(measured, tiny_checkpoint, tmp_path, capsys):
+    blind = json.loads(open(measured[0]).read())
+    blind["args"]["blind"] = True
+    (tmp_path / "blind.json").write_text(json.dumps(blind))
+    texts = f"{__file__},{evaluation.__file__}"
+    flags = ["--tasks", "fidelity", "--length", "500,600", "--samples", "2", "--forced", "8", "--text", texts]
+    flags += ["--kv", "full,streaming:sinks=2", "--budget", "64", "--json", str(tmp_path / "fidelity.json")]
+    evaluation.main(["--checkpoint", str(tiny_checkpoint), *flags])
     capsys.readouterr()
-    real.main([str(tmp_path), "--results", str(tmp_path), "--plot", str(tmp_path / "out.png")])
+    files = [*measured, str(tmp_path / "blind.json"), str(tmp_path / "fidelity.json")]
+    compare.main([*files, "--results", str(tmp_path / "real.json"), "--plot", str(tmp_path / "out.png")])
     assert capsys.readouterr().out.count("| streaming:sinks=2 64 |") == 2
     found = [json.loads((tmp_path / f"real_{length}.json").read_text()) for length in (500, 600)]
-    assert list(found[0]["columns"]) == ["method", *real.COLUMNS]
+    assert list(found[0]["columns"]) == ["method", *compare.COLUMNS] and found[0]["machine"]
     assert list(found[1]["columns"]) == ["method", "KL", "same token, %", "perplexity"]
-    kl = []
-    for name in ("prose", "code"):
-        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-        kl += [row["kl"] for row in rows if (row["kv"], row["length"]) == ("streaming", 500)]
+    kept = json.loads((tmp_path / "fidelity.json").read_text())["samples"]
+    kl = [sample["kl"] for sample in kept if (sample["kv"], sample["length"]) == ("streaming", 500)]
     full, streaming = found[0]["rows"]
-    assert full[1] == 0 and streaming[1] == pytest.approx(sum(kl) / 2) and len(kl) == 2
+    assert full[1] == 0 and streaming[1] == pytest.approx(sum(kl) / 4) and len(set(kl)) == 4  # two of each text
     assert streaming[4] == streaming[5] and "/" in streaming[4] and all(x is not None for x in streaming)
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="holds none of the files"):
-        real.main([str(tmp_path / "none")])
