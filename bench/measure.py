@@ -1,7 +1,6 @@
 """Times contenders: steps in turns, with the memory and the kernels they use, and whole generations."""
 
 import argparse
-import ctypes
 import math
 import statistics
 import sys
@@ -20,7 +19,7 @@ import kv as methods
 from bench.contenders import Case, Ours, random_weights, seconds, step_weights
 from bench.peers import LlamaCpp, Transformers
 from bench.tables import tokens_per_round
-from runtime.device import free_bytes, memory_errors, resident_bytes
+from runtime.device import free_bytes, memory_errors, resident_bytes, trim
 from terminal.cli import Choice, one_line
 
 POINTS = 16  # lengths at which the steps of a generation are timed
@@ -50,7 +49,7 @@ def rise(device: torch.device, what: Callable) -> tuple:
         before = torch.cuda.memory_allocated(device)
         result = what()
         return result, torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back to the system, so that its reuse counts
+    trim()  # so that the reuse of freed memory counts
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the kernel's peak
     except OSError:

@@ -1,9 +1,10 @@
 """What the machine has: devices, dtypes, free memory and files."""
 
+import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,8 +21,15 @@ def free_bytes(device: torch.device) -> int:
         used = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
     else:
+        trim()
         used, free = resident_bytes("VmRSS"), _kilobytes("/proc/meminfo", "MemAvailable")
     return min(free, _caps[device.type] - used) if device.type in _caps else free
+
+
+def trim() -> None:
+    """Gives freed host memory back to the system: glibc keeps what lies between blocks in use."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes(what: str) -> int:
