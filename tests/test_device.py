@@ -1,11 +1,13 @@
-"""Files are replaced as a whole, and what is not a file is written to."""
+"""Files are replaced as a whole, and what is not a file is written to; freed memory counts as free."""
 
+import ctypes
 import os
 import threading
 
 import pytest
+import torch
 
-from runtime.device import replacing
+from runtime.device import free_bytes, replacing, resident_bytes
 from terminal.cli import write_json
 
 
@@ -50,3 +52,13 @@ def test_a_link_like_dev_stdout_is_written_to(tmp_path, capfd):
     link.symlink_to("/proc/self/fd/1")
     write_json(str(link), {"a": 1})
     assert capfd.readouterr().out == '{"a": 1}\n' and link.is_symlink()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_what_the_c_library_keeps_counts_as_free():
+    blocks = [torch.ones(2**14) for _ in range(3200)]
+    last = blocks[-1]  # the heap cannot shrink below it
+    before = resident_bytes("VmRSS")
+    del blocks
+    free_bytes(torch.device("cpu"))
+    assert resident_bytes("VmRSS") < before - 150e6 and last.sum() == 2**14

@@ -1,7 +1,6 @@
 """A long run: one engine, requests of every kind, some of them bad. Memory and threads do not grow, and every answer
 equals the same request's alone. `pytest tests/test_long_run.py --all` sends 1,000 requests, any other run 30."""
 
-import ctypes
 import random
 import threading
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from conftest import write_random
 
 from engine import Answer, Engine
-from runtime.device import free_bytes, resident_bytes
+from runtime.device import resident_bytes
 
 METHODS = {
     "full": (None, {}),
@@ -163,13 +162,3 @@ def test_requests_leave_nothing_behind(tmp_path, name, compiled, total):
     for each in (engine, other):
         each.close()
     assert not [t.name for t in set(threading.enumerate()) - others]
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
-def test_what_the_c_library_keeps_counts_as_free():
-    blocks = [torch.ones(2**14) for _ in range(3200)]
-    last = blocks[-1]  # the heap cannot shrink below it
-    before = resident_bytes("VmRSS")
-    del blocks
-    free_bytes(torch.device("cpu"))
-    assert resident_bytes("VmRSS") < before - 150e6 and last.sum() == 2**14
