@@ -30,9 +30,10 @@ if [ "${1-}" = real ]; then
   out=${2:-real} model=checkpoints/smollm2
   mkdir -p "$out"
   make --quiet "$model"
-  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest,sparq,duo
-  methods+=,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4,full:bits=8
-  methods+=,brute_offload
+  [ -e "$model/kv_profile.json" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt
+  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=8,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest
+  methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
+  methods+=,full:bits=8,brute_offload
   every=(--kv "$methods" --budget 128,512,1024)
   ask() { .venv/bin/python eval.py --checkpoint "$model" --compile "${every[@]}" "$@"; }
   cat model.py engine.py kv/*.py > "$out/code.txt"
