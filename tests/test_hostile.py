@@ -446,12 +446,11 @@ def lines_of(whole, tmp_path_factory) -> dict:
     for file in source.glob("tokenizer*"):
         file.unlink()
     (root / "text.txt").write_text("The keeper rowed to the light. " * 60)
-    rows = [
-        {"kv": "full", "budget": None, "options": {}, "task": "x", "score": 50.0, "first": 50.0, "later": None}
-        | dict.fromkeys(("kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes"), 10**6)
-    ]
-    (root / "answers.json").write_text(json.dumps({"rows": rows}))
-    (root / "speed.json").write_text(json.dumps({"rows": [rows[0] | {"ms_per_token": 3.0}]}))
+    method = {"kv": "full", "budget": None, "options": {}}
+    method |= dict.fromkeys(("kv_device_bytes", "kv_host_bytes", "step_device_bytes", "step_host_bytes"), 10**6)
+    asked = method | {"task": "x", "length": 400, "score": 50.0, "first": 50.0, "later": None}
+    (root / "answers.json").write_text(json.dumps({"rows": [asked]}))
+    (root / "speed.json").write_text(json.dumps({"rows": [method | {"context": 384, "ms_per_token": 3.0}]}))
     tiny = "--batch 1 --quantize none --steps 1 --repeats 1 --no-compile"
     lines = {
         "generate": f"--checkpoint {whole} --prompt x --kv streaming --budget 32 --max-new-tokens 3 --no-compile "
