@@ -35,23 +35,27 @@ if [ "${1-}" = real ]; then
   methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
   methods+=,full:bits=8,brute_offload
   every=(--kv "$methods" --budget 128,512,1024)
-  ask() { .venv/bin/python eval.py --checkpoint "$model" --compile "${every[@]}" "$@"; }
   cat model.py engine.py kv/*.py > "$out/code.txt"
-  texts=tasks/haystack.txt,$out/code.txt,tasks/dialogue.txt
-  for of in "4096 3" "8000 2"; do # length, samples of each text: the dialogue has 21,000 tokens
-    ask --dtype float32 --tasks fidelity --text "$texts" --length "${of% *}" --forced 256 --samples "${of#* }" \
-      --batch 9 --json "$out/fidelity_${of% *}.json"
-  done
+  ask() { # NAME LENGTH FLAGS
+    .venv/bin/python eval.py --checkpoint "$model" --compile "${every[@]}" --length "$2" "${@:3}" --json "$out/$1_$2.json"
+  }
+  fidelity() { # LENGTH, samples of each text
+    ask fidelity "$1" --dtype float32 --tasks fidelity --text "tasks/haystack.txt,$out/code.txt,tasks/dialogue.txt" \
+      --forced 256 --samples "$2" --batch 9
+  }
+  questions() { # NAME LENGTH FLAGS
+    ask "$@" --tasks niah_single_1,niah_single_2,niah_multikey_1 --samples 10 --questions 2 --chat --stepwise --batch 10
+  }
+  fidelity 4096 3
+  fidelity 8000 2 # the dialogue has 21,000 tokens
   if [ ! -e "$out/speed.json" ]; then # renamed when it is whole: bench writes it after each context
     .venv/bin/python -m bench --shape "$model/config.json" --context 4096,8000 --no-prefill "${every[@]}" \
       --json "$out/speed.part"
     mv "$out/speed.part" "$out/speed.json"
   fi
-  for blind in "answers " "blind --blind"; do
-    for length in 2048 4096; do
-      ask --tasks niah_single_1,niah_single_2,niah_multikey_1 --length $length --samples 10 --questions 2 --chat \
-        --stepwise --batch 10 ${blind#* } --json "$out/${blind% *}_$length.json"
-    done
+  for length in 2048 4096; do
+    questions answers $length
+    questions blind $length --blind
   done
   exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
     --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"

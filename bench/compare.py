@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-from bench.results import cell, markdown
+from bench.results import markdown
 from runtime.device import replacing
 from terminal.cli import Choice, check_output, run
 from terminal.plots import logarithmic, panels
@@ -100,38 +100,41 @@ def table(results: Results) -> tuple[dict[str, str], list[list]]:
     return {"method": ""} | {title: form for title, (_, form) in used.items()}, rows
 
 
-def quality(own: dict) -> float | None:
-    """What the plot draws of a method: KL, or the mean of the answers to first and later questions."""
-    if "kl" in own:
-        return own["kl"] or None  # the full cache itself has no place on a logarithmic axis
+def answers(own: dict) -> float | None:
+    """The mean of the answers to first and later questions."""
     scores = [own["answers", when] for when in ("first", "later") if ("answers", when) in own]
     return fmean(scores) if scores else None
 
 
+def divergence(own: dict) -> float | None:
+    return own.get("kl") or None  # the full cache itself has no place on a logarithmic axis
+
+
 def draw(results: dict[int, Results], path: str) -> None:
-    """Draws quality over bytes read and over bytes kept: a row of panels per length, a line per method over budgets."""
-    drawn = {
-        length: {key: own for key, own in by_method.items() if "read" in own and quality(own) is not None}
-        for length, by_method in results.items()
-    }
-    drawn = {length: by_method for length, by_method in drawn.items() if by_method}
+    """Draws KL, or answers, over bytes read and over bytes kept: a row of panels per length, a line per method."""
+    drawn = {}  # length -> whether KL is drawn, and (method, results, height of its mark) for each budget
+    for length, by_method in results.items():
+        diverges = any("kl" in own for own in by_method.values())
+        height = divergence if diverges else answers
+        marks = [(method, own, height(own)) for (method, _), own in by_method.items() if "read" in own]
+        if marks := [mark for mark in marks if mark[2] is not None]:
+            drawn[length] = diverges, marks
     if not drawn:
         raise ValueError("--plot: no method has both bytes and a divergence or answers")
     with panels(path, len(drawn), 2, 9, 6.5) as axes:
         named = []
-        for (read_axis, kept_axis), (length, by_method) in zip(axes, drawn.items(), strict=True):
-            diverges = any("kl" in own for own in by_method.values())
+        for (read_axis, kept_axis), (length, (diverges, marks)) in zip(axes, drawn.items(), strict=True):
             for axis, label, x in (
                 (read_axis, "MB of cache read a step", lambda own: own["read"]),
                 (kept_axis, "MB of cache kept, on the device and the host", lambda own: own["kv"] + own["host"]),
             ):
                 lines = defaultdict(list)
-                for (method, _), own in by_method.items():
-                    lines[method].append((x(own), quality(own)))
+                for method, own, y in marks:
+                    lines[method].append((x(own), y))
                 for points in lines.values():
                     axis.plot(*zip(*points, strict=True))
-                how = {"ylabel": "KL to the full cache, nats", "yscale": "log"} if diverges else {}
-                axis.set(**{"xlabel": label, "ylabel": "answers right, %", "title": f"{length} tokens"} | how)
+                axis.set(xlabel=label, title=f"{length} tokens", yscale="log" if diverges else "linear")
+                axis.set_ylabel("KL to the full cache, nats" if diverges else "answers right, %")
                 axis.margins(x=0.15, y=0.08)
                 logarithmic(axis, [px for points in lines.values() for px, _ in points])
                 named.append((axis, [(method, *points[-1]) for method, points in lines.items()]))
@@ -174,16 +177,18 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     for flag in ("results", "plot"):
         check_output(getattr(args, flag), f"--{flag}")
-    files = [parse_json(path.read_bytes(), path) for path in args.files]
     try:
+        files = [parse_json(path.read_bytes(), path) for path in args.files]
         results = join(files)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the files must be those that eval.py and bench wrote with --json ({error!r})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{' and '.join(map(str, args.files))} must be the files that eval.py and bench wrote with --json "
+            f"({type(error).__name__}: {error})"
+        ) from None
     about = {key: next((file[key] for file in files if key in file), "") for key in ("machine", "date")}
     for length, by_method in results.items():
         columns, rows = table(by_method)
-        lines = [[cell(value, form) for value, form in zip(row, columns.values(), strict=True)] for row in rows]
-        print(f"\n{length} tokens\n\n{markdown([list(columns), *lines])}")
+        print(f"\n{length} tokens\n\n{markdown(columns, rows)}")
         if args.results:
             path = args.results.with_stem(f"{args.results.stem}_{length}") if len(results) > 1 else args.results
             with replacing(path) as file:

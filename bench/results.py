@@ -30,19 +30,18 @@ def table(name: str, wanted: str | None = None) -> str:
     columns, rows = result["columns"], result["rows"]
     if wanted is not None:
         rows = [{row[0]: row for row in rows}[key] for key in wanted.split(", ")]
-    lines = [list(columns)]
-    lines += [[cell(value, form) for value, form in zip(row, columns.values(), strict=True)] for row in rows]
     said = "**Predicted, not measured.** " if result.get("predicted") else ""
     where = ", ".join(filter(None, (result["machine"], result["date"])))
     said += f"{where}: `{result['command']}`" if result["command"] else where
     note = f" {result['note']}" if result.get("note") else ""
-    return f"{said}.{note}\n\n{markdown(lines)}\n"
+    return f"{said}.{note}\n\n{markdown(columns, rows)}\n"
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """A table in Markdown; the first line is its head."""
-    head, *rows = lines
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+def markdown(columns: dict[str, str], rows: list[list]) -> str:
+    """The columns and rows of a result as a table in Markdown."""
+    lines = [list(columns), ["---"] * len(columns)]
+    lines += [[cell(value, form) for value, form in zip(row, columns.values(), strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def render(text: str) -> str:

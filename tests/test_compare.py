@@ -32,6 +32,7 @@ def test_every_method_and_budget_is_a_row_with_all_measurements(measured, capsys
     head, _, *rows = lines
     assert [row[0] for row in rows] == ["full", "streaming:sinks=2 64"]
     assert head == ["method", *(title for title in compare.COLUMNS if title not in ("KL", "same token, %", "blind, %"))]
+    assert all(len(row) == len(head) and "" not in row for row in rows)
     answers, speed = (json.loads(open(path).read())["rows"] for path in measured)
     of = {(r["kv"], r["budget"], r["task"]): r for r in answers}
     own = dict(zip(head, rows[1], strict=True))
@@ -65,9 +66,9 @@ def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
 
 
 def test_a_file_that_is_not_a_result_is_refused(measured, tmp_path):
-    for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', '{"rows": [{"task": "vt", "score": 3}]}'):
+    for content in ("{}", "[]", '{"rows": [{}]}', '{"rows": 3}', '{"rows": [{"task": "vt", "score": 3}]}', "no"):
         (tmp_path / "other.json").write_text(content)
-        with pytest.raises(ValueError, match="must be those that eval.py and bench wrote"):
+        with pytest.raises(ValueError, match="other.json must be the files that eval.py and bench wrote"):
             compare.main([measured[0], str(tmp_path / "other.json")])
 
 
