@@ -9,6 +9,8 @@ from types import FunctionType
 
 import torch
 
+CUDA_OPTIONS = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}  # of Inductor, for a step on a GPU
+
 
 def compiled(function: Callable, **how) -> Callable:
     """torch.compile of a copy of the function: recompiles are counted, and limited, per code object.

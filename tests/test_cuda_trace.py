@@ -1,27 +1,24 @@
 """The decode step for a GPU, traced without one: one graph, nothing on the CPU, no synchronization, static buffers."""
 
-import ctypes
-import subprocess
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import LLAMA
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv
+from bench import generated
 from engine import RowState, Sampling, decode_step, sample
 from kv.parts import attention
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from runtime import parallel, speculate
-from runtime.compile import compiled
 from runtime.hf_config import from_hf
 from runtime.plan import shape_of
 
@@ -46,45 +43,11 @@ FETCHES = {"kv_fast::issue", "kv_fast::wait"}  # the host's work in a step, betw
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
 
 
-class FakeStream:
-    """A CUDA stream that is never used."""
-
-    def __init__(self, *_):
-        pass
-
-
-def fake_host_memory(what: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-    return torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype, device=device)
-
-
-GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>);
-}
-"""
-
-
-@pytest.fixture(scope="session")
-def guard(tmp_path_factory) -> None:
-    """Lets torch's build for CPUs index fake CUDA tensors: it has no code that makes a GPU the current one."""
-    if torch.version.cuda is None:
-        folder, torch_folder = tmp_path_factory.mktemp("guard"), Path(torch.__file__).parent
-        (folder / "guard.cpp").write_text(GUARD)
-        build = ["g++", "-std=c++20", "-shared", "-fPIC", folder / "guard.cpp", "-o", folder / "guard.so"]
-        subprocess.run([*build, "-I", torch_folder / "include", "-L", torch_folder / "lib", "-lc10"], check=True)
-        ctypes.CDLL(str(folder / "guard.so"))
-
-
 @pytest.fixture
-def gpu(monkeypatch, guard):
+def gpu():
     """Tensors are fake, and some of them on a GPU that is not here."""
-    monkeypatch.setattr("kv.parts.offload.host_memory", fake_host_memory)
-    monkeypatch.setattr("torch.cuda.Stream", FakeStream)
-    torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield torch.device("cuda", 0)
-    torch._dynamo.reset()
+    with generated.fake_tensors() as device:
+        yield device
 
 
 def build(name: str, device: torch.device, batch: int, drafts: int = 0, ranks: Ranks = ALONE) -> RowState:
@@ -93,22 +56,11 @@ def build(name: str, device: torch.device, batch: int, drafts: int = 0, ranks: R
     if "head_scores" in options:
         options = options | {"head_scores": SCORES[:2]}
     with unset_fake_temporarily():
-        config = replace(parallel.share(CONFIG, ranks), n_layer=LAYERS.get(method, 2))
-        shape = shape_of(config, torch.bfloat16, device, batch, 1024, 64, drafts, ranks)
+        config = replace(CONFIG, n_layer=LAYERS.get(method, 2))
+        shape = shape_of(parallel.share(config, ranks), torch.bfloat16, device, batch, 1024, 64, drafts, ranks)
         own = kv.parse_options(method, options)
         budget = max(256, own.minimum(shape)) if own.takes_budget else None
-    with device:
-        torch.set_default_dtype(torch.bfloat16)
-        model = Transformer(config).requires_grad_(False)
-        torch.set_default_dtype(torch.float32)
-        parallel.connect(model, ranks)
-        model.set_rows(batch)
-        layers = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)
-        model.set_kv(layers)
-        state = RowState(model, batch, [2])
-    for layer in layers:
-        layer.before_step(1024, 1)
-    return state
+    return generated.build(config, shape, method, budget, options)
 
 
 def caches(state: RowState) -> list[kv.KV]:
@@ -136,9 +88,8 @@ def launch(run, state: nn.Module, backend, variant: str, device: torch.device, b
     """Compiles a step as the engine does, with another backend, and calls it."""
     temperature, top_k = 0.0 if variant.endswith("greedy") else 1.0, 20 if variant.endswith("cut") else None
     sampling = Sampling(temperature, top_k, repetition_penalty=1.1 if variant.startswith("penalized") else 1.0)
-    with torch.no_grad():
-        command = [torch.zeros(batch, dtype=torch.int64, device=device)] if run is not speculate.verify_step else []
-        compiled(run, backend=backend)(state, *command, sampling.variant, *sampling.tensors(device))
+    command = [torch.zeros(batch, dtype=torch.int64, device=device)] if run is not speculate.verify_step else []
+    generated.launch(run, backend, sampling, device, state, *command)
 
 
 def problems(graph: torch.fx.GraphModule, known) -> set[str]:

@@ -1,0 +1,149 @@
+"""Counts what a decode step costs on a GPU, without one: python -m bench.launches --kv full,rocketkv --budget 512
+
+Inductor generates the step's kernels for an H100, as the engine compiles it, and nothing runs. The table shows the
+kernels that a step launches, by kind and per layer; a top-k or a sort is one call to torch, which may launch several.
+`kernel_bytes` are those that the kernels read and write, each element once a kernel; `step_bytes` those that a step
+must read: the weights with the head, but without the embedding table, and what the method reads of its cache. The time
+is predicted, not measured: the kernels' bytes over the bandwidth of the GPU's memory, plus a cost for each launch.
+"""
+
+import runtime.startup  # noqa: F401
+
+import argparse
+import datetime
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+
+import kv as methods
+from bench import generated
+from bench.__main__ import commit, shape_config
+from bench.contenders import SHAPES
+from bench.tables import size
+from engine import RowState, Sampling, decode_step
+from model import ModelConfig
+from runtime.compile import CUDA_OPTIONS
+from runtime.device import DTYPES, pick_dtype
+from runtime.hf_config import from_hf
+from runtime.plan import shape_of
+from terminal.cli import Choice, check_output, choices, numbers, one_line, run, table, write_json
+
+BANDWIDTH = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12}  # bytes/s, from the data sheets of the SXM modules
+LAUNCH_US = 2.0  # of one kernel in a CUDA graph, beside the time of its bytes
+NEW = 64  # tokens planned after the context
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m bench.launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--shape", default="llama-3.1-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json")
+    p.add_argument("--kv", default="all", help="comma-separated methods; with options: name:option=value:...")
+    p.add_argument("--budget", default="512", help="tokens per KV head, comma-separated (default: 512)")
+    p.add_argument("--context", type=int, default=32768, help="tokens in the cache (default: 32768)")
+    p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1)")
+    p.add_argument("--layers", type=int, metavar="N", help="count a model of the first N layers (default: all)")
+    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
+    p.add_argument("--gpu", choices=BANDWIDTH, default="h100", help="whose time is predicted (default: h100)")
+    us = f"microseconds that a launch costs beside its bytes (default: {LAUNCH_US})"
+    p.add_argument("--launch-us", type=float, default=LAUNCH_US, metavar="US", help=us)
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
+    return p
+
+
+def step(config: ModelConfig, shape: methods.Shape, method: Choice) -> tuple[generated.Generated, RowState]:
+    """What Inductor makes of a method's step, and the rows whose step it is."""
+    with generated.fake_gpu() as device:
+        shape = replace(shape, device=device, n_layer=config.n_layer)
+        state = generated.build(config, shape, method.kv, method.budget, method.options)
+        command = torch.zeros(shape.batch, dtype=torch.int64, device=device)
+        found = generated.generate(
+            lambda backend: generated.launch(decode_step, backend, Sampling(), device, state, command), CUDA_OPTIONS
+        )
+        for pool in methods.pools(layer.attention.kv for layer in state.model.layers):
+            pool.close()
+    return found, state
+
+
+def step_bytes(state: RowState, shape: methods.Shape) -> int:
+    """The bytes that a step must read: the weights with the head, and what the method reads of each row's cache."""
+    weights = sum(p.nbytes for name, p in state.model.named_parameters() if not name.startswith("tok_embeddings."))
+    layers = [layer.attention.kv for layer in state.model.layers]
+    return weights + shape.batch * sum(methods.step_bytes(layers, shape.max_prompt + 1))
+
+
+def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
+    """One row of the JSON object for each method and batch."""
+    config = from_hf(shape_config(args.shape))
+    config = replace(config, n_layer=min(args.layers or config.n_layer, config.n_layer))
+    for batch in args.batch:
+        shape = shape_of(config, pick_dtype(args.dtype), torch.device("meta"), batch, args.context, NEW)
+        without, _ = step(replace(config, n_layer=0), shape, Choice("full", None, {}))
+        for method in tqdm(chosen, unit="method", disable=None, leave=False):
+            try:
+                found, state = step(config, shape, method)
+            except ValueError as error:
+                print(f"left out: {method.label}: {one_line(error)}", file=sys.stderr)
+                continue
+            kinds = found.launches()
+            launches, bytes_ = kinds.total(), found.read + found.written
+            seconds = bytes_ / BANDWIDTH[args.gpu] + launches * args.launch_us / 1e6
+            yield {
+                "kv": method.kv,
+                "budget": method.budget,
+                "options": method.options,
+                "shape": args.shape,
+                "layers": config.n_layer,
+                "context": args.context,
+                "batch": batch,
+                "launches": launches,
+                "launches_per_layer": (launches - without.launches().total()) / config.n_layer,
+                "by_kind": dict(kinds),
+                "graphs": found.graphs,
+                "step_bytes": step_bytes(state, shape),
+                "kernel_bytes": bytes_,
+                "predicted_ms": 1e3 * seconds,
+            }
+
+
+def show(args: argparse.Namespace, rows: list[dict]) -> str:
+    lines = [
+        {
+            "method": Choice(row["kv"], row["budget"], row["options"]).label,
+            "batch": row["batch"],
+            "launches": row["launches"],
+            **{kind: row["by_kind"][kind] for kind in generated.LAUNCHES},
+            "a layer": f"{row['launches_per_layer']:.1f}",
+            "a step reads": size(row["step_bytes"]),
+            "its kernels": size(row["kernel_bytes"]),
+            f"{args.gpu}, ms, predicted": f"{row['predicted_ms']:.2f}",
+        }
+        for row in rows
+    ]
+    return table(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    check_output(args.json, "--json")
+    for flag in ("context", "layers"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} must be at least 1")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("Inductor writes kernels for a GPU with Triton: pip install triton")
+    args.batch = numbers(args.batch, "--batch", int)
+    chosen = choices(",".join(methods.METHODS) if args.kv == "all" else args.kv, numbers(args.budget, "--budget", int))
+    rows = list(measure(args, chosen))
+    if not rows:
+        raise ValueError("nothing was counted: every method was left out")
+    print(show(args, rows), file=sys.stderr if args.json == "-" else sys.stdout)
+    about = {"date": f"{datetime.date.today()}", "commit": commit(), "gpu": args.gpu, "launch_us": args.launch_us}
+    write_json(args.json, about | {"torch": torch.__version__, "rows": rows})
+
+
+if __name__ == "__main__":
+    run(main)
