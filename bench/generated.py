@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import kv
@@ -178,6 +179,7 @@ class Generated:
 
     kernels: dict[str, object] = field(default_factory=dict)  # Triton's, by source
     code: list[str] = field(default_factory=list)  # that launches them; one, if the step is one graph
+    inputs: list[Tensor] = field(default_factory=list)  # of that code
     graphs: int = 0  # CUDA graphs that a step replays
     read: int = 0  # bytes
     written: int = 0
@@ -210,7 +212,12 @@ def generate(run: Callable[[Callable], None], options: dict | None = None) -> Ge
     def inner(graph: torch.fx.GraphModule, inputs: list, **how):
         code = compile_fx_inner(graph, inputs, **how)
         found.graphs += len(code.partition_maps) if code.partition_maps else 1
-        return make_boxed_func(graph.forward)
+
+        def call(*given):
+            found.inputs += given
+            return graph.forward(*given)
+
+        return make_boxed_func(call)
 
     def codegen(graph: GraphLowering) -> tuple:
         code = write(graph)

@@ -50,14 +50,23 @@ def gpu():
         yield device
 
 
-def build(name: str, device: torch.device, batch: int, drafts: int = 0, ranks: Ranks = ALONE) -> RowState:
-    """The rows of a model whose layers have the method's caches."""
+def build(
+    name: str,
+    device: torch.device,
+    batch: int,
+    drafts: int = 0,
+    ranks: Ranks = ALONE,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: str,
+) -> RowState:
+    """The rows of a model whose layers have the method's caches; `more` are options beside the variant's."""
     method, options = VARIANTS[name]
+    options = options | more
     if "head_scores" in options:
         options = options | {"head_scores": SCORES[:2]}
     with unset_fake_temporarily():
         config = replace(CONFIG, n_layer=LAYERS.get(method, 2))
-        shape = shape_of(parallel.share(config, ranks), torch.bfloat16, device, batch, 1024, 64, drafts, ranks)
+        shape = shape_of(parallel.share(config, ranks), dtype, device, batch, 1024, 64, drafts, ranks)
         own = kv.parse_options(method, options)
         budget = max(256, own.minimum(shape)) if own.takes_budget else None
     return generated.build(config, shape, method, budget, options)
