@@ -102,7 +102,7 @@ class RocketKV(SnapKV):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        slot = pos - self.dropped
+        slot = self.slot(pos)
         scores = self.page_scores(q, slot)
         if self.newest:
             scores = ops.newest_first(scores, slot // self.page)
@@ -112,7 +112,7 @@ class RocketKV(SnapKV):
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
         super().insert(k, v, pos, active)
-        at, (low, high) = ops.newest_pages(self.k, self.page, pos - self.dropped, k.shape[2], self.decoded)
+        at, (low, high) = ops.newest_pages(self.k, self.page, self.slot(pos), k.shape[2], self.decoded)
         new = (low if self.page == 1 else torch.cat([low, high], dim=3)).transpose(1, 2)  # [B,P,Hk,2D]
         row = torch.arange(pos.shape[0], device=pos.device)[:, None]
         self.bounds[row, :, :, at] = torch.where(active[:, None, None, None], new, self.bounds[row, :, :, at])

@@ -374,7 +374,8 @@ class Case:
         """The differences of the tokens, logits and tensors of each of STEPS, by path."""
         first = next(offload._handles)
         made, handle = self.generate(), next(offload._handles)
-        threads = any("kv_fast" in code for code, _ in made)
+        chooses = "engine" in kv.METHODS[VARIANTS[self.name][0]].__dataclass_fields__  # a GPU, what a CPU does not
+        threads = chooses and any("kv_fast" in code for code, _ in made)
         state, parts = self.decoder(**({"engine": "threads"} if threads else {})), []
         step = self.step(state, lambda function: parts.append(Part(function)) or parts[-1])
         calls = []

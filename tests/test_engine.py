@@ -23,7 +23,7 @@ SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 
 
 def load(checkpoint, method="full", lag=0, eos=(), **plan):
-    plan = {"batch": 1, "max_new_tokens": 80, "compile": False, "seed": 0} | METHODS[method] | plan
+    plan = {"batch": 1, "max_new_tokens": 80, "compile": False, "seed": 0} | METHODS.get(method, {}) | plan
     engine = Engine.load(checkpoint, kv=method, **plan)
     engine.lag, engine.eos = lag, set(eos)
     return engine
@@ -918,3 +918,22 @@ def test_a_budget_too_small_for_its_prompts_is_said_once_with_one_that_does(chec
     assert "too coarsely" not in capsys.readouterr().err
     engine.use(method, enough - 1, max_new_tokens=8).generate(prompt)
     assert f"give it {enough} or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ("snapkv", "rocketkv", "h2o", "streaming"))
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_step_ignores_a_row_that_was_never_asked_or_whose_prefill_failed(checkpoint, method, fails, monkeypatch):
+    """What compresses it far must not let its position point outside of its slots."""
+    plan = {"method": method, "max_new_tokens": 8, "budget": 16}
+    alone, engine = load(checkpoint, **plan), load(checkpoint, batch=2, **plan)
+    alone._reserve(400, 8)
+    expected = outcome(alone.ask(alone.start([PROMPTS[0]]), None, 5))
+    engine._reserve(400, 8)
+    rows, long = engine.start([PROMPTS[0]]), [7, 11, 13, 17] * 100
+    if fails:
+        monkeypatch.setattr(engine.layers[-1], "keep", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.start([long])
+    else:
+        engine.start([long])
+    assert outcome(engine.ask(rows, None, 5)) == expected

@@ -69,11 +69,15 @@ class Scored(KV):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        return ops.attend_prefix(q, self.read(self.k), self.read(self.v), pos - self.dropped + 1)
+        return ops.attend_prefix(q, self.read(self.k), self.read(self.v), self.slot(pos) + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         k, v = (quant.encode(self.copied(x), self.bits) for x in (k, v))
-        self.store(k, v, ops.following(pos - self.dropped, k.shape[2]), active)
+        self.store(k, v, ops.following(self.slot(pos), k.shape[2]), active)
+
+    def slot(self, pos: Tensor) -> Tensor:
+        """The slots of the tokens at pos [B]; 0 for a row that sleeps at position 0, whatever it holds."""
+        return (pos - self.dropped).clamp(min=0)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         self.write(row, self.filled(row, pos), self.copied(k)[0], self.copied(v)[0])

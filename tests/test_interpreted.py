@@ -1,0 +1,48 @@
+"""Law 15: a step's kernels for a GPU, in Triton's interpreter, give the eager step's tokens, logits and buffers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cuda_trace import VARIANTS
+
+pytest.importorskip("triton")
+SAMPLE = (["full", "--batch", "1", "--cut"], ["rocketkv", "--drafts", "2"], ["omnikv:threads"], ["kivi"])
+MORE = (["infllm", "--ranks"], ["omnikv:threads", "--drafts", "2"], ["d2o", "--ranks"], ["full:bits", "--drafts", "2"])
+LIMIT = 1e-5  # in fp32, relative to a tensor's largest value
+
+
+def run(*args: str) -> dict[str, float]:
+    """The largest difference of each tensor that differs most in one of the steps; no module of this process may have
+    been imported for a GPU, so that another one interprets."""
+    script = Path(__file__).with_name("interpreted.py")
+    how = {"capture_output": True, "text": True, "env": os.environ | {"TRITON_INTERPRET": "1"}}
+    found = subprocess.run([sys.executable, script, *args], **how)
+    assert found.returncode == 0, found.stderr[-2000:]
+    result = json.loads(found.stdout)
+    assert result["tensors"] > 10 and len(result["worst"]) == 3
+    worst: dict[str, float] = {}
+    for step in result["worst"]:
+        worst |= {path: max(value, worst.get(path, 0)) for path, value in step.items()}
+    return worst
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cases = [*SAMPLE, *MORE] if metafunc.config.getoption("--all") else SAMPLE
+        if metafunc.config.getoption("--all"):
+            cases += [[name, *how] for name in VARIANTS for how in ([], ["--batch", "1", "--cut"])]
+        metafunc.parametrize("case", cases, ids=" ".join)
+
+
+def test_the_kernels_for_a_gpu_give_the_eager_step(case):
+    worst = run(*case)
+    assert max(worst.values()) < LIMIT, worst
+
+
+@pytest.mark.parametrize("error", ("kernel", "grid", "reuse"))
+def test_an_error_is_seen(error):
+    assert max(run("kivi", "--corrupt", error).values()) > 100 * LIMIT
