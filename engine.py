@@ -34,7 +34,7 @@ from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
 from runtime import arguments, cpu, plan, prefix, speculate
 from runtime.arguments import Prompt, one_call
-from runtime.compile import CUDA_OPTIONS, compile_errors, compiled, compiled_graphs
+from runtime.compile import compile_errors, compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
 from runtime.parallel import Loaded, join, load_model, minimum, same, together
@@ -543,7 +543,7 @@ class Engine:
         if not self.compile:
             return step
         if self.device.type == "cuda":
-            return compiled(step, options=CUDA_OPTIONS)
+            return compiled(step, options=cuda_options())
         self.parts.append(cpu.Parts())
         return partial(step, run=self.parts[-1])
 

@@ -26,7 +26,7 @@ from bench.contenders import SHAPES
 from bench.tables import size
 from engine import RowState, Sampling, decode_step
 from model import ModelConfig
-from runtime.compile import CUDA_OPTIONS
+from runtime.compile import cuda_options
 from runtime.device import DTYPES, pick_dtype
 from runtime.hf_config import from_hf
 from runtime.plan import shape_of
@@ -62,7 +62,7 @@ def step(config: ModelConfig, shape: methods.Shape, method: Choice) -> tuple[gen
         state = generated.build(config, shape, method.kv, method.budget, method.options)
         command = torch.zeros(shape.batch, dtype=torch.int64, device=device)
         found = generated.generate(
-            lambda backend: generated.launch(decode_step, backend, Sampling(), device, state, command), CUDA_OPTIONS
+            lambda backend: generated.launch(decode_step, backend, Sampling(), device, state, command), cuda_options()
         )
         for pool in methods.pools(layer.attention.kv for layer in state.model.layers):
             pool.close()

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from kv.method import Shape
-from kv.parts import attention, inductor, ops
+from kv.parts import attention, inductor
 from kv.parts.buffers import Buffers
 
 Views = Iterator[tuple[str, Tensor]]  # of a row, by name
@@ -179,9 +179,10 @@ class KV(Buffers, ABC):
         return buffer.narrow(2, 0, inductor.value(self.read_slots))
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
-        """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]."""
-        ops.store(self.k, k, slot, active)
-        ops.store(self.v, v, slot, active)
+        """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]; an inactive row's to the slot past its end."""
+        row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        slot = torch.where(active[:, None], slot, self.slots)
+        self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
 
     # A row's state
 

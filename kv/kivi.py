@@ -81,7 +81,8 @@ class Quantized(KV):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         n = k.shape[2]  # at most a group's
-        self.store(k, v, ops.following(pos, n) % self.ring, active)
+        for buffer, new in ((self.k, k), (self.v, v)):
+            ops.store(buffer, new, ops.following(pos, n) % self.ring, active)
         if self.packed.groups:  # one may be full now
             groups = self.groups(pos + n)
             newest = (groups - 1).clamp(min=0)

@@ -9,8 +9,6 @@ from types import FunctionType
 
 import torch
 
-CUDA_OPTIONS = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}  # of Inductor, for a step on a GPU
-
 
 def compiled(function: Callable, **how) -> Callable:
     """torch.compile of a copy of the function: recompiles are counted, and limited, per code object.
@@ -23,6 +21,36 @@ def compiled(function: Callable, **how) -> Callable:
 
     own = FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=False, **how)
+
+
+def cuda_options() -> dict:
+    """Inductor's options for a step on a GPU. There a launch costs as much as reading several megabytes."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Shared(CustomGraphPass):
+        """Computes once what layers compute alike: masks, positions, indices."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            first: dict[str, torch.fx.Node] = {}
+            for node in graph.nodes:
+                if node.op != "call_function" or not str(node.target).startswith(("aten.", "prims.")):
+                    continue
+                known = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+                if known is not node and not node.target._schema.is_mutable:
+                    node.replace_all_uses_with(known)
+                    graph.erase_node(node)
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((__file__,))
+
+    return {
+        "triton.cudagraphs": True,
+        "coordinate_descent_tuning": True,
+        "combo_kernels": not os.environ.get("KV_FAST_SEPARATE"),  # a guess, see bench/gpu.py
+        "post_grad_custom_pre_pass": Shared(),
+        # Otherwise a concatenation whose parts are computed before and after a fetch is split into separate buffers.
+        "force_pointwise_cat": True,
+    }
 
 
 def compiled_graphs() -> int:

@@ -39,7 +39,7 @@ from engine import CONTINUE, Sampling, decode_step, sample
 from kv.parts import offload
 from kv.parts.ranks import ALONE, Ranks
 from runtime import speculate
-from runtime.compile import CUDA_OPTIONS, compiled
+from runtime.compile import compiled, cuda_options
 
 PROMPTS, NEW, WARM = (700, 333), 64, 3  # tokens of each row; planned; decoded before
 STEPS = ([CONTINUE, CONTINUE], [5, CONTINUE], [CONTINUE, 9])  # commands; in the second, the second row sleeps
@@ -290,6 +290,16 @@ def tensors(root: object) -> dict[str, Tensor]:
     return found
 
 
+def as_on_a_gpu(self: offload.OffloadMethod, shape: kv.Shape, early: bool = False) -> bool:
+    """OffloadMethod.threaded, on any device."""
+    return self.offload and (self.engine == "threads" or (self.engine == "auto" and early))
+
+
+def handles(state: nn.Module) -> list[int]:
+    """The numbers by which a step's code refers to the pools."""
+    return [pool.handle for pool in kv.pools(caches(state)) if hasattr(pool, "handle")]
+
+
 def error(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the largest value of b; of integers, how many differ."""
     if not a.dtype.is_floating_point:
@@ -330,11 +340,12 @@ class Case:
         """The engine's step, of one or several parts."""
         return speculate.rounds(state, self.drafts, sample, compile) if self.drafts else compile(decode_step)
 
-    def build(self, device: torch.device, **more: str):
-        return build(self.name, device, self.batch, self.drafts, self.ranks, torch.float32, **more)
+    def build(self, device: torch.device):
+        with patch.object(offload.OffloadMethod, "threaded", as_on_a_gpu):
+            return build(self.name, device, self.batch, self.drafts, self.ranks, torch.float32)
 
-    def generate(self) -> list[tuple[str, list[str]]]:
-        """The code that Inductor writes for each part of a step, and the path of each of its inputs."""
+    def generate(self) -> tuple[list[tuple[str, list[str]]], list[int]]:
+        """The code that Inductor writes for each part of a step, and the path of each of its inputs; pools' handles."""
         made = []
         with generated.fake_gpu() as device:
             state, parts = self.build(device), []
@@ -349,16 +360,16 @@ class Case:
                     with torch.no_grad():
                         compiled(part, backend=backend)(*inputs, self.sampling.variant, *given)
 
-                found = generated.generate(run, CUDA_OPTIONS)
+                found = generated.generate(run, cuda_options())
                 [code] = found.code
                 made.append((code, [paths[id(x)] for x in found.inputs]))
             close(state)
-        return made
+        return made, handles(state)
 
-    def decoder(self, **more: str):
+    def decoder(self):
         """The same rows on the CPU, with random weights and prompts."""
         random = torch.Generator().manual_seed(0)
-        state = self.build(torch.device("cpu"), **more)
+        state = self.build(torch.device("cpu"))
         for name, weight in state.model.named_parameters():
             scale = 0.1 if weight.dim() > 1 and "embeddings" not in name else 1.0
             weight.copy_(torch.randn(weight.shape, generator=random) * scale + (weight.dim() == 1))
@@ -372,16 +383,12 @@ class Case:
 
     def compare(self, corrupt: str | None = None) -> list[dict[str, float]]:
         """The differences of the tokens, logits and tensors of each of STEPS, by path."""
-        first = next(offload._handles)
-        made, handle = self.generate(), next(offload._handles)
-        chooses = "engine" in kv.METHODS[VARIANTS[self.name][0]].__dataclass_fields__  # a GPU, what a CPU does not
-        threads = chooses and any("kv_fast" in code for code, _ in made)
-        state, parts = self.decoder(**({"engine": "threads"} if threads else {})), []
+        made, theirs = self.generate()
+        state, parts = self.decoder(), []
         step = self.step(state, lambda function: parts.append(Part(function)) or parts[-1])
-        calls = []
+        ours, calls = dict(zip(map(str, theirs), map(str, handles(state)), strict=True)), []
         for code, _ in made:
-            for old in range(first + 1, handle):  # the pools are made in the same order
-                code = code.replace(str(old), str(old - first + handle))
+            code = re.sub(r"\b\d{13}\b", lambda found: ours.get(found[0], found[0]), code)
             calls.append(wrapper(damaged(code, corrupt), corrupt == "grid"))
         knobs, results = self.sampling.tensors(torch.device("cpu")), []
 

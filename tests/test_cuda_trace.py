@@ -57,11 +57,9 @@ def build(
     drafts: int = 0,
     ranks: Ranks = ALONE,
     dtype: torch.dtype = torch.bfloat16,
-    **more: str,
 ) -> RowState:
-    """The rows of a model whose layers have the method's caches; `more` are options beside the variant's."""
+    """The rows of a model whose layers have the method's caches."""
     method, options = VARIANTS[name]
-    options = options | more
     if "head_scores" in options:
         options = options | {"head_scores": SCORES[:2]}
     with unset_fake_temporarily():

@@ -10,7 +10,7 @@ from test_cuda_trace import VARIANTS, build, close, launch
 from bench import generated
 from bench.generated import Generated
 from engine import decode_step
-from runtime.compile import CUDA_OPTIONS
+from runtime.compile import cuda_options
 
 pytest.importorskip("triton")
 
@@ -30,7 +30,7 @@ def generate(run, state: torch.nn.Module, variant: str, device: torch.device, ba
     from torch._dynamo.utils import counters
 
     skips = counters["inductor"]["cudagraph_skips"]
-    found = generated.generate(lambda backend: launch(run, state, backend, variant, device, batch), CUDA_OPTIONS)
+    found = generated.generate(lambda backend: launch(run, state, backend, variant, device, batch), cuda_options())
     assert counters["inductor"]["cudagraph_skips"] == skips and len(found.code) == 1
     return found
 
