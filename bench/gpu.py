@@ -45,6 +45,7 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     "kernel": ("attention by SDPA at 128K, where flex_attention is a guess (step long)", "full,streaming", FAR),
     "fused": ("attention by products and sums that Inductor fuses, at 128K", "full,streaming", FAR),
     "tiles": ("a top-k that first sorts the maxima of tiles, a guess otherwise (step long)", "full,tailorkv", FAR),
+    "separate": ("a launch for each kernel, where independent ones share it (step long)", "full,rocketkv,kivi", FAR),
     "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3"),
     "batch": ("8 rows at 16K", MAIN, f"{NEAR} --no-prefill --batch 8"),
     "int4": ("int4 weights at 128K", "full,rocketkv,quest", f"{FAR} --quantize int4"),
@@ -63,11 +64,12 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
         f"{NEAR} --no-prefill --steps 3 --profile trace.trace.json",
     ),
 }
-GUESSES = {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": ""}
+GUESSES = {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": "", "KV_FAST_SEPARATE": ""}
 OVERTURNED = {  # steps that set one of the guesses
     "kernel": {"KV_FAST_PRODUCT": "kernel"},
     "fused": {"KV_FAST_PRODUCT": "fused"},
     "tiles": {"KV_FAST_TILES": "1"},
+    "separate": {"KV_FAST_SEPARATE": "1"},
 }
 ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
 SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"

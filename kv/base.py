@@ -19,7 +19,7 @@ Where several processes share a model, each has its own KV heads and builds its 
 this only where it compares heads, as a mean over all of them does: `shape.ranks.sum(x)` and `shape.ranks.gather(x)`
 are over the processes (kv/parts/ranks.py).
 
-The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py) checks for every registered method:
+The laws, for every registered method: tests/test_contract.py (13: test_speculation, 14: test_tp, 15: test_interpreted).
 
 1. With a budget for every planned token, and lossy parts switched off, the method equals full attention or, if its
    paper approximates even then, its slow reference.
@@ -29,8 +29,7 @@ The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py)
 4. The contents of slots that hold no token change no output.
 5. No output depends on a later token.
 6. After `reset`, a row behaves like a row of a fresh cache, even if it held NaN.
-7. The bytes reported are those of the buffers and pools, at most the paper's formula plus what tests/paper_bytes.py
-   names.
+7. The bytes reported are the buffers' and pools', at most the paper's formula plus what tests/paper_bytes.py names.
 8. A decode step allocates nothing that outlives it and moves no buffer.
 9. Every step attends to the `recent` newest tokens; generation stays within the allocation, for `endless` methods too.
 10. An inactive row's state does not change, whatever token it is fed.
@@ -40,6 +39,7 @@ The laws, which tests/test_contract.py (13: test_speculation.py, 14: test_tp.py)
 13. If `rewinds`, moving `pos` back takes tokens back: once `insert` has overwritten them, the row equals one that never
     held them. Such a method can draft (kv/parts/speculation.py); the output is the full cache's.
 14. Ranks that share a model give the output of one process (but for omnikv, which chooses per rank, as its paper does).
+15. The kernels that Inductor generates for a GPU, run in Triton's interpreter, give the eager step.
 """
 
 from abc import ABC, abstractmethod
@@ -180,8 +180,7 @@ class KV(Buffers, ABC):
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
         """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]; an inactive row's to the slot past its end."""
-        row = torch.arange(slot.shape[0], device=slot.device)[:, None]
-        slot = torch.where(active[:, None], slot, self.slots)
+        row, slot = torch.arange(len(slot), device=slot.device)[:, None], torch.where(active[:, None], slot, self.slots)
         self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
 
     # A row's state

@@ -1,0 +1,42 @@
+"""A step's launches and bytes on a GPU, counted from the code that Inductor generates for it."""
+
+import json
+
+import pytest
+
+from bench import launches
+
+pytest.importorskip("triton")
+MOST = {"full": 10.5, "rocketkv": 22.5, "kivi": 24.5}  # kernels per layer; a lower number is progress
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    file = tmp_path_factory.mktemp("launches") / "launches.json"
+    launches.main(["--kv", ",".join(MOST), "--layers", "2", "--json", str(file)])
+    return {row["kv"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_layer_does_not_launch_more_kernels(rows, name):
+    assert rows[name]["launches_per_layer"] <= MOST[name]
+    assert rows[name]["launches"] == sum(rows[name]["by_kind"].values()) and rows[name]["graphs"] == 1
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_kernels_read_and_write_little_more_than_a_step_must_read(rows, name):
+    """Weights and cache are most of it; no kernel counts the whole of a buffer of which it gathers a part."""
+    assert 1 <= rows[name]["kernel_bytes"] / rows[name]["step_bytes"] < 1.05
+
+
+def test_the_time_is_predicted_from_bytes_and_launches(rows):
+    row = rows["full"]
+    assert row["predicted_ms"] == pytest.approx(row["kernel_bytes"] / 3.35e9 + row["launches"] * 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), (("--context", "0"), ("--layers", "0"), ("--batch", "x"), ("--kv", "nothing"))
+)
+def test_bad_arguments_are_named(flag, value):
+    with pytest.raises(ValueError, match=value if flag == "--kv" else flag):
+        launches.main([flag, value])
