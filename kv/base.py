@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from kv.method import Shape
-from kv.parts import attention, inductor
+from kv.parts import attention, inductor, ops
 from kv.parts.buffers import Buffers
 
 Views = Iterator[tuple[str, Tensor]]  # of a row, by name
@@ -150,7 +150,7 @@ class KV(Buffers, ABC):
     # Slots
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
-        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: inductor.covering."""
+        """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: ops.store."""
         self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)  # those that a step reads
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
@@ -179,9 +179,9 @@ class KV(Buffers, ABC):
         return buffer.narrow(2, 0, inductor.value(self.read_slots))
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
-        """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]; an inactive row's to the slot past its end."""
-        row, slot = torch.arange(len(slot), device=slot.device)[:, None], torch.where(active[:, None], slot, self.slots)
-        self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
+        """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]."""
+        ops.store(self.k, k, slot, active)
+        ops.store(self.v, v, slot, active)
 
     # A row's state
 

@@ -35,7 +35,7 @@ class Quantized(KV):
         self.ring = -(-waits // group) * group + group
         self.packed = Packed(shape, max(0, shape.planned - self.unpacked) // group, group, bits)
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.ring, shape.head_dim)
+            self.allocate(name, shape.n_kv_head, self.ring + 1, shape.head_dim)  # one past the end: ops.store
         self.read_groups = inductor.symbol(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
@@ -54,7 +54,7 @@ class Quantized(KV):
 
     def views(self, row: int, length: int) -> Views:
         yield from ((name, x[row, :, : self.groups(length)]) for name, x in self.packed.named_buffers())
-        yield from (("waits_k", self.k[row]), ("waits_v", self.v[row]))
+        yield from (("waits_k", self.k[row, :, : self.ring]), ("waits_v", self.v[row, :, : self.ring]))
 
     def held(self, row: int, length: int) -> Held:
         groups = self.groups(length)
@@ -69,8 +69,9 @@ class Quantized(KV):
         queries = ops.grouped(q, k.shape[1]).float() * q.shape[-1] ** -0.5  # [B,Hk,G,D]
         age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
         waits = age <= (pos - groups * self.group)[:, None]
-        logits = [ops.dots(queries, self.k).masked_fill(~waits[:, None, None], -torch.inf)]
-        sums = [lambda weight: ops.weighted_sum(weight, self.v.float())]
+        keys, values = (x.narrow(2, 0, self.ring) for x in (self.k, self.v))
+        logits = [ops.dots(queries, keys).masked_fill(~waits[:, None, None], -torch.inf)]
+        sums = [lambda weight: ops.weighted_sum(weight, values.float())]
         if self.packed.groups:
             read = inductor.value(self.read_groups)  # groups
             empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
@@ -81,8 +82,7 @@ class Quantized(KV):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         n = k.shape[2]  # at most a group's
-        for buffer, new in ((self.k, k), (self.v, v)):
-            ops.store(buffer, new, ops.following(pos, n) % self.ring, active)
+        self.store(k, v, ops.following(pos, n) % self.ring, active)
         if self.packed.groups:  # one may be full now
             groups = self.groups(pos + n)
             newest = (groups - 1).clamp(min=0)

@@ -31,7 +31,7 @@ class Quest(Full):
         self.allocate_size("count", budget, pages)
         self.min_slots = self.pages * page
         for name in ("low", "high"):
-            self.allocate(name, shape.n_kv_head, count, shape.head_dim)
+            self.allocate(name, shape.n_kv_head, count + 1, shape.head_dim)  # one past the end: ops.store
             self.contents[name] = 1, page
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:

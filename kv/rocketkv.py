@@ -90,7 +90,7 @@ class RocketKV(SnapKV):
         self.allocate_size("count", split.budget, pages)
         self.min_slots = self.pages * self.page
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
-        self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count)
+        self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count + 1)
         self.contents["bounds"] = 2, self.page
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
@@ -113,9 +113,11 @@ class RocketKV(SnapKV):
         """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
         super().insert(k, v, pos, active)
         at, (low, high) = ops.newest_pages(self.k, self.page, self.slot(pos), k.shape[2], self.decoded)
-        new = (low if self.page == 1 else torch.cat([low, high], dim=3)).transpose(1, 2)  # [B,P,Hk,2D]
-        row = torch.arange(pos.shape[0], device=pos.device)[:, None]
-        self.bounds[row, :, :, at] = torch.where(active[:, None, None, None], new, self.bounds[row, :, :, at])
+        row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
+        at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
+        channel = torch.arange(low.shape[3], device=pos.device)
+        for first, new in ((0, low), (low.shape[3], high))[: min(self.page, 2)]:
+            self.bounds[row, :, first + channel, at] = new.permute(0, 2, 3, 1)  # [B,P,D,Hk]
 
     def page_scores(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""

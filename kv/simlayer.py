@@ -47,7 +47,7 @@ class Regions(Buffers):
         capacities = [shape.planned] * large + [window] * (shape.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.starts[-1], shape.head_dim)
+            self.allocate(name, shape.n_kv_head, self.starts[-1] + 1, shape.head_dim)  # one past the end: ops.store
         self.first: list[Tensor] = []  # by layer, where each row's region begins, [B]
         self.size: list[Tensor] = []  # by layer, the slots that each row uses there as a ring, [B]
         self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled

@@ -30,7 +30,7 @@ class SparQ(Full):
         self.contents["kt"] = 2, 1
         # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.
         self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
-        self.allocate("mean", shape.n_kv_head, self.ring, shape.head_dim, dtype=torch.float32)
+        self.allocate("mean", shape.n_kv_head, self.ring + 1, shape.head_dim, dtype=torch.float32)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
@@ -63,8 +63,7 @@ class SparQ(Full):
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         super().insert(k, v, pos, active)
         row, at = torch.arange(pos.shape[0], device=k.device)[:, None], ops.following(pos, k.shape[2])
-        old = self.kt[row, :, :, at]  # [B,n,Hk,D]
-        self.kt[row, :, :, at] = torch.where(active[:, None, None, None], k.transpose(1, 2), old)
+        self.kt[row, :, :, torch.where(active[:, None], at, self.size)] = k.transpose(1, 2)
         before = self.mean[row[:, 0], :, (pos - 1) % self.ring][:, :, None] * pos[:, None, None, None]
         total = before + (v.float() if v.shape[2] == 1 else v.float().cumsum(2))  # compiled, cumsum ends a loop
         mean = total / (at + 1)[:, None, :, None]

@@ -22,6 +22,7 @@ from kv.parts.quant import channels, stored_bytes
 from kv.parts.scored import Scored
 from kv.parts.speculation import Speculation
 from kv.pqcache import PQCache
+from kv.quest import Quest
 from kv.rocketkv import RocketKV, Split
 from kv.simlayer import SimLayer
 from kv.sparq import SparQ
@@ -209,6 +210,10 @@ def overhead(layer: KV) -> Counter[str]:
     if isinstance(layer, Quantized):
         buffers("tokens that wait", "k", "v")
         named["group past the end"] = shape.batch * shape.n_kv_head * layer.packed.group_bytes
+    if isinstance(layer, Quest):
+        named["page past the end"] = layer.low[:, :, 0].nbytes + layer.high[:, :, 0].nbytes
+    if isinstance(layer, RocketKV):
+        named["page past the end"] = layer.bounds[..., 0].nbytes
     if isinstance(layer, SparQ):
         named["slot past the end"] += layer.kt[..., 0].nbytes
         buffers("mean of V", "mean")
@@ -219,6 +224,7 @@ def overhead(layer: KV) -> Counter[str]:
     if isinstance(layer, SimLayer) and layer.index == 0:
         regions = layer.regions
         capacity = regions.large * shape.planned + (shape.n_layer - regions.large) * regions.window
+        named["slot past the end"] = slot
         named["whole blocks"] = (regions.starts[-1] - capacity) * slot
     if isinstance(layer, Filter):
         named["ticket"] = 0 if layer.bank is None else layer.bank.ticket.nbytes

@@ -225,7 +225,9 @@ class Cache:
         return {storage: size for storage, size in found.items() if size}
 
     def state(self) -> list[Tensor]:
-        return [buffer.clone() for layer in self.layers for buffer in layer.buffers()]
+        """What the layers hold of every row; not a buffer's last slot, which an inactive row may write to."""
+        rows = list(enumerate(self.newest))
+        return [x for layer in self.layers for row, pos in rows for x in layer.state(row, pos + 1).values()]
 
 
 def poison(cache: Cache) -> Cache:

@@ -107,7 +107,7 @@ def test_memory_is_table_2s_and_the_window(bits, head_dim):
         device, host = kv.planned_bytes("kivi", shape, None, options)
         packed = device - shape.n_layer * sum(over.values())
         assert packed == rows * table * (1 - recent / 4096) and host == 0
-        assert over["tokens that wait"] == (recent + 64) * shape.batch * shape.n_kv_head * shape.unit_bytes
+        assert over["tokens that wait"] == (recent + 64 + 1) * shape.batch * shape.n_kv_head * shape.unit_bytes
         assert over["group past the end"] <= 0.02 * shape.batch * table
 
 

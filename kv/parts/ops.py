@@ -256,10 +256,12 @@ def hashed(x: Tensor) -> Tensor:
 
 
 def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
-    """Writes n tokens per row: new [B,Hk,n,D] to buffer [B,Hk,S,D] at slot [B,n]; inactive rows do not change."""
-    rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
-    old = buffer[rows, :, slot]  # [B,n,Hk,D]
-    buffer[rows, :, slot] = torch.where(active[:, None, None, None], new.transpose(1, 2), old)
+    """Writes n tokens per row: new [B,Hk,n,D] to buffer [B,Hk,S,D] at slot [B,n]; an inactive row's to its last slot.
+
+    That slot holds no token. A row's old values are not written back, because reading them would be another kernel.
+    """
+    rows, last = torch.arange(slot.shape[0], device=slot.device)[:, None], buffer.shape[2] - 1
+    buffer[rows, :, torch.where(active[:, None], slot, last)] = new.transpose(1, 2)
 
 
 def first_rows(module: nn.Module, x: Tensor, rows: int) -> Tensor:

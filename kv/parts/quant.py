@@ -122,7 +122,7 @@ class Packed(Buffers):
         if group % 8:
             raise ValueError(f"group must be a multiple of 8 tokens, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
-        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see inductor.covering
+        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see `store`
         row = group * bits // 8  # bytes of one channel
         self.words = bits <= 2 and row % 4 == 0  # of K: else bytes
         keys = ("k", (d, row // 4), torch.int32, (d, 1)) if self.words else ("k", (d, row), torch.uint8, (d, 1))
@@ -155,11 +155,10 @@ class Packed(Buffers):
                 getattr(self, name)[row, :, first + start : first + start + values.shape[1]] = values
 
     def store(self, k: Tensor, v: Tensor, at: Tensor, due: Tensor) -> None:
-        """Packs one group per row: k and v [B,Hk,group,D] become group `at` [B] where `due` [B]."""
-        rows = torch.arange(at.shape[0], device=at.device)
+        """Packs one group per row: k and v [B,Hk,group,D] become group `at` [B] where `due` [B], else the last one."""
+        rows, at = torch.arange(at.shape[0], device=at.device), torch.where(due, at, self.groups)
         for name, values in self.pack(k, v).items():
-            buffer = getattr(self, name)
-            buffer[rows, :, at] = torch.where(due[:, None, None, None], values, buffer[rows, :, at])
+            getattr(self, name)[rows, :, at] = values
 
     def keys(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The keys of some groups, [B,Hk,groups group,D] fp32; B is 1 for one row."""
