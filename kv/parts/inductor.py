@@ -16,6 +16,7 @@ CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the ne
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
+REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
 BLOCK = 128  # slots per block of flex_attention's mask
 # By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
@@ -68,13 +69,25 @@ def realized(x: Tensor) -> Tensor:
 # Sums
 
 
+def rereads(x: Tensor) -> bool:
+    """Whether each query of a group reads vectors x [B,Hk,N,D] for itself, because a GPU's L2 cache still holds them.
+
+    Otherwise they are read once for all: what computes them is then a kernel of its own.
+    """
+    return x.device.type == "cuda" and x.shape[2] <= REREAD
+
+
 def dots(q: Tensor, k: Tensor) -> Tensor:
     """q [B,Hk,G,D] times k [B,Hk,N,D] -> [B,Hk,G,N], both fp32: a gather or a decoding of k fuses into the sums."""
+    if rereads(k):
+        return (q[:, :, :, None] * k[:, :, None]).sum(4)
     return torch.stack([(row[:, :, None] * k).sum(3) for row in stored(q).unbind(2)], dim=2)
 
 
 def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32, a chunk of vectors at a time."""
+    if rereads(v):
+        return (weight[..., None] * v[:, :, None]).sum(3)
     if v.shape[2] <= UNROLLED:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
@@ -126,6 +139,20 @@ def fuses(q: Tensor) -> bool:
     """Whether a compiled step attends with queries [B,Hk,R,D] by products and sums that Inductor fuses, not by SDPA."""
     few = q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
     return (few if q.device.type == "cpu" else CUDA_FORM == "fused") and torch.compiler.is_compiling()
+
+
+def gathers(q: Tensor, k: Tensor) -> bool:
+    """Whether a compiled step attends to gathered slots k [B,H,N,D] by `attend_gathered`."""
+    return torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM != "kernel" and rereads(k)
+
+
+def attend_gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [B,H,G,D], k and v [B,H,N,D], mask [B,H,N] -> [B,H,G,D], by sums into which what computes k and v fuses.
+
+    A gather then writes nothing.
+    """
+    logits = dots(q.float() * q.shape[-1] ** -0.5, k.float()).masked_fill(~mask[:, :, None], -torch.inf)
+    return weighted_sum(logits.softmax(3), v.float()).to(q.dtype)
 
 
 def flexes(q: Tensor, k: Tensor) -> bool:

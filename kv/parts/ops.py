@@ -68,6 +68,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
     gathered = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
     # Stored: else the sums would gather number by number.
     keys, values = (inductor.stored(x if read is None else read(x)) for x in gathered)
+    if inductor.gathers(q, keys):
+        return inductor.attend_gathered(grouped(q, keys.shape[1]), keys, values, mask).view(q.shape)
     return attend(q, keys, values, mask)
 
 
@@ -94,11 +96,11 @@ def following(pos: Tensor, n: int) -> Tensor:
     return pos[:, None] + torch.arange(n, device=pos.device)
 
 
-def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | None = None) -> tuple[Tensor, Tensor]:
+def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | None = None) -> tuple[Tensor, tuple]:
     """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
-    Returns their indices [B,P] and, stacked, the minimum and maximum of each channel over their keys [2,B,Hk,P,D]. A
-    row with fewer than P such pages repeats its first one. `read` decodes the keys.
+    Returns their indices [B,P], and the minimum and the maximum of each channel over their keys, [B,Hk,P,D]. A row with
+    fewer than P such pages repeats its first one. `read` decodes the keys.
     """
     index = following(first // page, (n + page - 2) // page + 1)
     last = (first + n - 1)[:, None]
@@ -108,7 +110,7 @@ def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | N
     keys = (keys if read is None else read(keys)).unflatten(2, (-1, page))
     empty = (slot > last).unflatten(1, (-1, page))[:, None, ..., None]
     low, high = keys.masked_fill(empty, torch.inf).amin(3), keys.masked_fill(empty, -torch.inf).amax(3)
-    return index, torch.stack([low, high])
+    return index, (low, high)
 
 
 def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
