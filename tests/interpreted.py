@@ -173,13 +173,18 @@ def correct() -> None:
 
 
 def widened(config: dict[str, int], sizes: dict[str, int]) -> dict[str, int]:
-    """Larger blocks, so that Python runs fewer programs; they divide what a kernel without masks relies on."""
-    config, room = dict(config), 1 << 16
+    """Larger blocks, so that Python runs fewer programs.
+
+    They divide the sizes, on which a kernel without masks relies; kernels that share a launch have masks.
+    """
+    config, room = dict(config), 1 << (12 if "num_kernels" in sizes else 16)  # of kernels that share a launch, each
     for block, size in (("R0_BLOCK", "r0_numel"), ("R1_BLOCK", "r1_numel")):
         room //= 1 << (config.get(block, sizes.get(size, 1)) - 1).bit_length()
     for block in ("XBLOCK", "YBLOCK", "ZBLOCK"):
-        if block in config and (size := sizes.get(f"{block[0].lower()}numel")):
-            config[block] = max(config[block], min(size & -size, room))
+        numels = [size for name, size in sizes.items() if name.startswith(f"{block[0].lower()}numel")]
+        if block in config and numels:
+            fits = [1 << (size - 1).bit_length() if "num_kernels" in sizes else size & -size for size in numels]
+            config[block] = max(config[block], min(room, max(fits)))
             room //= config[block]
     return config
 
@@ -199,7 +204,8 @@ class Kernel:
         values = dict(zip(names, given, strict=False)) | named
         extra = dict(zip(("_grid_0", "_grid_1", "_grid_2"), given[len(names) :], strict=False))
         sizes = {name: value for name, value in (values | extra).items() if isinstance(value, int)}
-        config = widened(config, sizes)
+        shared = tuner.inductor_meta.get("combo_grid_meta", {})
+        config = widened(config, sizes | {name: x for name, x in shared.items() if type(x) is int})
         grid = [int(x) for x in GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(sizes | config)]
         inputs, tensors = dict(config), []
         for name, value in values.items():
