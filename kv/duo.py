@@ -43,9 +43,12 @@ class Duo(KV):
         self.hold("back", heads.argsort())
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Splits x [B,H,T,D], H = Hk or Hq, into the heads of each part."""
-        groups = x.unflatten(1, (self.shape.n_kv_head, -1)).index_select(1, self.order)
-        return [part.flatten(1, 2) for part in groups.split(self.counts, dim=1)]
+        """The heads of each part of x [B,H,T,D], H = Hk or Hq.
+
+        Tensors of their own: of a view, torch's flex_attention compiled for a GPU reads the base's first queries.
+        """
+        groups = x.unflatten(1, (self.shape.n_kv_head, -1))
+        return [groups.index_select(1, heads).flatten(1, 2) for heads in self.order.split(self.counts)]
 
     def join(self, ys: list[Tensor]) -> Tensor:
         """The inverse of `split`, for query heads."""

@@ -10,7 +10,7 @@ import pytest
 from test_cuda_trace import VARIANTS
 
 pytest.importorskip("triton")
-SAMPLE = (["full", "--batch", "1", "--cut"], ["rocketkv", "--drafts", "2"], ["omnikv:threads"], ["kivi"])
+SAMPLE = (["full", "--batch", "1", "--cut"], ["rocketkv", "--drafts", "2"], ["omnikv:threads"], ["kivi"], ["duo"])
 MORE = (["infllm", "--ranks"], ["omnikv:threads", "--drafts", "2"], ["d2o", "--ranks"], ["full:bits", "--drafts", "2"])
 LIMIT = 1e-5  # in fp32, relative to a tensor's largest value
 
