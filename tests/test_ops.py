@@ -87,11 +87,11 @@ def test_flash_decoding_reads_the_blocks_that_are_used_by_any_mask(monkeypatch):
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_store_writes_active_rows_only():
+def test_store_writes_active_rows_only_and_others_past_the_end():
     buffer, new = torch.zeros(3, 2, 5, 4), torch.ones(3, 2, 1, 4)
-    ops.store(buffer, new, torch.tensor([[4], [0], [2]]), torch.tensor([True, False, True]))
+    ops.store(buffer, new, torch.tensor([[3], [0], [2]]), torch.tensor([True, False, True]))
     expected = torch.zeros(3, 2, 5, 4)
-    expected[0, :, 4] = expected[2, :, 2] = 1
+    expected[0, :, 3] = expected[1, :, 4] = expected[2, :, 2] = 1
     assert torch.equal(buffer, expected)
 
 
