@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import kv
-from engine import RowState, Sampling
+from engine import RowState
 from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.compile import compiled
@@ -58,9 +58,9 @@ C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>);
 LAUNCHES = {  # lines of the code that Inductor writes around its kernels, by kind
     "triton": r"\btriton_\w+\.run\(",
     "product": r"\bextern_kernels\.\w+\(",
-    "topk": r"\btorch\.ops\.aten\.(?:topk|sort|_softmax)\.\w+\(",
+    "topk": r"\btorch\.ops\.aten\.(?:topk|sort)\.\w+\(",
     "host": r"\btorch\.ops\.kv_fast\.\w+\.\w+\(",
-    "other": r"\btorch\.ops\.(?!aten\.(?:topk|sort|_softmax)\.|kv_fast\.)\w+\.\w+\.\w+\(|\.copy_\(",
+    "other": r"\btorch\.ops\.(?!aten\.(?:topk|sort)\.|kv_fast\.)\w+\.\w+\.\w+\(|\.copy_\(",
 }
 
 
@@ -167,10 +167,10 @@ def build(config: ModelConfig, shape: kv.Shape, method: str, budget: int | None,
     return state
 
 
-def launch(step: Callable, backend: Callable, sampling: Sampling, device: torch.device, *inputs: object) -> None:
+def launch(step: Callable, backend: Callable, *inputs: object) -> None:
     """Compiles a step as the engine does, with another backend, and calls it."""
     with torch.no_grad():
-        compiled(step, backend=backend)(*inputs, sampling.variant, *sampling.tensors(device))
+        compiled(step, backend=backend)(*inputs)
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Generated:
         return Counter({kind: len(re.findall(pattern, code)) for kind, pattern in LAUNCHES.items()})
 
 
-def generate(run: Callable[[Callable], None], options: dict | None = None) -> Generated:
+def generate(run: Callable[[Callable], None], options: dict) -> Generated:
     """Lets Inductor write the kernels of a step, which `run(backend)` compiles; nothing is launched."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor import config
@@ -232,7 +232,7 @@ def generate(run: Callable[[Callable], None], options: dict | None = None) -> Ge
         patch.object(AsyncCompile, "cpp", for_a_cpu),
         patch.object(GraphLowering, "codegen", codegen),
         patch.object(GraphLowering, "save_output_code", staticmethod(found.code.append)),
-        config.patch(OPTIONS | (options or {})),
+        config.patch(OPTIONS | options),
     ):
         run(lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner))
     return found
@@ -259,7 +259,7 @@ def traffic(graph, node) -> tuple[int, int]:
     plain = [dep for dep in deps if isinstance(dep, StarDep) or not dep.is_indirect()]
     whole = {dep.name: number(graph.get_numel(dep.name)) for dep in deps}
     # Of a gather or a scatter, as many entries as there are indices: not more than the largest integer operand.
-    indices = max((direct(dep) for dep in plain if dep.name in whole and is_index(graph, dep.name)), default=1)
+    indices = max((direct(dep) for dep in plain if is_index(graph, dep.name)), default=1)
 
     def elements(dep: MemoryDep | StarDep) -> int:
         if dep in plain:

@@ -60,10 +60,9 @@ def step(config: ModelConfig, shape: methods.Shape, method: Choice) -> tuple[gen
     with generated.fake_gpu() as device:
         shape = replace(shape, device=device, n_layer=config.n_layer)
         state = generated.build(config, shape, method.kv, method.budget, method.options)
-        command = torch.zeros(shape.batch, dtype=torch.int64, device=device)
-        found = generated.generate(
-            lambda backend: generated.launch(decode_step, backend, Sampling(), device, state, command), cuda_options()
-        )
+        command, sampling = torch.zeros(shape.batch, dtype=torch.int64, device=device), Sampling()
+        inputs = state, command, sampling.variant, *sampling.tensors(device)
+        found = generated.generate(lambda backend: generated.launch(decode_step, backend, *inputs), cuda_options())
         for pool in methods.pools(layer.attention.kv for layer in state.model.layers):
             pool.close()
     return found, state

@@ -39,7 +39,7 @@ from engine import CONTINUE, Sampling, decode_step, sample
 from kv.parts import offload
 from kv.parts.ranks import ALONE, Ranks
 from runtime import speculate
-from runtime.compile import compiled, cuda_options
+from runtime.compile import cuda_options
 
 PROMPTS, NEW, WARM = (700, 333), 64, 3  # tokens of each row; planned; decoded before
 STEPS = ([CONTINUE, CONTINUE], [5, CONTINUE], [CONTINUE, 9])  # commands; in the second, the second row sleeps
@@ -49,7 +49,7 @@ Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 # Triton's interpreter, corrected
 
 
-def plain(x: tl.tensor, *_) -> np.ndarray:
+def plain(x: tl.tensor) -> np.ndarray:
     return x.handle.data
 
 
@@ -374,8 +374,7 @@ class Case:
                 inputs = [state] if part is speculate.verify_step else [state, command]
 
                 def run(backend: Callable, part=part, inputs=inputs) -> None:
-                    with torch.no_grad():
-                        compiled(part, backend=backend)(*inputs, self.sampling.variant, *given)
+                    generated.launch(part, backend, *inputs, self.sampling.variant, *given)
 
                 found = generated.generate(run, cuda_options())
                 [code] = found.code

@@ -96,7 +96,7 @@ def launch(run, state: nn.Module, backend, variant: str, device: torch.device, b
     temperature, top_k = 0.0 if variant.endswith("greedy") else 1.0, 20 if variant.endswith("cut") else None
     sampling = Sampling(temperature, top_k, repetition_penalty=1.1 if variant.startswith("penalized") else 1.0)
     command = [torch.zeros(batch, dtype=torch.int64, device=device)] if run is not speculate.verify_step else []
-    generated.launch(run, backend, sampling, device, state, *command)
+    generated.launch(run, backend, state, *command, sampling.variant, *sampling.tensors(device))
 
 
 def problems(graph: torch.fx.GraphModule, known) -> set[str]:
