@@ -102,7 +102,9 @@ class CaM(H2O):
 
     def __init__(self, shape: Shape, layer: int, size: int, spread: int):
         super().__init__(shape, size, 0, size // 2)
-        self.layer, self.spread = layer, spread
+        self.spread = spread
+        head = shape.ranks.rank * shape.n_kv_head + torch.arange(shape.n_kv_head, device=shape.device)
+        self.hold("salt", ops.hashed(head + 4096 * layer))  # [Hk]; no integer: layers would be compiled one by one
         self.follow = self.min_slots = min(spread, size)
 
     def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
@@ -137,9 +139,7 @@ class CaM(H2O):
 
     def chance(self, position: Tensor) -> Tensor:
         """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""
-        heads = position.shape[-2]
-        head = self.shape.ranks.rank * heads + torch.arange(heads, device=position.device)[:, None]
-        return ops.hashed(ops.hashed(position + ops.hashed(head + 4096 * self.layer))) / 2.0**32
+        return ops.hashed(ops.hashed(position + self.salt[:, None])) / 2.0**32
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,9 @@ class RocketKV(SnapKV):
         at, (low, high) = ops.newest_pages(self.k, self.page, self.slot(pos), k.shape[2], self.decoded)
         row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
         at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
-        channel = torch.arange(low.shape[3], device=pos.device)
-        for first, new in ((0, low), (low.shape[3], high))[: min(self.page, 2)]:
-            self.bounds[row, :, first + channel, at] = new.permute(0, 2, 3, 1)  # [B,P,D,Hk]
+        bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
+        channel = torch.arange(bounds.shape[3], device=pos.device)
+        self.bounds[row, :, channel, at] = bounds.permute(0, 2, 3, 1)  # [B,P,D or 2 D,Hk]
 
     def page_scores(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""

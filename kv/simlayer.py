@@ -50,6 +50,7 @@ class Regions(Buffers):
             self.allocate(name, shape.n_kv_head, self.starts[-1] + 1, shape.head_dim)  # one past the end: ops.store
         self.first: list[Tensor] = []  # by layer, where each row's region begins, [B]
         self.size: list[Tensor] = []  # by layer, the slots that each row uses there as a ring, [B]
+        self.used: list[dict[int, int]] = [{} for _ in range(shape.n_layer)]  # the same by layer and row, on the host
         self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled
 
     def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
@@ -70,7 +71,7 @@ class Regions(Buffers):
 
     def write(self, row: int, layer: int, first: int, size: int, kept: Tensor, k: Tensor, v: Tensor) -> None:
         """Gives a layer the ring of `size` slots at `first`, and stores the tokens at positions kept [n] there."""
-        self.first[layer][row], self.size[layer][row] = first, size
+        self.first[layer][row], self.size[layer][row], self.used[layer][row] = first, size, size
         slot = first + ops.ring(kept, size, self.sinks)
         self.k[row, :, slot], self.v[row, :, slot] = k, v
 
@@ -82,7 +83,8 @@ class SimLayer(KV):
         self.recent = regions.window - regions.sinks
         self.slots, self.read_slots = shape.planned, inductor.symbol(shape.planned, shape.device)
         self.allocate_state("first")
-        self.allocate_state("size", fill=shape.planned if index < regions.large else regions.window)
+        self.most = shape.planned if index < regions.large else regions.window
+        self.allocate_state("size", fill=self.most)
         regions.first.append(self.first)
         regions.size.append(self.size)
 
@@ -126,13 +128,14 @@ class SimLayer(KV):
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)
-        first = int(self.first[row])
-        used = slice(first, first + min(length, int(self.size[row])))
+        first, size = int(self.first[row]), int(self.size[row])
+        self.regions.used[self.index][row] = size  # now that a saved row is restored
+        used = slice(first, first + min(length, size))
         yield from (("k", self.regions.k[row, :, used]), ("v", self.regions.v[row, :, used]))
 
     def slots_to_read(self, length: int, new: int) -> int:
         """Slots of the row for which the layer keeps the most; on CUDA only the blocks in use are read."""
-        return min(length, int(self.size.max()))
+        return min(length, max(self.regions.used[self.index].values(), default=self.most))
 
 
 @dataclass(frozen=True)

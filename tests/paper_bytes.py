@@ -192,6 +192,7 @@ def overhead(layer: KV) -> Counter[str]:
         named[kind] += sum(getattr(layer, name).nbytes for name in names if getattr(layer, name, None) is not None)
 
     buffers("RoPE speeds", "rope_speed")
+    buffers("random numbers", "salt")
     if isinstance(layer, Duo):
         buffers("order of heads", "order", "back")
         return sum(map(overhead, layer.parts), named)

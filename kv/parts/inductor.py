@@ -18,6 +18,7 @@ TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
 BLOCK = 128  # slots per block of flex_attention's mask
+FEW = 512  # the most slots to which flex_attention attends without dividing them: a guess
 # By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
 CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
@@ -141,20 +142,6 @@ def fuses(q: Tensor) -> bool:
     return (few if q.device.type == "cpu" else CUDA_FORM == "fused") and torch.compiler.is_compiling()
 
 
-def gathers(q: Tensor, k: Tensor) -> bool:
-    """Whether a compiled step attends to gathered slots k [B,H,N,D] by `attend_gathered`."""
-    return torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM != "kernel" and rereads(k)
-
-
-def attend_gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [B,H,G,D], k and v [B,H,N,D], mask [B,H,N] -> [B,H,G,D], by sums into which what computes k and v fuses.
-
-    A gather then writes nothing.
-    """
-    logits = dots(q.float() * q.shape[-1] ** -0.5, k.float()).masked_fill(~mask[:, :, None], -torch.inf)
-    return weighted_sum(logits.softmax(3), v.float()).to(q.dtype)
-
-
 def flexes(q: Tensor, k: Tensor) -> bool:
     """Whether a compiled step attends with q [B,Hq,n,D] by flex_attention."""
     few = q.shape[1] // k.shape[1] * q.shape[2] < BLOCK  # queries of a group: one block
@@ -181,7 +168,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: 
     """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
 
     seen(b, h, i, slot) is its mask; i counts a group's queries. All blocks count as partly filled: among those the
-    kernel divides its work by their number, among whole blocks by the capacity.
+    kernel divides its work by their number, among whole blocks by the capacity. Of FEW slots one program of the kernel
+    reads all that a KV head has; otherwise several share them, and further kernels join their results.
     """
     n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)
@@ -196,6 +184,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: 
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads query blocks
     )
-    pipelined = {"num_stages": 3, "num_warps": 2} if q.dtype.itemsize == 2 and q.shape[3] <= 128 else None
-    y = flex_attention(rows, k, v, block_mask=mask, kernel_options=pipelined)  # else loads wait for products
+    options = {"num_stages": 3, "num_warps": 2} if q.dtype.itemsize == 2 and q.shape[3] <= 128 else {}
+    if k.shape[2] <= FEW:
+        options["SPLIT_KV"] = 1
+    y = flex_attention(rows, k, v, block_mask=mask, kernel_options=options)  # else loads wait for products
     return y.unflatten(2, (-1, n)).flatten(1, 2)

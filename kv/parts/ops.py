@@ -68,9 +68,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, re
     gathered = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
     # Stored: else the sums would gather number by number.
     keys, values = (inductor.stored(x if read is None else read(x)) for x in gathered)
-    if inductor.gathers(q, keys):
-        return inductor.attend_gathered(grouped(q, keys.shape[1]), keys, values, mask).view(q.shape)
-    return attend(q, keys, values, mask)
+    return attend_used(q, keys, values, mask, torch.full(q.shape[:1], keys.shape[2], device=q.device))
 
 
 def attend_pages(
@@ -243,11 +241,10 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     read once per group; `empty` [B,N] keys get no weight. SparQ's temperature (arXiv 2312.04985) makes up for the
     channels left out. A query of zeros attends to all keys alike.
     """
-    part = rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1))  # [B,Hk,G,R]
+    part = inductor.stored(rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1)).float())  # [B,Hk,G,R]
     share = part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True).clamp(min=LEAST)
     temperature = (rows.shape[3] * share).sqrt().clamp(min=LEAST)
-    logits = weighted_sum(inductor.stored(part.float() / temperature), keys.float())
-    return softmax(logits + barred(empty[:, None, None]))
+    return softmax(weighted_sum(part, keys.float()) / temperature + barred(empty[:, None, None]))
 
 
 def hashed(x: Tensor) -> Tensor:
