@@ -26,6 +26,7 @@ from engine import RowState
 from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.compile import compiled
+from runtime.linear import GROUPS, quantize_modules
 
 H100 = {
     "type": "cuda",
@@ -151,12 +152,17 @@ def fake_gpu() -> Iterator[torch.device]:
 # Steps
 
 
-def build(config: ModelConfig, shape: kv.Shape, method: str, budget: int | None, options: dict) -> RowState:
-    """The rows of a model of fake weights whose layers have the method's caches; rows hold whole prompts."""
+def build(
+    config: ModelConfig, shape: kv.Shape, method: str, budget: int | None, options: dict, mode: str | None = None
+) -> RowState:
+    """The rows of a model of fake weights, quantized to int8 or int4 if `mode` says so, whose layers have the method's
+    caches; rows hold whole prompts."""
     with shape.device:
         torch.set_default_dtype(shape.dtype)
         model = Transformer(parallel.share(config, shape.ranks)).requires_grad_(False)
         torch.set_default_dtype(torch.float32)
+        if mode:
+            quantize_modules(model, mode, GROUPS[0], embeddings=False)
         parallel.connect(model, shape.ranks)
         model.set_rows(shape.batch)
         layers = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)

@@ -45,6 +45,7 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     "kernel": ("attention by SDPA at 128K, where flex_attention is a guess (step long)", "full,streaming", FAR),
     "fused": ("attention by products and sums that Inductor fuses, at 128K", "full,streaming", FAR),
     "tiles": ("a top-k that first sorts the maxima of tiles, a guess otherwise (step long)", "full,tailorkv", FAR),
+    "divide": ("few tokens divided among programs, where one reads a KV head's (step long)", "full,rocketkv", FAR),
     "separate": ("a launch for each kernel, where independent ones share it (step long)", "full,rocketkv,kivi", FAR),
     "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3"),
     "batch": ("8 rows at 16K", MAIN, f"{NEAR} --no-prefill --batch 8"),
@@ -64,11 +65,12 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
         f"{NEAR} --no-prefill --steps 3 --profile trace.trace.json",
     ),
 }
-GUESSES = {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": "", "KV_FAST_SEPARATE": ""}
+GUESSES = {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": "", "KV_FAST_DIVIDE": "", "KV_FAST_SEPARATE": ""}
 OVERTURNED = {  # steps that set one of the guesses
     "kernel": {"KV_FAST_PRODUCT": "kernel"},
     "fused": {"KV_FAST_PRODUCT": "fused"},
     "tiles": {"KV_FAST_TILES": "1"},
+    "divide": {"KV_FAST_DIVIDE": "1"},
     "separate": {"KV_FAST_SEPARATE": "1"},
 }
 ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
@@ -94,10 +96,14 @@ def steps(device: str) -> list[Step]:
         small = "--length 600" * cpu
         return [f"-m bench.smoke --kv {group} --device {device} {small} {more}".split() for group in groups]
 
-    tests = f"-m pytest -m cuda -q -p no:cacheprovider {TESTS}".split()
+    pytest = "-m pytest -q -p no:cacheprovider"
+    tests, interpreted = f"{pytest} -m cuda {TESTS}".split(), f"{pytest} -k rocketkv tests/test_interpreted.py".split()
+    counted = "-m bench.launches --kv full,rocketkv,kivi --layers 2 --json launches.json".split()
     groups, threads = (["full,rocketkv", "omnikv:offload=true"], THREADS[1:]) if cpu else (METHODS, THREADS)
     busy = "side by side: the times are not those of an idle GPU"
     every = [
+        Step("launches", "launches and bytes of a step, counted from its code", [counted], 2),
+        Step("interpreted", "a step's kernels in Triton's interpreter, beside the eager step", [interpreted], 3),
         Step("tests", "the tests that need a GPU", [tests], 5),
         Step("methods", f"every method, eager and compiled ({busy})", smoke(groups)),
         Step("offload", "threads that fetch with pauses: the same tokens", smoke(threads, "--delays")),

@@ -4,7 +4,8 @@ Inductor generates the step's kernels for an H100, as the engine compiles it, an
 kernels that a step launches, by kind and per layer; a top-k or a sort is one call to torch, which may launch several.
 `kernel_bytes` are those that the kernels read and write, each element once a kernel; `step_bytes` those that a step
 must read: the weights with the head, but without the embedding table, and what the method reads of its cache. The time
-is predicted, not measured: the kernels' bytes over the bandwidth of the GPU's memory, plus a cost for each launch.
+is predicted, not measured: the kernels' bytes over the bandwidth of the GPU's memory, plus a cost for each launch. Its
+floor is the time of `step_bytes`.
 """
 
 import runtime.startup  # noqa: F401
@@ -29,6 +30,7 @@ from model import ModelConfig
 from runtime.compile import cuda_options
 from runtime.device import DTYPES, pick_dtype
 from runtime.hf_config import from_hf
+from runtime.linear import MODES
 from runtime.plan import shape_of
 from terminal.cli import Choice, check_output, choices, numbers, one_line, run, table, write_json
 
@@ -47,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=int, default=32768, help="tokens in the cache (default: 32768)")
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1)")
     p.add_argument("--layers", type=int, metavar="N", help="count a model of the first N layers (default: all)")
+    p.add_argument("--quantize", choices=MODES, help="quantize the weights of linear layers")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches (default: bfloat16)")
     p.add_argument("--gpu", choices=BANDWIDTH, default="h100", help="whose time is predicted (default: h100)")
     us = f"microseconds that a launch costs beside its bytes (default: {LAUNCH_US})"
@@ -55,11 +58,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def step(config: ModelConfig, shape: methods.Shape, method: Choice) -> tuple[generated.Generated, RowState]:
+def step(
+    config: ModelConfig, shape: methods.Shape, method: Choice, mode: str | None = None
+) -> tuple[generated.Generated, RowState]:
     """What Inductor makes of a method's step, and the rows whose step it is."""
     with generated.fake_gpu() as device:
         shape = replace(shape, device=device, n_layer=config.n_layer)
-        state = generated.build(config, shape, method.kv, method.budget, method.options)
+        state = generated.build(config, shape, method.kv, method.budget, method.options, mode)
         command, sampling = torch.zeros(shape.batch, dtype=torch.int64, device=device), Sampling()
         inputs = state, command, sampling.variant, *sampling.tensors(device)
         found = generated.generate(lambda backend: generated.launch(decode_step, backend, *inputs), cuda_options())
@@ -70,9 +75,9 @@ def step(config: ModelConfig, shape: methods.Shape, method: Choice) -> tuple[gen
 
 def step_bytes(state: RowState, shape: methods.Shape) -> int:
     """The bytes that a step must read: the weights with the head, and what the method reads of each row's cache."""
-    weights = sum(p.nbytes for name, p in state.model.named_parameters() if not name.startswith("tok_embeddings."))
+    weights = {id(w): w.nbytes for name, w in state.model.state_dict(keep_vars=True).items() if "tok_emb" not in name}
     layers = [layer.attention.kv for layer in state.model.layers]
-    return weights + shape.batch * sum(methods.step_bytes(layers, shape.max_prompt + 1))
+    return sum(weights.values()) + shape.batch * sum(methods.step_bytes(layers, shape.max_prompt + 1))
 
 
 def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
@@ -81,15 +86,15 @@ def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
     config = replace(config, n_layer=min(args.layers or config.n_layer, config.n_layer))
     for batch in args.batch:
         shape = shape_of(config, pick_dtype(args.dtype), torch.device("meta"), batch, args.context, NEW)
-        without, _ = step(replace(config, n_layer=0), shape, Choice("full", None, {}))
+        without, _ = step(replace(config, n_layer=0), shape, Choice("full", None, {}), args.quantize)
         for method in tqdm(chosen, unit="method", disable=None, leave=False):
             try:
-                found, state = step(config, shape, method)
+                found, state = step(config, shape, method, args.quantize)
             except ValueError as error:
                 print(f"left out: {method.label}: {one_line(error)}", file=sys.stderr)
                 continue
             kinds = found.launches()
-            launches, bytes_ = kinds.total(), found.read + found.written
+            launches, bytes_, needed = kinds.total(), found.read + found.written, step_bytes(state, shape)
             seconds = bytes_ / BANDWIDTH[args.gpu] + launches * args.launch_us / 1e6
             yield {
                 "kv": method.kv,
@@ -103,9 +108,11 @@ def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
                 "launches_per_layer": (launches - without.launches().total()) / config.n_layer,
                 "by_kind": dict(kinds),
                 "graphs": found.graphs,
-                "step_bytes": step_bytes(state, shape),
+                "quantize": args.quantize,
+                "step_bytes": needed,
                 "kernel_bytes": bytes_,
                 "predicted_ms": 1e3 * seconds,
+                "times_floor": seconds * BANDWIDTH[args.gpu] / needed,
             }
 
 
@@ -120,6 +127,7 @@ def show(args: argparse.Namespace, rows: list[dict]) -> str:
             "a step reads": size(row["step_bytes"]),
             "its kernels": size(row["kernel_bytes"]),
             f"{args.gpu}, ms, predicted": f"{row['predicted_ms']:.2f}",
+            "x floor": f"{row['times_floor']:.2f}",
         }
         for row in rows
     ]

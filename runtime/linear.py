@@ -113,13 +113,13 @@ def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
         groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
         return linear(x, restore(groups, scales).to(x.dtype), bias)
     groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]
-    low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
-    parts = rows_of(x).unflatten(1, (scales.shape[0], 2, -1))  # [rows,groups,2,groupsize/2]
-    scale, zero = scales.float().transpose(0, 1).unbind(-1)
-    y = []
-    for part, total in zip(parts, parts.sum((2, 3)), strict=True):
-        y.append(((low * part[:, 0] + high * part[:, 1]) * scale[..., None]).sum((1, 2)) + (total * zero).sum(-1))
-    return finish(torch.stack(y), x, bias)
+    low, high = (groups & 15).float(), (groups >> 4).float()
+    scale, zero = scales.float().transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
+    zero, y = zero - 8 * scale, []
+    for part in rows_of(x).unflatten(1, (scales.shape[0], 2, -1)):  # [groups,2,groupsize/2]
+        first, second = part.unbind(1)
+        y.append(((low * first + high * second) * scale + (first + second) * zero).sum((1, 2)))
+    return finish(torch.stack(y) if len(y) > 1 else y[0][None], x, bias)
 
 
 def levels_of(weight: Tensor, groupsize: int) -> Tensor:

@@ -86,6 +86,7 @@ def test_every_test_file_that_a_command_or_document_names_exists():
 def test_every_command_of_the_steps_parses(monkeypatch):
     """On a GPU and on a CPU, the benchmark accepts the arguments of every step."""
     from bench.__main__ import parser
+    from bench.launches import parser as launches
     from bench.smoke import parser as smoke
     from terminal.cli import choices
 
@@ -94,5 +95,5 @@ def test_every_command_of_the_steps_parses(monkeypatch):
             assert step.minutes <= 8
             for _, module, *arguments in step.commands:
                 if module != "pytest":
-                    args = {"bench": parser, "bench.smoke": smoke}[module]().parse_args(arguments)
+                    args = {"bench": parser, "bench.launches": launches, "bench.smoke": smoke}[module]().parse_args(arguments)
                     choices(args.kv, [256])

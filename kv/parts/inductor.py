@@ -18,7 +18,8 @@ TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
 BLOCK = 128  # slots per block of flex_attention's mask
-FEW = 512  # the most slots to which flex_attention attends without dividing them: a guess
+# The most slots of a KV head that one program of flex_attention reads; a guess, see bench/gpu.py.
+FEW = 0 if os.environ.get("KV_FAST_DIVIDE") else 1024
 # By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
 CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
@@ -168,8 +169,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: 
     """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
 
     seen(b, h, i, slot) is its mask; i counts a group's queries. All blocks count as partly filled: among those the
-    kernel divides its work by their number, among whole blocks by the capacity. Of FEW slots one program of the kernel
-    reads all that a KV head has; otherwise several share them, and further kernels join their results.
+    kernel divides its work by their number, among whole blocks by the capacity. One program reads all FEW slots of a KV
+    head; several share more, and further kernels join their results.
     """
     n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)

@@ -179,14 +179,19 @@ class Packed(Buffers):
         """Some groups of each buffer, of all rows or of one."""
         return [(x if row is None else x[row, None]).narrow(2, first, groups) for x in buffers]
 
+    @property
+    def by_codes(self) -> bool:
+        """Whether sums multiply codes; a GPU multiplies numbers, because its memory is slower than both."""
+        return torch.compiler.is_compiling() and self.k.device.type == "cpu"
+
     def slices(self, groups: int) -> list[tuple[int, int]]:
-        """(first group, number of groups) to dequantize at once."""
-        step = max(1, SLICE // self.group)
+        """(first group, number of groups) to dequantize at once: in a compiled step, which stores no number, all."""
+        step = groups if torch.compiler.is_compiling() else max(1, SLICE // self.group)
         return [(first, min(step, groups - first)) for first in range(0, groups, step)]
 
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
-        if not torch.compiler.is_compiling():
+        if not self.by_codes:
             return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
         packed, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
         codes, y = self.key_codes(packed), []  # [B,Hk,groups,D,group]
@@ -198,7 +203,7 @@ class Packed(Buffers):
 
     def weighted_sum(self, weight: Tensor, groups: int) -> Tensor:
         """Sums of the first groups' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
-        if not torch.compiler.is_compiling():
+        if not self.by_codes:
             return sum(
                 ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
                 for first, n in self.slices(groups)
