@@ -90,10 +90,11 @@ def test_every_command_of_the_steps_parses(monkeypatch):
     from bench.smoke import parser as smoke
     from terminal.cli import choices
 
+    parsers = {"bench": parser, "bench.launches": launches, "bench.smoke": smoke}
     for device in ("cuda", "cpu"):
         for step in gpu.steps(device):
             assert step.minutes <= 8
             for _, module, *arguments in step.commands:
                 if module != "pytest":
-                    args = {"bench": parser, "bench.launches": launches, "bench.smoke": smoke}[module]().parse_args(arguments)
+                    args = parsers[module]().parse_args(arguments)
                     choices(args.kv, [256])
