@@ -449,14 +449,18 @@ def damaged(code: str, how: str | None) -> str:
         return code.replace("rsqrt(", "sqrt(", 1)
     if how != "reuse":
         return code
-    live: dict[str, str] = {}  # the buffers of the wrapper, by how they were allocated
-    for line in code.splitlines():
+    lines, live, found = code.splitlines(), {}, None  # live: the buffers of the wrapper, by how they were allocated
+    for at, line in enumerate(lines):
         made, freed = re.search(r"(\w+) = (empty_strided_cuda\(.*float32\))", line), re.search(r"\bdel (\w+)", line)
         live = {size: name for size, name in live.items() if not freed or name != freed[1]}
         if made and made[2] in live:
-            return code.replace(made[0], f"{made[1]} = {live[made[2]]}", 1)
+            uses = [re.findall(r"\w+", call) for call in lines[at + 1 :] if "run(" in call]
+            written = next(i for i, names in enumerate(uses) if made[1] in names)
+            if any(live[made[2]] in names for names in uses[written + 1 :]):  # else the reuse is right
+                found = made[0], f"{made[1]} = {live[made[2]]}"
         live |= {made[2]: made[1]} if made else {}
-    raise ValueError("no two buffers of one size live at once")
+    assert found, "no buffer is read after another of its size is written"
+    return code.replace(*found, 1)  # the last: the first are maxima, of which a softmax may subtract any
 
 
 def main() -> None:
