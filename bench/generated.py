@@ -26,7 +26,7 @@ from engine import RowState
 from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.compile import compiled
-from runtime.linear import GROUPS, quantize_modules
+from runtime.linear import default_groupsize, quantize_modules
 
 H100 = {
     "type": "cuda",
@@ -162,7 +162,7 @@ def build(
         model = Transformer(parallel.share(config, shape.ranks)).requires_grad_(False)
         torch.set_default_dtype(torch.float32)
         if mode:
-            quantize_modules(model, mode, GROUPS[0], embeddings=False)
+            quantize_modules(model, mode, default_groupsize(model) if mode == "int4" else None, embeddings=False)
         parallel.connect(model, shape.ranks)
         model.set_rows(shape.batch)
         layers = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)

@@ -75,7 +75,7 @@ def step(
 
 def step_bytes(state: RowState, shape: methods.Shape) -> int:
     """The bytes that a step must read: the weights with the head, and what the method reads of each row's cache."""
-    weights = {id(w): w.nbytes for name, w in state.model.state_dict(keep_vars=True).items() if "tok_emb" not in name}
+    weights = {n: w.nbytes for n, w in state.model.state_dict().items() if not n.startswith("tok_embeddings.")}
     layers = [layer.attention.kv for layer in state.model.layers]
     return sum(weights.values()) + shape.batch * sum(methods.step_bytes(layers, shape.max_prompt + 1))
 

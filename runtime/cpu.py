@@ -70,8 +70,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
 
 def fused(x: Tensor, weight: Tensor) -> Tensor:
     """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight."""
-    y = [(row * weight.float()).sum(-1) for row in rows_of(x)]
-    return torch.stack(y) if len(y) > 1 else y[0][None]  # a stack would end the loop: what follows could not join it
+    return joined([(row * weight.float()).sum(-1) for row in rows_of(x)])
+
+
+def joined(rows: list[Tensor]) -> Tensor:
+    """Rows [O] as [rows,O]; a stack of one would end a compiled loop: what follows could not join it."""
+    return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from runtime.cpu import FEW, Products, finish, fused, linear, rows_of
+from runtime.cpu import FEW, Products, finish, fused, joined, linear, rows_of
 
 MODES = ("int8", "int4")
 GROUPS = (128, 64, 32)  # int4 group sizes that are tried where none is named
@@ -119,7 +119,7 @@ def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     for part in rows_of(x).unflatten(1, (scales.shape[0], 2, -1)):  # [groups,2,groupsize/2]
         first, second = part.unbind(1)
         y.append(((low * first + high * second) * scale + (first + second) * zero).sum((1, 2)))
-    return finish(torch.stack(y) if len(y) > 1 else y[0][None], x, bias)
+    return finish(joined(y), x, bias)
 
 
 def levels_of(weight: Tensor, groupsize: int) -> Tensor:

@@ -26,12 +26,18 @@ def test_a_layer_does_not_launch_more_kernels(rows, name):
 @pytest.mark.parametrize("name", MOST)
 def test_kernels_read_and_write_little_more_than_a_step_must_read(rows, name):
     """Weights and cache are most of it; no kernel counts the whole of a buffer of which it gathers a part."""
-    assert 1 <= rows[name]["kernel_bytes"] / rows[name]["step_bytes"] < 1.1
+    assert 1 <= rows[name]["kernel_bytes"] / rows[name]["step_bytes"] < 1.05
 
 
 def test_the_time_is_predicted_from_bytes_and_launches(rows):
     row = rows["full"]
     assert row["predicted_ms"] == pytest.approx(row["kernel_bytes"] / 3.35e9 + row["launches"] * 2e-3)
+
+
+def test_quantized_weights_are_read_in_as_many_launches_and_fewer_bytes(rows, capsys):
+    launches.main(["--kv", "full", "--layers", "2", "--quantize", "int4", "--json"])
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["launches_per_layer"] <= MOST["full"] and row["step_bytes"] < 0.8 * rows["full"]["step_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class Packed(Buffers):
 
     @property
     def by_codes(self) -> bool:
-        """Whether sums multiply codes; a GPU multiplies numbers, because its memory is slower than both."""
+        """Whether sums multiply codes, which is less work for a CPU; numbers need fewer kernels on a GPU."""
         return torch.compiler.is_compiling() and self.k.device.type == "cpu"
 
     def slices(self, groups: int) -> list[tuple[int, int]]:
