@@ -30,7 +30,8 @@ if [ "${1-}" = real ]; then
   out=${2:-real} model=checkpoints/smollm2
   mkdir -p "$out"
   make --quiet "$model"
-  [ -e "$model/kv_profile.json" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt
+  profile="$model/kv_profile.json"
+  [ -e "$profile" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt --length 8000
   methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=8,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest
   methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
   methods+=,full:bits=8,brute_offload
@@ -44,7 +45,7 @@ if [ "${1-}" = real ]; then
       --forced 256 --samples "$2" --batch 9
   }
   questions() { # NAME LENGTH FLAGS
-    ask "$@" --tasks niah_single_1,niah_single_2,niah_multikey_1 --samples 10 --questions 2 --chat --stepwise --batch 10
+    ask "$1" "$2" --tasks niah_single_1,niah_single_2,niah_multikey_1 --samples 10 --chat --stepwise --batch 10 "${@:3}"
   }
   fidelity 4096 3
   fidelity 8000 2 # the dialogue has 21,000 tokens
@@ -53,10 +54,9 @@ if [ "${1-}" = real ]; then
       --json "$out/speed.part"
     mv "$out/speed.part" "$out/speed.json"
   fi
-  for length in 2048 4096; do
-    questions answers $length
-    questions blind $length --blind
-  done
+  questions answers 4096 --questions 2
+  questions answers 2048 --budget 512
+  questions blind 4096 --budget 512 --blind
   exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
     --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"
 fi

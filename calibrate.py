@@ -6,7 +6,8 @@ file that --out names. It holds:
 - filter_layers (omnikv): the layers proposed to choose tokens for the others. Omnikv's steps in the second half of the
   excerpts are computed, each with 5% of the excerpt chosen, and compared with the full cache's. The proposal is the
   default, unless another choice diverges less (KL) by two standard errors; those whose sparse layers' outputs have the
-  smallest errors are tried. Full layers read every token: no more are full than with the default, or than --full.
+  smallest errors are tried. Full layers read every token: no more are full than with the default, or than --full. What
+  is best for short prompts may fail for long ones (BENCHMARKS.md): measure with --length as long as yours.
 - filter_ability (omnikv): the share of the next 8 layers' attention that falls on the tokens to which a layer attends
   most (OmniKV, OpenReview ulCAPXYXfa, section 3 and Figure 6a).
 - dense_preference (tailorkv): the share of a layer's attention outside the 5% of the tokens to which each head attends
@@ -330,7 +331,7 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
     p.add_argument("--text", required=True, metavar="FILE", help="a text like the model's prompts, question included")
-    p.add_argument("--length", type=int, default=LENGTH, help=f"tokens of an excerpt (default: {LENGTH})")
+    p.add_argument("--length", type=int, default=LENGTH, help=f"tokens per excerpt, as per prompt (default: {LENGTH})")
     p.add_argument("--sinks", type=int, default=DuoMethod.sinks, help="first tokens of a streaming head")
     p.add_argument("--recent", type=int, default=DuoMethod.recent, help="newest tokens of a streaming head")
     p.add_argument("--tau", type=float, default=TAU, help="dense preference above which a layer is quantized")
@@ -363,8 +364,10 @@ def main(argv: list[str] | None = None) -> None:
     with replacing(path) as new:
         new.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
     print(report(profile))
+    print(f"measured on {args.length} tokens: measure longer prompts with --length")
     if args.plot:
         draw(profile, args.tau, args.tolerance, args.plot)
+        print(f"wrote {args.plot}", file=sys.stderr)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -43,8 +43,8 @@ class SparQ(Full):
         yield "mean", self.mean[row, :, (length - 1) % self.ring]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        mean = self.means(v, pos)[:, :, 0]  # [B,Hk,D]
         self.insert(k, v, pos, active)
-        mean = self.mean[torch.arange(pos.shape[0], device=pos.device), :, pos % self.ring]
         queries = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
         table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
@@ -64,10 +64,14 @@ class SparQ(Full):
         super().insert(k, v, pos, active)
         row, at = torch.arange(pos.shape[0], device=k.device)[:, None], ops.following(pos, k.shape[2])
         self.kt[row, :, :, torch.where(active[:, None], at, self.size)] = k.transpose(1, 2)
-        before = self.mean[row[:, 0], :, (pos - 1) % self.ring][:, :, None] * pos[:, None, None, None]
+        ops.store(self.mean, self.means(v, pos), at % self.ring, active)
+
+    def means(self, v: Tensor, pos: Tensor) -> Tensor:
+        """The means of all V up to each of n new tokens, [B,Hk,n,D] fp32."""
+        row, at = torch.arange(pos.shape[0], device=v.device), ops.following(pos, v.shape[2])
+        before = self.mean[row, :, (pos - 1) % self.ring][:, :, None] * pos[:, None, None, None]
         total = before + (v.float() if v.shape[2] == 1 else v.float().cumsum(2))  # compiled, cumsum ends a loop
-        mean = total / (at + 1)[:, None, :, None]
-        ops.store(self.mean, mean, at % self.ring, active)
+        return total / (at + 1)[:, None, :, None]
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         choose = self.channels * length * self.shape.dtype.itemsize

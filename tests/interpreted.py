@@ -36,12 +36,13 @@ from triton.runtime import interpreter
 import kv
 from bench import generated
 from engine import CONTINUE, Sampling, decode_step, sample
-from kv.parts import offload
+from kv.parts import inductor, offload
 from kv.parts.ranks import ALONE, Ranks
 from runtime import speculate
 from runtime.compile import cuda_options
 
 PROMPTS, NEW, WARM = (700, 333), 64, 3  # tokens of each row; planned; decoded before
+inductor.PARTS = 16  # the rows of these small caches are long enough, too
 STEPS = ([CONTINUE, CONTINUE], [5, CONTINUE], [CONTINUE, 9])  # commands; in the second, the second row sleeps
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 

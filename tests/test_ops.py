@@ -21,6 +21,12 @@ def qkv(batch, heads, kv_heads, queries, slots, dim=8, dtype=torch.float32):
     return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
 
 
+def test_a_softmax_by_parts_is_a_softmax_where_parts_have_no_token():
+    logits = torch.randn(2, 3, 8 * inductor.PARTS, generator=torch.Generator().manual_seed(0)) * 20
+    logits[0, :, 5:], logits[1, 0, 7], logits[1, 2, : 8 * inductor.PARTS - 1] = -torch.inf, 1e5, -torch.inf
+    assert torch.allclose(inductor.softmax(logits), logits.softmax(-1), atol=1e-6)
+
+
 @pytest.mark.parametrize("kv_heads", (1, 2, 6))
 @pytest.mark.parametrize("window", (None, 1, 5, 40, 100))
 def test_causal_attention_sees_the_past_within_the_window(kv_heads, window):

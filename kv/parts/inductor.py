@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 STEP = 256  # slots: a step reads a multiple of this, or all
 CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
+PARTS = 64  # of a long softmax on a GPU
 TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
@@ -112,6 +113,21 @@ def total(x: Tensor) -> Tensor:
     whole = (x.shape[-1] - 1) // CHUNK * CHUNK
     rest = x[..., whole:].sum(-1, keepdim=True)
     return rest + x[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1).sum(-1, keepdim=True) if whole else rest
+
+
+def cuts(x: Tensor) -> bool:
+    """Whether a compiled step on a GPU computes the softmax of x [..., N] by parts: rows are long, and N allows it."""
+    long = x.shape[-1] > PARTS**2 and x.shape[-1] % PARTS == 0
+    return x.device.type == "cuda" and torch.compiler.is_compiling() and long
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dim by parts: what computes x fuses into their maxima and sums, which are few to join."""
+    x = x.unflatten(-1, (PARTS, -1))
+    most = x.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)  # finite where a part has no token
+    sums, top = (x - most).exp().sum(-1, keepdim=True), most.amax(-2, keepdim=True)
+    total = (sums * (most - top).exp()).sum(-2, keepdim=True)
+    return ((x - top).exp() * (1 / total)).flatten(-2)
 
 
 # The best of many scores

@@ -104,6 +104,7 @@ def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | N
     last = (first + n - 1)[:, None]
     index = torch.where(index <= last // page, index, index[:, :1])
     slot = (index[..., None] * page + torch.arange(page, device=k.device)).flatten(1)  # [B,P page]
+    slot = inductor.realized(slot)  # else the gather and what follows would compute it for every channel
     keys = gather(k, slot.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1))
     keys = (keys if read is None else read(keys)).unflatten(2, (-1, page))
     empty = (slot > last).unflatten(1, (-1, page))[:, None, ..., None]
@@ -220,6 +221,8 @@ def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
 
 def softmax(logits: Tensor) -> Tensor:
     """Softmax over the last dim; one compile serves any size of it."""
+    if inductor.cuts(logits):
+        return inductor.softmax(logits)
     weight = (logits - logits.amax(-1, keepdim=True)).exp()
     return weight * (1 / inductor.total(weight))  # one division, not one for each weight
 
