@@ -56,7 +56,7 @@ if [ "${1-}" = real ]; then
   fi
   questions answers 4096 --questions 2
   questions answers 2048 --budget 512
-  questions blind 4096 --budget 512 --blind
+  questions blind 4096 --budget 512 --blind --kv full,rocketkv,rocketkv:bits=8,rocketkv:bits=4,snapkv,snapkv++,pyramidkv
   exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
     --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"
 fi

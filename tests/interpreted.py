@@ -1,6 +1,7 @@
 """Runs a step's kernels for a GPU on a CPU: Inductor generates them, and Triton's interpreter runs them one by one.
 
     TRITON_INTERPRET=1 python tests/interpreted.py rocketkv,h2o [--batch 1] [--cut] [--drafts 2] [--ranks]
+        [--quantize int4]
 
 A decoder on a GPU that is not here (bench/generated.py) is compiled as the engine does it. The same decoder is made on
 the CPU, with random weights, and prefills its rows. From one state, the eager step and the wrapper that Inductor wrote
@@ -40,6 +41,7 @@ from kv.parts import inductor, offload
 from kv.parts.ranks import ALONE, Ranks
 from runtime import speculate
 from runtime.compile import cuda_options
+from runtime.linear import MODES, Int4Linear, Int8Linear
 
 PROMPTS, NEW, WARM = (700, 333), 64, 3  # tokens of each row; planned; decoded before
 inductor.PARTS = 16  # the rows of these small caches are long enough, too
@@ -353,6 +355,7 @@ class Case:
     sampling: Sampling = Sampling()
     drafts: int = 0
     ranks: Ranks = ALONE
+    mode: str | None = None  # of quantized weights
 
     def step(self, state: nn.Module, compile: Callable) -> Callable:
         """The engine's step, of one or several parts."""
@@ -360,7 +363,7 @@ class Case:
 
     def build(self, device: torch.device):
         with patch.object(offload.OffloadMethod, "threaded", as_on_a_gpu):
-            return build(self.name, device, self.batch, self.drafts, self.ranks, torch.float32)
+            return build(self.name, device, self.batch, self.drafts, self.ranks, torch.float32, self.mode)
 
     def generate(self) -> tuple[list[tuple[str, list[str]]], list[int]]:
         """The code that Inductor writes for each part of a step, and the path of each of its inputs; pools' handles."""
@@ -390,6 +393,10 @@ class Case:
         for name, weight in state.model.named_parameters():
             scale = 0.1 if weight.dim() > 1 and "embeddings" not in name else 1.0
             weight.copy_(torch.randn(weight.shape, generator=random) * scale + (weight.dim() == 1))
+        for module in state.model.modules():
+            if isinstance(module, Int8Linear | Int4Linear):
+                module.weight.random_(generator=random)
+                module.scales.uniform_(0.0, 0.1 / 2 ** (7 if self.mode == "int8" else 3), generator=random)
         for row, n in enumerate(PROMPTS[: self.batch]):
             for layer in caches(state):
                 layer.reset(row)
@@ -471,6 +478,7 @@ def main() -> None:
     parser.add_argument("--cut", action="store_true", help="sample from the 20 best tokens")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of a draft")
     parser.add_argument("--ranks", action="store_true", help="the second of two ranks")
+    parser.add_argument("--quantize", choices=MODES, help="quantize the weights of linear layers")
     parser.add_argument("--corrupt", choices=("kernel", "grid", "reuse"))
     args = parser.parse_args()
     correct()
@@ -484,7 +492,7 @@ def main() -> None:
     for name in VARIANTS if args.names == "all" else args.names.split(","):
         begin = time.perf_counter()
         with torch.no_grad():
-            results = Case(name, args.batch, sampling, args.drafts, ranks).compare(args.corrupt)
+            results = Case(name, args.batch, sampling, args.drafts, ranks, args.quantize).compare(args.corrupt)
         always = {"token", "logits"}
         worst = [dict(sorted(r.items(), key=lambda item: (item[0] not in always, -item[1]))[:6]) for r in results]
         about = {"name": name, "tensors": len(results[0]), "worst": worst, "s": round(time.perf_counter() - begin, 1)}

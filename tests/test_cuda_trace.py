@@ -57,8 +57,9 @@ def build(
     drafts: int = 0,
     ranks: Ranks = ALONE,
     dtype: torch.dtype = torch.bfloat16,
+    mode: str | None = None,
 ) -> RowState:
-    """The rows of a model whose layers have the method's caches."""
+    """The rows of a model, quantized if `mode` says so, whose layers have the method's caches."""
     method, options = VARIANTS[name]
     if "head_scores" in options:
         options = options | {"head_scores": SCORES[:2]}
@@ -67,7 +68,7 @@ def build(
         shape = shape_of(parallel.share(config, ranks), dtype, device, batch, 1024, 64, drafts, ranks)
         own = kv.parse_options(method, options)
         budget = max(256, own.minimum(shape)) if own.takes_budget else None
-    return generated.build(config, shape, method, budget, options)
+    return generated.build(config, shape, method, budget, options, mode)
 
 
 def caches(state: RowState) -> list[kv.KV]:

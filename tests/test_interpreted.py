@@ -10,12 +10,18 @@ import pytest
 from test_cuda_trace import VARIANTS
 
 pytest.importorskip("triton")
-SAMPLE = (["full", "--batch", "1", "--cut"], ["rocketkv", "--drafts", "2"], ["omnikv:threads"], ["duo"])
+SAMPLE = (
+    ["full", "--batch", "1", "--cut"],
+    ["rocketkv", "--drafts", "2"],
+    ["omnikv:threads"],
+    ["duo", "--quantize", "int4"],
+)
 MORE = (
     ["kivi"],
     ["infllm", "--ranks"],
     ["omnikv:threads", "--drafts", "2"],
     ["d2o", "--ranks"],
+    ["rocketkv", "--quantize", "int8"],
     ["full:bits", "--drafts", "2"],
 )
 LIMIT = 1e-5  # in fp32, relative to a tensor's largest value
