@@ -127,8 +127,8 @@ def softmax(x: Tensor) -> Tensor:
     x = x.unflatten(-1, (PARTS, -1))
     most = x.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)  # finite where a part has no token
     sums, top = (x - most).exp().sum(-1, keepdim=True), most.amax(-2, keepdim=True)
-    total = (sums * (most - top).exp()).sum(-2, keepdim=True)
-    return ((x - top).exp() * (1 / total)).flatten(-2)
+    whole = (sums * (most - top).exp()).sum(-2, keepdim=True)
+    return ((x - top).exp() * (1 / whole)).flatten(-2)
 
 
 # The best of many scores
