@@ -47,6 +47,7 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     "tiles": ("a top-k that first sorts the maxima of tiles, a guess otherwise (step long)", "full,tailorkv", FAR),
     "divide": ("few tokens divided among programs, where one reads a KV head's (step long)", "full,rocketkv", FAR),
     "separate": ("a launch for each kernel, where independent ones share it (step long)", "full,rocketkv,kivi", FAR),
+    "norm": ("a row's norm as a kernel of its own, where products repeat it (step long)", "full,rocketkv", FAR),
     "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3"),
     "batch": ("8 rows at 16K", MAIN, f"{NEAR} --no-prefill --batch 8"),
     "int4": ("int4 weights at 128K", "full,rocketkv,quest", f"{FAR} --quantize int4"),
@@ -65,13 +66,16 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
         f"{NEAR} --no-prefill --steps 3 --profile trace.trace.json",
     ),
 }
-GUESSES = {"KV_FAST_PRODUCT": "auto", "KV_FAST_TILES": "", "KV_FAST_DIVIDE": "", "KV_FAST_SEPARATE": ""}
+GUESSES = {"KV_FAST_PRODUCT": "auto"} | dict.fromkeys(
+    ("KV_FAST_TILES", "KV_FAST_DIVIDE", "KV_FAST_SEPARATE", "KV_FAST_NORM"), ""
+)
 OVERTURNED = {  # steps that set one of the guesses
     "kernel": {"KV_FAST_PRODUCT": "kernel"},
     "fused": {"KV_FAST_PRODUCT": "fused"},
     "tiles": {"KV_FAST_TILES": "1"},
     "divide": {"KV_FAST_DIVIDE": "1"},
     "separate": {"KV_FAST_SEPARATE": "1"},
+    "norm": {"KV_FAST_NORM": "1"},
 }
 ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
 SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"

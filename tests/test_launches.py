@@ -7,7 +7,7 @@ import pytest
 from bench import launches
 
 pytest.importorskip("triton")
-MOST = {"full": 10.5, "rocketkv": 17, "kivi": 18}  # kernels per layer; a lower number is progress
+MOST = {"full": 8.5, "rocketkv": 15, "kivi": 15.5}  # kernels per layer; a lower number is progress
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,10 @@ def test_the_time_is_predicted_from_bytes_and_launches(rows):
     assert row["predicted_ms"] == pytest.approx(row["kernel_bytes"] / 3.35e9 + row["launches"] * 2e-3)
 
 
-def test_quantized_weights_are_read_in_as_many_launches_and_fewer_bytes(rows, capsys):
+def test_quantized_weights_are_read_in_fewer_bytes_and_both_norms_of_a_layer_are_kernels(rows, capsys):
     launches.main(["--kv", "full", "--layers", "2", "--quantize", "int4", "--json"])
     [row] = json.loads(capsys.readouterr().out)["rows"]
-    assert row["launches_per_layer"] <= MOST["full"] and row["step_bytes"] < 0.8 * rows["full"]["step_bytes"]
+    assert row["launches_per_layer"] <= MOST["full"] + 2 and row["step_bytes"] < 0.8 * rows["full"]["step_bytes"]
 
 
 @pytest.mark.parametrize(
