@@ -11,14 +11,14 @@ import test_contract as contract
 import torch
 from paper_bytes import overhead, paper_bytes
 from references import eviction as slow
+from references.scored import SlowTOVA
 from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens, with_heads
 
 import kv
 from kv.base import Held
 from kv.d2o import D2O, layer_budgets, most_slots
-from kv.h2o import H2O
 from kv.parts import attention, inductor
-from kv.parts.evicting import select
+from kv.parts.evicting import Evicting, select
 
 PROMPTS = (100, 61, 30, 9)
 CASES = [
@@ -26,6 +26,8 @@ CASES = [
     ("h2o", {}, 2),
     ("roco", {}, 24),
     ("roco", {"sinks": 0}, 15),
+    ("tova", {}, 24),
+    ("tova", {}, 2),
     ("cam", {}, 24),
     ("cam", {"spread": 5}, 24),
     ("d2o", {}, 24),
@@ -58,7 +60,8 @@ def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: li
     options = {key: value for key, value in options.items() if key != "park"}
     if "ratio" in options:
         options["ratio"] = [int(part) for part in options["ratio"].split("+")]
-    return {"h2o": slow.SlowH2O, "roco": slow.SlowRoCo, "d2o": slow.SlowD2O}[name](shape, budget, **options)
+    classes = {"tova": SlowTOVA, "h2o": slow.SlowH2O, "roco": slow.SlowRoCo, "d2o": slow.SlowD2O}
+    return classes[name](shape, budget, **options)
 
 
 def sorted_slots(layer, row: int, head: int) -> tuple:
@@ -87,7 +90,7 @@ def test_every_eviction_method_equals_its_reference(name, options, budget, heads
         check.finish()
         for step in range(steps):
             for layer, ours in enumerate(run.layers):
-                for head in range(shape.n_kv_head if isinstance(ours, H2O) else 0):
+                for head in range(shape.n_kv_head if isinstance(ours, Evicting) else 0):
                     place, keys, values = sorted_slots(ours, 0, head)
                     assert place == check.kept(layer, head)
                     assert (keys - check.keys(layer, head)).abs().max() <= 1e-5

@@ -33,7 +33,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(160, (PROMPT + STEPS,), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randperm(160, generator=torch.Generator().manual_seed(0))[: PROMPT + STEPS].tolist()  # no equal keys
 
 
 def pressed(
@@ -107,6 +107,34 @@ def test_snapkv_equals_kvpress(models, ids, monkeypatch, heads, kernel):
     press = kvpress.SnapKVPress(compression_ratio=0.6, window_size=8, kernel_size=kernel)
     found = ours(folder, "snapkv", 40, ids, window=8, kernel=kernel)
     same(found, pressed(model, press, ids), uncompressed(model, ids), [40] * 4)
+
+
+SCORES = {  # method: its options, and kvpress's press with the same ones
+    "keynorm": ({"sinks": 0, "window": 0}, lambda: kvpress.KnormPress(compression_ratio=0.6)),
+    "keydiff": ({"sinks": 0, "window": 0}, lambda: kvpress.KeyDiffPress(compression_ratio=0.6)),
+    "lagkv": ({"lag": 16}, lambda: kvpress.LagKVPress(0.6, lag_size=16)),  # of 5 partitions 4 tokens each: no ties
+    "expected": ({"future": 30}, lambda: kvpress.ExpectedAttentionPress(0.6, n_future_positions=30, epsilon=0.0)),
+}
+
+
+@pytest.mark.parametrize("heads", (2, 4))
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_equal_kvpress(models, ids, name, heads):
+    (model, folder), (options, press) = models[heads], SCORES[name]
+    found = ours(folder, name, 40, ids, **options)
+    same(found, pressed(model, press(), ids), uncompressed(model, ids), [40] * 4)
+
+
+@pytest.mark.parametrize("heads", (2, 4))
+def test_tova_equals_kvpress_while_decoding(models, ids, heads):
+    """Our budget includes the new token until it has attended; kvpress evicts after each step, too."""
+    model, folder = models[heads]
+    step = kvpress.DecodingPress(
+        kvpress.TOVAPress(), compression_interval=1, target_size=40, hidden_states_buffer_size=1
+    )
+    press = kvpress.PrefillDecodingPress(kvpress.TOVAPress(compression_ratio=0.6), step)
+    found, expected = ours(folder, "tova", 40, ids), pressed(model, press, ids, True, "eager")
+    same((found[0], []), (expected[0], []), uncompressed(model, ids))
 
 
 class PyramidPress(kvpress.PyramidKVPress):

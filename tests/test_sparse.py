@@ -6,7 +6,9 @@ from operator import itemgetter
 import pytest
 import torch
 from paper_bytes import APPROXIMATES, overhead
-from references.sparse import SLOW, pyramid_budgets, rocket_sizes
+from references.scored import SLOW as SCORED
+from references.sparse import SLOW as SPARSE
+from references.sparse import pyramid_budgets, rocket_sizes
 from runs import TensorSizes, generations, with_heads
 
 import kv
@@ -17,6 +19,7 @@ from kv.rocketkv import Split
 from kv.snapkv import Kernels, SnapKV
 from kv.snapkv import pyramid_budgets as our_pyramid
 
+SLOW = SPARSE | SCORED
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
 D = 16
 EVERYTHING = 130  # planned tokens of make_shape
@@ -34,6 +37,11 @@ CASES = {  # method: options, and budgets that make the choice hard
     ],
     "snapkv++": [({"kernel": 5, "window": 8}, (24, 60)), ({"threshold": 50, "long_kernel": 9}, (24,))],
     "pyramidkv": [({"kernel": 5, "window": 8}, (24, 60, 80))],
+    "keynorm": [({}, (5, 24, 60)), ({"sinks": 0, "window": 0}, (24,))],
+    "keydiff": [({}, (24, 60)), ({"sinks": 0, "window": 6}, (24,))],
+    "lagkv": [({"lag": 10}, (24, 60)), ({"lag": 7, "sinks": 2, "window": 5}, (24,)), ({}, (24,))],
+    "expected": [({"future": 20}, (24, 60)), ({"sinks": 0, "window": 5}, (24,))],
+    "rkv": [({}, (24, 60)), ({"weight": 0.8, "kernel": 5, "window": 6}, (10, 24))],
     "exact_topk": [({}, (1, 24, 60)), ({"shared": True}, (24,))],
     "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48, EVERYTHING))],
     "sparq": [({}, (2, 24, 60, EVERYTHING))],
@@ -50,7 +58,7 @@ def make_shape(heads: str, new: int = 30) -> Shape:
 
 def test_every_sparse_method_has_cases_and_a_reference():
     elsewhere = {"full", "streaming", "omnikv", "infllm", "brute_offload", "h2o", "d2o", "roco", "cam", "simlayer"}
-    elsewhere |= {"tailorkv", "kivi", "pqcache"}
+    elsewhere |= {"tailorkv", "kivi", "pqcache", "tova"}
     assert set(CASES) == set(SLOW) == set(METHODS) - elsewhere
 
 

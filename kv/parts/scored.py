@@ -1,7 +1,7 @@
 """The base of methods that rank a prompt's tokens by a score, keep the best, and keep every generated token."""
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -64,8 +64,9 @@ class Scored(KV):
         return min(self.kept, self.shape.row_budget(self.budget, prompt))
 
     def window_of(self, prompt: int) -> int:
-        """How many of its newest tokens always stay."""
-        return self.window
+        """How many of its newest tokens always stay: at most half of those that do."""
+        kept = self.kept_of(prompt)
+        return min(self.window, kept // 2, kept - self.sinks)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -115,14 +116,16 @@ class Scored(KV):
 
 @dataclass(frozen=True)
 class ScoredMethod(Method):
-    """Builds the `layer` of a method that writes `score` and nothing else."""
+    """Builds the `layer` of a method that writes `score`; its own options are arguments of the layer, by name."""
 
     layer: ClassVar[type[Scored]]
     window: int = option(8, "newest prompt tokens that are always kept", min=0)
-    sinks: int = option(0, "first tokens that are always kept", min=0)
+    sinks: int = option(4, "first tokens that are always kept", min=0)
 
     def minimum(self, shape: Shape) -> int:
-        return max(1, self.sinks + self.window)
+        return self.sinks + 1
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [self.layer(shape, budget, self.window, self.sinks) for _ in range(shape.n_layer)]
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        options["window"] = min(self.window, budget // 2, budget - self.sinks)
+        return [self.layer(shape, budget, **options) for _ in range(shape.n_layer)]

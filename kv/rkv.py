@@ -1,0 +1,63 @@
+"""rkv: the prompt tokens that are attended to and unlike the others (R-KV, Cai et al., arXiv 2505.24133).
+
+A token's score is weight x importance - (1 - weight) x redundancy. Importance: the attention of the last `window`
+queries, by the highest logit of a group, the mean over these queries, max-pooled over `kernel` tokens. Redundancy: the
+mean cosine between the token's key and all others, as a softmax over the tokens; for each token the newest one that is
+more similar than 0.5 does not count, so that of similar tokens the newest stays. Memory and traffic: the budget and the
+generated tokens. Prefill compares every key with every other, a block at a time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv.method import Shape, option
+from kv.parts.attention import SCORES
+from kv.parts.scored import Scored, ScoredMethod
+
+SIMILAR = 0.5  # cosine
+
+
+class RKV(Scored):
+    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, kernel: int, weight: float):
+        super().__init__(shape, kept, window, sinks)
+        self.kernel, self.weight = kernel, weight
+
+    def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        queries, window = q[0].unflatten(0, (k.shape[1], -1)), self.window_of(k.shape[2])
+        heads = zip(queries[:, :, k.shape[2] - window :].float(), k[0].float(), strict=True)
+        return torch.stack([self.weight * self.importance(q, k) - (1 - self.weight) * redundancy(k) for q, k in heads])
+
+    def importance(self, q: Tensor, k: Tensor) -> Tensor:
+        """q [G,window,D] of a group's last queries, k [T,D] -> [T]; 0 for the window, which stays."""
+        window, length = q.shape[1], k.shape[0]
+        logits = (q @ k.mT).amax(0) * k.shape[1] ** -0.5  # [window,T]
+        later = torch.ones_like(logits, dtype=torch.bool).triu(length - window + 1)
+        mean = logits.masked_fill(later, -torch.inf).softmax(1).mean(0)[None, : length - window]
+        pooled = F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)[0, : length - window]
+        return F.pad(pooled, (0, window))
+
+
+def redundancy(k: Tensor) -> Tensor:
+    """k [T,D] -> [T]"""
+    unit, position = F.normalize(k, dim=1), torch.arange(len(k), device=k.device)
+    total = torch.zeros(len(k), device=k.device)
+    for rows in position.split(max(1, SCORES // len(k))):
+        cosine = (unit[rows] @ unit.mT).masked_fill(rows[:, None] == position, 0.0)
+        newest = torch.where(cosine > SIMILAR, position, -1).amax(1)
+        total += cosine.masked_fill(newest[:, None] == position, 0.0).sum(0)
+    return (total / len(k)).softmax(0)
+
+
+@dataclass(frozen=True)
+class RKVMethod(ScoredMethod):
+    help = "what is attended to and unlike the other tokens"
+    layer = RKV
+    window: int = option(8, "last queries of the prompt, whose tokens are always kept", min=1)
+    kernel: int = option(7, "width of the max-pooling in tokens", min=1)
+    weight: float = option(0.1, "of the importance; the rest weighs redundancy", min=0, max=1)
+
+    def minimum(self, shape: Shape) -> int:
+        return max(2, self.sinks + 1)

@@ -1,0 +1,26 @@
+"""tova: the tokens that the newest query attends to, the same in all heads (Oren et al., arXiv 2401.06104).
+
+The prompt's last query ranks its tokens by its attention, the mean over all query heads of the layer; then every step
+drops the token to which its own query attends least, never the newest. Memory and traffic: the budget, and a slot for
+the newest token. Generation is unbounded.
+"""
+
+from torch import Tensor
+
+from kv.base import KV
+from kv.method import Method, Shape
+from kv.parts.evicting import Evicting
+
+
+class TOVA(Evicting):
+    def importance(self, weight: Tensor, position: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        mean = self.shape.ranks.sum(weight.mean((1, 2)))  # [B,n], over all heads, those of other processes included
+        return mean[:, None].expand_as(position)  # [B,Hk,n]: the lowest goes
+
+
+class TOVAMethod(Method):
+    help = "what the newest query attends to"
+    fewest = 2
+
+    def build(self, shape: Shape, budget: int) -> list[KV]:
+        return [TOVA(shape, budget) for _ in range(shape.n_layer)]

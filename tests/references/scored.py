@@ -1,0 +1,257 @@
+"""Methods that score a prompt's tokens once and keep the best: key norms (arXiv 2406.11430), KeyDiff (arXiv
+2504.15364), Expected Attention (arXiv 2510.00636), LagKV (arXiv 2504.04704), R-KV (arXiv 2505.24133); and TOVA (arXiv
+2401.06104), which evicts at every step.
+
+The first five are one layer each, and each KV head chooses alone. TOVA holds one set of tokens in all KV heads of a
+layer; its interface is that of eviction.py.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kv.method import Shape
+
+from .attention import best, dots, probabilities, softmax
+from .eviction import SlowEvict, Token, cosines, highest
+from .infllm import turned
+from .sparse import Slow, max_pool
+
+TINY = 1e-30  # LagKV: what divides a channel whose minimum is its maximum
+SIMILAR = 0.5  # R-KV: a cosine above this marks two tokens as redundant
+
+
+def norm(x: Tensor) -> Tensor:
+    """The L2 norm of each vector: x [n,D] -> [n]."""
+    return torch.sqrt((x * x).sum(1))
+
+
+def unit(keys: Tensor) -> Tensor:
+    """Each key divided by its L2 norm; a key of zeros stays: keys [n,D] -> [n,D]."""
+    norms = norm(keys).tolist()
+    return torch.stack([key / length if length else key for key, length in zip(keys, norms, strict=True)])
+
+
+class SlowScored(Slow):
+    """The base: a prompt longer than the budget keeps its sinks, its newest tokens and the best scores between them.
+
+    The budget counts all three. All generated tokens stay, and all that is held is attended to.
+    """
+
+    def window(self) -> int:
+        """How many of the newest prompt tokens stay: at most half of those that do."""
+        return min(self.option["window"], self.budget // 2, self.budget - self.option["sinks"])
+
+    def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A group's scores of the prompt's tokens: q [G,T,D], keys and values [T,D] -> [T].
+
+        Those of the sinks and of the newest tokens are not used.
+        """
+        raise NotImplementedError
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        length, sinks, window = keys.shape[0], self.option["sinks"], self.window()
+        if length <= self.budget:
+            return list(range(length))
+        newest = length - window
+        scores = self.scores(q, keys, self.values(head))[sinks:newest]
+        between = [sinks + i for i in best(scores, self.budget - sinks - window)]
+        return [*range(sinks), *between, *range(newest, length)]
+
+
+class SlowKeyNorm(SlowScored):
+    """Key norms: the keys of the smallest L2 norm stay."""
+
+    defaults = {"sinks": 4, "window": 8}
+
+    def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return -norm(keys)
+
+
+class SlowKeyDiff(SlowScored):
+    """KeyDiff: the keys stay that are least similar, by cosine, to the mean of the unit keys of the whole prompt."""
+
+    defaults = {"sinks": 4, "window": 0}
+
+    def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return -torch.tensor(cosines(unit(keys).mean(0), keys), dtype=torch.float64)
+
+
+class SlowExpected(SlowScored):
+    """Expected Attention: the expected attention weight of a token, for queries of a normal distribution, times |v|.
+
+    The score is the softmax of mu . k / sqrt(D) + k' C k / (2 D) over the tokens after the sinks, its mean over the
+    query heads of the group, times the L2 norm of v. mu and C are the mean and the population covariance of the query
+    head's prompt queries before RoPE, without the sinks', turned by the mean of the rotations of the next `future`
+    positions.
+    """
+
+    defaults = {"future": 512, "sinks": 4, "window": 0}
+
+    def rotation(self, length: int) -> Tensor:
+        """R: the mean of the rotation matrices of the positions length ... length + future - 1: [D,D]."""
+        if self.shape.rope_type != "default":
+            raise ValueError(f"the reference knows no RoPE of type {self.shape.rope_type!r}")
+        future, eye = self.option["future"], torch.eye(self.shape.head_dim, dtype=torch.float64)
+        total = torch.zeros_like(eye)
+        for position in range(length, length + future):
+            moved = torch.full((eye.shape[0],), position, dtype=torch.float64)
+            total += turned(eye, moved, self.shape.rope_theta).T  # row j of the turned unit vectors is column j of R
+        return total / future
+
+    def distribution(self, q: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """mu and C of one query head's future queries: q [T,D], RoPE applied, and R [D,D] -> [D], [D,D]."""
+        length, sinks = q.shape[0], self.option["sinks"]
+        plain = turned(q, -torch.arange(length, dtype=torch.float64), self.shape.rope_theta)[sinks:]
+        mu = plain.mean(0)
+        covariance = torch.zeros(q.shape[1], q.shape[1], dtype=torch.float64)
+        for one in plain:
+            covariance += torch.outer(one - mu, one - mu) / plain.shape[0]
+        return rotation @ mu, rotation @ covariance @ rotation.T
+
+    def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        (length, dim), sinks = keys.shape, self.option["sinks"]
+        expected, rotation = torch.zeros(length, dtype=torch.float64), self.rotation(length)
+        for one in q:
+            mu, covariance = self.distribution(one, rotation)
+            logits = torch.zeros(length, dtype=torch.float64)
+            for i, key in enumerate(keys):
+                logits[i] = (mu * key).sum() / math.sqrt(dim) + (key @ covariance * key).sum() / (2 * dim)
+            expected[sinks:] += softmax(logits[sinks:]) / q.shape[0]
+        return expected * norm(values)
+
+
+class SlowLagKV(SlowScored):
+    """LagKV: the tokens stay that vary most over the channels, once scaled to the range of the tokens that follow.
+
+    After the sinks come whole partitions of `lag` tokens. In a partition, each channel of K is scaled so that 0 and 1
+    are its minimum and maximum over the next partition (if those are equal, the difference to the minimum is divided by
+    1e-30); the softmax over the partition of each token's standard deviation over the channels (of n - 1) and the same
+    of V have a mean, and the token's rank by it, the lowest being 0 and the lower position ranking lower among equals,
+    divided by `lag`, is the score. The last whole partition and what remains have no successor: they score
+    2 + position / T.
+    """
+
+    defaults = {"lag": 128, "sinks": 4, "window": 0}
+
+    def spread(self, x: Tensor, successor: Tensor) -> Tensor:
+        """What K, or V, gives the tokens of a partition: x and successor [lag,D] -> [lag]."""
+        low, high = successor.min(0).values, successor.max(0).values
+        scaled = (x - low) / torch.where(high == low, TINY, high - low)
+        return softmax(torch.stack([one.std(correction=1) for one in scaled]))
+
+    def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        length, lag, sinks = keys.shape[0], self.option["lag"], self.option["sinks"]
+        scores = torch.tensor([2 + i / length for i in range(length)], dtype=torch.float64)
+        for j in range((length - sinks) // lag - 1):
+            start = sinks + j * lag
+            own, successor = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+            of_keys, of_values = self.spread(keys[own], keys[successor]), self.spread(values[own], values[successor])
+            means = ((of_keys + of_values) / 2).tolist()
+            for rank, i in enumerate(sorted(range(lag), key=lambda i: (means[i], i))):
+                scores[start + i] = rank / lag
+        return scores
+
+
+class SlowRKV(SlowScored):
+    """R-KV: lambda importance - (1 - lambda) redundancy, where lambda is `weight`.
+
+    Importance is SnapKV's, by the last `window` queries, with the highest logit of the group in place of the sum and
+    the mean over the queries. Redundancy is the softmax over all tokens of a token's mean cosine with all keys of the
+    prompt: 0 with itself and, from each key, with the newest token whose cosine with that key is above 0.5. The window
+    is at most half of the budget.
+    """
+
+    defaults = {"weight": 0.1, "window": 8, "kernel": 7, "sinks": 4}
+
+    def importance(self, q: Tensor, keys: Tensor) -> Tensor:
+        """The pooled importance of the tokens before the window: q [G,T,D], keys [T,D] -> [T - window]."""
+        length, window = keys.shape[0], self.window()
+        if window < 1:
+            raise ValueError("importance needs at least one query")
+        total = torch.zeros(length - window, dtype=torch.float64)
+        for i in range(length - window, length):
+            logits = torch.stack([dots(one[i], keys[: i + 1]) / math.sqrt(keys.shape[1]) for one in q])
+            total += softmax(logits.max(0).values)[: length - window]
+        return max_pool(total / window, self.option["kernel"])
+
+    def redundancy(self, keys: Tensor) -> Tensor:
+        """The redundancy of all tokens: keys [T,D] -> [T]."""
+        length, units = keys.shape[0], unit(keys)
+        total = torch.zeros(length, dtype=torch.float64)
+        for i in range(length):
+            row = dots(units[i], units)
+            row[i] = 0
+            similar = [j for j in range(length) if row[j] > SIMILAR]
+            if similar:
+                row[max(similar)] = 0
+            total += row
+        return softmax(total / length)
+
+    def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        weight = self.option["weight"]
+        scores = -(1 - weight) * self.redundancy(keys)
+        scores[: keys.shape[0] - self.window()] += weight * self.importance(q, keys)
+        return scores
+
+
+class SlowTOVA(SlowEvict):
+    """TOVA: a layer holds t tokens, the same in all KV heads: those of the last query's highest attention, and its own.
+
+    The attention is the mean over all query heads. A step attends to t + 1 tokens; then the least attended goes, never
+    the newest one, the lowest position among equals.
+    """
+
+    def __init__(self, shape: Shape, budget: int):
+        super().__init__(shape)
+        self.budget = budget
+        self.weights: list[list[list[float]]] = []  # by layer and KV head: the last query's, summed over the group
+
+    def begin(self) -> None:
+        super().begin()
+        self.weights = []
+
+    def means(self, layer: int) -> dict[int, float]:
+        """By position held: the last query's attention weight, the mean over all query heads."""
+        heads, tokens = self.weights[layer], self.tokens[layer][0]
+        return {t.position: math.fsum(h[i] for h in heads) / self.shape.n_head for i, t in enumerate(tokens)}
+
+    def hold(self, layer: int, kept: list[Token]) -> None:
+        """Drops all tokens but those at the positions of `kept`, in every KV head."""
+        positions = {token.position for token in kept}
+        for kv_head, tokens in enumerate(self.tokens[layer]):
+            self.tokens[layer][kv_head] = [token for token in tokens if token.position in positions]
+
+    def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
+        self.weights.append([])
+        for kv_head in range(self.shape.n_kv_head):
+            group = [probabilities(one[-1], k[kv_head]) for one in self.heads(q, kv_head)]
+            self.weights[layer].append(torch.stack(group).sum(0).tolist())
+
+    def finish(self) -> None:
+        for layer in range(self.shape.n_layer):
+            if self.prompt > self.budget:
+                *older, last = self.tokens[layer][0]
+                means = self.means(layer)
+                top = highest(older, self.budget - 1, lambda token, means=means: means[token.position])
+                self.hold(layer, [*top, last])
+
+    def after(self, layer: int, kv_head: int, attention: list[float]) -> None:
+        self.weights[layer][kv_head] = attention
+        if kv_head < self.shape.n_kv_head - 1 or len(attention) <= self.budget:
+            return  # the last KV head's attention completes the means
+        *older, last = self.tokens[layer][0]
+        means = self.means(layer)
+        evicted = min(older, key=lambda token: (means[token.position], token.position))
+        self.hold(layer, [*(token for token in older if token is not evicted), last])
+
+
+SLOW: dict[str, type[Slow]] = {
+    "keynorm": SlowKeyNorm,
+    "keydiff": SlowKeyDiff,
+    "expected": SlowExpected,
+    "lagkv": SlowLagKV,
+    "rkv": SlowRKV,
+}
+EVICTING: dict[str, type[SlowEvict]] = {"tova": SlowTOVA}
