@@ -34,7 +34,7 @@ if [ "${1-}" = real ]; then
   [ -e "$profile" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt --length 8000
   methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=8,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest
   methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
-  methods+=,full:bits=8,brute_offload
+  methods+=,full:bits=8,brute_offload,keynorm,keydiff,lagkv,expected,rkv,tova
   every=(--kv "$methods" --budget 128,512,1024)
   cat model.py engine.py kv/*.py > "$out/code.txt"
   ask() { # NAME LENGTH FLAGS

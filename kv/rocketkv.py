@@ -15,6 +15,11 @@ compress alike, and long prompts use a wider kernel.
 
 Memory: n1 + n1 / p units of one K and one V vector per KV head (for pages of one token n1 + n1 / 2). Traffic: t units.
 With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to.
+
+turns=true is the authors' multi-turn form: what a question needs is no longer dropped by the question before it. A row
+also keeps its history, every token of every turn, with offload=true on the host. A later text of several tokens attends
+to all of it, and stage 1 chooses anew, from the history and by the last queries of that text. Steps are the same as
+without. Memory: S units more; traffic of such a text: the history once.
 """
 
 import math
@@ -26,10 +31,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Held, Views
 from kv.full import full_layer
 from kv.method import HALF, Method, Shape, option
-from kv.parts import inductor, ops, quant
+from kv.parts import attention, inductor, ops, quant
+from kv.parts.offload import Pool
 from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
 
@@ -138,6 +144,74 @@ class RocketKV(SnapKV):
         return self.shape.n_kv_head * (choose + attend), 0
 
 
+class MultiTurn(RocketKV):
+    """The slots hold what the last turn chose and all tokens generated since; `history` holds all before these."""
+
+    def __init__(self, layer: int, host: bool, shape: Shape, *args):
+        super().__init__(shape, *args)
+        size = (shape.batch, shape.planned, 2, *self.k.shape[1::2])
+        self.history = Pool(f"the history of layer {layer}", size, self.k.dtype, shape.device, host)
+        self.pools = [self.history]
+        self.hold("history_buffer", self.history.buffer)
+        self.allocate_state("prompt")  # tokens of each row's prompt, [B]
+        self.turn, self.room = 0, self.kept  # tokens of the text that is stored, and how many then stay
+
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.prompt[row] = k.shape[2]
+        self.record(row, 0, k[0], v[0])
+        self.choose_anew(row, q, k, v, 0)
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        self.join(row, pos)
+        self.record(row, pos, k[0], v[0])
+        keys, values = self.everything(row, pos + k.shape[2])
+        self.choose_anew(row, q, keys, values, keys.shape[2] - int(self.prompt[row]))
+        return attention.suffix_attention(q, keys, values)
+
+    def record(self, row: int, pos: int, *kv: Tensor) -> None:
+        """Adds n tokens to the history, the first at `pos`: k and v [Hk,n,D]."""
+        self.history.write(row, pos, torch.stack([quant.encode(x, self.bits) for x in kv]).permute(2, 0, 1, 3))
+
+    def join(self, row: int, length: int) -> None:
+        """Adds the tokens that were generated since the last turn to the history of a row of `length` tokens."""
+        recorded, dropped = self.recorded(row), int(self.dropped[row])
+        new = torch.stack([x[row, :, recorded - dropped : length - dropped] for x in (self.k, self.v)])
+        self.history.write(row, recorded, new.permute(2, 0, 1, 3))
+
+    def recorded(self, row: int) -> int:
+        """How many tokens of a row the last turn left in the history."""
+        return int((self.position[row, 0] >= 0).sum() + self.dropped[row])
+
+    def everything(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of a row's history of `length` tokens, on the device: [1,Hk,length,D] each."""
+        return self.decoded(self.history.read(row, length).permute(1, 2, 0, 3))[:, None].unbind(0)
+
+    def choose_anew(self, row: int, q: Tensor, k: Tensor, v: Tensor, later: int) -> None:
+        """Stage 1: fills the slots from the whole history, k and v [1,Hk,N,D], by the last of a turn's queries.
+
+        `later` tokens come after the prompt; n1 has a slot for each of them.
+        """
+        self.turn, self.room = q.shape[2], super().kept_of(k.shape[2] - later) + later
+        self.position[row] = -1
+        super().keep(row, q, k, v)
+        self.rows[row] -= later  # as `slots_to_read` adds them
+
+    def kept_of(self, prompt: int) -> int:
+        return self.room
+
+    def window_of(self, prompt: int) -> int:
+        return min(self.window, self.room // 2, self.turn)
+
+    def held(self, row: int, length: int) -> Held:
+        self.join(row, length)
+        k, v = self.everything(row, length)
+        return Held.new(k[0], v[0])
+
+    def views(self, row: int, length: int) -> Views:
+        yield from super().views(row, length)
+        yield "history", self.history.part(row, self.recorded(row))
+
+
 @dataclass(frozen=True)
 class HybridMethod(Method):
     help = "rocketkv's page selection alone"
@@ -164,8 +238,11 @@ class HybridMethod(Method):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         skip, split = self.skipped(shape), Split(shape, min(budget, shape.planned), self.split)
-        layers, rest = [full_layer(shape, self.bits) for _ in range(skip)], range(shape.n_layer - skip)
-        return layers + [RocketKV(shape, split, self.bits, self.newest, *self.stage1(shape)) for _ in rest]
+        sizes = shape, split, self.bits, self.newest, *self.stage1(shape)
+        return [self.layer(i, *sizes) if i >= skip else full_layer(shape, self.bits) for i in range(shape.n_layer)]
+
+    def layer(self, layer: int, *args) -> KV:
+        return RocketKV(*args)
 
 
 @dataclass(frozen=True)
@@ -176,6 +253,14 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )
 
+    turns: bool = option(False, "every token stays, and each question of several tokens chooses anew among them")
+    offload: bool = option(False, "with turns: what is not chosen lives on the host")
+
     def stage1(self, shape: Shape) -> tuple[int, Kernels]:
         kernels = self.kernels(shape)
         return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)
+
+    def layer(self, layer: int, *args) -> KV:
+        if self.offload and not self.turns:
+            raise ValueError("rocketkv keeps nothing to offload without turns=true")
+        return MultiTurn(layer, self.offload, *args) if self.turns else super().layer(layer, *args)

@@ -77,10 +77,11 @@ def kept(method: Method, shape: Shape, budget: int) -> int:
 
 
 def rocketkv(method: Method, shape: Shape, budget: int) -> int:
-    """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1."""
+    """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1. With turns S more."""
     skip, split = method.skipped(shape), Split(shape, min(budget, shape.planned), method.split)
     slots, (page, _) = split.slots(shape.max_prompt), split.sizes()
     bounds = (1 if page == 1 else 2) * -(-slots // page) * shape.unit_bytes // 2
+    slots += shape.planned * getattr(method, "turns", False)
     sparse = shape.batch * shape.n_kv_head * (2 * slots * stored_bytes(shape, method.bits) + bounds)
     return (shape.n_layer - skip) * sparse + skip * full(shape, method.bits) // shape.n_layer
 

@@ -8,7 +8,7 @@ import torch
 from paper_bytes import APPROXIMATES, overhead
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW as SPARSE
-from references.sparse import pyramid_budgets, rocket_sizes
+from references.sparse import SlowRocketTurns, pyramid_budgets, rocket_sizes
 from runs import TensorSizes, generations, with_heads
 
 import kv
@@ -92,6 +92,7 @@ class Both:
         monkeypatch.setattr(inductor, "STEP", 8)
 
     def reference(self, layer, budget, options):
+        options = dict(options)
         if self.name == "duo":
             ours = self.layers[layer]
             retrieval = [False] * self.shape.n_kv_head
@@ -101,10 +102,14 @@ class Both:
             options = {"heads": retrieval, "sinks": window.sinks, "recent": window.size - window.sinks}
         elif options.get("page", 0) is None:
             options = options | {"page": "auto"}
+        if options.pop("turns", False):
+            options.pop("offload")
+            return SlowRocketTurns(self.shape, budget, layer, **options)
         return SLOW[self.name](self.shape, budget, layer, **options)
 
     def prefill(self, prompt, seed=0):
         self.random, self.length, self.new = torch.Generator().manual_seed(seed), prompt, 0
+        self.chose = prompt  # how many tokens there were when a prompt or a turn chose
         for layer, slow in zip(self.layers, self.slow, strict=True):
             q, k, v = self.tokens(prompt)
             layer.reset(0)
@@ -127,7 +132,7 @@ class Both:
             expected = slow.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
             positions = None
             if self.chosen is not None:
-                generated = list(range(self.length - self.new, self.length))
+                generated = list(range(self.chose, self.length))
                 positions = [
                     [(kept + generated)[slot] for slot in slots]
                     for kept, slots in zip(slow.kept, self.chosen, strict=True)
@@ -169,6 +174,30 @@ def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_t
     for _ in range(72):
         for y, expected, chosen, attended in both.step():
             assert chosen == attended and (y - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("offload", (False, True))
+@pytest.mark.parametrize("prompt, budget", [(100, 24), (100, EVERYTHING), (40, 24), (40, 8)])
+def test_every_turn_of_rocketkv_chooses_from_all_before_it(prompt, budget, offload, heads, monkeypatch):
+    shape, options = make_shape(heads), {"kernel": 5, "window": 6}
+    both = Both("rocketkv", shape, budget, options | {"turns": True, "offload": offload}, monkeypatch)
+    both.prefill(prompt)
+    for turn in (5, 9, 3):  # shorter and longer than the window
+        for _ in range(4):
+            for y, expected, chosen, attended in both.step():
+                assert chosen == attended
+                assert (y - expected).abs().max() <= 1e-5
+        for layer, slow in zip(both.layers, both.slow, strict=True):
+            q, k, v = both.tokens(turn)
+            y = layer.extend(0, q, k, v, both.length)
+            assert (y[0] - slow.turn(q[0], k[0], v[0])).abs().max() <= 1e-5
+        both.length, both.new, both.chose = both.length + turn, both.new + turn, both.length + turn
+
+
+def test_rocketkv_offloads_only_a_history():
+    with pytest.raises(ValueError, match="turns=true"):
+        kv.build("rocketkv", make_shape("gqa"), 24, {"offload": True})
 
 
 # RocketKV's sizes

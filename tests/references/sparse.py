@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv.method import Shape
 
-from .attention import Text, attend, best, dots, half_up, probabilities, softmax
+from .attention import Text, attend, best, causal, dots, half_up, masked_attention, probabilities, softmax
 
 
 def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
@@ -270,6 +270,46 @@ class SlowRocket(SlowSnapPlus):
         if self.option["newest"]:
             scores[-1] = torch.inf
         return [stored[token] for i in best(scores, sizes["pages"]) for token in pages[i]]
+
+
+class SlowRocketTurns(SlowRocket):
+    """RocketKV's multi-turn form: no token is forgotten, and each turn chooses anew what its answer may attend to.
+
+    The history (`text`) holds every token of every turn, the small store (`stored`) what stage 1 chose at the last
+    prompt or turn and the tokens generated since. Stage 2 reads the small store alone.
+    """
+
+    def turn_share(self, tokens: int) -> int:
+        """How many of `tokens` history tokens a turn keeps: the prompt's share, and one for each later token.
+
+        Generated tokens count in SlowRocket's n1, too.
+        """
+        return self.prompt_share(self.text.prompt) + tokens - self.text.prompt
+
+    def turn(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Continues the row by a text, then chooses from the whole history: q [Hq,n,D], k and v [Hk,n,D] -> [Hq,n,D].
+
+        The text attends to every earlier token, also to those that the small store lacks.
+        """
+        text, start, count = self.text, self.text.length, k.shape[1]
+        for i in range(count):
+            text.append(q[:, i], k[:, i], v[:, i])
+        y = masked_attention(text.queries, text.keys, text.values, causal(), range(start, text.length))
+        self.attended = []
+        self.kept = [self.keep_of_history(head, count) for head in range(self.shape.n_kv_head)]
+        self.stored = [list(kept) for kept in self.kept]
+        return y.float()
+
+    def keep_of_history(self, head: int, count: int) -> list[int]:
+        """Positions that one KV head keeps after a turn of `count` tokens, ascending; its queries alone choose."""
+        tokens, option = self.text.length, self.option
+        if self.full:
+            return list(range(tokens))
+        share = self.turn_share(tokens)
+        window = min(option["window"], count, share // 2)
+        is_long = option["threshold"] is not None and tokens >= option["threshold"]
+        kernel = option["long_kernel"] if is_long else option["kernel"]
+        return snap(self.text.queries[self.query_heads(head)], self.keys(head), share - window, window, kernel)
 
 
 class SlowHybrid(SlowRocket):
