@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv.method import Shape, option
-from kv.parts.attention import SCORES
+from kv.parts import attention
 from kv.parts.scored import Scored, ScoredMethod
 
 SIMILAR = 0.5  # cosine
@@ -44,7 +44,7 @@ def redundancy(k: Tensor) -> Tensor:
     """k [T,D] -> [T]"""
     unit, position = F.normalize(k, dim=1), torch.arange(len(k), device=k.device)
     total = torch.zeros(len(k), device=k.device)
-    for rows in position.split(max(1, SCORES // len(k))):
+    for rows in position.split(max(1, attention.SCORES // len(k))):
         cosine = (unit[rows] @ unit.mT).masked_fill(rows[:, None] == position, 0.0)
         newest = torch.where(cosine > SIMILAR, position, -1).amax(1)
         total += cosine.masked_fill(newest[:, None] == position, 0.0).sum(0)

@@ -35,7 +35,7 @@ CANNOT = {
     "full": ("full", {}),
     "omnikv:exp": ("omnikv", {"selector": "exp"}),
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),
-    **{name: (name, {}) for name in ("h2o", "roco", "cam", "d2o", "simlayer")},
+    **{name: (name, {}) for name in ("h2o", "roco", "cam", "tova", "d2o", "simlayer")},
 }
 DRAFTS = {name: draft for name, draft in DRAFTS.items() if name != draft[0] or kv.drafts(name)}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
