@@ -73,8 +73,8 @@ def norm_in_products(graph: torch.fx.Graph) -> None:
     repeated = convert, aten.mul.Tensor, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.add.Tensor
 
     def is_norm(node: torch.fx.Node) -> bool:
-        scaled = node.target is aten.mul.Tensor and node.args[1].target is aten.rsqrt.default
-        return scaled and node.args[1].meta["val"].numel() == 1
+        factor = node.args[1] if node.target is aten.mul.Tensor else None  # may be a number
+        return getattr(factor, "target", None) is aten.rsqrt.default and factor.meta["val"].numel() == 1
 
     def again(x: torch.fx.Node, size: torch.Size) -> torch.fx.Node:
         """x as [1,I,1] if it is the row, as [1,1,O] if its mean; a norm that is shared would be stored as [1,I,O]."""
