@@ -154,6 +154,7 @@ class MultiTurn(RocketKV):
         self.pools = [self.history]
         self.hold("history_buffer", self.history.buffer)
         self.allocate_state("prompt")  # tokens of each row's prompt, [B]
+        self.allocate("position", shape.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # a later turn keeps more
         self.turn, self.room = 0, self.kept  # tokens of the text that is stored, and how many then stay
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:

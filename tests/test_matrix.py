@@ -87,6 +87,8 @@ def load(folder, name: str, storage: dict, **more) -> Engine:
     engine = Engine.load(folder, batch=1, compile=False, seed=0, max_new_tokens=1)
     engine.eos = set()  # every answer has its full length
     engine.compile = more.pop("compile", False)
+    if name == "rocketkv" and "offload" in storage:
+        storage = storage | {"turns": "true"}  # otherwise it has nothing to offload
     method, takes = parse_options(name, storage), None
     if method.takes_budget:
         shape = dataclasses.replace(plan_of(engine, MAX_PROMPT, 40), device=torch.device("meta"))

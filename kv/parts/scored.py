@@ -32,7 +32,7 @@ class Scored(KV):
         width = None if bits == 16 else quant.vector_bytes(shape.head_dim, bits)
         self.allocate_slots(self.kept + shape.max_new_tokens, width)
         self.allocate_state("dropped")  # how many tokens of each row's prompt are gone, [B]
-        self.allocate_state("position", self.shape.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # of the kept
+        self.allocate_state("position", self.shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
 
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
