@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kv.method import Shape, option
 from kv.parts import attention
-from kv.parts.scored import Scored, ScoredMethod
+from kv.parts.scored import Scored, ScoredMethod, pooled
 
 SIMILAR = 0.5  # cosine
 
@@ -28,16 +28,16 @@ class RKV(Scored):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries, window = q[0].unflatten(0, (k.shape[1], -1)), self.window_of(k.shape[2])
         heads = zip(queries[:, :, k.shape[2] - window :].float(), k[0].float(), strict=True)
-        return torch.stack([self.weight * self.importance(q, k) - (1 - self.weight) * redundancy(k) for q, k in heads])
+        attended = pooled(torch.stack([attention_of(q, k) for q, k in heads]), self.kernel, window)
+        return self.weight * attended - (1 - self.weight) * torch.stack([redundancy(head) for head in k[0].float()])
 
-    def importance(self, q: Tensor, k: Tensor) -> Tensor:
-        """q [G,window,D] of a group's last queries, k [T,D] -> [T]; 0 for the window, which stays."""
-        window, length = q.shape[1], k.shape[0]
-        logits = (q @ k.mT).amax(0) * k.shape[1] ** -0.5  # [window,T]
-        later = torch.ones_like(logits, dtype=torch.bool).triu(length - window + 1)
-        mean = logits.masked_fill(later, -torch.inf).softmax(1).mean(0)[None, : length - window]
-        pooled = F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)[0, : length - window]
-        return F.pad(pooled, (0, window))
+
+def attention_of(q: Tensor, k: Tensor) -> Tensor:
+    """The mean attention of a group's last queries q [G,window,D] to the tokens before them: k [T,D] -> [T-window]"""
+    window, length = q.shape[1], k.shape[0]
+    logits = (q @ k.mT).amax(0) * k.shape[1] ** -0.5  # [window,T]
+    later = torch.ones_like(logits, dtype=torch.bool).triu(length - window + 1)
+    return logits.masked_fill(later, -torch.inf).softmax(1).mean(0)[: length - window]
 
 
 def redundancy(k: Tensor) -> Tensor:

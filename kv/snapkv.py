@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV
 from kv.method import Method, Shape, option
 from kv.parts import attention
-from kv.parts.scored import Scored
+from kv.parts.scored import Scored, pooled
 
 KERNEL = option(
     7, "width of the max-pooling in tokens; 15 keeps a number whole whose digits are tokens", min=1
@@ -65,9 +64,7 @@ class SnapKV(Scored):
         window = self.window_of(k.shape[2])
         sums = attention.window_scores(q, k, window)  # [Hk,G,T-window]
         sums = sums.sum(1) if self.copies == 1 else sums.flatten(0, 1)
-        kernel = self.kernels.at(k.shape[2])
-        pooled = F.max_pool1d(sums, kernel, stride=1, padding=kernel // 2)[:, : sums.shape[1]]
-        return F.pad(pooled, (0, window))  # the window is kept whatever its score
+        return pooled(sums, self.kernels.at(k.shape[2]), window)
 
 
 def threshold_of(shape: Shape) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV, Held, Views
@@ -112,6 +113,12 @@ class Scored(KV):
 
     def slots_to_read(self, length: int, new: int) -> int:
         return min(length, max(self.rows.values(), default=self.kept_of(self.shape.max_prompt)) + new)
+
+
+def pooled(scores: Tensor, kernel: int, window: int) -> Tensor:
+    """Scores [H,n], max-pooled over `kernel` tokens, and 0 for the window, which stays anyway: [H,n+window]"""
+    best = F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)[:, : scores.shape[1]]
+    return F.pad(best, (0, window))
 
 
 @dataclass(frozen=True)
