@@ -27,38 +27,38 @@ def cuda_options() -> dict:
     """Inductor's options for a step on a GPU. There a launch costs as much as reading several megabytes."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class Shared(CustomGraphPass):
-        """Computes once what layers compute alike: masks, positions, indices."""
+    class Pass(CustomGraphPass):
+        def __init__(self, change: Callable[[torch.fx.Graph], None]):
+            self.change = change
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            first: dict[str, torch.fx.Node] = {}
-            for node in graph.nodes:
-                if node.op != "call_function" or not str(node.target).startswith(("aten.", "prims.")):
-                    continue
-                known = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
-                if known is not node and not node.target._schema.is_mutable:
-                    node.replace_all_uses_with(known)
-                    graph.erase_node(node)
+            self.change(graph)
 
         def uuid(self) -> bytes:
-            return get_hash_for_files((__file__,))
-
-    class Normed(Shared):
-        """Norms a single row where it is multiplied."""
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            norm_in_products(graph)
+            return get_hash_for_files((__file__,), self.change.__name__)
 
     return {
         "triton.cudagraphs": True,
         "coordinate_descent_tuning": True,
         "combo_kernels": not os.environ.get("KV_FAST_SEPARATE"),  # a guess, see bench/gpu.py
-        "post_grad_custom_pre_pass": Shared(),
-        "post_grad_custom_post_pass": None if os.environ.get("KV_FAST_NORM") else Normed(),  # a guess as well
+        "post_grad_custom_pre_pass": Pass(share_alike),
+        "post_grad_custom_post_pass": None if os.environ.get("KV_FAST_NORM") else Pass(norm_in_products),  # too
         # Otherwise a concatenation whose parts are computed before and after a fetch is split into separate buffers.
         "force_pointwise_cat": True,
         "realize_opcount_threshold": 40,  # not 30: what unpacks a number would be a kernel of its own
     }
+
+
+def share_alike(graph: torch.fx.Graph) -> None:
+    """Computes once what layers compute alike: masks, positions, indices."""
+    first: dict[str, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith(("aten.", "prims.")):
+            continue
+        known = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if known is not node and not node.target._schema.is_mutable:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
 
 
 def norm_in_products(graph: torch.fx.Graph) -> None:
