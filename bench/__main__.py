@@ -27,11 +27,14 @@ import kv as methods
 from bench import papers, peers, tables
 from bench.contenders import SHAPES, Case, checked
 from bench.measure import generations, measure, read_bandwidth
+from bench.side_by_side import side_by_side
 from runtime import cpu, parallel
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from runtime.linear import GROUPS, MODES
 from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
 from text.files import read_json
+
+ALONE = ("generate", "paper", "speculate", "baseline", "peer", "extend", "profile")  # not with --side-by-side
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=20, help="timed steps per contender and turn (default: 20)")
     p.add_argument("--repeats", type=int, default=3, help="turns per contender (default: 3)")
     p.add_argument("--limit", type=int, metavar="SECONDS", help="start no contender after this time")
+    beside = "compile contenders in processes of their own, all at once, and time each alone: quicker on a GPU"
+    p.add_argument("--side-by-side", action="store_true", help=beside)
     p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="time a prompt too")
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
     p.add_argument("--peer", choices=peers.NEEDED, help="also time another engine's step, in the same shape and dtype")
@@ -87,6 +92,10 @@ def check(args: argparse.Namespace) -> None:
         (args.speculate and args.generate, "--speculate times single rounds: leave out --generate"),
         (args.paper and args.generate, "--paper has settings of its own: leave out --generate"),
         (args.batch == "max" and args.generate is None, "--batch max needs --generate N"),
+        (
+            args.side_by_side and any(getattr(args, name) for name in ALONE),
+            f"--side-by-side times single steps: leave out {', '.join('--' + name for name in ALONE)}",
+        ),
         (missing, f"--peer {args.peer} needs it: pip install {' '.join(missing)}"),
         (unknown, f"--quantize {', '.join(map(str, unknown))}: known are none, {', '.join(MODES)}"),
         (args.embeddings and not any(args.quantize), "--embeddings needs --quantize int8 or int4"),
@@ -151,6 +160,11 @@ def asked(
     args: argparse.Namespace, by_mode: list[Case], contexts: list[int], batches: list[int] | None, chosen: list[Choice]
 ) -> Iterator[tuple[str, list[dict]]]:
     """Measures the cases that the command line names; yields a key of the JSON object and new rows for it."""
+    if args.side_by_side:
+        every = itertools.product(by_mode, contexts, batches)
+        cases = [replace(case, context=context, batch=batch) for case, context, batch in every]
+        yield from (("rows", [row]) for row in side_by_side(args, cases, chosen))
+        return
     for case, context in itertools.product(by_mode, contexts):
         case = replace(case, context=context)
         if args.generate:
@@ -163,6 +177,7 @@ def asked(
 
 
 def show(args: argparse.Namespace, rows: list[dict], out: TextIO) -> None:
+    rows = sorted(rows, key=lambda row: (row["quantize"] or "", row["context"])) if args.side_by_side else rows
     lines = [tables.generations(rows) if args.generate else tables.steps(rows)]
     if args.extend and not args.generate:
         lines.append(tables.extensions([r for r in rows if "extend" in r]))

@@ -183,7 +183,7 @@ class Ours:
             model.set_kv(engine.layers)
         engine._begin_answers(None, None, {})
         warm_up(engine, case.context)
-        self.new = 0
+        self.new, self.unread = 0, []
 
     def start(self) -> float | None:
         """Fills every row; returns the seconds from the first row's prompt to its first token, None if not timed."""
@@ -216,13 +216,15 @@ class Ours:
 
     def step(self) -> None:
         """A step or, with speculation, a round. No drafted token is accepted here, so every row gains one token, which
-        does not change the time of a round."""
+        does not change the time of a round. As in the engine, the host reads a GPU's tokens a step later."""
         self.new += 1
         engine = self.engine
         if engine.speculate:
             engine.state.left.fill_(1)
         tokens, _ = engine._step({}, self.case.context + self.new, self.new)
-        read_later(tokens)()
+        self.unread.append(read_later(tokens))
+        while len(self.unread) > engine.lag:
+            self.unread.pop(0)()
 
     def extend_s(self, n: int, repeats: int) -> float:
         """Seconds in which the first row takes n more tokens at once, the median of `repeats`."""

@@ -27,30 +27,30 @@ from terminal.cli import run
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/test_offload.py tests/test_ops.py tests/test_engine.py tests/test_omnikv.py"  # those that need a GPU
 METHODS = (  # groups that run side by side
-    "full,full:bits=8,full:bits=4,kivi,streaming,snapkv",
-    "snapkv++,pyramidkv,rocketkv,rocketkv:bits=4,hybrid,exact_topk",
-    "quest,sparq,duo,simlayer:recent=64,infllm:block=32,h2o",
-    "roco,cam,d2o,omnikv,omnikv:offload=true,brute_offload",
-    "tailorkv,tailorkv:bits=2,pqcache,omnikv:offload=true:engine=threads",
-)
+    "full,streaming full:bits=8,full:bits=4 kivi,tova snapkv,pyramidkv snapkv++,lagkv rocketkv,expected "
+    "rocketkv:bits=4,rkv hybrid,exact_topk quest,keynorm sparq,duo simlayer:recent=64,h2o infllm:block=32,keydiff "
+    "roco,cam d2o,brute_offload omnikv,omnikv:offload=true tailorkv,rocketkv:turns=true:offload=true "
+    "pqcache,omnikv:offload=true:engine=threads"
+).split()
 THREADS = (
     "infllm:block=32:offload=true:engine=threads,brute_offload,omnikv:offload=true:engine=direct",
     "omnikv:offload=true:engine=threads,tailorkv:engine=threads,pqcache:engine=threads",
 )
 NEAR, FAR = "--context 16384", "--context 131072 --no-prefill"
-MAIN = "full,streaming,rocketkv,omnikv,quest,tailorkv"
+MAIN, MORE = (
+    "full,streaming,rocketkv,omnikv,quest,tailorkv",
+    "snapkv,h2o,d2o,exact_topk,sparq,full:bits=8,kivi,rocketkv:bits=4",
+)
 SPEED = {  # runs of the benchmark: what each is about, methods, arguments
-    "short": ("8B at 16K, with prefill", MAIN, f"{NEAR} --baseline naive"),
-    "long": ("8B at 128K", MAIN, FAR),
-    "kernel": ("attention by SDPA at 128K, where flex_attention is a guess (step long)", "full,streaming", FAR),
-    "fused": ("attention by products and sums that Inductor fuses, at 128K", "full,streaming", FAR),
-    "tiles": ("a top-k that first sorts the maxima of tiles, a guess otherwise (step long)", "full,tailorkv", FAR),
-    "divide": ("few tokens divided among programs, where one reads a KV head's (step long)", "full,rocketkv", FAR),
-    "separate": ("a launch for each kernel, where independent ones share it (step long)", "full,rocketkv,kivi", FAR),
-    "norm": ("a row's norm as a kernel of its own, where products repeat it (step long)", "full,rocketkv", FAR),
-    "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3"),
-    "batch": ("8 rows at 16K", MAIN, f"{NEAR} --no-prefill --batch 8"),
-    "int4": ("int4 weights at 128K", "full,rocketkv,quest", f"{FAR} --quantize int4"),
+    "speed": ("8B at 128K", f"{MAIN},{MORE}", f"{FAR} --side-by-side"),
+    "batch": ("one row and 8 at 16K", MAIN, f"{NEAR} --no-prefill --batch 1,8 --side-by-side"),
+    "int4": ("int4 weights at 128K", "full,rocketkv", f"{FAR} --quantize int4 --side-by-side"),
+    "tiles": (
+        "a top-k that first sorts the maxima of tiles, a guess",
+        "exact_topk,sparq,pqcache",
+        f"{FAR} --side-by-side",
+    ),
+    "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3 --no-compile"),
     "peer": ("transformers' caches at 16K", "full", f"{NEAR} --no-prefill --peer transformers"),
     "speculation": ("drafts at 128K", "full,streaming,rocketkv", f"{FAR} --speculate 2,4"),
     "omnikv": ("a cache on the host: 256K", "omnikv:offload=true", "--context 262144 --no-prefill"),
@@ -66,17 +66,8 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
         f"{NEAR} --no-prefill --steps 3 --profile trace.trace.json",
     ),
 }
-GUESSES = {"KV_FAST_PRODUCT": "auto"} | dict.fromkeys(
-    ("KV_FAST_TILES", "KV_FAST_DIVIDE", "KV_FAST_SEPARATE", "KV_FAST_NORM"), ""
-)
-OVERTURNED = {  # steps that set one of the guesses
-    "kernel": {"KV_FAST_PRODUCT": "kernel"},
-    "fused": {"KV_FAST_PRODUCT": "fused"},
-    "tiles": {"KV_FAST_TILES": "1"},
-    "divide": {"KV_FAST_DIVIDE": "1"},
-    "separate": {"KV_FAST_SEPARATE": "1"},
-    "norm": {"KV_FAST_NORM": "1"},
-}
+FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # for many processes
+OVERTURNED = {"tiles": {"KV_FAST_TILES": "1"}}  # steps that set the other of a guess
 ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
 SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"
 
@@ -100,20 +91,16 @@ def steps(device: str) -> list[Step]:
         small = "--length 600" * cpu
         return [f"-m bench.smoke --kv {group} --device {device} {small} {more}".split() for group in groups]
 
-    pytest = "-m pytest -q -p no:cacheprovider"
-    tests, interpreted = f"{pytest} -m cuda {TESTS}".split(), f"{pytest} -k rocketkv tests/test_interpreted.py".split()
-    counted = "-m bench.launches --kv full,rocketkv,kivi --layers 2 --json launches.json".split()
+    tests = [f"-m pytest -q -p no:cacheprovider -m cuda {file}".split() for file in TESTS.split()]
     groups, threads = (["full,rocketkv", "omnikv:offload=true"], THREADS[1:]) if cpu else (METHODS, THREADS)
     busy = "side by side: the times are not those of an idle GPU"
     every = [
-        Step("launches", "launches and bytes of a step, counted from its code", [counted], 2),
-        Step("interpreted", "a step's kernels in Triton's interpreter, beside the eager step", [interpreted], 3),
-        Step("tests", "the tests that need a GPU", [tests], 5),
-        Step("methods", f"every method, eager and compiled ({busy})", smoke(groups)),
+        Step("tests", "the tests that need a GPU", tests, 5),
+        Step("methods", f"every method, eager and compiled ({busy})", smoke(groups), env=FEW),
         Step("offload", "threads that fetch with pauses: the same tokens", smoke(threads, "--delays")),
     ]
     for name, (about, methods, arguments) in SPEED.items():
-        sizes = "--shape llama-3.1-8b --budget 1024 --limit 270"  # a compile may take minutes
+        sizes = "--shape llama-3.1-8b --budget 512 --limit 270"  # compiling takes a minute or two
         if cpu:
             methods, arguments, sizes = ",".join(methods.split(",")[:2]), ON_A_CPU.get(name, arguments), SMALL
         out = f"--device {device} --json {name}.json --results {os.devnull}"
@@ -126,7 +113,7 @@ def perform(step: Step, out: Path) -> dict:
     """Runs a step; returns a line of report.jsonl."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
-    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache} | GUESSES | step.env
+    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache} | {"KV_FAST_TILES": ""} | step.env
     begin, log, codes = time.monotonic(), out / f"{step.name}.log", []
     with open(log, "wb") as file:
         how = {"cwd": out, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}

@@ -104,25 +104,38 @@ def measure(args: argparse.Namespace, case: Case, chosen: list[Choice]) -> list[
             times += [1e3 * seconds(contender.step) for _ in range(args.steps)]
     rows = [row for _, row, _ in entered]
     for contender, row, times in entered:
-        tokens = 1
-        if row.get("speculate"):
-            tokens = tokens_per_round(row["speculate"], args.accept)
-            row |= {"accept": args.accept, "round_ms": percentile(times, 0.5), "floor_ms": row["floor_ms"] / tokens}
-        for key, share in (("ms_per_token", 0.5), ("p10", 0.1), ("p90", 0.9)):
-            row[key] = percentile(times, share) / tokens
-        row["tokens_per_s"] = case.batch * 1e3 / row["ms_per_token"]
-        row["times_floor"] = row["floor_ms"] and row["ms_per_token"] / row["floor_ms"]
+        row |= timing(args, case, row, times)
         if args.extend and isinstance(contender, Ours):
             row |= {"extend": args.extend, "extend_ms": 1e3 * contender.extend_s(args.extend, args.repeats)}
+    compare(rows)
+    if args.profile:
+        profile([contender for contender, _, _ in entered], args.profile)
+    return rows
+
+
+def timing(args: argparse.Namespace, case: Case, row: dict, times: list[float]) -> dict:
+    """The keys of a row that follow from the milliseconds of its steps."""
+    found, tokens = {}, 1
+    if row.get("speculate"):
+        tokens = tokens_per_round(row["speculate"], args.accept)
+        found = {"accept": args.accept, "round_ms": percentile(times, 0.5), "floor_ms": row["floor_ms"] / tokens}
+    for key, share in (("ms_per_token", 0.5), ("p10", 0.1), ("p90", 0.9)):
+        found[key] = percentile(times, share) / tokens
+    floor = found.get("floor_ms", row["floor_ms"])
+    return found | {
+        "tokens_per_s": case.batch * 1e3 / found["ms_per_token"],
+        "times_floor": floor and found["ms_per_token"] / floor,
+    }
+
+
+def compare(rows: list[dict]) -> None:
+    """Adds to each row of a case how much faster than full and naive it is, and its share of their memory."""
     for name in ("full", "naive"):
         base = next((row for row in rows if row["kv"] == name), None)
         for row in rows:
             row[f"speedup_vs_{name}"] = base and base["ms_per_token"] / row["ms_per_token"]
             peaks = row["peak_decode_bytes"], base and base["peak_decode_bytes"]
             row[f"memory_vs_{name}"] = None if None in peaks else peaks[0] / peaks[1]
-    if args.profile:
-        profile([contender for contender, _, _ in entered], args.profile)
-    return rows
 
 
 def prepare(case: Case, contender, weights: dict) -> dict:

@@ -27,22 +27,19 @@ def cuda_options() -> dict:
     """Inductor's options for a step on a GPU. There a launch costs as much as reading several megabytes."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class Pass(CustomGraphPass):
-        def __init__(self, change: Callable[[torch.fx.Graph], None]):
-            self.change = change
-
+    class Passes(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            self.change(graph)
+            products_as_sums(graph)
+            share_alike(graph)
 
         def uuid(self) -> bytes:
-            return get_hash_for_files((__file__,), self.change.__name__)
+            return get_hash_for_files((__file__,))
 
     return {
         "triton.cudagraphs": True,
-        "coordinate_descent_tuning": True,
-        "combo_kernels": not os.environ.get("KV_FAST_SEPARATE"),  # a guess, see bench/gpu.py
-        "post_grad_custom_pre_pass": Pass(share_alike),
-        "post_grad_custom_post_pass": None if os.environ.get("KV_FAST_NORM") else Pass(norm_in_products),  # too
+        "max_autotune_pointwise": True,  # tries a few block sizes for each kernel
+        "combo_kernels": True,
+        "post_grad_custom_pre_pass": Passes(),
         # Otherwise a concatenation whose parts are computed before and after a fetch is split into separate buffers.
         "force_pointwise_cat": True,
         "realize_opcount_threshold": 40,  # not 30: what unpacks a number would be a kernel of its own
@@ -61,45 +58,28 @@ def share_alike(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def norm_in_products(graph: torch.fx.Graph) -> None:
-    """Makes the RMSNorm of a single row and the product that follows it one kernel: a launch fewer.
+def products_as_sums(graph: torch.fx.Graph) -> None:
+    """Writes a product of one row [1,I] and a weight [I,O] as a sum, whose kernel reads the weight at nearly the
+    memory's full speed and takes in what follows."""
+    aten = torch.ops.aten
 
-    Inductor, which tunes by coordinate descent, writes the product of [1,I] and [I,O] as a sum over [1,I,O]. Where the
-    norm's mean is also a sum over [1,I,O], both share a kernel: each program adds up the row's squares again, which
-    costs little, because the row lies in the L1 cache. Every operation and rounding stays the same.
-    """
-    aten, means = torch.ops.aten, {}
-    views, convert = (aten.reshape.default, aten.unsqueeze.default), torch.ops.prims.convert_element_type.default
-    repeated = convert, aten.mul.Tensor, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.add.Tensor
+    def call(target: Callable, *args: object) -> torch.fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*[a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args])
+        return node
 
-    def is_norm(node: torch.fx.Node) -> bool:
-        factor = node.args[1] if node.target is aten.mul.Tensor else None  # may be a number
-        return getattr(factor, "target", None) is aten.rsqrt.default and factor.meta["val"].numel() == 1
-
-    def again(x: torch.fx.Node, size: torch.Size) -> torch.fx.Node:
-        """x as [1,I,1] if it is the row, as [1,1,O] if its mean; a norm that is shared would be stored as [1,I,O]."""
-        if x.target in views:
-            return again(x.args[0], size)
-        if x.target is aten.mean.dim:
-            if (x, size) not in means:
-                whole = graph.call_function(aten.expand.default, (again(x.args[0], size), [*size]))
-                means[x, size] = graph.call_function(x.target, (whole, [1], True))
-            return means[x, size]
-        if x.target in repeated and not (x.target is aten.add.Tensor and isinstance(x.args[1], torch.fx.Node)):
-            args = [again(arg, size) if isinstance(arg, torch.fx.Node) else arg for arg in x.args]
-            return graph.call_function(x.target, tuple(args))
-        return graph.call_function(aten.reshape.default, (x, [1, -1, 1]))
-
-    for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
-        product = total.args[0]
-        if product.target is not aten.mul.Tensor or total.args[1] != [1] or product.meta["val"].dim() != 3:
-            continue
-        row = product.args[0]
-        while row.target in (*views, convert) or (row.target is aten.mul.Tensor and not is_norm(row)):
-            row = row.args[0]
-        if is_norm(row) and product.meta["val"].shape[0] == 1:
-            with graph.inserting_before(product):
-                product.update_arg(0, again(product.args[0], product.meta["val"].shape))
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            *bias, row, weight = node.args
+            if row.meta["val"].shape[0] != 1 or node.kwargs:
+                continue
+            with graph.inserting_before(node):
+                each = call(
+                    aten.mul.Tensor, call(aten.unsqueeze.default, row, 2), call(aten.unsqueeze.default, weight, 0)
+                )
+                y = call(aten.sum.dim_IntList, each, [1])
+                node.replace_all_uses_with(call(aten.add.Tensor, y, *bias) if bias else y)
+            graph.erase_node(node)
 
 
 def compiled_graphs() -> int:

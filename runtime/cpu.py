@@ -6,7 +6,7 @@ for int8), "mv" (torch.mv, one row) and "fused", products and sums that Inductor
 weight once, as stored, for all rows. Three things are timed, each once per machine: every size of weight, on the
 model's own weights and for the rows of a step; two forms of a step's attention; and prefill's products, with 16-bit
 weights as they are and widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME).
-KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps; on a GPU it fixes only the form of attention.
+KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps.
 """
 
 import hashlib
@@ -234,7 +234,6 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
         inductor.FUSED[kind] = max(fused, rows) if form == "fused" else min(fused, rows - 1)
 
     if shape.device.type != "cpu":
-        inductor.CUDA_FORM = {"kernel": "kernel", "fused": "fused"}.get(fixed_product(), "flex")
         return {}
     small = is_small(model) and shape.full_bytes() < LEAST
     return decide([name], lambda _: measure_attention(shape, rows, tokens), choose, small)

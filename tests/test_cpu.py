@@ -278,11 +278,3 @@ def test_the_head_of_an_int4_model_is_tuned(model, monkeypatch):
     monkeypatch.setattr(cpu, "LEAST", 2 * model.output.weight.nbytes)
     monkeypatch.setattr(cpu, "measure", lambda *_: {"kernel": 2.0, "fused": 1.0})
     assert len(cpu.tune_products(model, 1)) == 1 and model.output.products == ("fused", "kernel")
-
-
-@pytest.mark.parametrize(("product", "form"), (("auto", "flex"), ("kernel", "kernel"), ("fused", "fused")))
-def test_a_gpu_attends_by_the_guess_or_by_the_form_that_is_fixed(model, monkeypatch, product, form):
-    monkeypatch.setattr(inductor, "CUDA_FORM", "flex")
-    monkeypatch.setenv("KV_FAST_PRODUCT", product)
-    assert cpu.tune_attention(model, replace(make_shape(), device=torch.device("cuda")), 1) == {}
-    assert inductor.CUDA_FORM == form

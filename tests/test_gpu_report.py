@@ -86,11 +86,10 @@ def test_every_test_file_that_a_command_or_document_names_exists():
 def test_every_command_of_the_steps_parses(monkeypatch):
     """On a GPU and on a CPU, the benchmark accepts the arguments of every step."""
     from bench.__main__ import parser
-    from bench.launches import parser as launches
     from bench.smoke import parser as smoke
     from terminal.cli import choices
 
-    parsers = {"bench": parser, "bench.launches": launches, "bench.smoke": smoke}
+    parsers = {"bench": parser, "bench.smoke": smoke}
     for device in ("cuda", "cpu"):
         for step in gpu.steps(device):
             assert step.minutes <= 8

@@ -26,7 +26,8 @@ def make_pool(count: int = 3, delta: bool = True, batch: int = 1) -> offload.Thr
 
 
 def fetch(pool: offload.Pool, ids: torch.Tensor) -> torch.Tensor:
-    token, _ = pool.issue(ids[None], torch.ones(1, dtype=torch.bool), torch.zeros(1))
+    active, order = torch.ones(1, dtype=torch.bool, device=ids.device), torch.zeros(1, device=ids.device)
+    token, _ = pool.issue(ids[None], active, order)
     return pool.take(pool.wait(token, ids))
 
 

@@ -128,3 +128,11 @@ def test_a_query_of_zeros_attends_to_all_keys_alike(compiled):
     weights = torch.compile(ops.sparq_weights) if compiled else ops.sparq_weights
     found = weights(rows, torch.arange(4).expand(1, 2, 4), keys, empty)
     assert torch.allclose(found, torch.where(empty, 0.0, 1 / 6).expand(1, 2, 3, 10))
+
+
+def test_ranking_finds_what_a_top_k_finds():
+    scores = torch.randint(-3, 3, (2, 5, 300), generator=torch.Generator().manual_seed(0)).float()
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices
+    rank = (scores.long() << 32) - torch.arange(300)
+    for k in (1, 7, 300):
+        assert torch.equal(inductor.ranked(rank, k), expected[..., :k])

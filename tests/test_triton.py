@@ -71,15 +71,6 @@ def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tm
     close(state)
 
 
-@pytest.mark.parametrize("form", ("flex", "kernel", "fused"))
-def test_every_form_of_attention_is_one_graph(h100, monkeypatch, form):
-    monkeypatch.setattr("kv.parts.inductor.CUDA_FORM", form)
-    state = build("full", h100, 2)
-    found = generate(decode_step, state, "greedy", h100, 2)
-    assert any("flex_attention" in source for source in found.kernels) == (form == "flex") and found.graphs == 1
-    close(state)
-
-
 def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("kv.parts.inductor.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8

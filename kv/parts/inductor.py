@@ -13,17 +13,15 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 STEP = 256  # slots: a step reads a multiple of this, or all
 CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
+RANKED = 1024  # the most scores of which a compiled step on a GPU finds the best by ranking all
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 PARTS = 64  # of a long softmax on a GPU
 TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
 BLOCK = 128  # slots per block of flex_attention's mask
-# The most slots of a KV head that one program of flex_attention reads; a guess, see bench/gpu.py.
-FEW = 0 if os.environ.get("KV_FAST_DIVIDE") else 1024
 # By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
-CUDA_FORM = "flex"  # of attention on a GPU: flex_attention, "kernel" (SDPA) or "fused"; a guess, see bench/gpu.py
 
 
 # Integers: a compiled step treats a Python int as a constant and is compiled again for each value. The size of a tensor
@@ -84,13 +82,15 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     """q [B,Hk,G,D] times k [B,Hk,N,D] -> [B,Hk,G,N], both fp32: a gather or a decoding of k fuses into the sums."""
     if rereads(k):
         return (q[:, :, :, None] * k[:, :, None]).sum(4)
-    return torch.stack([(row[:, :, None] * k).sum(3) for row in stored(q).unbind(2)], dim=2)
+    return torch.stack([(row[:, :, None] * k).sum(3) for row in realized(q).unbind(2)], dim=2)
 
 
 def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32, a chunk of vectors at a time."""
     if rereads(v):
         return (weight[..., None] * v[:, :, None]).sum(3)
+    if v.device.type == "cuda":
+        weight = realized(weight)  # otherwise each of the D sums computes its own exponentials
     if v.shape[2] <= UNROLLED:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
@@ -139,16 +139,41 @@ def min_scores(most: int, k: int, device: torch.device) -> int:
     return TILE * k + 1 if device.type in TILED and most >= TILE**2 * k else k
 
 
+def tiles(scores: Tensor, k: int, most: int) -> bool:
+    """Whether the k best of scores [..., N] are looked for in `tile_winners`; `most` as in `ops.top`."""
+    if scores.device.type == "cuda" and torch.compiler.is_compiling():  # on a CPU a compiled step serves any N
+        n = scores.shape[-1]
+        if n > RANKED >= (n - 1) // TILE and TILE * (k + 1) <= RANKED:
+            return True  # so few tiles, and so few scores in the best of them, are ranked
+    return min_scores(most, k, scores.device) > k
+
+
 def tile_winners(rank: Tensor, k: int) -> Tensor:
     """Indices [..., M] among which the k largest of N distinct `rank` [..., N] are: the k tiles with the best maxima.
 
     Less work than sorting N values where N > TILE k.
     """
     count = (rank.shape[-1] - 1) // TILE
-    tile = rank[..., : TILE * count].unflatten(-1, (TILE, count)).amax(-2).topk(k, sorted=False).indices
+    tile = best(rank[..., : TILE * count].unflatten(-1, (TILE, count)).amax(-2), k, sorted=False)
     members = (tile[..., None, :] + count * torch.arange(TILE, device=tile.device)[:, None]).flatten(-2)
     left = torch.arange(rank.shape[-1], device=tile.device)[TILE * count :].expand(*tile.shape[:-1], -1)  # 1 to TILE
     return torch.cat([members, left], dim=-1)
+
+
+def best(rank: Tensor, k: int, sorted: bool) -> Tensor:
+    """Indices [..., k] of the k largest of N distinct integers [..., N].
+
+    A compiled step on a GPU compares RANKED or fewer with all others: two kernels, which take less time than a top-k.
+    """
+    few = rank.device.type == "cuda" and rank.shape[-1] <= RANKED and torch.compiler.is_compiling()
+    return ranked(rank, k) if few else rank.topk(k, sorted=sorted).indices
+
+
+def ranked(rank: Tensor, k: int) -> Tensor:
+    """`best`, in order: each of N integers is compared with all."""
+    rank, index = realized(rank), torch.arange(rank.shape[-1], device=rank.device, dtype=torch.int32)
+    place = (rank[..., None, :] > rank[..., None]).sum(-1, dtype=torch.int32)
+    return torch.where(place[..., None, :] == index[:k, None], index, 0).sum(-1)
 
 
 # Attention
@@ -157,13 +182,13 @@ def tile_winners(rank: Tensor, k: int) -> Tensor:
 def fuses(q: Tensor) -> bool:
     """Whether a compiled step attends with queries [B,Hk,R,D] by products and sums that Inductor fuses, not by SDPA."""
     few = q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
-    return (few if q.device.type == "cpu" else CUDA_FORM == "fused") and torch.compiler.is_compiling()
+    return few and q.device.type == "cpu" and torch.compiler.is_compiling()
 
 
 def flexes(q: Tensor, k: Tensor) -> bool:
     """Whether a compiled step attends with q [B,Hq,n,D] by flex_attention."""
     few = q.shape[1] // k.shape[1] * q.shape[2] < BLOCK  # queries of a group: one block
-    return torch.compiler.is_compiling() and q.device.type == "cuda" and CUDA_FORM == "flex" and few
+    return torch.compiler.is_compiling() and q.device.type == "cuda" and few
 
 
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
@@ -186,8 +211,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: 
     """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
 
     seen(b, h, i, slot) is its mask; i counts a group's queries. All blocks count as partly filled: among those the
-    kernel divides its work by their number, among whole blocks by the capacity. One program reads all FEW slots of a KV
-    head; several share more, and further kernels join their results.
+    kernel divides its work by their number, among whole blocks by the capacity. Further kernels join the parts.
     """
     n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)
@@ -202,8 +226,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: 
         seq_lengths=(rows.shape[2], k.shape[2]),
         compute_q_blocks=False,  # only a backward pass reads query blocks
     )
-    options = {"num_stages": 3, "num_warps": 2} if q.dtype.itemsize == 2 and q.shape[3] <= 128 else {}
-    if k.shape[2] <= FEW:
-        options["SPLIT_KV"] = 1
-    y = flex_attention(rows, k, v, block_mask=mask, kernel_options=options)  # else loads wait for products
+    loads_ahead = {"num_stages": 3, "num_warps": 2}  # otherwise loads wait for products
+    options = loads_ahead if q.dtype.itemsize == 2 and q.shape[3] <= 128 else {}
+    y = flex_attention(rows, k, v, block_mask=mask, kernel_options=options)
     return y.unflatten(2, (-1, n)).flatten(1, 2)

@@ -181,11 +181,11 @@ def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0, count: Ten
         return torch.where(taken < count.view(-1, *[1] * (scores.dim() - 1)), best, scores.shape[-1])
     bits, index = scores.view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
-    if inductor.min_scores(most, k, scores.device) > k:
-        order = inductor.stored(order)
-        index = inductor.tile_winners(_ranked(order, index), k)
-        order = order.gather(-1, index)
-    return -_ranked(order, index).topk(k, sorted=ordered).values & 0xFFFFFFFF
+    if not inductor.tiles(scores, k, most):
+        return inductor.best(_ranked(order, index), k, ordered)
+    order = inductor.stored(order)
+    index = inductor.tile_winners(_ranked(order, index), k)
+    return index.gather(-1, inductor.best(_ranked(order.gather(-1, index), index), k, ordered))
 
 
 def _ranked(order: Tensor, index: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""Contenders in processes of their own: they compile side by side on shared weights, and each is timed alone.
+
+On a GPU compiling takes a minute or two a method, on one core; timing takes a second. Nothing else runs on the GPU
+while a contender is timed, nor while a compiler tries block sizes for a kernel.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.multiprocessing as mp
+
+import kv as methods
+from bench.contenders import Case, Ours, random_weights, seconds
+from bench.measure import compare, prepare, timing
+from runtime.device import free_bytes, memory_errors
+from terminal.cli import Choice, one_line
+
+SPARE = 3e9  # bytes that a process takes beside its weights and caches
+
+
+@dataclass
+class Job:
+    case: Case
+    method: Choice
+    bytes: float  # on the device
+    process: Any = None
+    pipe: Connection | None = None
+
+
+def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choice], most: int = 12) -> Iterator[dict]:
+    """Yields a row of the JSON object for each contender, as they are timed; at most `most` run at once."""
+    shared = next((case for case in cases if not case.quantize), None)
+    weights, context, begin = shared and random_weights(shared), mp.get_context("spawn"), time.monotonic()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    os.environ["TORCHINDUCTOR_UNIQUE_KERNEL_NAMES"] = "0"  # so that methods share compiled kernels
+    free, running, done = free_bytes(cases[0].device), [], {}
+    lock, waiting = context.Lock(), [Job(case, method, needed(case, method)) for case in cases for method in chosen]
+    for job in [job for job in waiting if job.bytes > free]:
+        waiting.remove(job)
+        print(f"left out: {job.method.label} needs {job.bytes / 1e9:.1f} GB of {free / 1e9:.1f}", file=sys.stderr)
+    try:
+        while waiting or running:
+            if args.limit is not None and time.monotonic() - begin > args.limit and waiting:
+                print(f"left out: contenders after --limit {args.limit}", file=sys.stderr)
+                waiting.clear()
+            while waiting and len(running) < most and sum(job.bytes for job in running) + waiting[0].bytes <= free:
+                running.append(started(context, waiting.pop(0), args, weights, lock))
+            pipe = wait([job.pipe for job in running])[0]
+            job = next(job for job in running if job.pipe is pipe)
+            running.remove(job)
+            row = turn(job, running)
+            if row is not None:
+                rows = done.setdefault(id(job.case), [])
+                rows.append(row)
+                compare(rows)
+                yield row
+    finally:
+        for job in running:
+            job.process.kill()  # one that stands still, too
+
+
+def needed(case: Case, method: Choice) -> float:
+    """Bytes that a contender takes on the device, beside weights that it shares."""
+    device, host = methods.planned_bytes(method.kv, case.shape(), method.budget, method.options)
+    own = sum(t.nbytes for t in case.model().state_dict().values()) if case.quantize else 0
+    return device + own + SPARE + (host if case.device.type == "cpu" else 0)
+
+
+def started(context, job: Job, args: argparse.Namespace, weights: dict | None, lock) -> Job:
+    job.pipe, theirs = context.Pipe()
+    job.process = context.Process(target=contend, args=(job.case, job.method, args, weights, lock, theirs), daemon=True)
+    job.process.start()
+    theirs.close()
+    return job
+
+
+def turn(job: Job, others: list[Job]) -> dict | None:
+    """Times a contender that is ready, while the others stand still. None if it failed, and has said why."""
+    for other in others:
+        os.kill(other.process.pid, signal.SIGSTOP)
+    try:
+        job.pipe.recv()
+        job.pipe.send(None)
+        return job.pipe.recv()
+    except EOFError:
+        return None
+    finally:
+        for other in others:
+            os.kill(other.process.pid, signal.SIGCONT)
+        job.process.join()
+
+
+def contend(case: Case, method: Choice, args: argparse.Namespace, weights: dict | None, lock, pipe: Connection) -> None:
+    """A process: makes and warms up the contender, waits for its turn, and sends its row."""
+    tune_alone(lock)
+    try:
+        with memory_errors():
+            if case.quantize or weights is None:
+                weights = random_weights(case)
+            contender = Ours(case, method, weights)
+            row = prepare(case, contender, weights)
+    except ValueError as error:
+        print(f"left out: {one_line(error)}", file=sys.stderr)
+        return
+    pipe.send(None)
+    pipe.recv()
+    for _ in range(3):
+        contender.step()
+    pipe.send(row | timing(args, case, row, [1e3 * seconds(contender.step) for _ in range(args.repeats * args.steps)]))
+
+
+def tune_alone(lock) -> None:
+    """Makes this process's compiler hold `lock` while it times a kernel."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    bench = CachingAutotuner.bench
+
+    def locked(*inputs, **named):
+        with lock:
+            return bench(*inputs, **named)
+
+    CachingAutotuner.bench = locked
