@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash bench.sh [ARGUMENTS]: runs python -m bench; the defaults suit this machine.
 # bash bench.sh paper: the settings of the methods' papers, beside their figures.
-# bash bench.sh gpu: what to learn on a GPU first, in about 25 minutes; see bench/gpu.py.
+# bash bench.sh gpu: tests and measures a GPU, the most telling first; see bench/gpu.py.
 # bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
 # stopped resumes its answers.
 # bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores. A

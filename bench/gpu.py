@@ -1,6 +1,6 @@
-"""The first measurements to make on a GPU: bash bench.sh gpu [--out DIR] [--from STEP] [--device cpu]
+"""Tests and measures a GPU: bash bench.sh gpu [--out DIR] [--from STEP] [--device cpu]
 
-Runs steps of at most 8 minutes, the cheapest first, each in processes of its own with a time limit. Their output is
+Runs steps of at most 8 minutes, the most telling first, each in processes of its own with a time limit. Their output is
 kept in DIR/STEP.log. When a step ends, its measurements are appended to DIR/report.jsonl, and in readable form to
 DIR/report.md. A step that fails stops no other. With `--device cpu` the steps use small shapes, which tests the steps.
 """
@@ -84,7 +84,7 @@ class Step:
 
 
 def steps(device: str) -> list[Step]:
-    """The steps, the cheapest first."""
+    """The steps, the most telling first."""
     cpu = device == "cpu"
 
     def smoke(groups: Iterable[str], more: str = "") -> list[list[str]]:

@@ -5,6 +5,7 @@ while a contender is timed, nor while a compiler tries block sizes for a kernel.
 """
 
 import argparse
+import itertools
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from bench.measure import compare, prepare, timing
 from runtime.device import free_bytes, memory_errors
 from terminal.cli import Choice, one_line
 
-SPARE = 3e9  # bytes that a process takes beside its weights and caches
+SPARE = 2.5e9  # bytes that a process takes beside its weights and caches
 
 
 @dataclass
@@ -40,11 +41,12 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
     weights, context, begin = shared and random_weights(shared), mp.get_context("spawn"), time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     os.environ["TORCHINDUCTOR_UNIQUE_KERNEL_NAMES"] = "0"  # so that methods share compiled kernels
-    free, running, done = free_bytes(cases[0].device), [], {}
-    lock, waiting = context.Lock(), [Job(case, method, needed(case, method)) for case in cases for method in chosen]
-    for job in [job for job in waiting if job.bytes > free]:
-        waiting.remove(job)
-        print(f"left out: {job.method.label} needs {job.bytes / 1e9:.1f} GB of {free / 1e9:.1f}", file=sys.stderr)
+    lock, free, waiting, running, done = context.Lock(), free_bytes(cases[0].device), [], [], {}
+    for case, method in itertools.product(cases, chosen):
+        try:
+            waiting.append(Job(case, method, needed(case, method, free)))
+        except ValueError as error:
+            print(f"left out: {one_line(error)}", file=sys.stderr)
     try:
         while waiting or running:
             if args.limit is not None and time.monotonic() - begin > args.limit and waiting:
@@ -66,11 +68,15 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
             job.process.kill()  # one that stands still, too
 
 
-def needed(case: Case, method: Choice) -> float:
-    """Bytes that a contender takes on the device, beside weights that it shares."""
+def needed(case: Case, method: Choice, free: int) -> float:
+    """Bytes that a contender takes on the device, beside weights that it shares. Raises ValueError if not so many are
+    free, or if the method cannot be built."""
     device, host = methods.planned_bytes(method.kv, case.shape(), method.budget, method.options)
     own = sum(t.nbytes for t in case.model().state_dict().values()) if case.quantize else 0
-    return device + own + SPARE + (host if case.device.type == "cpu" else 0)
+    total = device + own + SPARE + (host if case.device.type == "cpu" else 0)
+    if total > free:
+        raise ValueError(f"{method.label} takes {total / 1e9:.1f} GB, and {free / 1e9:.1f} are free")
+    return total
 
 
 def started(context, job: Job, args: argparse.Namespace, weights: dict | None, lock) -> Job:

@@ -214,6 +214,20 @@ def test_a_budget_that_is_too_small_is_skipped_and_reported(here, capsys):
     assert "at least 5 tokens" in capsys.readouterr().err
 
 
+def test_contenders_side_by_side_give_the_same_rows(here, capfd):
+    """Each in a process of its own; one that cannot be measured stops no other."""
+    args = ("--kv", "full,streaming", "--budget", "2,32", "--quantize", "none,int8")
+    expected, found = (result(*args, *more)["rows"] for more in ([], ["--side-by-side"]))
+    told = capfd.readouterr().err
+    for rows in (expected, found):
+        rows.sort(key=lambda row: (row["quantize"] or "", row["kv"]))
+        assert [row["speedup_vs_full"] for row in rows if row["kv"] == "full"] == [1, 1]
+    same = ("kv", "budget", "quantize", "step_device_bytes", "kv_device_bytes", "weight_bytes", "floor_ms")
+    assert [[row[key] for key in same] for row in found] == [[row[key] for key in same] for row in expected]
+    assert [row.keys() for row in found] == [row.keys() for row in expected] and len(found) == 4
+    assert told.count("at least 5 tokens") == 4  # streaming's smallest budget: twice each
+
+
 def test_contenders_after_the_limit_are_left_out(here, monkeypatch, capsys):
     clock = itertools.count(0, 100)
     monkeypatch.setattr("bench.measure.time", SimpleNamespace(monotonic=lambda: next(clock)))
