@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -660,6 +661,8 @@ class Engine:
             if command != CONTINUE:  # this step's token is among those that the row may still sample
                 fed[request.row.slot] = command
                 self.state.left[request.row.slot] = request.to_launch + 1 if counts else 1
+        for request, layer in product(stepping, self.layers):
+            layer.make_room(request.row.slot, len(request.row.tokens))
         unread = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
         length = max(len(request.row.tokens) for request in running)
         new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)

@@ -76,6 +76,7 @@ class KV(Buffers, ABC):
     endless = False  # its size, smaller than the plan, is fixed: a row may generate any number of tokens
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
+    extends_alike = True  # a row holds after `extend` what it would after as many steps
     reads_all = True  # every step attends to all that the row holds
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
     rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
@@ -160,6 +161,9 @@ class KV(Buffers, ABC):
     def slots_to_read(self, length: int, new: int) -> int:
         """How many leading slots a step reads for rows of `length` tokens, `new` of them generated."""
         return min(length, self.slots)
+
+    def make_room(self, row: int, length: int) -> None:
+        """Runs on the host before a step of a row of at least `length` tokens: a method may drop some of them."""
 
     def before_step(self, length: int, new: int) -> tuple:
         """Runs on the host before a step: no row will hold more than `length` tokens, `new` of them generated.

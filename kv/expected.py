@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kv.base import Held
 from kv.method import Shape, option
 from kv.parts import ops
 from kv.parts.scored import Scored, ScoredMethod
 
 
 class Expected(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, future: int):
-        super().__init__(shape, kept, window, sinks)
+    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, future: int):
+        super().__init__(shape, kept, window, sinks, every=every, queries=every)
         self.future, self.row = future, 0
         self.hold("rope_speed", ops.rope_speed(shape))
 
@@ -29,14 +30,18 @@ class Expected(Scored):
         self.row = row  # whose RoPE speed `score` needs
         super().keep(row, q, k, v)
 
+    def keep_best(self, row: int, held: Held, end: int) -> int:
+        self.row = row
+        return super().keep_best(row, held, end)
+
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        speed, length = self.rope_speed[self.row, None], k.shape[2]
-        position = torch.arange(self.sinks, length, device=k.device)
-        angle = torch.arange(length, length + self.future, device=k.device)[:, None] * speed
+        speed, end = self.rope_speed[self.row, None], self.end
+        position = torch.arange(max(self.sinks, end - q.shape[2]), end, device=k.device)  # of the queries
+        angle = torch.arange(end, end + self.future, device=k.device)[:, None] * speed
         cos, sin = angle.cos().mean(0), angle.sin().mean(0)  # of the mean rotation, [D/2]
         scores = []
         for group, keys, values in zip(q[0].unflatten(0, (len(k[0]), -1)), k[0].float(), v[0].float(), strict=True):
-            plain = ops.turn(group[None, :, self.sinks :].float(), -position[None, None], speed)[0]  # [G,T',D]
+            plain = ops.turn(group[None, :, -len(position) :].float(), -position[None, None], speed)[0]  # [G,n,D]
             mean = plain.mean(1, keepdim=True)  # [G,1,D]
             covariance = (plain - mean).mT @ (plain - mean) / len(position)  # [G,D,D]
             mean = ops.rotate(mean, cos, sin)

@@ -17,8 +17,8 @@ from kv.parts.scored import Scored, ScoredMethod
 
 
 class LagKV(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, lag: int):
-        super().__init__(shape, kept, window, sinks)
+    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, lag: int):
+        super().__init__(shape, kept, window, sinks, every=every)
         self.lag = lag
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

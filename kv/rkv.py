@@ -21,13 +21,13 @@ SIMILAR = 0.5  # cosine
 
 
 class RKV(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, kernel: int, weight: float):
-        super().__init__(shape, kept, window, sinks)
+    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, kernel: int, weight: float):
+        super().__init__(shape, kept, window, sinks, every=every, queries=window)
         self.kernel, self.weight = kernel, weight
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        queries, window = q[0].unflatten(0, (k.shape[1], -1)), self.window_of(k.shape[2])
-        heads = zip(queries[:, :, k.shape[2] - window :].float(), k[0].float(), strict=True)
+        queries, window = q[0].unflatten(0, (k.shape[1], -1)), self.latest
+        heads = zip(queries[:, :, queries.shape[2] - window :].float(), k[0].float(), strict=True)
         attended = pooled(torch.stack([attention_of(q, k) for q, k in heads]), self.kernel, window)
         return self.weight * attended - (1 - self.weight) * torch.stack([redundancy(head) for head in k[0].float()])
 

@@ -147,6 +147,8 @@ class RocketKV(SnapKV):
 class MultiTurn(RocketKV):
     """The slots hold what the last turn chose and all tokens generated since; `history` holds all before these."""
 
+    extends_alike = False
+
     def __init__(self, layer: int, host: bool, shape: Shape, *args):
         super().__init__(shape, *args)
         size = (shape.batch, shape.planned, 2, *self.k.shape[1::2])

@@ -24,7 +24,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.method import Method, Shape, option
 from kv.parts import attention
-from kv.parts.scored import Scored, pooled
+from kv.parts.scored import EVERY, Scored, check_every, pooled
 
 KERNEL = option(
     7, "width of the max-pooling in tokens; 15 keeps a number whole whose digits are tokens", min=1
@@ -48,10 +48,19 @@ Sizes = Callable[[int], tuple[int, int]]  # a prompt's length -> how many of its
 class SnapKV(Scored):
     """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
-    def __init__(self, shape: Shape, sizes: Sizes, kernels: Kernels, most: int = 0, copies: int = 1, bits: int = 16):
+    def __init__(
+        self,
+        shape: Shape,
+        sizes: Sizes,
+        kernels: Kernels,
+        most: int = 0,
+        copies: int = 1,
+        bits: int = 16,
+        every: int = 0,
+    ):
         """sizes: of a prompt of any length. most: tokens that a shorter prompt than the longest may keep."""
-        kept, window = sizes(shape.max_prompt)
-        super().__init__(shape, max(kept, most), window, copies=copies, bits=bits)
+        kept, window = sizes(shape.planned if every else shape.max_prompt)
+        super().__init__(shape, max(kept, most), window, 0, copies, bits, every, queries=window)
         self.sizes, self.kernels = sizes, kernels
 
     def kept_of(self, prompt: int) -> int:
@@ -61,10 +70,9 @@ class SnapKV(Scored):
         return self.sizes(prompt)[1]
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = self.window_of(k.shape[2])
-        sums = attention.window_scores(q, k, window)  # [Hk,G,T-window]
+        sums = attention.window_scores(q, k, self.latest)  # [Hk,G,T-window]
         sums = sums.sum(1) if self.copies == 1 else sums.flatten(0, 1)
-        return pooled(sums, self.kernels.at(k.shape[2]), window)
+        return pooled(sums, self.kernels.at(k.shape[2]), self.latest)
 
 
 def threshold_of(shape: Shape) -> int | None:
@@ -89,6 +97,7 @@ class DeductMethod(WindowMethod):
     """Builds SnapKV layers; the budget may include the generated tokens."""
 
     deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
+    every: int = EVERY
 
     def copies(self, shape: Shape) -> int:
         """How many heads of a group keep their own tokens, and so divide the budget."""
@@ -106,7 +115,11 @@ class DeductMethod(WindowMethod):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
-        return [SnapKV(shape, sizes, kernels, copies=self.copies(shape)) for _ in range(shape.n_layer)]
+        check_every(self.every, sizes(shape.planned)[1])
+        if self.every and self.deduct:
+            raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
+        layer = partial(SnapKV, shape, sizes, kernels, copies=self.copies(shape), every=self.every)
+        return [layer() for _ in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,7 @@ class SnapKVPlusMethod(PoolingMethod, DeductMethod):
 class PyramidKVMethod(WindowMethod):
     help = "snapkv with more tokens in lower layers"
     kernel: int = KERNEL
+    every: int = EVERY
 
     def sizes(self, shape: Shape, budget: int, layer: int, prompt: int) -> tuple[int, int]:
         budget = shape.row_budget(budget, prompt)
@@ -153,7 +167,8 @@ class PyramidKVMethod(WindowMethod):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         most = 0 if shape.share else budget  # a prompt as long as the budget keeps all of it in every layer
         sizes = [partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)]
-        return [SnapKV(shape, size, Kernels(self.kernel), most) for size in sizes]
+        check_every(self.every, min(self.window, budget // 2))
+        return [SnapKV(shape, size, Kernels(self.kernel), most, every=self.every) for size in sizes]
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Logits of continuations that are given, for evaluation."""
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,8 @@ def forced_logits(
             for row, _, _ in longer:
                 engine.state.left[row.slot] = 1
             fed = {row.slot: ids[i - 1] for row, ids, _ in longer}
+            for (row, _, _), layer in product(longer, engine.layers):
+                layer.make_room(row.slot, len(row.tokens) + i - 1)
             logits = engine._step(fed, longest + ahead, ahead)[1]
             for row, _, own in longer:
                 own[i] = logits[row.slot]

@@ -419,6 +419,8 @@ class Case:
         def run(commands: list[int], new: int) -> list[Tensor]:
             length = max(PROMPTS) + new * (1 + self.drafts)
             for layer in caches(state):
+                for row, prompt in enumerate(PROMPTS[: self.batch]):
+                    layer.make_room(row, prompt + new - 1)
                 layer.before_step(length, length - max(PROMPTS))
             command = torch.tensor(commands[: self.batch])
             return [x.clone() for x in step(state, command, self.sampling.variant, *knobs)]

@@ -63,6 +63,8 @@ class Run:
         self.position, self.new = [n + 1 for n in self.position], self.new + 1
         found = []
         for layer, qkv in zip(self.layers, inputs, strict=True):
+            for row, n in enumerate(self.position):
+                layer.make_room(row, n - 1)
             layer.before_step(max(self.position), self.new)
             found.append(layer.decode(*qkv, pos, active)[:, :, 0])
         return torch.stack(found)

@@ -127,6 +127,7 @@ class Both:
         for layer, slow in zip(self.layers, self.slow, strict=True):
             self.chosen = None
             q, k, v = self.tokens(1)
+            layer.make_room(0, self.length - 1)
             layer.before_step(self.length, self.new)
             y = layer.decode(q, k, v, torch.tensor([self.length - 1]), torch.tensor([True]))
             expected = slow.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
@@ -302,7 +303,7 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "max_pool1d", record)
     layer = SnapKV(make_shape("gqa"), lambda prompt: (20, 4), Kernels(3, 9, threshold=50))
     for length in (49, 50):
-        layer.choose(torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D))
+        layer.choose(torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D), length)
     assert kernels == [3, 9]
 
 
@@ -347,7 +348,7 @@ def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
     layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), lambda prompt: (200, 8), Kernels(63))
     with TensorSizes() as sizes:
-        layer.choose(q, k, k)
+        layer.choose(q, k, k, 4096)
     assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2
 
 

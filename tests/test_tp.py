@@ -153,6 +153,9 @@ class Apart(nn.Module):
     def reset(self, row):
         return [part.reset(row) for part in self.parts]
 
+    def make_room(self, row, length):
+        return [part.make_room(row, length) for part in self.parts]
+
     def before_step(self, length, new):
         return [part.before_step(length, new) for part in self.parts]
 

@@ -42,6 +42,7 @@ class Evicting(KV):
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
 
+    extends_alike = False  # as many tokens are evicted at once as a row is extended by
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):

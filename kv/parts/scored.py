@@ -10,7 +10,10 @@ from torch import Tensor
 
 from kv.base import KV, Held, Views
 from kv.method import Method, Shape, option
-from kv.parts import ops, quant
+from kv.parts import attention, ops, quant
+
+LAG = 1  # steps that may have stored a token which the host has not read when it makes room
+EVERY = option(0, "while generating, keep only the budget again after every N tokens (R-KV: 128); 0: keep all", min=0)
 
 
 class Scored(KV):
@@ -18,45 +21,77 @@ class Scored(KV):
 
     A method writes `score`. The first `sinks` and the newest `window` tokens of a prompt are always kept. A KV head
     keeps its own tokens or, with `copies` = G, each of its query heads does.
+
+    With `every` = N, a row that holds N tokens more than it keeps drops them before it continues, as if what it holds
+    were a prompt.
     """
 
-    rewinds = True
-
-    def __init__(self, shape: Shape, kept: int, window: int = 0, sinks: int = 0, copies: int = 1, bits: int = 16):
-        """kept: of the longest prompt. bits of a stored value (quant.encode); `decode` is then the method's own."""
+    def __init__(
+        self,
+        shape: Shape,
+        kept: int,
+        window: int = 0,
+        sinks: int = 0,
+        copies: int = 1,
+        bits: int = 16,
+        every: int = 0,
+        queries: int = 0,
+    ):
+        """kept: of the longest prompt. bits of a stored value (quant.encode); `decode` is then the method's own.
+        queries: of the newest tokens, those that `score` takes of generated ones."""
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
-        self.copies, self.budget, self.kept = copies, kept, min(kept, shape.max_prompt)
+        self.every, self.queries = every, queries if every else 0
+        self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, shape.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
         self.rows: dict[int, int] = {}  # how many tokens each row keeps of its prompt
+        self.gone: dict[int, int] = {}  # `dropped` and `prompt`, where the host reads them
+        self.prompts: dict[int, int] = {}
         self.recent = max(1, self.window)
         self.bits = bits
         width = None if bits == 16 else quant.vector_bytes(shape.head_dim, bits)
-        self.allocate_slots(self.kept + shape.max_new_tokens, width)
-        self.allocate_state("dropped")  # how many tokens of each row's prompt are gone, [B]
+        slots = min(kept + every + LAG, shape.planned) if every else self.kept + shape.max_new_tokens
+        self.allocate_slots(slots, width)
+        self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
         self.allocate_state("position", self.shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
+        self.rewinds = not every
+        self.extends_alike = self.extends_alike and not every
+        if every:
+            self.allocate_state("prompt")  # its tokens, [B]
+        if self.queries:  # a ring, by position
+            self.allocate_state("past", shape.n_head, queries + LAG, shape.head_dim, dtype=shape.dtype)
 
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """How much each token of a prompt is worth keeping: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [Hk,T] or [Hq,T]."""
+        """How much each token is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
+
+        q [1,Hq,n,D]: the newest n queries, of a prompt all T. The text has `self.end` tokens, a prompt T; of those
+        ranked, the `self.latest` newest stay whatever their scores.
+        """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        best = self.choose(q, k, v)
+        if self.every:
+            self.prompt[row] = self.prompts[row] = k.shape[2]
+        best = self.choose(q, k, v, k.shape[2])
         head = torch.arange(len(best), device=k.device)[:, None] // self.copies
         self.write(row, 0, k[0, head, best], v[0, head, best])
-        self.rows[row], self.dropped[row] = best.shape[1], k.shape[2] - best.shape[1]
-        self.position[row, :, : best.shape[1]] = best
+        self.rows[row], self.gone[row] = best.shape[1], k.shape[2] - best.shape[1]
+        self.dropped[row], self.position[row, :, : best.shape[1]] = self.gone[row], best
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
         """Stores n vectors in a row's slots from `first` on: k and v [H,n,D]."""
         slots = slice(first, first + k.shape[1])
         self.k[row, :, slots], self.v[row, :, slots] = quant.encode(k, self.bits), quant.encode(v, self.bits)
 
-    def choose(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The positions of the tokens to keep, ascending: [Hk,n], or [Hq,n]."""
-        position = torch.arange(k.shape[2], device=k.device)
-        if len(position) <= (kept := self.kept_of(k.shape[2])):
-            return position.expand(self.shape.n_kv_head, -1)
-        always = (position < self.sinks) | (position >= len(position) - self.window_of(len(position)))
+    def choose(self, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None) -> Tensor:
+        """Which tokens before position `end` to keep: their indices, ascending [Hk,n], or [Hq,n].
+
+        prompt: the length whose budget they have, by default theirs.
+        """
+        index, prompt = torch.arange(k.shape[2], device=k.device), prompt or end
+        self.end, self.latest, kept = end, self.window_of(prompt), self.kept_of(prompt)
+        if len(index) <= kept:
+            return index.expand(self.shape.n_kv_head, -1)
+        always = (index < self.sinks) | (index >= len(index) - self.latest)
         scores = self.score(q, k, v).float().masked_fill(always, torch.inf)
         return ops.top(scores, kept).sort().values
 
@@ -69,8 +104,68 @@ class Scored(KV):
         kept = self.kept_of(prompt)
         return min(self.window, kept // 2, kept - self.sinks)
 
+    # While generating, with `every`
+
+    def make_room(self, row: int, length: int) -> None:
+        while self.every and length - self.gone[row] >= self.most(row):
+            self.compress(row, self.gone[row] + self.most(row))
+
+    def most(self, row: int) -> int:
+        """How many tokens a row holds before it is compressed."""
+        return self.every + (self.kept if self.shape.share is None else self.kept_of(self.prompts[row]))
+
+    def compress(self, row: int, end: int) -> None:
+        """Keeps the best of a row's tokens before position `end`; a step may have stored one after them."""
+        held = self.held(row, end)
+        after = [x[row, :, held.k.shape[1] : self.slots].clone() for x in (self.k, self.v)]
+        kept = self.keep_best(row, held, end)
+        for x, rest in zip((self.k, self.v), after, strict=True):
+            x[row, :, kept : kept + rest.shape[1]] = rest
+
+    def keep_best(self, row: int, held: Held, end: int) -> int:
+        """Stores the best of `held`, a row's tokens before position `end`; returns how many."""
+        length = self.shape.planned if self.shape.share is None else self.prompts[row]
+        best = self.choose(self.newest_queries(row, end), held.k[None], held.v[None], end, length)
+        kept = best.shape[1]
+        head = torch.arange(len(best), device=best.device)[:, None]
+        self.write(row, 0, held.k[head, best], held.v[head, best])
+        self.position[row] = -1
+        self.position[row, :, :kept] = held.position.gather(1, best)
+        self.rows[row], self.gone[row], self.dropped[row] = kept, end - kept, end - kept
+        return kept
+
+    def newest_queries(self, row: int, end: int) -> Tensor | None:
+        """The queries before position `end` that `score` takes, if any, [1,Hq,n,D]."""
+        if not self.queries:
+            return None
+        position = torch.arange(end - self.queries, end, device=self.past.device)
+        return self.past[row, None, :, position % self.past.shape[2]]
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """With `every`, a row that then holds too many tokens keeps the best."""
+        if not self.every:
+            return super().extend(row, q, k, v, pos)
+        self.make_room(row, pos)
+        end = pos + k.shape[2]
+        new = Held.new(self.copied(k)[0], self.copied(v)[0], pos)
+        held = Held(*(torch.cat(pair, dim=1) for pair in zip(self.held(row, pos), new, strict=True)))
+        y = attention.suffix_attention(q, held.k[None], held.v[None])
+        if self.queries:
+            last = torch.arange(max(pos, end - self.past.shape[2]), end, device=k.device)
+            self.past[row, :, last % self.past.shape[2]] = q[0, :, last - pos]
+        if held.k.shape[1] <= self.most(row):
+            self.append(row, k, v, pos)
+        else:
+            self.keep_best(row, held, end)
+        return y
+
+    # A step
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
+        if self.queries:
+            row, at = torch.arange(len(pos), device=pos.device), pos % self.past.shape[2]
+            self.past[row, :, at] = torch.where(active[:, None, None], q[:, :, 0], self.past[row, :, at])
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), self.slot(pos) + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -106,13 +201,18 @@ class Scored(KV):
     def reset(self, row: int) -> None:
         super().reset(row)
         self.rows.pop(row, None)
+        self.gone[row] = 0
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)
         self.rows[row] = int((self.position[row, 0] >= 0).sum())  # now that a saved row is restored
+        self.gone[row] = int(self.dropped[row])
+        if self.every:
+            self.prompts[row] = int(self.prompt[row])
 
     def slots_to_read(self, length: int, new: int) -> int:
-        return min(length, max(self.rows.values(), default=self.kept_of(self.shape.max_prompt)) + new)
+        kept = max(self.rows.values(), default=self.kept_of(self.shape.max_prompt))
+        return min(length, self.slots, kept + (self.slots if self.every else new))
 
 
 def pooled(scores: Tensor, kernel: int, window: int) -> Tensor:
@@ -128,6 +228,7 @@ class ScoredMethod(Method):
     layer: ClassVar[type[Scored]]
     window: int = option(8, "newest prompt tokens that are always kept", min=0)
     sinks: int = option(4, "first tokens that are always kept", min=0)
+    every: int = EVERY
 
     def minimum(self, shape: Shape) -> int:
         return self.sinks + 1
@@ -135,4 +236,11 @@ class ScoredMethod(Method):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
+        check_every(self.every, options["window"])
         return [self.layer(shape, budget, **options) for _ in range(shape.n_layer)]
+
+
+def check_every(every: int, window: int) -> None:
+    """Raises ValueError if a row would be compressed before all queries of the window are known."""
+    if 0 < every < window:
+        raise ValueError(f"every={every} must be at least the window, {window}")

@@ -1,9 +1,9 @@
-"""Methods that score a prompt's tokens once and keep the best: key norms (arXiv 2406.11430), KeyDiff (arXiv
-2504.15364), Expected Attention (arXiv 2510.00636), LagKV (arXiv 2504.04704), R-KV (arXiv 2505.24133); and TOVA (arXiv
-2401.06104), which evicts at every step.
+"""Methods that score a prompt's tokens and keep the best: key norms (arXiv 2406.11430), KeyDiff (arXiv 2504.15364),
+Expected Attention (arXiv 2510.00636), LagKV (arXiv 2504.04704), R-KV (arXiv 2505.24133); and TOVA (arXiv 2401.06104),
+which evicts at every step.
 
-The first five are one layer each, and each KV head chooses alone. TOVA holds one set of tokens in all KV heads of a
-layer; its interface is that of eviction.py.
+The first five are one layer each, and each KV head chooses alone: once, or again while it generates (`every`). TOVA
+holds one set of tokens in all KV heads of a layer; its interface is that of eviction.py.
 """
 
 import math
@@ -16,7 +16,7 @@ from kv.method import Shape
 from .attention import best, dots, probabilities, softmax
 from .eviction import SlowEvict, Token, cosines, highest
 from .infllm import turned
-from .sparse import Slow, max_pool
+from .sparse import SlowCompressing, max_pool
 
 TINY = 1e-30  # LagKV: what divides a channel whose minimum is its maximum
 SIMILAR = 0.5  # R-KV: a cosine above this marks two tokens as redundant
@@ -33,10 +33,11 @@ def unit(keys: Tensor) -> Tensor:
     return torch.stack([key / length if length else key for key, length in zip(keys, norms, strict=True)])
 
 
-class SlowScored(Slow):
+class SlowScored(SlowCompressing):
     """The base: a prompt longer than the budget keeps its sinks, its newest tokens and the best scores between them.
 
-    The budget counts all three. All generated tokens stay, and all that is held is attended to.
+    The budget counts all three. All generated tokens stay, unless `every` compresses them with the prompt's: then the
+    sinks are the first held tokens. All that is held is attended to.
     """
 
     def window(self) -> int:
@@ -44,18 +45,19 @@ class SlowScored(Slow):
         return min(self.option["window"], self.budget // 2, self.budget - self.option["sinks"])
 
     def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """A group's scores of the prompt's tokens: q [G,T,D], keys and values [T,D] -> [T].
+        """A group's scores of the T tokens of a prompt, or held: q [G,m,D], keys and values [T,D] -> [T].
 
-        Those of the sinks and of the newest tokens are not used.
+        q are the queries of the newest m tokens of the text, T of them unless `observed` says otherwise. The scores of
+        the sinks and of the newest tokens are not used.
         """
         raise NotImplementedError
 
-    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+    def choice(self, q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
         length, sinks, window = keys.shape[0], self.option["sinks"], self.window()
         if length <= self.budget:
             return list(range(length))
         newest = length - window
-        scores = self.scores(q, keys, self.values(head))[sinks:newest]
+        scores = self.scores(q, keys, values)[sinks:newest]
         between = [sinks + i for i in best(scores, self.budget - sinks - window)]
         return [*range(sinks), *between, *range(newest, length)]
 
@@ -63,7 +65,7 @@ class SlowScored(Slow):
 class SlowKeyNorm(SlowScored):
     """Key norms: the keys of the smallest L2 norm stay."""
 
-    defaults = {"sinks": 4, "window": 8}
+    defaults = {"sinks": 4, "window": 8, **SlowCompressing.defaults}
 
     def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return -norm(keys)
@@ -72,7 +74,7 @@ class SlowKeyNorm(SlowScored):
 class SlowKeyDiff(SlowScored):
     """KeyDiff: the keys stay that are least similar, by cosine, to the mean of the unit keys of the whole prompt."""
 
-    defaults = {"sinks": 4, "window": 0}
+    defaults = {"sinks": 4, "window": 0, **SlowCompressing.defaults}
 
     def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return -torch.tensor(cosines(unit(keys).mean(0), keys), dtype=torch.float64)
@@ -84,10 +86,14 @@ class SlowExpected(SlowScored):
     The score is the softmax of mu . k / sqrt(D) + k' C k / (2 D) over the tokens after the sinks, its mean over the
     query heads of the group, times the L2 norm of v. mu and C are the mean and the population covariance of the query
     head's prompt queries before RoPE, without the sinks', turned by the mean of the rotations of the next `future`
-    positions.
+    positions. The choice from held tokens reads the text's last `every` queries in place of the prompt's; they have
+    their positions in the text, as have the next ones.
     """
 
-    defaults = {"future": 512, "sinks": 4, "window": 0}
+    defaults = {"future": 512, "sinks": 4, "window": 0, **SlowCompressing.defaults}
+
+    def observed(self, held: int) -> int:
+        return self.option["every"]
 
     def rotation(self, length: int) -> Tensor:
         """R: the mean of the rotation matrices of the positions length ... length + future - 1: [D,D]."""
@@ -101,9 +107,13 @@ class SlowExpected(SlowScored):
         return total / future
 
     def distribution(self, q: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """mu and C of one query head's future queries: q [T,D], RoPE applied, and R [D,D] -> [D], [D,D]."""
-        length, sinks = q.shape[0], self.option["sinks"]
-        plain = turned(q, -torch.arange(length, dtype=torch.float64), self.shape.rope_theta)[sinks:]
+        """mu and C of one query head's future queries: q [m,D], RoPE applied, and R [D,D] -> [D], [D,D].
+
+        q are the text's newest m queries; those at positions below `sinks` are left out.
+        """
+        length, sinks = self.text.length, self.option["sinks"]
+        places = torch.arange(length - q.shape[0], length, dtype=torch.float64)
+        plain = turned(q, -places, self.shape.rope_theta)[places >= sinks]
         mu = plain.mean(0)
         covariance = torch.zeros(q.shape[1], q.shape[1], dtype=torch.float64)
         for one in plain:
@@ -112,7 +122,7 @@ class SlowExpected(SlowScored):
 
     def scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         (length, dim), sinks = keys.shape, self.option["sinks"]
-        expected, rotation = torch.zeros(length, dtype=torch.float64), self.rotation(length)
+        expected, rotation = torch.zeros(length, dtype=torch.float64), self.rotation(self.text.length)
         for one in q:
             mu, covariance = self.distribution(one, rotation)
             logits = torch.zeros(length, dtype=torch.float64)
@@ -133,7 +143,7 @@ class SlowLagKV(SlowScored):
     2 + position / T.
     """
 
-    defaults = {"lag": 128, "sinks": 4, "window": 0}
+    defaults = {"lag": 128, "sinks": 4, "window": 0, **SlowCompressing.defaults}
 
     def spread(self, x: Tensor, successor: Tensor) -> Tensor:
         """What K, or V, gives the tokens of a partition: x and successor [lag,D] -> [lag]."""
@@ -159,11 +169,11 @@ class SlowRKV(SlowScored):
 
     Importance is SnapKV's, by the last `window` queries, with the highest logit of the group in place of the sum and
     the mean over the queries. Redundancy is the softmax over all tokens of a token's mean cosine with all keys of the
-    prompt: 0 with itself and, from each key, with the newest token whose cosine with that key is above 0.5. The window
-    is at most half of the budget.
+    prompt, or of the held tokens: 0 with itself and, from each key, with the newest token whose cosine with that key is
+    above 0.5. The window is at most half of the budget.
     """
 
-    defaults = {"weight": 0.1, "window": 8, "kernel": 7, "sinks": 4}
+    defaults = {"weight": 0.1, "window": 8, "kernel": 7, "sinks": 4, **SlowCompressing.defaults}
 
     def importance(self, q: Tensor, keys: Tensor) -> Tensor:
         """The pooled importance of the tokens before the window: q [G,T,D], keys [T,D] -> [T - window]."""
@@ -247,7 +257,7 @@ class SlowTOVA(SlowEvict):
         self.hold(layer, [*(token for token in older if token is not evicted), last])
 
 
-SLOW: dict[str, type[Slow]] = {
+SLOW: dict[str, type[SlowCompressing]] = {
     "keynorm": SlowKeyNorm,
     "keydiff": SlowKeyDiff,
     "expected": SlowExpected,

@@ -7,6 +7,7 @@ or a query head in methods that keep or choose tokens for each query head.
 """
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -324,19 +325,120 @@ class SlowHybrid(SlowRocket):
         return list(range(keys.shape[0]))
 
 
-class SlowSnap(Slow):
+class SlowCompressing(Slow):
+    """The base of methods that may also compress while they generate: R-KV's decoding buffer (arXiv 2505.24133).
+
+    With `every` = N > 0, a head of storage holds at most `share` + N tokens. Before a step or a text that finds so
+    many, and after a text that leaves more, the method chooses `share` of the held tokens, which take the place of a
+    prompt in order of position. With `every` = 0, every generated token stays.
+
+    `kept` is what each head's latest choice kept: `stored` is that and all positions since. `compressions` are, by
+    head, the lengths of the text at which it chose again.
+    """
+
+    defaults = {"every": 0}
+
+    def share(self) -> int:
+        """How many tokens the choice of a head of storage keeps."""
+        return self.budget
+
+    def choice(self, q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
+        """The indices that one head of storage keeps of n tokens, ascending: q [G,m,D], keys and values [n,D].
+
+        q are the queries of the newest m tokens of the text; m is n for a prompt, `observed(n)` for held tokens.
+        """
+        raise NotImplementedError
+
+    def observed(self, held: int) -> int:
+        """How many of the text's newest queries the choice from `held` tokens gets: as many, so that the last line up.
+
+        A choice that reads the last `window` queries finds query i of them at the held index held - window + i.
+        """
+        return held
+
+    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+        return self.choice(q, keys, self.values(head))
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().prefill(q, k, v)
+        self.compressions: list[list[int]] = [[] for _ in self.stored]
+
+    def compress(self, head: int) -> None:
+        """Keeps `share` of the tokens that one head of storage holds."""
+        held = self.stored[head]
+        first = self.text.length - self.observed(len(held))
+        queries = self.text.queries[self.query_heads(head), first:]
+        indices = self.choice(queries, self.keys(head)[held], self.values(head)[held])
+        self.kept[head] = [held[i] for i in indices]
+        self.stored[head] = list(self.kept[head])
+        self.compressions[head].append(self.text.length)
+
+    def compress_from(self, least: int) -> None:
+        """Compresses the heads of storage that hold at least `least` tokens more than their share."""
+        for head in range(len(self.stored)):
+            if self.option["every"] and len(self.stored[head]) - self.share() >= least:
+                self.compress(head)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.compress_from(self.option["every"])
+        return super().decode(q, k, v)
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Continues the row by a text: q [Hq,n,D], k and v [Hk,n,D] -> [Hq,n,D].
+
+        Each token attends to what was held before the text and to the text up to itself. `attended` holds the
+        positions of the last one.
+        """
+        self.compress_from(self.option["every"])
+        start = self.text.length
+        for i in range(k.shape[1]):
+            self.text.append(q[:, i], k[:, i], v[:, i])
+        y, self.attended = torch.empty_like(q), []
+        for head, held in enumerate(self.stored):
+            heads = self.query_heads(head)
+            for i in range(start, self.text.length):
+                positions = [*held, *range(start, i + 1)]
+                y[heads, i - start] = self.attend(head, self.text.queries[heads, i], positions).float()
+            self.attended.append([*held, *range(start, self.text.length)])
+        self.stored = [list(positions) for positions in self.attended]
+        self.compress_from(self.option["every"] + 1)
+        return y
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, prompt: int, texts: Sequence[int] = ()) -> Tensor:
+        """A row of N tokens, from its prompt to its end: q [Hq,N,D], k and v [Hk,N,D] -> [Hq,N - prompt,D].
+
+        The tokens after the prompt are added in texts of the given lengths, in order; a text of one token is a step.
+        Steps add what the texts leave.
+        """
+        steps = k.shape[1] - prompt - sum(texts)
+        if steps < 0:
+            raise ValueError(f"a prompt of {prompt} tokens and texts of {sum(texts)} exceed the row's {k.shape[1]}")
+        self.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
+        end, found = prompt, []
+        for count in [*texts, *[1] * steps]:
+            start, end = end, end + count
+            if count == 1:
+                found.append(self.decode(q[:, start], k[:, start], v[:, start])[:, None])
+            else:
+                found.append(self.extend(q[:, start:end], k[:, start:end], v[:, start:end]))
+        return torch.cat(found, 1)
+
+
+class SlowSnap(SlowCompressing):
     """SnapKV: a group keeps t prompt tokens; without `gqa`, each query head keeps floor(t / G) of its own.
 
     `deduct` subtracts max_new_tokens from t first.
     """
 
-    defaults = {"window": 32, "kernel": 7, "gqa": True, "deduct": False}
+    defaults = {"window": 32, "kernel": 7, "gqa": True, "deduct": False, **SlowCompressing.defaults}
 
-    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
+    def share(self) -> int:
         share = self.budget - (self.shape.max_new_tokens if self.option["deduct"] else 0)
-        share = share if self.shared else share // self.groups
-        window = min(self.option["window"], share // 2)
-        return snap(q, keys, share - window, window, self.option["kernel"])
+        return share if self.shared else share // self.groups
+
+    def choice(self, q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
+        window = min(self.option["window"], self.share() // 2)
+        return snap(q, keys, self.share() - window, window, self.option["kernel"])
 
 
 class SlowPyramid(Slow):
