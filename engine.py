@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -73,8 +72,7 @@ class Sampling:
     def variant(self) -> str:
         """Which compiled step this needs: greedy, plain or cut, penalized or not. Only `cut` sorts the vocabulary."""
         kind = "cut" if self.top_k or self.top_p or self.min_p else "plain"
-        if self.temperature < 1e-6 or self.top_k == 1:  # dividing logits by less would overflow
-            kind = "greedy"
+        kind = "greedy" if self.temperature < 1e-6 or self.top_k == 1 else kind  # dividing by less would overflow
         return f"penalized {kind}" if self.repetition_penalty != 1 else kind
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -532,10 +530,8 @@ class Engine:
         self.layers = methods.build(self.method, self.shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers)
         self.state = RowState(self.model, shape.batch, self.eos)
-        if self.speculate:
-            self.run_step = speculate.rounds(self.state, self.speculate, sample, self._compiled)
-        else:
-            self.run_step = self._compiled(decode_step)
+        rounds = self.speculate and speculate.rounds(self.state, self.speculate, sample, self._compiled)
+        self.run_step = rounds or self._compiled(decode_step)
         self.endless = minimum(self.ranks, all(layer.endless for layer in self.layers)) > 0
         self.context = float("inf") if self.endless else self.config.max_length
 
@@ -661,8 +657,7 @@ class Engine:
             if command != CONTINUE:  # this step's token is among those that the row may still sample
                 fed[request.row.slot] = command
                 self.state.left[request.row.slot] = request.to_launch + 1 if counts else 1
-        for request, layer in product(stepping, self.layers):
-            layer.make_room(request.row.slot, len(request.row.tokens))
+        methods.make_room(self.layers, {request.row.slot: len(request.row.tokens) for request in stepping})
         unread = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
         length = max(len(request.row.tokens) for request in running)
         new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)

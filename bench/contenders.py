@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -222,8 +221,7 @@ class Ours:
         engine = self.engine
         if engine.speculate:
             engine.state.left.fill_(1)
-        for row, layer in product(range(self.case.batch), engine.layers):
-            layer.make_room(row, self.case.context + self.new - 1)
+        methods.make_room(engine.layers, dict.fromkeys(range(self.case.batch), self.case.context + self.new - 1))
         tokens, _ = engine._step({}, self.case.context + self.new, self.new)
         self.unread.append(read_later(tokens))
         while len(self.unread) > engine.lag:

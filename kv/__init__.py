@@ -200,6 +200,13 @@ def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
     return sum(device.values()), sum(pool.host_bytes for pool in pools(layers))
 
 
+def make_room(layers: Iterable[KV], lengths: dict[int, int]) -> None:
+    """`KV.make_room` in all layers, before a step of rows of so many tokens."""
+    for layer in layers:
+        for row, length in lengths.items():
+            layer.make_room(row, length)
+
+
 def pools(layers: Iterable[KV]) -> list[Pool]:
     """The pools of a whole model's cache: they count what they fetched, and `close` ends their threads."""
     return [pool for layer in layers for pool in layer.pools]

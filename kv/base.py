@@ -15,9 +15,8 @@ The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)`
 mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
 On a CPU each layer is compiled separately: an attribute set in `decode` is lost, even before the next layer runs.
 
-Where several processes share a model, each has its own KV heads and builds its own layers for them. A method notices
-this only where it compares heads, as a mean over all of them does: `shape.ranks.sum(x)` and `shape.ranks.gather(x)`
-are over the processes (kv/parts/ranks.py).
+Where several processes share a model, each builds layers for its own KV heads. A method that compares heads, as a mean
+over all of them does, asks the others: `shape.ranks.sum(x)` and `shape.ranks.gather(x)` (kv/parts/ranks.py).
 
 The laws, for every registered method: tests/test_contract.py (13: test_speculation, 14: test_tp, 15: test_interpreted).
 
@@ -205,9 +204,8 @@ class KV(Buffers, ABC):
         """
         for name, view in self.views(row, length):
             saved = state.get(name)
-            if saved is None or saved.shape != view.shape or saved.dtype != view.dtype:
-                has = "none" if saved is None else f"{list(saved.shape)}, {saved.dtype}"
-                wants = f"{list(view.shape)}, {view.dtype}"
+            has, wants = ("none" if x is None else f"{list(x.shape)}, {x.dtype}" for x in (saved, view))
+            if has != wants:
                 raise ValueError(f"the saved {name} does not fit this cache: {wants}, saved {has}")
             view.copy_(saved)
 

@@ -1,10 +1,9 @@
 """Logits of continuations that are given, for evaluation."""
 
-from itertools import product
-
 import torch
 from torch import Tensor
 
+import kv as methods
 from runtime.arguments import Prompt, as_prompts, check_free, is_prompt
 from runtime.plan import warn_past_context
 from runtime.warm import warm_up
@@ -40,8 +39,7 @@ def forced_logits(
             for row, _, _ in longer:
                 engine.state.left[row.slot] = 1
             fed = {row.slot: ids[i - 1] for row, ids, _ in longer}
-            for (row, _, _), layer in product(longer, engine.layers):
-                layer.make_room(row.slot, len(row.tokens) + i - 1)
+            methods.make_room(engine.layers, {row.slot: len(row.tokens) + i - 1 for row, _, _ in longer})
             logits = engine._step(fed, longest + ahead, ahead)[1]
             for row, _, own in longer:
                 own[i] = logits[row.slot]

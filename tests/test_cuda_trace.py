@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in kv.METHODS
     "omnikv:direct": ("omnikv", {"offload": True, "engine": "direct"}),
     "omnikv:threads": ("omnikv", {"offload": True, "engine": "threads", "delta": True}),
     "omnikv:bits": ("omnikv", {"offload": True, "bits": 8}),
+    "rkv:every": ("rkv", {"every": 128}),
     "tailorkv:direct": ("tailorkv", {"engine": "direct"}),
     "tailorkv:threads": ("tailorkv", {"engine": "threads"}),
     "infllm:threads": ("infllm", {"block": 32, "offload": True, "engine": "threads"}),
