@@ -22,6 +22,8 @@ from tasks import Question, Sample, Task, texts
 from terminal.cli import read_text
 from text.files import parse_json
 
+SPANS = 8  # into which fidelity divides the forced tokens
+
 
 @dataclass
 class Job:
@@ -153,8 +155,10 @@ def force(engine: Engine, job: Job, indices: list[int], reference: dict[tuple[in
         result = {"prompt_tokens": len(prompt), "prediction": None, "answer": None}
         if job.task == "fidelity":  # without the first row, which prefill computes for every method
             logits, continuation = logits[1:], continuation[1:]
-            kl, same = texts.divergence(logits, reference[job.length, i][1:])
-            result |= {"score": 100 * same, "kl": kl}
+            full = reference[job.length, i][1:]
+            kl, same = texts.divergence(logits, full)
+            spans = zip(*(x.tensor_split(min(SPANS, len(x))) for x in (logits, full)), strict=True)
+            result |= {"score": 100 * same, "kl": kl, "kl_spans": [texts.divergence(*span)[0] for span in spans]}
         nll = texts.negative_log_likelihood(logits, continuation)
         results.append({"score": math.exp(nll), "nll": nll} | result)
     return results
@@ -195,7 +199,9 @@ def summary(job: Job, results: list[dict]) -> dict:
     means = {"n": len(results), "score": fmean(r["score"] for r in results), "first": None, "later": None}
     if not job.graded:
         perplexity = math.exp(fmean(r["nll"] for r in results))
-        same = {"score": perplexity} if job.task == "perplexity" else {"kl": fmean(r["kl"] for r in results)}
-        return means | {"perplexity": perplexity} | same
+        if job.task == "perplexity":
+            return means | {"perplexity": perplexity, "score": perplexity}
+        spans = [fmean(span) for span in zip(*(r.get("kl_spans", []) for r in results), strict=True)]
+        return means | {"perplexity": perplexity, "kl": fmean(r["kl"] for r in results), "kl_spans": spans}
     later = [question["score"] for r in results for question in r["later"]]
     return means | {"first": fmean(r["first"] for r in results), "later": fmean(later) if later else None}

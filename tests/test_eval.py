@@ -89,6 +89,7 @@ def test_fidelity_leaves_out_the_token_that_prefill_predicts(result, tiny_checkp
         full, small = (engine.logits(*excerpt(engine, i)).log_softmax(-1) for engine in engines)
         rows = (full.exp() * (full - small)).sum(-1)
         assert rows[0].abs() < 1e-6 and sample["kl"] == pytest.approx(rows[1:].mean().item(), rel=1e-4)
+        assert sample["kl_spans"] == pytest.approx([span.mean().item() for span in rows[1:].tensor_split(8)], rel=1e-4)
 
 
 def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, monkeypatch):
