@@ -3,12 +3,16 @@
 Sample i hides one sentence at depth (i mod 11) / 10 of the text's characters, at the nearest end of a sentence. The
 haystack may be any text. Each sample draws its own key and value, so that answers are graded exactly and cannot be
 guessed.
+
+niah_backwards hides a RULER needle for each question in a text, and asks for the last one first: each later question is
+about something further from what the first one needed.
 """
 
+from functools import partial
 from itertools import accumulate
 
 from tasks import Question, Recipe, Sample, Task, fill_length, string_match_all
-from tasks.ruler import Drawer, essay
+from tasks.ruler import Drawer, Niah, essay, needles
 
 DEPTHS = 11
 FACT = "The access code of the {key} vault is"
@@ -32,4 +36,8 @@ def needle(recipe: Recipe, index: int) -> Sample:
     return fill_length(make, recipe, 32)
 
 
-TASKS = {"needle": Task("needle", 32, needle, string_match_all)}
+BACKWARDS = partial(needles, "niah_backwards", Niah("essay", backwards=True))
+TASKS = {
+    "needle": Task("needle", 32, needle, string_match_all),
+    "niah_backwards": Task("niah_backwards", 128, BACKWARDS, string_match_all),
+}

@@ -138,20 +138,23 @@ class Niah:
     values: int = 1
     queries: int = 1
     wording: Wording | None = None  # None: RULER's
+    backwards: bool = False  # a needle for each question, and the last one is asked for first
 
     def sample(self, recipe: Recipe, drawer: Drawer, n: int) -> Sample:
         """n: words of the essay, lines of noise, or other needles."""
         rng, single = drawer.rng, self.queries * self.values == 1
         wording = self.wording or (ONE if single else MANY)
-        keys = [drawer.draw(self.key) for _ in range(max(self.keys, self.queries))]
+        count = recipe.questions if self.backwards else max(self.keys, self.queries)
+        keys = [drawer.draw(self.key) for _ in range(count)]
         facts = {key: [drawer.draw(self.value) for _ in range(self.values)] for key in keys}
-        order = rng.sample(keys, len(keys))  # the order in which questions ask for keys
+        order = keys[::-1] if self.backwards else rng.sample(keys, len(keys))  # in which questions ask for keys
 
         def needle(key: str, value: str) -> str:
             return wording.needle.format(type=self.value, key=key, value=value)
 
         needles = [needle(key, value) for key, values in facts.items() for value in values]
-        rng.shuffle(needles)
+        if not self.backwards:
+            rng.shuffle(needles)
         if self.haystack == "essay":
             context = insert(rng, essay(recipe.haystack, n), needles)
         else:

@@ -174,6 +174,16 @@ def test_a_question_for_four_keys_has_their_values_in_its_order():
     assert made.questions[0].answers == tuple(values[key] for key in [*most, last.removeprefix("and ")])
 
 
+def test_backwards_asks_for_the_last_needle_first():
+    for index in range(5):
+        made = sample("niah_backwards", index=index, questions=4)
+        found = hidden(made.text)
+        assert len(found) == 4 and [question.answers for question in made.questions] == [(v,) for _, v in found[::-1]]
+        assert all(
+            f" for {key} " in question.text for (key, _), question in zip(found[::-1], made.questions, strict=True)
+        )
+
+
 def test_the_noise_around_a_needle_is_rulers():
     _, *lines = sample("niah_single_1").text.splitlines()
     assert Counter(line == NOISE for line in lines) == {True: len(lines) - 1, False: 1}
@@ -225,7 +235,7 @@ def test_more_questions_change_neither_the_text_nor_the_first(name):
     assert (one.text, one.questions) == (four.text, four.questions[:1])
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATED if name not in (*LATER, *TWO_STAGE)])
+@pytest.mark.parametrize("name", [name for name in GENERATED if name not in (*LATER, *TWO_STAGE, "niah_backwards")])
 def test_a_text_with_one_thing_to_ask_has_one_question(name):
     assert len(sample(name, 2048, questions=4).questions) == 1
 
