@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--compile", action=argparse.BooleanOptionalAction, help="compile decode steps (default: on a GPU)")
     add("--progress", metavar="FILE", help="resume from this file and add to it (default: beside --json)")
     add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
-    add("--plot", metavar="FILE", help="draw accuracy over budget and bytes; needle: over length and depth")
+    add("--plot", metavar="FILE", help="draw accuracy over budget and bytes; needle: by depth; fidelity: by position")
     return p
 
 

@@ -20,18 +20,23 @@ OVER = {
 
 def draw(rows: list[dict], samples: list[dict], path: str) -> None:
     """Draws accuracy over the budget, over the bytes a step reads and over the bytes kept, first and later questions in
-    separate panels; and for each needle run a heatmap, length by depth."""
+    separate panels; for each needle run a heatmap, length by depth; and the divergence over the forced tokens."""
     graded = [row for row in rows if row["first"] is not None]
-    if not graded:
-        raise ValueError("--plot: no result is an accuracy; choose other --tasks")
-    kinds = ("first", "later") if any(row["later"] is not None for row in graded) else ("score",)
+    forced = [row for row in rows if row.get("kl_spans")]
+    if not graded and not forced:
+        raise ValueError("--plot: no result is an accuracy or a divergence; choose other --tasks")
+    kinds = ("first", "later") if any(row["later"] is not None for row in graded) else ("score",) * bool(graded)
     parts = [partial(over, graded, kind, x, label) for kind in kinds for label, x in OVER.items()]
     parts += [partial(heat, label, grid) for label, grid in needle_grids(samples).items()]
-    with panels(path, -(-len(parts) // 3), 3) as axes:
+    lengths = {row["length"]: None for row in forced}
+    parts += [partial(diverging, [row for row in forced if row["length"] == length], length) for length in lengths]
+    columns = min(3, len(parts))
+    with panels(path, -(-len(parts) // columns), columns) as axes:
         for axis, part in zip_longest(axes.flat, parts):
             part(axis) if part else axis.remove()
-        legend = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].figure.legend(*legend, loc="outside upper center", ncols=9, fontsize="small")
+        if graded:  # the others have legends of their own
+            legend = axes[0, 0].get_legend_handles_labels()
+            axes[0, 0].figure.legend(*legend, loc="outside upper center", ncols=9, fontsize="small")
 
 
 def over(rows: list[dict], kind: str, x: Callable[[dict], float], label: str, axis) -> None:
@@ -51,6 +56,17 @@ def over(rows: list[dict], kind: str, x: Callable[[dict], float], label: str, ax
         ticks += [place for place, _ in points]
     logarithmic(axis, ticks)
     axis.set(xlabel=label, ylabel=KINDS[kind], ylim=(-3, 103))
+
+
+def diverging(rows: list[dict], length: int, axis) -> None:
+    """Draws one line per method and budget: the mean divergence in each span of the forced tokens."""
+    for row in rows:
+        if row["kl"] > 0:  # the full cache itself has no place on a logarithmic axis
+            label, spans = Choice(row["kv"], row["budget"], row["options"]).label, row["kl_spans"]
+            axis.plot([100 * (i + 0.5) / len(spans) for i in range(len(spans))], spans, label=label)
+    axis.set(xlabel="% of the forced tokens", ylabel="KL from the full cache, nats", yscale="log")
+    axis.set_title(f"fidelity, {length:,} tokens")
+    axis.legend(fontsize="small")
 
 
 def needle_grids(samples: list[dict]) -> dict[str, dict]:

@@ -8,7 +8,7 @@ import torch
 
 import eval as evaluation
 from engine import Engine, Row
-from tasks import Question, Sample, Task
+from tasks import Question, Sample, Task, plot
 from tasks.prefill_once import prefill_once
 from tasks.registry import TASKS
 from terminal import cli
@@ -169,6 +169,17 @@ def test_damaged_progress_is_ignored(tiny_checkpoint, tmp_path):
     (progress := out.with_name("out.json.progress.jsonl")).write_text("[" * 100_000 + '\n[1]\n{"key": []}\n')
     arguments(tiny_checkpoint, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
     assert len(progress.read_text().splitlines()) == 4
+
+
+def test_divergences_alone_are_drawn_over_the_forced_tokens(result, tmp_path, monkeypatch):
+    found, lines = rows(result), []
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda axis, **_: lines.extend(axis.lines))
+    plot.draw(list(row for key, row in found.items() if key[2] == "fidelity"), [], str(tmp_path / "kl.png"))
+    [line] = lines  # the full cache does not diverge, and one budget is too small
+    assert list(line.get_ydata()) == found["streaming", 64, "fidelity"]["kl_spans"]
+    assert line.get_xdata()[0] == 100 / 16 and (tmp_path / "kl.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="no result is an accuracy or a divergence"):
+        plot.draw([{"first": None}], [], "none.png")
 
 
 def test_a_plot_is_drawn(result):
