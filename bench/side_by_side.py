@@ -52,6 +52,7 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
             if args.limit is not None and time.monotonic() - begin > args.limit and waiting:
                 print(f"left out: contenders after --limit {args.limit}", file=sys.stderr)
                 waiting.clear()
+                continue
             while waiting and len(running) < most and sum(job.bytes for job in running) + waiting[0].bytes <= free:
                 running.append(started(context, waiting.pop(0), args, weights, lock))
             pipe = wait([job.pipe for job in running])[0]

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.base import Held
 from kv.method import Shape, option
 from kv.parts import ops
 from kv.parts.scored import Scored, ScoredMethod
@@ -23,16 +22,8 @@ from kv.parts.scored import Scored, ScoredMethod
 class Expected(Scored):
     def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, future: int):
         super().__init__(shape, kept, window, sinks, every=every, queries=every)
-        self.future, self.row = future, 0
+        self.future = future
         self.hold("rope_speed", ops.rope_speed(shape))
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.row = row  # whose RoPE speed `score` needs
-        super().keep(row, q, k, v)
-
-    def keep_best(self, row: int, held: Held, end: int) -> int:
-        self.row = row
-        return super().keep_best(row, held, end)
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         speed, end = self.rope_speed[self.row, None], self.end

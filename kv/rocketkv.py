@@ -195,7 +195,6 @@ class MultiTurn(RocketKV):
         `later` tokens come after the prompt; n1 has a slot for each of them.
         """
         self.turn, self.room = q.shape[2], super().kept_of(k.shape[2] - later) + later
-        self.position[row] = -1
         super().keep(row, q, k, v)
         self.rows[row] -= later  # as `slots_to_read` adds them
 

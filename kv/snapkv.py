@@ -24,7 +24,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.method import Method, Shape, option
 from kv.parts import attention
-from kv.parts.scored import EVERY, Scored, check_every, pooled
+from kv.parts.scored import EVERY, Scored, pooled
 
 KERNEL = option(
     7, "width of the max-pooling in tokens; 15 keeps a number whole whose digits are tokens", min=1
@@ -115,7 +115,6 @@ class DeductMethod(WindowMethod):
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
-        check_every(self.every, sizes(shape.planned)[1])
         if self.every and self.deduct:
             raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
         layer = partial(SnapKV, shape, sizes, kernels, copies=self.copies(shape), every=self.every)
@@ -167,7 +166,6 @@ class PyramidKVMethod(WindowMethod):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         most = 0 if shape.share else budget  # a prompt as long as the budget keeps all of it in every layer
         sizes = [partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)]
-        check_every(self.every, min(self.window, budget // 2))
         return [SnapKV(shape, size, Kernels(self.kernel), most, every=self.every) for size in sizes]
 
 

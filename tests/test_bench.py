@@ -228,6 +228,14 @@ def test_contenders_side_by_side_give_the_same_rows(here, capfd):
     assert told.count("at least 5 tokens") == 4  # streaming's smallest budget: twice each
 
 
+def test_after_the_limit_no_contender_starts_side_by_side(here, monkeypatch, capsys):
+    clock = itertools.count(0, 100)
+    monkeypatch.setattr("bench.side_by_side.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(ValueError, match="nothing was measured"):
+        run("--kv", "full", "--limit", "50", "--side-by-side")
+    assert "left out: contenders after --limit 50" in capsys.readouterr().err
+
+
 def test_contenders_after_the_limit_are_left_out(here, monkeypatch, capsys):
     clock = itertools.count(0, 100)
     monkeypatch.setattr("bench.measure.time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -303,7 +303,7 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "max_pool1d", record)
     layer = SnapKV(make_shape("gqa"), lambda prompt: (20, 4), Kernels(3, 9, threshold=50))
     for length in (49, 50):
-        layer.choose(torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D), length)
+        layer.choose(0, torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D), length)
     assert kernels == [3, 9]
 
 
@@ -348,7 +348,7 @@ def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
     layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), lambda prompt: (200, 8), Kernels(63))
     with TensorSizes() as sizes:
-        layer.choose(q, k, k, 4096)
+        layer.choose(0, q, k, k, 4096)
     assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2
 
 

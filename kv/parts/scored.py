@@ -40,6 +40,8 @@ class Scored(KV):
         """kept: of the longest prompt. bits of a stored value (quant.encode); `decode` is then the method's own.
         queries: of the newest tokens, those that `score` takes of generated ones."""
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
+        if 0 < every < window:  # a row would be compressed before all queries of the window are known
+            raise ValueError(f"every={every} must be at least the window, {window}")
         self.every, self.queries = every, queries if every else 0
         self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, shape.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
@@ -64,31 +66,37 @@ class Scored(KV):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """How much each token is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
 
-        q [1,Hq,n,D]: the newest n queries, of a prompt all T. The text has `self.end` tokens, a prompt T; of those
-        ranked, the `self.latest` newest stay whatever their scores.
+        q [1,Hq,n,D]: the newest n queries, of a prompt all T. The text, in row `self.row`, has `self.end` tokens, a
+        prompt T; of those ranked, the `self.latest` newest stay whatever their scores.
         """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.every:
             self.prompt[row] = self.prompts[row] = k.shape[2]
-        best = self.choose(q, k, v, k.shape[2])
+        best = self.choose(row, q, k, v, k.shape[2])
         head = torch.arange(len(best), device=k.device)[:, None] // self.copies
-        self.write(row, 0, k[0, head, best], v[0, head, best])
-        self.rows[row], self.gone[row] = best.shape[1], k.shape[2] - best.shape[1]
-        self.dropped[row], self.position[row, :, : best.shape[1]] = self.gone[row], best
+        self.hold_best(row, k[0, head, best], v[0, head, best], best, k.shape[2])
+
+    def hold_best(self, row: int, k: Tensor, v: Tensor, position: Tensor, end: int) -> None:
+        """Makes n tokens all that a row holds of those before position `end`: k and v [H,n,D], position [H,n]."""
+        kept = k.shape[1]
+        self.write(row, 0, k, v)
+        self.position[row] = -1
+        self.position[row, :, :kept] = position
+        self.rows[row], self.gone[row], self.dropped[row] = kept, end - kept, end - kept
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
         """Stores n vectors in a row's slots from `first` on: k and v [H,n,D]."""
         slots = slice(first, first + k.shape[1])
         self.k[row, :, slots], self.v[row, :, slots] = quant.encode(k, self.bits), quant.encode(v, self.bits)
 
-    def choose(self, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None) -> Tensor:
-        """Which tokens before position `end` to keep: their indices, ascending [Hk,n], or [Hq,n].
+    def choose(self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None) -> Tensor:
+        """Which of a row's tokens before position `end` to keep: their indices, ascending [Hk,n], or [Hq,n].
 
         prompt: the length whose budget they have, by default theirs.
         """
         index, prompt = torch.arange(k.shape[2], device=k.device), prompt or end
-        self.end, self.latest, kept = end, self.window_of(prompt), self.kept_of(prompt)
+        self.row, self.end, self.latest, kept = row, end, self.window_of(prompt), self.kept_of(prompt)
         if len(index) <= kept:
             return index.expand(self.shape.n_kv_head, -1)
         always = (index < self.sinks) | (index >= len(index) - self.latest)
@@ -125,14 +133,10 @@ class Scored(KV):
     def keep_best(self, row: int, held: Held, end: int) -> int:
         """Stores the best of `held`, a row's tokens before position `end`; returns how many."""
         length = self.shape.planned if self.shape.share is None else self.prompts[row]
-        best = self.choose(self.newest_queries(row, end), held.k[None], held.v[None], end, length)
-        kept = best.shape[1]
+        best = self.choose(row, self.newest_queries(row, end), held.k[None], held.v[None], end, length)
         head = torch.arange(len(best), device=best.device)[:, None]
-        self.write(row, 0, held.k[head, best], held.v[head, best])
-        self.position[row] = -1
-        self.position[row, :, :kept] = held.position.gather(1, best)
-        self.rows[row], self.gone[row], self.dropped[row] = kept, end - kept, end - kept
-        return kept
+        self.hold_best(row, held.k[head, best], held.v[head, best], held.position.gather(1, best), end)
+        return best.shape[1]
 
     def newest_queries(self, row: int, end: int) -> Tensor | None:
         """The queries before position `end` that `score` takes, if any, [1,Hq,n,D]."""
@@ -236,11 +240,4 @@ class ScoredMethod(Method):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
-        check_every(self.every, options["window"])
         return [self.layer(shape, budget, **options) for _ in range(shape.n_layer)]
-
-
-def check_every(every: int, window: int) -> None:
-    """Raises ValueError if a row would be compressed before all queries of the window are known."""
-    if 0 < every < window:
-        raise ValueError(f"every={every} must be at least the window, {window}")
