@@ -42,6 +42,7 @@ def cuda_options() -> dict:
         "post_grad_custom_pre_pass": Passes(),
         # Otherwise a concatenation whose parts are computed before and after a fetch is split into separate buffers.
         "force_pointwise_cat": True,
+        "comprehensive_padding": False,  # a top-k would copy scores whose rows are padded
         "realize_opcount_threshold": 40,  # not 30: what unpacks a number would be a kernel of its own
     }
 

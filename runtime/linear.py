@@ -1,8 +1,8 @@
 """Linear layers and embeddings with int8 and int4 weights.
 
-A compiled step multiplies few rows by torch's kernels for quantized weights, or by products and sums that Inductor
-fuses into one loop over the weight as it is stored. On a GPU both modes are fused; on a CPU int4 takes torch's kernel,
-and runtime/cpu.py chooses for int8.
+Few rows are multiplied by torch's kernels for quantized weights or, in a compiled step, by products and sums that
+Inductor fuses into one loop over the weight as it is stored. int4 takes torch's kernels where its sizes allow them. On
+a GPU int8 is fused; on a CPU runtime/cpu.py chooses.
 """
 
 import math
@@ -14,6 +14,8 @@ from runtime.cpu import FEW, Products, finish, fused, joined, linear, rows_of
 
 MODES = ("int8", "int4")
 GROUPS = (128, 64, 32)  # int4 group sizes that are tried where none is named
+FEW_ON_A_GPU = 6  # more rows take longer in a loop over int8 than with the weight restored first (an H200)
+TILES = 8  # the order of a GPU's kernel, see levels_of_packed
 
 
 class Int8Linear(nn.Module):
@@ -57,30 +59,41 @@ class Int4Linear(nn.Module):
         self.register_buffer("weight", linear.weight.new_empty(out, size // 2, dtype=torch.uint8))
         self.register_buffer("scales", linear.weight.new_empty(size // groupsize, out, 2))
         self.bias = linear.bias
-        self.packed = 0  # `half` of levels_of_packed if in the order of torch's CPU kernel, else 0
+        self.packed = 0  # `order` of levels_of_packed if in the order of torch's kernel, else 0
 
     def pack(self) -> None:
-        """Reorders the weight in place for torch's CPU kernel, if the kernel supports its sizes."""
-        rows = self.weight.shape[0]
-        if self.weight.device.type != "cpu" or rows % 64 or self.groupsize not in (32, 64, 128, 256) or self.packed:
+        """Reorders the weight in place for torch's kernel, if the kernel supports its sizes."""
+        rows, gpu = self.weight.shape[0], self.weight.device.type == "cuda"
+        if gpu:
+            fits = rows % 8 == 0 and self.weight.shape[1] % 64 == 0 and self.scales.dtype == torch.bfloat16
+        else:
+            fits = rows % 64 == 0 and self.weight.device.type == "cpu"
+        if not fits or self.groupsize not in (32, 64, 128, 256) or self.packed:
             return
         for block in self.weight.split(1024):
             levels = levels_of(block, self.groupsize)
-            new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
-            half = next((n for n in (32, 16) if torch.equal(levels_of_packed(new, n), levels)), 0)  # AVX-512, AVX2
-            if not half:  # this CPU's kernel uses another order
+            if gpu:
+                new = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], 8)
+            else:
+                new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+            new = new.view(torch.uint8).view_as(block)
+            orders = (TILES,) if gpu else (32, 16)  # AVX-512, AVX2
+            order = next((n for n in orders if torch.equal(levels_of_packed(new, n), levels)), 0)
+            if not order:  # this torch's kernel uses another one
                 return
             block.copy_(new)
-        self.packed = half
+        self.packed = order
+        if gpu:
+            self.weight = self.weight.view(torch.int32).view(rows // 8, -1, 32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x, self.weight.shape[0])
+        return self.first(x, self.scales.shape[1])
 
     def first(self, x: Tensor, rows: int) -> Tensor:
-        bias = None if self.bias is None else self.bias[:rows]
+        bias, aten = None if self.bias is None else self.bias[:rows], torch.ops.aten
         if self.packed and few(x):
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.flatten(0, -2), self.weight, self.groupsize, self.scales)
-            return finish(y[:, :rows], x, bias)
+            multiply = aten._weight_int4pack_mm if self.packed == TILES else aten._weight_int4pack_mm_for_cpu
+            return finish(multiply(x.flatten(0, -2), self.weight, self.groupsize, self.scales)[:, :rows], x, bias)
         if self.packed:
             levels = levels_of_packed(self.weight, self.packed)[:rows].unflatten(1, (-1, self.groupsize))
             return linear(x, restore(levels, self.scales[:, :rows]).to(x.dtype), bias)
@@ -88,13 +101,14 @@ class Int4Linear(nn.Module):
 
 
 def few(x: Tensor) -> bool:
-    """Whether torch's CPU kernels for quantized weights beat a float matmul: on a CPU, up to 16 rows of x [...,I]."""
-    return x.device.type == "cpu" and x.numel() <= 16 * x.shape[-1]
+    """Whether torch's kernels for quantized weights beat a float matmul: up to 16 rows of x [...,I]."""
+    return x.numel() <= 16 * x.shape[-1]
 
 
 def fuses(x: Tensor) -> bool:
     """Whether the step is compiled and x [...,I] has few rows."""
-    return x.numel() <= FEW * x.shape[-1] and torch.compiler.is_compiling()
+    most = FEW if x.device.type == "cpu" else FEW_ON_A_GPU
+    return x.numel() <= most * x.shape[-1] and torch.compiler.is_compiling()
 
 
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, products: Products) -> Tensor:
@@ -102,7 +116,7 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, 
     product = products[0] if x.numel() == x.shape[-1] else products[1]
     if fuses(x) and (x.device.type != "cpu" or product == "fused"):
         return finish(fused(x, weight) * scales.float(), x, bias)
-    if few(x):
+    if few(x) and x.device.type == "cpu":
         return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
     return linear(x, weight.to(x.dtype) * scales[:, None], bias)
 
@@ -128,9 +142,18 @@ def levels_of(weight: Tensor, groupsize: int) -> Tensor:
     return torch.cat((groups & 15, groups >> 4), dim=-1).flatten(1)
 
 
-def levels_of_packed(weight: Tensor, half: int) -> Tensor:
-    """`levels_of` for torch's CPU kernel: blocks of 2 x half rows by column, the second half in the high bits."""
-    blocks = weight.view(-1, 2 * weight.shape[1], half)
+def levels_of_packed(weight: Tensor, order: int) -> Tensor:
+    """`levels_of` for torch's kernels. A CPU's: blocks of 2 x `order` rows by column, the second half in the high bits.
+
+    TILES, a GPU's, as bytes or as 32-bit words: a word holds 8 levels of a tile of 8 rows and 128 columns, as they lie
+    in the operand of a tensor core.
+    """
+    if order == TILES:
+        words = weight if weight.dtype == torch.int32 else weight.view(torch.int32).view(len(weight) // 8, -1, 32, 4)
+        levels = words[..., None] >> torch.arange(0, 32, 4, device=words.device) & 15
+        levels = levels.to(torch.uint8).unflatten(2, (8, 4)).unflatten(-1, (2, 2, 2))  # rows/8,I/128,8,q,p,odd,r,s
+        return levels.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * len(words), -1)  # column (((p r) s) q) odd
+    blocks = weight.view(-1, 2 * weight.shape[1], order)
     return torch.cat((blocks & 15, blocks >> 4), dim=-1).transpose(1, 2).reshape(-1, 2 * weight.shape[1])
 
 

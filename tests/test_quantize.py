@@ -113,6 +113,39 @@ def test_packing_changes_no_level():
     assert module.weight.untyped_storage().nbytes() == 2048 * 32
 
 
+def test_a_gpus_order_is_that_of_a_tensor_cores_operand():
+    """Each of 32 threads holds, of a tile of 8 rows and 16 columns, 4 levels: of row t // 4, columns 2 (t % 4) and the
+    next, and 8 further. A word has two tiles' levels, in the order 0 2 4 6 1 3 5 7."""
+    levels, words = torch.randint(0, 16, (16, 256)), torch.zeros(2, 2, 32, 4, dtype=torch.int64)
+    for thread in range(32):
+        for word in range(4):
+            column = 32 * word + 2 * (thread % 4)
+            for place, of in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):
+                part = levels[thread // 4 :: 8, column + of :: 128]
+                words[:, :, thread, word] |= part << 4 * place
+    words = words.to(torch.int32)  # wraps
+    assert torch.equal(levels_of_packed(words, linear.TILES), levels.to(torch.uint8))
+    stored = words.view(torch.uint8).view(16, 128)
+    assert torch.equal(levels_of_packed(stored, linear.TILES), levels.to(torch.uint8))
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_torchs_kernel_multiplies_int4():
+    torch.manual_seed(0)
+    for size, out, groupsize in ((256, 64, 32), (4096, 1024, 128)):
+        layer = Linear(size, out).bfloat16()
+        module, parts = Int4Linear(layer, groupsize), q.quantize_int4(layer.weight.data, groupsize)
+        module.load_state_dict({**module.state_dict(), "weight": parts[0], "scales": parts[1]})
+        module, weight = module.cuda(), restored(parts, groupsize).cuda()
+        module.pack()
+        assert module.packed == linear.TILES
+        for rows in (1, 8, 40):
+            x = torch.randn(rows, 1, size, device="cuda").bfloat16()
+            expected = F.linear(x.float(), weight.float(), layer.bias.float().cuda())
+            for run in (module, torch.compile(module, fullgraph=True)):
+                assert (run(x) - expected).norm() < 1e-2 * expected.norm()
+
+
 def test_four_bits_are_half_a_byte(checkpoint, tmp_path):
     q.quantize(checkpoint, tmp_path / "four", "int4", groupsize=32)
     before, after = open_weights(checkpoint), open_weights(tmp_path / "four")

@@ -277,6 +277,19 @@ def test_ties_go_to_the_first():
     assert torch.equal(ops.top(random, 9).sort().values, random.topk(9).indices.sort().values)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("compiled", (False, True))
+def test_on_a_gpu_too_ties_go_to_the_first(compiled):
+    generator = torch.Generator().manual_seed(0)
+    top = torch.compile(ops.top, fullgraph=True) if compiled else ops.top
+    for n in (900, 1100, 5000, 131072):
+        for values in (2, 50, 10000):
+            scores = torch.randint(-values, values, (2, 4, n), generator=generator).float() / 3
+            expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :512]
+            assert torch.equal(top(scores.cuda(), 512, True).cpu(), expected)
+            assert torch.equal(top(scores.cuda(), 512).sort().values.cpu(), expected.sort().values)
+
+
 def test_pyramid_budgets_equal_the_references_and_average_to_the_budget():
     for layers in (1, 2, 32):
         for budget in (2, 40, 256, 1843, 2048, 3000):

@@ -16,6 +16,7 @@ CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the ne
 RANKED = 1024  # the most scores of which a compiled step on a GPU finds the best by ranking all
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 PARTS = 64  # of a long softmax on a GPU
+JOINED = 64  # products of which a GPU makes a long sum of a KV head
 TILE = 8  # scores per tile, see `tile_winners`
 TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
@@ -78,6 +79,27 @@ def rereads(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.shape[2] <= REREAD
 
 
+def multiplies(x: Tensor) -> bool:
+    """Whether a compiled step calls cuBLAS for sums over vectors x [B,Hk,N,D]: on a GPU, if many are stored in 16 bits.
+
+    It reads them at the memory's speed, where the loops that Inductor writes take 2 to 6 times as long.
+    """
+    return x.device.type == "cuda" and x.dtype.itemsize == 2 and x.shape[2] > REREAD
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [B,H,m,i] @ b [B,H,i,n], both rounded to the dtype of b -> [B,H,m,n] fp32."""
+    y = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return y.unflatten(0, a.shape[:2])
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """`dots` by cuBLAS, which is slow where a row of the result is not a multiple of 16 bytes."""
+    whole = k.shape[2] // 8 * 8
+    y = product(q, k[:, :, :whole].mT)
+    return torch.cat([y, dots(q.float(), k[:, :, whole:].float())], dim=3) if whole < k.shape[2] else y
+
+
 def dots(q: Tensor, k: Tensor) -> Tensor:
     """q [B,Hk,G,D] times k [B,Hk,N,D] -> [B,Hk,G,N], both fp32: a gather or a decoding of k fuses into the sums."""
     if rereads(k):
@@ -89,6 +111,8 @@ def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     """Sums of v [B,Hk,N,D] weighted by [B,Hk,G,N] -> [B,Hk,G,D] fp32, a chunk of vectors at a time."""
     if rereads(v):
         return (weight[..., None] * v[:, :, None]).sum(3)
+    if multiplies(v):
+        return _in_parts(weight, v)
     if v.device.type == "cuda":
         weight = realized(weight)  # otherwise each of the D sums computes its own exponentials
     if v.shape[2] <= UNROLLED:
@@ -99,6 +123,29 @@ def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     whole = (v.shape[2] - 1) // CHUNK * CHUNK  # and 1 to CHUNK more, so that one compile serves any N
     rest = torch.stack([(row[..., None] * v[:, :, whole:]).sum(2) for row in weight[..., whole:].unbind(2)], dim=2)
     return rest + _chunk_sum(weight[..., :whole], v[:, :, :whole]) if whole else rest
+
+
+def _in_parts(weight: Tensor, v: Tensor) -> Tensor:
+    """`weighted_sum` by products of parts, which keep a whole GPU busy. A head at a time: the parts of several heads of
+    a buffer have no single stride."""
+    each = v.shape[2] // JOINED // 8 * 8  # vectors of a part
+    whole, heads = each * JOINED, []
+    for rows, vectors in zip(weight.flatten(0, 1), v[:, :, :whole].flatten(0, 1), strict=True):
+        parts = realized(rows[:, :whole].unflatten(1, (JOINED, each)).transpose(0, 1).to(v.dtype))
+        heads.append(product(parts[None], vectors.unflatten(0, (JOINED, each))[None])[0].sum(0))
+    y = torch.stack(heads).unflatten(0, weight.shape[:2])
+    return y + weighted_sum(weight[..., whole:], v[:, :, whole:]) if whole < v.shape[2] else y
+
+
+def sum_blocks(x: Tensor) -> Tensor:
+    """Sums x [B,Hk,blocks,block,...] over both dims, on a CPU a block at a time, which stays in its cache.
+
+    On a GPU Inductor would divide a long sum anywhere, and then each index: here its parts are whole blocks.
+    """
+    if x.device.type == "cpu":
+        return x.sum(3).sum(2)
+    parts = next(n for n in range(PARTS, 0, -1) if x.shape[2] % n == 0)
+    return x.unflatten(2, (parts, -1)).sum((3, 4)).sum(2)
 
 
 def _chunk_sum(weight: Tensor, v: Tensor) -> Tensor:

@@ -221,12 +221,14 @@ class ThreadedPool(Pool):
         dtype, device, slots = staged.slots.dtype, staged.slots.device, len(staged.slots)
         super().__init__(what, size, dtype, device, host=True)
         self.staged, self.workers, self.delta = staged, staged.workers, delta
-        threads, entry = min(self.workers.threads, slots), self.memory[:1].nbytes
+        entry = self.memory[:1].nbytes
+        self.wide = entry >= WIDE
+        threads = 1 if self.wide and self.stream else min(self.workers.threads, slots)  # a GPU copies wide ones itself
         self.parts = [(i * slots // threads, (i + 1) * slots // threads) for i in range(threads)]
-        self.chunk = min(max(1, CHUNK // entry), -(-slots // threads))  # entries per staging buffer
+        self.chunk = slots if self.wide else min(max(1, CHUNK // entry), -(-slots // threads))  # per staging buffer
         self.handle = next(_handles)
         self.symbol = inductor.symbol(self.handle, device)
-        self.workers.reserve(self, self.chunk * entry if entry < WIDE else 1)
+        self.workers.reserve(self, 1 if self.wide else self.chunk * entry)
         where = {"device": "meta"} if device.type == "meta" else {"pin_memory": device.type == "cuda"}
         # For each slot, the entry requested and the entry held; and slot numbers that are copied to the device.
         self.ids, self.held, self.arrived = (torch.full((slots,), -1, **where) for _ in range(3))
@@ -339,9 +341,9 @@ class ThreadedPool(Pool):
         if buffer[1] is not None:
             buffer[1].synchronize()
         try:
-            if self.memory[:1].nbytes >= WIDE:
-                for entry, slot in zip(ids.tolist(), slots.tolist(), strict=True):
-                    self.staged.slots[slot].copy_(self.memory[entry], non_blocking=True)
+            if self.wide:
+                to, come = [self.staged.slots[i] for i in slots.tolist()], [self.memory[i] for i in ids.tolist()]
+                torch._foreach_copy_(to, come, non_blocking=True)
                 return
             size = len(ids) * self.memory[:1].nbytes
             entries = self.gather(ids, buffer[0][:size].view(self.memory.dtype).view(len(ids), *self.memory.shape[1:]))

@@ -182,6 +182,10 @@ def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0, count: Ten
     bits, index = scores.view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
     if not inductor.tiles(scores, k, most):
+        if scores.device.type == "cuda" and scores.shape[-1] > inductor.RANKED:
+            index = order.topk(k, sorted=False).indices  # there torch takes the first of equal ones
+            best = _ranked(order.gather(-1, index), index)
+            return index.gather(-1, inductor.best(best, k, True)) if ordered else index
         return inductor.best(_ranked(order, index), k, ordered)
     order = inductor.stored(order)
     index = inductor.tile_winners(_ranked(order, index), k)
@@ -193,9 +197,11 @@ def _ranked(order: Tensor, index: Tensor) -> Tensor:
     return (order.long() << 32) - index
 
 
-def dots(q: Tensor, k: Tensor) -> Tensor:
-    """Dot products of q [B,Hk,G,D] and k [B,Hk,N,D] -> [B,Hk,G,N] fp32; each key is read once per group."""
-    q, k = q.float(), k.float()
+def dots(q: Tensor, k: Tensor, scale: float = 1) -> Tensor:
+    """`scale` times the dot products of q [B,Hk,G,D] and k [B,Hk,N,D] -> [B,Hk,G,N] fp32; a group reads a key once."""
+    if torch.compiler.is_compiling() and inductor.multiplies(k):
+        return inductor.products(q, k) * scale
+    q, k = q.float() * scale, k.float()
     return inductor.dots(q, k) if torch.compiler.is_compiling() else q @ k.mT
 
 
@@ -206,7 +212,7 @@ def weights(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
 
 def group_logits(q: Tensor, k: Tensor, empty: Tensor) -> Tensor:
     """Logits [B,Hk,G,N] fp32 of queries that are grouped already, q [B,Hk,G,D]; `empty` slots get -inf."""
-    return dots(q.float() * q.shape[-1] ** -0.5, k) + barred(empty)
+    return dots(q, k, q.shape[-1] ** -0.5) + barred(empty)
 
 
 def barred(empty: Tensor) -> Tensor:

@@ -179,11 +179,6 @@ class Packed(Buffers):
         """Some groups of each buffer, of all rows or of one."""
         return [(x if row is None else x[row, None]).narrow(2, first, groups) for x in buffers]
 
-    @property
-    def by_codes(self) -> bool:
-        """Whether sums multiply codes, which is less work for a CPU; numbers need fewer kernels on a GPU."""
-        return torch.compiler.is_compiling() and self.k.device.type == "cpu"
-
     def slices(self, groups: int) -> list[tuple[int, int]]:
         """(first group, number of groups) to dequantize at once: in a compiled step, which stores no number, all."""
         step = groups if torch.compiler.is_compiling() else max(1, SLICE // self.group)
@@ -191,7 +186,9 @@ class Packed(Buffers):
 
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
-        if not self.by_codes:
+        if (
+            not torch.compiler.is_compiling() or self.k.device.type == "cuda"
+        ):  # a GPU would read 4 scaled queries a code
             return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
         packed, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
         codes, y = self.key_codes(packed), []  # [B,Hk,groups,D,group]
@@ -203,7 +200,7 @@ class Packed(Buffers):
 
     def weighted_sum(self, weight: Tensor, groups: int) -> Tensor:
         """Sums of the first groups' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
-        if not self.by_codes:
+        if not torch.compiler.is_compiling():
             return sum(
                 ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
                 for first, n in self.slices(groups)
@@ -211,7 +208,7 @@ class Packed(Buffers):
         codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)
         codes, y = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels)), []
         for row in weight.unflatten(3, (groups, self.group))[..., None].unbind(2):  # [B,Hk,groups,group,1]
-            scaled = inductor.stored(row * scale)  # [B,Hk,groups,group,D / channels]
-            total = (scaled[..., None] * codes).sum(3).sum(2)  # a group at a time: its codes stay in a CPU's cache
+            scaled = inductor.realized(row * scale)  # [B,Hk,groups,group,D / channels]
+            total = inductor.sum_blocks(scaled[..., None] * codes)
             y.append((total + (row * zero).sum((2, 3))[..., None]).flatten(2))
         return torch.stack(y, dim=2)
