@@ -26,7 +26,7 @@ from engine import RowState
 from model import ModelConfig, Transformer
 from runtime import parallel
 from runtime.compile import compiled
-from runtime.linear import default_groupsize, quantize_modules
+from runtime.linear import Int4Linear, default_groupsize, quantize_modules
 
 H100 = {
     "type": "cuda",
@@ -163,6 +163,9 @@ def build(
         torch.set_default_dtype(torch.float32)
         if mode:
             quantize_modules(model, mode, default_groupsize(model) if mode == "int4" else None, embeddings=False)
+            for module in model.modules() if shape.device.type == "cuda" else ():
+                if isinstance(module, Int4Linear) and module.orders():
+                    module.reordered(module.orders()[0])
         parallel.connect(model, shape.ranks)
         model.set_rows(shape.batch)
         layers = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)
@@ -255,9 +258,14 @@ def traffic(graph, node) -> tuple[int, int]:
     def number(size) -> int:
         return graph.sizevars.optimization_hint(size, fallback=0)
 
+    operands = Counter()  # elements of each that a product reads, of a part of a buffer only those
+    for operand in node.node.inputs if node.is_extern() or node.is_template() else ():
+        with suppress(NotImplementedError):  # a kernel with several outputs
+            operands[operand.get_name()] += prod(map(number, operand.get_size()))
+
     def direct(dep: MemoryDep | StarDep) -> int:
-        if isinstance(dep, StarDep):  # the whole operand of a product; a kernel that writes a part of it reads none
-            return number(graph.get_numel(dep.name)) if node.is_extern() or node.is_template() else 0
+        if isinstance(dep, StarDep):  # an operand of a product; a kernel that writes a part of a buffer reads none
+            return operands[graph.scheduler.mutation_real_name.get(dep.name, dep.name)]
         return prod(number(size) for var, size in dep.ranges.items() if var in dep.index.free_symbols)
 
     deps = [dep for dep in node.read_writes.reads | node.read_writes.writes if isinstance(dep, MemoryDep | StarDep)]

@@ -45,11 +45,6 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     "speed": ("8B at 128K", f"{MAIN},{MORE}", f"{FAR} --side-by-side"),
     "batch": ("one row and 8 at 16K", MAIN, f"{NEAR} --no-prefill --batch 1,8 --side-by-side"),
     "int4": ("int4 weights at 128K", "full,rocketkv", f"{FAR} --quantize int4 --side-by-side"),
-    "tiles": (
-        "a top-k that first sorts the maxima of tiles, a guess",
-        "exact_topk,sparq,pqcache",
-        f"{FAR} --side-by-side",
-    ),
     "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3 --no-compile"),
     "peer": ("transformers' caches at 16K", "full", f"{NEAR} --no-prefill --peer transformers"),
     "speculation": ("drafts at 128K", "full,streaming,rocketkv", f"{FAR} --speculate 2,4"),
@@ -67,7 +62,6 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     ),
 }
 FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # for many processes
-OVERTURNED = {"tiles": {"KV_FAST_TILES": "1"}}  # steps that set the other of a guess
 ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
 SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"
 
@@ -105,7 +99,7 @@ def steps(device: str) -> list[Step]:
             methods, arguments, sizes = ",".join(methods.split(",")[:2]), ON_A_CPU.get(name, arguments), SMALL
         out = f"--device {device} --json {name}.json --results {os.devnull}"
         command = f"-m bench --kv {methods} {arguments} {sizes} {out}".split()
-        every.append(Step(name, about, [command], env=OVERTURNED.get(name, {})))
+        every.append(Step(name, about, [command]))
     return every
 
 
@@ -113,7 +107,7 @@ def perform(step: Step, out: Path) -> dict:
     """Runs a step; returns a line of report.jsonl."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
-    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache} | {"KV_FAST_TILES": ""} | step.env
+    env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache} | step.env
     begin, log, codes = time.monotonic(), out / f"{step.name}.log", []
     with open(log, "wb") as file:
         how = {"cwd": out, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}

@@ -41,7 +41,7 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
     weights, context, begin = shared and random_weights(shared), mp.get_context("spawn"), time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     os.environ["TORCHINDUCTOR_UNIQUE_KERNEL_NAMES"] = "0"  # so that methods share compiled kernels
-    lock, free, waiting, running, done = context.Lock(), free_bytes(cases[0].device), [], [], {}
+    lock, free, waiting, running, done = context.RLock(), free_bytes(cases[0].device), [], [], {}
     for case, method in itertools.product(cases, chosen):
         try:
             waiting.append(Job(case, method, needed(case, method, free)))
@@ -110,9 +110,11 @@ def contend(case: Case, method: Choice, args: argparse.Namespace, weights: dict 
     try:
         with memory_errors():
             if case.quantize or weights is None:
-                weights = random_weights(case)
+                with lock:
+                    weights = random_weights(case)
             contender = Ours(case, method, weights)
-            row = prepare(case, contender, weights)
+            with lock:
+                row = prepare(case, contender, weights)
     except ValueError as error:
         print(f"left out: {one_line(error)}", file=sys.stderr)
         return

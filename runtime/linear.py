@@ -61,30 +61,38 @@ class Int4Linear(nn.Module):
         self.bias = linear.bias
         self.packed = 0  # `order` of levels_of_packed if in the order of torch's kernel, else 0
 
+    def orders(self) -> tuple[int, ...]:
+        """What torch's kernel on this device may have for an order; none if it does not support the sizes."""
+        rows, device = self.weight.shape[0], self.weight.device.type
+        if self.groupsize not in (32, 64, 128, 256):
+            return ()
+        if device == "cuda":
+            fits = rows % 8 == 0 and self.weight.shape[1] % 64 == 0 and self.scales.dtype == torch.bfloat16
+            return (TILES,) if fits else ()
+        return (32, 16) if device == "cpu" and rows % 64 == 0 else ()  # AVX-512, AVX2
+
     def pack(self) -> None:
         """Reorders the weight in place for torch's kernel, if the kernel supports its sizes."""
-        rows, gpu = self.weight.shape[0], self.weight.device.type == "cuda"
-        if gpu:
-            fits = rows % 8 == 0 and self.weight.shape[1] % 64 == 0 and self.scales.dtype == torch.bfloat16
-        else:
-            fits = rows % 64 == 0 and self.weight.device.type == "cpu"
-        if not fits or self.groupsize not in (32, 64, 128, 256) or self.packed:
-            return
-        for block in self.weight.split(1024):
+        orders = () if self.packed else self.orders()
+        for block in self.weight.split(1024) if orders else ():
             levels = levels_of(block, self.groupsize)
-            if gpu:
+            if block.device.type == "cuda":
                 new = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], 8)
             else:
                 new = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
             new = new.view(torch.uint8).view_as(block)
-            orders = (TILES,) if gpu else (32, 16)  # AVX-512, AVX2
-            order = next((n for n in orders if torch.equal(levels_of_packed(new, n), levels)), 0)
-            if not order:  # this torch's kernel uses another one
+            orders = [order for order in orders if torch.equal(levels_of_packed(new, order), levels)]
+            if not orders:  # this torch's kernel has another one
                 return
             block.copy_(new)
+        if orders:
+            self.reordered(orders[0])
+
+    def reordered(self, order: int) -> None:
+        """Says that the weight is in this order."""
         self.packed = order
-        if gpu:
-            self.weight = self.weight.view(torch.int32).view(rows // 8, -1, 32, 4)
+        if order == TILES:
+            self.weight = self.weight.view(torch.int32).view(self.scales.shape[1] // 8, -1, 32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x, self.scales.shape[1])

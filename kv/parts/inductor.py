@@ -3,7 +3,6 @@
 kv/parts/ops.py says what a step computes; nothing here changes a result beyond rounding. Shapes as in kv/base.py.
 """
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -13,12 +12,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 STEP = 256  # slots: a step reads a multiple of this, or all
 CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
-RANKED = 1024  # the most scores of which a compiled step on a GPU finds the best by ranking all
+RANKED = 1200  # the most scores of which a compiled step on a GPU finds the best by ranking all
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 PARTS = 64  # of a long softmax on a GPU
 JOINED = 64  # products of which a GPU makes a long sum of a KV head
 TILE = 8  # scores per tile, see `tile_winners`
-TILED = ("cpu", "cuda") if os.environ.get("KV_FAST_TILES") else ("cpu",)  # for a GPU a guess, see bench/gpu.py
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
 BLOCK = 128  # slots per block of flex_attention's mask
 # By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
@@ -183,7 +181,7 @@ def softmax(x: Tensor) -> Tensor:
 
 def min_scores(most: int, k: int, device: torch.device) -> int:
     """The fewest scores that `ops.top` may choose k from, if there may be `most`: more than k if it forms tiles."""
-    return TILE * k + 1 if device.type in TILED and most >= TILE**2 * k else k
+    return TILE * k + 1 if device.type == "cpu" and most >= TILE**2 * k else k
 
 
 def tiles(scores: Tensor, k: int, most: int) -> bool:
