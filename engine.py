@@ -34,7 +34,7 @@ from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
 from runtime import arguments, cpu, plan, prefix, speculate
 from runtime.arguments import Prompt, one_call
-from runtime.compile import compile_errors, compiled, compiled_graphs, cuda_options
+from runtime.compile import compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
 from runtime.parallel import Loaded, join, load_model, minimum, same, together
@@ -308,8 +308,6 @@ class Engine:
         self._release()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
-        with compile_errors():
-            compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
 
     @classmethod
     def load(
@@ -323,20 +321,22 @@ class Engine:
         compile: bool = True,
         seed: int | None = None,
         parallel: bool = True,
+        text: bool = False,
         progress: Callable[[Iterable, str], Iterable] = lambda items, what: items,
         **sizes,
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
         kv, budget, options and sizes: see `use`. dtype: default, the checkpoint's. parallel: under torchrun the
-        processes share one model and make the same calls; if False, each has a whole one. progress: wraps what takes
-        long, as tqdm(items, what) does. Raises ValueError or FileNotFoundError with one line that says what to do.
+        processes share one model and make the same calls; if False, each has a whole one. text: prompts will be texts,
+        so a tokenizer that cannot be read is an error. progress: wraps what takes long, as tqdm(items, what) does.
+        Raises ValueError or FileNotFoundError, before it reads weights, with one line that says what to do.
         """
-        methods.parse_options(kv, options or {})  # reject bad options before the weights are read
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
-            loaded = load_model(Path(checkpoint), device, dtype, ranks)
+            check = partial(plan.check, kv=kv, budget=budget, options=options or {}, **sizes)
+            loaded = load_model(Path(checkpoint), device, dtype, ranks, text, check)
             engine = cls(loaded, compile, seed, ranks, progress)
         engine.stats.load_s, engine.stats.load_bytes = time.perf_counter() - begin, loaded.bytes
         engine.seed = same(ranks, engine.seed)
@@ -361,12 +361,7 @@ class Engine:
         questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
         are the full cache's. Raises ValueError with one line that says what to do.
         """
-        arguments.check_sizes(batch, max_prompt, max_new_tokens, speculate)
-        prompt = plan.longest_prompt(self.config, max_new_tokens) if max_prompt is None else max_prompt
-        arguments.check_length(prompt, self.config.max_length, "the model's context")
-        sizes = batch, prompt, max_new_tokens, speculate
-        shape = plan.shape_of(self.config, self.dtype, self.device, *sizes, self.ranks)
-        methods.planned_bytes(kv, shape, budget, options or {}, self.profile)  # raises errors before anything changes
+        plan.check(self, kv, budget, options or {}, batch, max_prompt, max_new_tokens, speculate)
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()

@@ -265,7 +265,7 @@ def accuracy_table(rows: list[dict], jobs: list[Job], chosen: list[Choice]) -> s
             scores = [by_job[job.task, job.length]["score"] for job in graded]
             line["average"] = "-" if None in scores else f"{fmean(scores):.1f}"
         sizes = [(r["kv_device_bytes"] + r["kv_host_bytes"], r["share_of_full"]) for r in own if r["score"] is not None]
-        most, share = max(sizes, default=(None, None))
+        most, share = max(sizes, key=lambda pair: pair[0] / pair[1], default=(None, None))  # where full is largest
         line |= {"KV bytes": "-" if most is None else f"{most / 1e6:.2f} MB"}
         lines.append(line | {"of full": "-" if most is None else f"{100 * share:.1f}%"})
     chat = ", ".join(dict.fromkeys(job.task for job in jobs if job.chat))

@@ -18,10 +18,11 @@ from terminal import options as flags
 from terminal.batch import appended, write
 from terminal.cli import one_line, progress, run, write_json
 from terminal.conversation import converse
-from terminal.report import completion, measured, print_report
+from terminal.report import completion, measured, print_plan, print_report
 from terminal.saved import ask_saved, room, save
 
 CHAT_TURNS = 16  # a conversation's caches hold this many answers, and as many questions of the same length
+PAYS = 1000  # tokens of answers for which compiling the step pays
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -63,16 +64,17 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         batch=args.batch if args.batch is not None else min(len(prompts), 8),
         max_prompt=args.max_prompt,
         max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
-        compile=args.compile if args.compile is not None else not demo,  # the demo ends before a compile pays off
+        compile=args.compile if args.compile is not None else limit * len(prompts) > PAYS,
+        text=True,
         speculate=args.speculate or 0,
-        progress=partial(progress, quiet=not single),
+        progress=partial(progress, but="" if single else "prefill"),
     )
-    if engine.tokenizer is None:
-        raise ValueError(f"{engine.no_tokenizer}; prompts here are text")
     ids, failed = flags.encode(engine, args, prompts, saved)
     if args.save_prompt is not None:
         return save(engine, next(iter(ids.values())), args)
     limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
+    if not saved:
+        print_plan(engine, max(map(len, ids.values())))
     out = sys.stderr if args.json == "-" else sys.stdout
     names, completions, streamed = list(ids), {}, []
     if single:

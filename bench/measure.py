@@ -74,7 +74,7 @@ def replays(step: Callable[[], object]) -> int:
 
 def attention_kernel(contender: Ours) -> str:
     """The profiler's name for the attention kernel."""
-    with torch.profiler.profile() as trace:
+    with torch.profiler.profile(acc_events=True) as trace:
         contender.step()
     names = [e.key for e in trace.key_averages() if any(w in e.key.lower() for w in ("attention", "flash", "flex"))]
     return min(names, key=lambda name: (name.startswith("aten::scaled_dot"), -len(name)), default="fused by Inductor")
@@ -181,7 +181,7 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
 
 def profile(contenders: list, path: str) -> None:
     """Writes a trace of two steps per contender, for chrome://tracing or perfetto."""
-    with torch.profiler.profile() as trace:
+    with torch.profiler.profile(acc_events=True) as trace:
         for contender in contenders:
             with torch.profiler.record_function(contender.label):
                 contender.step()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -146,9 +147,18 @@ class Loaded:
 
 
 def load_model(
-    folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None, ranks: Ranks
+    folder: Path,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    ranks: Ranks,
+    text: bool,
+    check: Callable[[SimpleNamespace], None],
 ) -> Loaded:
-    """Loads a converted checkpoint. Raises ValueError or FileNotFoundError with one line that says what to do."""
+    """Loads a converted checkpoint; first calls `check` with what `plan.check` asks a model for.
+
+    Raises ValueError or FileNotFoundError with one line that says what to do; if prompts are `text`, also without a
+    tokenizer.
+    """
     device, config = pick_device(device), read_config(folder)
     sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
     model = skeleton(sizes, quantization, ranks)
@@ -158,6 +168,8 @@ def load_model(
     try:
         tokenizer = load_tokenizer(folder)
     except (ValueError, FileNotFoundError) as error:
+        if text:
+            raise ValueError(f"{error}; prompts here are text") from None
         no_tokenizer = str(error)  # token ids work without one
     if tokenizer is not None:
         eos |= tokenizer.eos_ids
@@ -166,6 +178,8 @@ def load_model(
             tokens = f"{tokenizer.vocab_size} tokens and the model {sizes.vocab_size}"
             raise ValueError(f"the tokenizer in {folder} has {tokens}: it belongs to another checkpoint")
     dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
+    profile = methods.read_profile(read_json(folder / "kv_profile.json", missing={}))
+    check(SimpleNamespace(config=model.config, dtype=dtype, device=device, profile=profile, ranks=ranks))
     tensors = model.state_dict().values()
     needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
     free = free_share(device)
@@ -173,7 +187,6 @@ def load_model(
         raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
     read = partial(read_part, c=model.config, ranks=ranks)
     load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
-    profile = methods.read_profile(read_json(folder / "kv_profile.json", missing={}))
     return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, folder, needed)
 
 

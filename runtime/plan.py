@@ -1,6 +1,7 @@
 """How large caches are: what a KV method receives about a model and a plan, and whether memory suffices."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from kv import Shape
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
 from runtime import arguments
+from runtime.compile import compile_errors, compiled_graphs
 from runtime.parallel import free_share, minimum
 
 
@@ -45,6 +47,28 @@ def plan_of(engine, max_prompt: int, max_new_tokens: int) -> Shape:
     """The plan of an engine for prompts of `max_prompt` tokens."""
     sizes = engine.batch, max_prompt, max_new_tokens, engine.speculate
     return shape_of(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
+
+
+def check(
+    model,
+    kv: str,
+    budget: int | float | None,
+    options: dict,
+    batch: int = 1,
+    max_prompt: int | None = None,
+    max_new_tokens: int = 256,
+    speculate: int = 0,
+) -> None:
+    """Raises ValueError if `Engine.use` cannot have these arguments. model: an engine, or what `load_model` knows."""
+    arguments.check_sizes(batch, max_prompt, max_new_tokens, speculate)
+    methods.parse_options(kv, options)
+    prompt = longest_prompt(model.config, max_new_tokens) if max_prompt is None else max_prompt
+    arguments.check_length(prompt, model.config.max_length, "the model's context")
+    sizes = batch, prompt, max_new_tokens, speculate
+    shape = shape_of(model.config, model.dtype, model.device, *sizes, model.ranks)
+    with compile_errors():
+        compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
+    methods.planned_bytes(kv, shape, budget, options, model.profile)
 
 
 def check_length(engine, tokens: int) -> None:
@@ -133,6 +157,22 @@ def check_budget(engine, shape: Shape) -> None:
             f"with a budget of {engine.budget}, {engine.method} chooses too coarsely among {shape.max_prompt} tokens"
             f"{sizes}: give it {enough} or more",
         )
+
+
+def smaller(engine, shape: Shape) -> str | None:
+    """The first flag found with which the engine's caches would take less of the device than the full cache."""
+    budget, flags = engine.budget, {}
+    while isinstance(budget, int) and (budget := budget // 2):
+        flags[f"--budget {budget}"] = budget, {}
+    options = set(vars(methods.parse_options(engine.method, {})))
+    flags |= {f"--kv-bits {n}": (engine.budget, {"bits": str(n)}) for n in (8, 4) if "bits" in options}
+    flags |= {"--offload": (engine.budget, {"offload": "true"})} if "offload" in options else {}
+    for flag, (budget, more) in flags.items():
+        with suppress(ValueError):  # a budget that is too small, or bits that the method has not
+            device, _ = methods.planned_bytes(engine.method, shape, budget, engine.options | more, engine.profile)
+            if device < shape.full_bytes():
+                return flag
+    return None
 
 
 def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:

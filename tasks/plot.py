@@ -11,8 +11,9 @@ from terminal.cli import Choice
 from terminal.plots import logarithmic, panels
 
 KINDS = {"score": "accuracy", "first": "accuracy, first questions", "later": "accuracy, later questions"}
+BUDGET = "budget, tokens a KV head (or share of the prompt)"
 OVER = {
-    "budget, tokens a KV head (or share of the prompt)": lambda row: row["budget"],
+    BUDGET: lambda row: row["budget"],
     "MB of KV cache read in a decode step": lambda row: (row["step_device_bytes"] + row["step_host_bytes"]) / 1e6,
     "MB of KV cache kept": lambda row: (row["kv_device_bytes"] + row["kv_host_bytes"]) / 1e6,
 }
@@ -40,20 +41,29 @@ def draw(rows: list[dict], samples: list[dict], path: str) -> None:
 
 
 def over(rows: list[dict], kind: str, x: Callable[[dict], float], label: str, axis) -> None:
-    """Draws one line per method: the mean `kind` score over tasks at each budget's mean x; level without a budget."""
+    """Draws one line per method: the mean `kind` score over tasks at each budget's mean x; level without a budget.
+
+    Each is thinner than the one before, which shows where they coincide; points bear their budgets.
+    """
     methods: dict[str, dict] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row[kind] is not None:
             methods[Choice(row["kv"], None, row["options"]).label][row["budget"]].append(row)
     ticks = []
-    for method, budgets in methods.items():
+    for thicker, (method, budgets) in zip(range(len(methods) - 1, -1, -1), methods.items(), strict=True):
+        width = {"linewidth": 1.5 + 3 * thicker / len(methods)}
         scores = {budget: fmean(row[kind] for row in own) for budget, own in budgets.items()}
         if None in budgets:
-            axis.plot([0, 1], 2 * [scores[None]], "--", marker="", label=method, transform=axis.get_yaxis_transform())
+            level = {"marker": "", "label": method, "transform": axis.get_yaxis_transform()}
+            axis.plot([0, 1], 2 * [scores[None]], "--", **level, **width)
             continue
-        points = sorted((fmean(map(x, own)), scores[budget]) for budget, own in budgets.items())
-        axis.plot(*zip(*points, strict=True), label=method)
-        ticks += [place for place, _ in points]
+        points = sorted((fmean(map(x, own)), scores[budget], budget) for budget, own in budgets.items())
+        places, heights, _ = zip(*points, strict=True)
+        [line] = axis.plot(places, heights, label=method, markersize=6 + 5 * thicker / len(methods), **width)
+        for place, height, budget in points if label != BUDGET else ():
+            where = {"xytext": (0, 7 if height < 90 else -14), "textcoords": "offset points", "ha": "center"}
+            axis.annotate(f"{budget:g}", (place, height), fontsize="x-small", color=line.get_color(), **where)
+        ticks += places
     logarithmic(axis, ticks)
     axis.set(xlabel=label, ylabel=KINDS[kind], ylim=(-3, 103))
 

@@ -85,11 +85,11 @@ def one_line(error: object) -> str:
     return text if len(text) <= LINE else f"{text[: LINE // 2]} ... {text[-LINE // 2 :]}"
 
 
-def progress(items: Iterable, what: str, quiet: bool = False) -> Iterable:
-    """Shows on stderr that `what` is going on: a bar on a terminal, otherwise a line, unless `quiet`."""
+def progress(items: Iterable, what: str, but: str = "") -> Iterable:
+    """Shows on stderr that `what` is going on: a bar on a terminal, otherwise a line, unless it begins with `but`."""
     if sys.stderr.isatty():
         return tqdm(items, what, leave=False)
-    if not quiet:
+    if not but or not what.startswith(but):
         print(f"-- {what}", file=sys.stderr, flush=True)
     return items
 

@@ -12,7 +12,7 @@ from engine import Answer, Engine
 from runtime import parallel
 from terminal.cli import one_line
 
-HELP = "/exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
+HELP = "/help says this; /exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
 
 
 @cache  # a process does it once
@@ -23,14 +23,14 @@ def begin(alone: bool) -> None:
 
         if "libedit" not in readline.__doc__:
             readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
-    print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+    print(HELP if alone else HELP.rpartition(";")[0], file=sys.stderr)
 
 
 def first_question(alone: bool) -> str:
     """What a person types before the model is loaded. Raises SystemExit if the conversation ends instead."""
     begin(alone)
     try:
-        while not (line := typed("> ").strip()):
+        while not (line := command("> ", alone)):
             pass
     except EOFError:
         line = "/exit"
@@ -44,11 +44,11 @@ def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: Text
     """Answers the prompt, then what is typed, until the conversation ends or the caches are full."""
     rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
     with Conversation(engine, out) as conversation:
-        answers = engine.ask(rows, None, limit, **how)
+        answers = conversation.answered(engine.ask(rows, None, limit, **how))
         stats = stats.then(engine.stats)
         while (question := parallel.first(engine.ranks, conversation.read)) is not None:
             try:
-                answers += engine.ask(rows, [question], limit, **how)
+                answers += conversation.answered(engine.ask(rows, [question], limit, **how))
                 stats = stats.then(engine.stats)
             except ValueError as error:
                 print(one_line(error), file=sys.stderr)
@@ -80,12 +80,19 @@ class Conversation:
             signal.signal(signal.SIGINT, self.handler)
             termios.tcflush(sys.stdin, termios.TCIFLUSH)  # the rest of a pasted text must not reach the shell
 
+    def answered(self, answers: list[Answer]) -> list[Answer]:
+        """Ends the line of an answer, and says where it was cut."""
+        print(file=self.out, flush=True)
+        for answer in answers:
+            if answer.finish_reason == "length":
+                print(f"(cut at {len(answer.tokens)} tokens: --max-new-tokens)", file=sys.stderr)
+        return answers
+
     def read(self) -> list[int] | None:
         """The ids of the next turn, which a person types; None if the conversation ends."""
-        print(file=self.out, flush=True)
         self.reading = True
         try:
-            while (line := typed("> ").strip()) != "/exit":
+            while (line := command("> ", self.engine.ranks.count == 1)) != "/exit":
                 try:
                     if line:
                         return self.engine.tokenizer.chat_next(line)
@@ -104,6 +111,13 @@ class Conversation:
         if self.reading or self.engine.interrupted:
             raise KeyboardInterrupt
         self.engine.interrupt()
+
+
+def command(prompt: str, alone: bool) -> str:
+    """What a person types, which is not /help."""
+    while (line := typed(prompt).strip()) == "/help":
+        print(HELP if alone else HELP.rpartition(";")[0], file=sys.stderr)
+    return line
 
 
 def typed(prompt: str) -> str:

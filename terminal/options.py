@@ -44,7 +44,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--offload", action="append_const", const="offload=true", **short)
     bits = "short for --kv-opt bits=...: store K and V in 8 or 4 bits"
     add("--kv-bits", dest="kv_opt", action="append", type="bits={}".format, metavar="N", help=bits)
-    drafts = "the method only drafts N tokens at a time, and the full cache verifies them: the full cache's answer"
+    drafts = "the method drafts N tokens at a time, and the full cache verifies them (in 16 bits but for near ties)"
     add("--speculate", type=int, metavar="N", help=drafts)
     add("--list-kv", action="store_true", help="list the KV methods and exit")
     add("--kv-help", metavar="NAME", help="what a KV method does, and its options")
@@ -61,7 +61,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--seed", type=int, help="of sampling (default: a new one each time)")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    compiles = "compile the decode step (default: yes, except in the demo)"
+    compiles = "compile the decode step (default: if answers may have over 1,000 tokens in all)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
     add("--product", choices=cpu.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
     add("--verbose", action="store_true", help="print how fast each product reads each size of weight")

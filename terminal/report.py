@@ -2,15 +2,45 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 import kv as methods
 from engine import Answer, Engine
+from runtime import plan
 from runtime.device import resident_bytes
 from runtime.plan import figures
 from terminal.cli import profile_lines
+
+
+def print_plan(engine: Engine, longest: int) -> None:
+    """Says what share of the full cache's memory the planned caches take, and warns if it is no less than all.
+
+    longest: tokens of the longest prompt.
+    """
+    shape = engine.shape or plan.plan_of(engine, engine.max_prompt or longest, engine.max_new_tokens)
+    device, host = planned(engine, shape)
+    full, tokens = shape.full_bytes(), f"{shape.max_prompt} + {shape.max_new_tokens} tokens"
+    plain = engine.method == "full" and not engine.options
+    of_full = "" if plain else f", {device / full:.0%} of the full cache's {mb(full)}"
+    on_host = f" and {mb(host)} on the host" if host else ""
+    print(f"-- cache for {tokens}: {mb(device)}{on_host}{of_full}", file=sys.stderr, flush=True)
+    if device < full or engine.method == "full" or engine.speculate:
+        return
+    flag = plan.smaller(engine, shape)
+    helps = f"{flag} takes less" if flag else "it saves reads, not memory"
+    new = device - planned(engine, replace(shape, max_new_tokens=1))[0]
+    room = f"; {mb(new)} of it are for new tokens, see --max-new-tokens" if new > device / 2 else ""
+    plan.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")
+
+
+def planned(engine: Engine, shape: methods.Shape) -> tuple[int, int]:
+    return methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
+
+
+def mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
 
 
 def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
@@ -66,9 +96,6 @@ def measured(engine: Engine) -> dict:
 
 
 def print_report(r: dict) -> None:
-    def mb(n: int) -> str:
-        return f"{n / 1e6:.1f} MB"
-
     answers = r["completions"]
     rows = " in all rows" if r["batch"] > 1 else ""
     lines = [
@@ -99,7 +126,8 @@ def print_report(r: dict) -> None:
     if r["past_context"]:
         passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
         lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))
-    print(f"-- {r['kv']}, {r['dtype']}, {r['device']}", file=sys.stderr)
+    name = f"full, with drafts by {r['kv']}" if r["speculate"] else r["kv"]
+    print(f"-- {name}, {r['dtype']}, {r['device']}", file=sys.stderr)
     lines += [("profile", line) for line in profile_lines([r])]
     for name, value in lines:
         print(f"{name:14} {value}", file=sys.stderr)

@@ -228,16 +228,49 @@ def test_progress_is_lines_on_stderr_and_timings_are_keys_of_the_report(text_che
         assert any(line.startswith(name) for line in result.stderr.splitlines())
 
 
-def test_progress_is_a_bar_on_a_terminal_and_otherwise_a_line_unless_quiet():
-    for terminal, quiet in ((True, False), (True, True), (False, False), (False, True)):
+def test_the_planned_cache_is_a_share_of_the_full_one_and_too_large_a_one_names_a_flag(text_checkpoint):
+    def shown(*flags, words=300):
+        err = run("--checkpoint", text_checkpoint, "--prompt", "fog " * words, *SHORT, *flags).stderr
+        [line] = [line for line in err.splitlines() if line.startswith("-- cache for")]
+        return line, [line for line in err.splitlines() if line.startswith("warning: this cache")]
+
+    line, warnings = shown()
+    assert re.fullmatch(r"-- cache for \d+ \+ 6 tokens: \d+\.\d MB", line) and not warnings
+    line, warnings = shown("--kv", "snapkv", "--budget", "64")
+    share = int(re.search(r", (\d+)% of the full cache's \d+\.\d MB$", line)[1])
+    assert 4 < share < 50 and not warnings
+    line, [warning] = shown("--kv", "rocketkv", "--budget", "2000")
+    flag = re.search(r"(--budget \d+) takes less", warning)[1].split()
+    line, warnings = shown("--kv", "rocketkv", *flag)
+    assert not warnings and "100%" not in line
+    assert "it saves reads, not memory" in shown("--kv", "quest", "--budget", "64")[1][0]
+    line, [warning] = shown("--kv", "rocketkv", "--budget", "64", "--max-new-tokens", "900", words=3)
+    assert "are for new tokens, see --max-new-tokens" in warning
+
+
+@pytest.mark.parametrize("flags, compiles", (((), False), (("--max-new-tokens", "2000"), True), (("--compile",), True)))
+def test_the_step_is_compiled_if_many_tokens_are_asked_for(text_checkpoint, flags, compiles, monkeypatch):
+    monkeypatch.setattr("generate.Engine.load", lambda *_, compile, **__: pytest.fail(str(compile)))
+    with pytest.raises(pytest.fail.Exception, match=str(compiles)):
+        generate.main(["--checkpoint", str(text_checkpoint), "--prompt", "x", *flags])
+
+
+def test_drafts_are_reported_under_the_name_of_the_full_cache(text_checkpoint):
+    flags = ("--kv", "streaming", "--budget", "64", "--speculate", "2")
+    result = run("--checkpoint", text_checkpoint, "--prompt", "fog " * 100, *SHORT, *flags)
+    assert "\n-- full, with drafts by streaming, bfloat16, " in result.stderr
+
+
+def test_progress_is_a_bar_on_a_terminal_and_otherwise_a_line_but_for_some():
+    for terminal, but in ((True, ""), (True, "prefill"), (False, ""), (False, "prefill"), (False, "compile")):
         err = io.StringIO()
         err.isatty = lambda terminal=terminal: terminal
         with redirect_stderr(err):
-            assert list(cli.progress(range(7), "prefill 9000 tokens", quiet)) == list(range(7))
+            assert list(cli.progress(range(7), "prefill 9000 tokens", but)) == list(range(7))
         if terminal:
             assert "prefill 9000 tokens:   0%" in err.getvalue() and "0/7" in err.getvalue()
         else:
-            assert err.getvalue() == ("" if quiet else "-- prefill 9000 tokens\n")
+            assert err.getvalue() == ("" if but == "prefill" else "-- prefill 9000 tokens\n")
 
 
 def test_a_batch_prints_no_lines_for_single_prefills(text_checkpoint, tmp_path):
@@ -350,6 +383,9 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
     flags = ("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", "--json", tmp_path / "out.json")
     flags += ("--no-compile", "--dtype", "float32", "--max-new-tokens", 60, "--system", "Be brief.")
     with Terminal(*flags) as terminal:
+        begun = terminal.until(ASKED)
+        assert b"/exit or Ctrl-D" in begun and b"(cut at 60 tokens: --max-new-tokens)" in begun
+        terminal.type(b"/help\r")
         assert b"/exit or Ctrl-D" in terminal.until(ASKED)
         terminal.type(b"\r")
         terminal.until(ASKED)
@@ -509,6 +545,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(text_checkpoint, mistake):
     assert_refused(run("--checkpoint", text_checkpoint, *flags), *words)
 
 
+@pytest.mark.parametrize("mistake", ("unknown method", "small budget", "no budget", "budget for full", "no tokenizer"))
+def test_a_mistake_is_named_before_the_weights_are_read(text_checkpoint, tmp_path, mistake, monkeypatch):
+    monkeypatch.setattr("runtime.parallel.load_checkpoint", lambda *_: pytest.fail("read"))
+    if mistake == "no tokenizer":
+        folder = tmp_path / "broken"
+        shutil.copytree(text_checkpoint, folder)
+        break_checkpoint(folder, mistake)
+        return assert_refused(run("--checkpoint", folder, "--prompt", "x"), "tokenizer")
+    flags, words = MISTAKES[mistake]
+    assert_refused(run("--checkpoint", text_checkpoint, *flags), *words)
+
+
 def test_a_mistake_in_a_process_of_its_own_exits_with_2(text_checkpoint):
     assert_refused(run_process("--checkpoint", text_checkpoint, "--prompt", "x", "--kv", "nosuch"), "'nosuch'")
 
@@ -532,10 +580,11 @@ def break_checkpoint(folder: Path, how: str) -> None:
         stored = open_weights(folder)
         layout = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored.items()}
         config_was = json.loads(config.read_text())
-        tensors = {name: t.read() for name, t in stored.items()}
+        tensors, tokenizer = {name: t.read() for name, t in stored.items()}, (folder / "tokenizer.model").read_bytes()
         shutil.rmtree(folder)
         write_checkpoint(folder, config_was, from_hf(config_was), layout, tensors.__getitem__, shard_bytes=1_000_000)
         next(folder.glob("model-00002-of-*")).unlink()
+        (folder / "tokenizer.model").write_bytes(tokenizer)
     elif how == "not JSON":
         config.write_text(config.read_text()[:40])
     elif how == "foreign tokenizer":
@@ -603,12 +652,13 @@ def test_a_broken_checkpoint_is_one_line_and_exit_code_2(text_checkpoint, tmp_pa
 
 def test_a_missing_compiler_is_one_line_that_names_the_flag(text_checkpoint, tmp_path):
     no_compiler = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    result = run_process("--checkpoint", text_checkpoint, "--prompt", "x", "--max-new-tokens", "2", **no_compiler)
+    result = run_process("--checkpoint", text_checkpoint, "--prompt", "x", "--compile", **no_compiler)
     assert_refused(result, "g++", "--no-compile")
 
 
 def test_a_compile_cache_that_cannot_be_written_is_one_line(text_checkpoint):
-    result = run_process("--checkpoint", text_checkpoint, "--prompt", "x", TORCHINDUCTOR_CACHE_DIR="/proc/nowhere")
+    nowhere = {"TORCHINDUCTOR_CACHE_DIR": "/proc/nowhere"}
+    result = run_process("--checkpoint", text_checkpoint, "--prompt", "x", "--compile", **nowhere)
     assert_refused(result, "compile cache /proc/nowhere", "TORCHINDUCTOR_CACHE_DIR")
 
 
