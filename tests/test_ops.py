@@ -122,6 +122,32 @@ def test_flash_decoding_on_a_gpu_equals_attend():
         assert torch.allclose(flex(q, k, v, length).float(), expected.float(), atol=2e-2)
 
 
+def long_sums(device: str):
+    """K or V of 2 rows and 3 heads, in the buffer of a cache; queries and weights; what exact sums give."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.randn(2, 3, 5004, 32, generator=generator).bfloat16().to(device)
+    x = buffer[:, :, :-1]  # 5,003: neither rows of 16 bytes nor equal parts
+    q, weight = (torch.randn(2, 3, 4, n, generator=generator).bfloat16().to(device) for n in (32, 5003))
+    return x, q, weight, q.double() @ x.double().mT, weight.double() @ x.double()
+
+
+def test_long_products_in_parts_are_the_sums(monkeypatch):
+    x, q, weight, dots, sums = long_sums("cpu")
+    # Only a GPU's bmm has an out_dtype.
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: torch.einsum("bij,bjk->bik", a.to(out_dtype), b.float()))
+    assert torch.allclose(inductor.products(q, x).double(), dots, atol=1e-4)
+    assert torch.allclose(inductor._in_parts(weight.float(), x).double(), sums, atol=1e-3)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_long_sums_are_exact():
+    x, q, weight, dots, sums = long_sums("cuda")
+    assert inductor.multiplies(x)
+    found = torch.compile(lambda q, weight, x: (ops.dots(q, x, 0.5), ops.weighted_sum(weight, x)), fullgraph=True)
+    scores, y = found(q, weight.float(), x)
+    assert torch.allclose(scores.double(), dots / 2, atol=1e-3) and torch.allclose(y.double(), sums, atol=1e-1)
+
+
 @pytest.mark.parametrize("compiled", (False, True))
 def test_a_query_of_zeros_attends_to_all_keys_alike(compiled):
     rows, keys, empty = torch.zeros(1, 2, 3, 8), torch.randn(1, 2, 4, 10), torch.arange(10)[None] >= 6
