@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tasks import Question, Recipe, Sample, fill_length, needle, ruler, shipped_haystack, texts, two_stage
+from tasks import Question, Recipe, Sample, fill_length, needle, ruler, scbench, shipped_haystack, texts, two_stage
 
 PIECES = re.compile(r"\d| ?[^\W\d]{1,6}|\W")  # roughly the tokens of English text
 TASKS = {**ruler.TASKS, **needle.TASKS, **two_stage.TASKS}
@@ -635,6 +635,63 @@ def test_without_a_dataset_one_line_says_what_to_give(name, file, tmp_path):
     assert f"{tmp_path / file} is not the {file.removesuffix('.json')} file" in refused(ValueError, tmp_path)
     (tmp_path / file).write_text('[["other"]]')
     assert str(tmp_path / file) in refused(ValueError, tmp_path)
+
+
+# SCBench's files
+
+
+def write_scbench(folder, pairs: int = 400) -> dict[str, str]:
+    """Two texts of key-value pairs, in SCBench's format; returns the first one's pairs."""
+    rng, lines = random.Random(0), []
+    for _ in range(2):
+        held = {f"{rng.getrandbits(64):016x}": f"{rng.getrandbits(64):016x}" for _ in range(pairs)}
+        asked = [*list(held)[:2], list(held)[-1], list(held)[pairs // 2]]
+        turns = [{"input": f'Key: "{key}"\nThe value is', "answer": held[key]} for key in asked]
+        lines.append((held, json.dumps({"id": len(lines), "context": json.dumps(held), "multi_turns": turns})))
+    (folder / "scbench_kv.jsonl").write_text("\n".join(line for _, line in lines) + "\n\n")
+    return lines[0][0]
+
+
+def test_a_text_of_scbench_is_asked_again_and_again(tmp_path):
+    held, task = write_scbench(tmp_path), scbench.TASKS["scbench_kv"]
+    recipe = Recipe(100_000, encode, str, questions=3, data=tmp_path)
+    made = task.sample(recipe, 0)
+    assert task.size(recipe) == 2 and made != task.sample(recipe, 1)
+    assert json.loads(made.text.partition("below.\n\n")[2]) == held and len(made.questions) == 3
+    assert made.questions[1].text.startswith('\n\nKey: "')
+    (key,) = re.findall("[0-9a-f]{16}", made.questions[1].text)
+    assert made.questions[1].answers == (held[key],)
+    assert task.score(f"It is {held[key]}.", made.questions[1]) == 100
+    assert task.score("It is here.", made.questions[1]) == 0
+
+
+def test_a_text_of_scbench_that_is_too_long_loses_its_middle(tmp_path):
+    held = write_scbench(tmp_path)
+    made = scbench.TASKS["scbench_kv"].sample(Recipe(4096, encode, str, data=tmp_path), 0)
+    assert 4096 - 150 - 100 < len(encode(made.prompt)) <= 4096 - 150
+    seen = [key for key in held if f'"{key}"' in made.text]
+    assert {*list(held)[:20], *list(held)[-20:]} <= {*seen} and list(held)[200] not in seen
+
+
+def test_answers_in_lists_are_one_or_all_to_be_found(tmp_path):
+    record = {"input": "a text", "multi_turns": [{"input": "Which?", "answer": ["x1", 2]}]}
+    for name, half in (("vt", 50), ("qa_eng", 100), ("many_shot", 100)):
+        (tmp_path / f"scbench_{name}.jsonl").write_text(json.dumps(record))
+        task = scbench.TASKS[f"scbench_{name}"]
+        [question] = task.sample(Recipe(4096, encode, str, data=tmp_path), 0).questions
+        assert question.answers == ("x1", "2") and task.score("X1", question) == half
+
+
+def test_what_is_no_file_of_scbench_is_named(tmp_path):
+    task, recipe = scbench.TASKS["scbench_kv"], Recipe(4096, encode, str)
+    with pytest.raises(ValueError, match="scbench_kv.jsonl .*--data"):
+        task.size(recipe)
+    with pytest.raises(FileNotFoundError, match="scbench_kv.jsonl is missing"):
+        task.size(Recipe(4096, encode, str, data=tmp_path))
+    for bad in ("[1]", "{", '{"multi_turns": [{}]}'):
+        (tmp_path / "scbench_kv.jsonl").write_text("\n" + bad)
+        with pytest.raises(ValueError, match="line 2: not a record"):
+            task.size(Recipe(4096, encode, str, data=tmp_path))
 
 
 # Haystacks
