@@ -42,12 +42,12 @@ class H2O(Evicting):
         tokens = Held.new(k[0], v[0])
         self.compress(row, tokens, *self.ranked(row, sums, tokens.position))
 
-    def rank(self, row: int, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def rank(self, row: int, q: Tensor, k: Tensor, tokens: Held) -> tuple[Tensor, list[Tensor]]:
         sums, _ = attention.column_sums(q, k, len(self.sums))
         slot = self.slots_by_position(row)
         for name, total in zip(self.sums, sums, strict=True):
             total[:, : slot.shape[1]] += getattr(self, name)[row].gather(1, slot)
-        return self.ranked(row, sums, position)
+        return self.ranked(row, sums, tokens.position)
 
     def ranked(self, row: int, sums: list[Tensor], position: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What `rank` returns; where all tokens stay, their importance is arbitrary."""
@@ -57,10 +57,10 @@ class H2O(Evicting):
     def newest(self, kept: Tensor | int) -> Tensor | int:
         return kept // 2
 
-    def importance(self, weight: Tensor, position: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+    def importance(self, weight: Tensor, held: Held, pos: Tensor, active: Tensor) -> Tensor:
         received = torch.where(active[:, None, None], weight.sum(2), 0.0)
         sums = [self.add(getattr(self, name), received**power) for power, name in enumerate(self.sums, 1)]
-        return self.worth(sums, position, pos, self.sizes())
+        return self.worth(sums, held.position, pos, self.sizes())
 
     def worth(self, sums: list[Tensor], position: Tensor, pos: Tensor, size: Tensor | int) -> Tensor:
         """The importance of the tokens at `position`, `size` of which stay; the newest token is at `pos`."""

@@ -7,15 +7,15 @@ the newest token. Generation is unbounded.
 
 from torch import Tensor
 
-from kv.base import KV
+from kv.base import KV, Held
 from kv.method import Method, Shape
 from kv.parts.evicting import Evicting
 
 
 class TOVA(Evicting):
-    def importance(self, weight: Tensor, position: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+    def importance(self, weight: Tensor, held: Held, pos: Tensor, active: Tensor) -> Tensor:
         mean = self.shape.ranks.sum(weight.mean((1, 2)))  # [B,n], over all heads, those of other processes included
-        return mean[:, None].expand_as(position)  # [B,Hk,n]: the lowest goes
+        return mean[:, None].expand_as(held.position)  # [B,Hk,n]: the lowest goes
 
 
 class TOVAMethod(Method):

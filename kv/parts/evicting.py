@@ -64,21 +64,22 @@ class Evicting(KV):
 
     # What a method implements
 
-    def importance(self, weight: Tensor, position: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        """The importance [B,Hk,n], fp32, of the tokens in n slots, from the newest query's attention [B,Hk,G,n].
+    def importance(self, weight: Tensor, held: Held, pos: Tensor, active: Tensor) -> Tensor:
+        """The importance [B,Hk,n], fp32, of tokens `held` [B,Hk,n,...], from the newest query's attention [B,Hk,G,n].
 
-        position [B,Hk,n] is -1 for an empty slot; the query is at pos [B,1,1]. Runs once a step, so `sums` grow here.
+        An empty slot's position is -1; the query is at pos [B,1,1]. Runs once a step, so `sums` grow here.
         """
         raise NotImplementedError
 
-    def rank(self, row: int, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The importance [Hk,N] of tokens at position [Hk,N], ascending, and their `sums`, each [Hk,N].
+    def rank(self, row: int, q: Tensor, k: Tensor, tokens: Held) -> tuple[Tensor, list[Tensor]]:
+        """The importance [Hk,N] of `tokens` [Hk,N,...], by ascending position, and their `sums`, each [Hk,N].
 
-        q [1,Hq,n,D]: the last n queries. k [1,Hk,N,D]: the row's tokens, if any, then the n new ones.
+        They are the row's, if any, then n new ones with queries q [1,Hq,n,D], which attend to keys k [1,Hk,N,D].
         """
         weight = ops.weights(q[:, :, -1:], k, torch.zeros(1, dtype=torch.bool, device=k.device))
         active = torch.ones(1, dtype=torch.bool, device=k.device)
-        return self.importance(weight, position[None], position[:1, -1:, None], active)[0], []
+        held = Held(*(x[None] for x in tokens))
+        return self.importance(weight, held, tokens.position[:1, -1:, None], active)[0], []
 
     def newest(self, kept: Tensor | int) -> Tensor | int:
         """How many of `kept` tokens are reserved for the newest."""
@@ -92,7 +93,7 @@ class Evicting(KV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         tokens = Held.new(k[0], v[0])
-        self.compress(row, tokens, *self.rank(row, q, k, tokens.position))
+        self.compress(row, tokens, *self.rank(row, q, k, tokens))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
@@ -104,7 +105,7 @@ class Evicting(KV):
         keys, values = torch.cat([keys, k], dim=2), torch.cat([old.v[None], v], dim=2)
         y = attention.suffix_attention(q, keys, values)
         tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
-        self.compress(row, tokens, *self.rank(row, q, keys, tokens.position), prompt=False)
+        self.compress(row, tokens, *self.rank(row, q, keys, tokens), prompt=False)
         return y
 
     def compress(self, row: int, tokens: Held, importance: Tensor, sums: list[Tensor], prompt: bool = True) -> None:
@@ -136,14 +137,14 @@ class Evicting(KV):
         weight = ops.weights(q, turned, position[:, :, None] < 0)  # [B,Hk,G,n]
         y = (weight.to(values.dtype) @ values).view(q.shape)
 
-        importance = self.importance(weight, position, pos[:, None, None], active)
-        held = (position >= 0).sum(2)  # [B,Hk]
+        held, count = Held(keys, values, position), (position >= 0).sum(2)  # [B,Hk]
+        importance = self.importance(weight, held, pos[:, None, None], active)
         evictable = self.evictable(position, pos[:, None, None], self.sizes())
         slot = importance.masked_fill(~evictable, torch.inf).argmin(2)
-        evicts = live & (held[..., None] > self.sizes())[..., 0]
-        self.merge(slot, evicts, Held(keys, values, position), importance)
+        evicts = live & (count[..., None] > self.sizes())[..., 0]
+        self.merge(slot, evicts, held, importance)
         self.put(self.position, slot, evicts, -1)
-        self.spare.copy_(torch.where(evicts, slot, torch.where(live, held, self.spare)))
+        self.spare.copy_(torch.where(evicts, slot, torch.where(live, count, self.spare)))
         return y
 
     def evictable(self, position: Tensor, pos: Tensor, size: Tensor | int) -> Tensor:
