@@ -42,7 +42,7 @@ from kv.method import Shape
 from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
-from terminal.cli import check_output, load_pyplot, read_text, run, table
+from terminal.cli import Parser, check_output, load_pyplot, read_text, run, table
 from text.files import read_json
 
 EXCERPTS, LENGTH = 4, 4096  # the most excerpts, and their tokens
@@ -328,7 +328,7 @@ def report(profile: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
     p.add_argument("--text", required=True, metavar="FILE", help="a text like the model's prompts, question included")
     p.add_argument("--length", type=int, default=LENGTH, help=f"tokens per excerpt, as per prompt (default: {LENGTH})")

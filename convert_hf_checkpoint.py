@@ -9,7 +9,6 @@ checkpoint of format 1 becomes one of format 2.
 
 import runtime.startup  # noqa: F401
 
-import argparse
 import pickle
 import re
 import sys
@@ -40,7 +39,7 @@ from runtime.gguf import unpack
 from runtime.hf_config import from_hf
 from runtime.linear import read_quantization
 from runtime.parallel import skeleton
-from terminal.cli import one_line, run
+from terminal.cli import Parser, one_line, run
 from text.tokenizer import load_tokenizer
 
 NAMES = {  # model.py's module -> Hugging Face's, stacked in this order
@@ -252,7 +251,7 @@ def write(folder: Path, stored: dict[str, Stored] | None, out: str | Path, dtype
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "src", help="Hugging Face folder, repository id such as mistralai/Mistral-7B-Instruct-v0.2, or GGUF file"
     )

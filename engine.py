@@ -37,7 +37,7 @@ from runtime.arguments import Prompt, one_call
 from runtime.compile import compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
-from runtime.parallel import Loaded, join, load_model, minimum, same, together
+from runtime.parallel import Loaded, join, load_model, minimum, read_known, same, together
 from runtime.stats import Stats
 from runtime.warm import warm_up
 from text.answer import AnswerText
@@ -335,8 +335,9 @@ class Engine:
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
-            check = partial(plan.check, kv=kv, budget=budget, options=options or {}, **sizes)
-            loaded = load_model(Path(checkpoint), device, dtype, ranks, text, check)
+            known = read_known(Path(checkpoint), device, dtype, ranks)
+            plan.check(known, kv, budget, options or {}, **sizes)
+            loaded = load_model(Path(checkpoint), known, text)
             engine = cls(loaded, compile, seed, ranks, progress)
         engine.stats.load_s, engine.stats.load_bytes = time.perf_counter() - begin, loaded.bytes
         engine.seed = same(ranks, engine.seed)

@@ -33,6 +33,7 @@ from tasks.prefill_once import prefill_once
 from tasks.registry import GROUPS, TASKS
 from terminal.cli import (
     Choice,
+    Parser,
     check_output,
     choices,
     number,
@@ -52,7 +53,7 @@ OTHER_TOOLS = {"calibrate.py", "convert_hf_checkpoint.py", "generate.py", "quant
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, yes = p.add_argument, {"action": "store_true"}
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="folder of a converted checkpoint")
     groups = ", ".join(f"{name} ({len(tasks)})" for name, tasks in GROUPS.items())

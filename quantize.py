@@ -9,7 +9,6 @@ The result loads like any checkpoint. One shard is in memory at a time.
 
 import runtime.startup  # noqa: F401
 
-import argparse
 import sys
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from model import ModelConfig, Transformer
 from runtime.checkpoint import check_output, check_weights, open_weights, read_config, write_checkpoint
 from runtime.linear import GROUPS, MODES, default_groupsize, quantize_modules, read_quantization
-from terminal.cli import run
+from terminal.cli import Parser, run
 
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
 
@@ -105,7 +104,7 @@ def quantize(
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = Parser(description=__doc__.splitlines()[0])
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
     p.add_argument("--mode", required=True, choices=MODES)
     p.add_argument("--groupsize", type=int, help="int4: input channels that share a scale (default: 128, 64 or 32)")

@@ -31,16 +31,14 @@ from bench.side_by_side import side_by_side
 from runtime import cpu, parallel
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from runtime.linear import GROUPS, MODES
-from terminal.cli import Choice, check_output, choices, number, numbers, profile_lines, run, table, write_json
+from terminal.cli import Choice, Parser, check_output, choices, number, numbers, profile_lines, run, table, write_json
 from text.files import read_json
 
 ALONE = ("generate", "paper", "speculate", "baseline", "peer", "extend", "profile")  # not with --side-by-side
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = Parser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shape", help=f"{', '.join(SHAPES)}, or the path of a config.json (default: what fits here)")
     p.add_argument("--kv", default="all", help="comma-separated methods; with options: name:option=value:...")
     p.add_argument("--budget", default="256,1024", help="tokens per KV head, or shares of the prompt; comma-separated")

@@ -21,13 +21,13 @@ from engine import Engine
 from runtime.device import DTYPES
 from tasks import Recipe, shipped_haystack
 from tasks.registry import TASKS
-from terminal.cli import Choice, check_output, choices, number, numbers, read_text, run, table, write_json
+from terminal.cli import Choice, Parser, check_output, choices, number, numbers, read_text, run, table, write_json
 
 LOOKUP = "niah_multikey_1"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="folder of a converted checkpoint")
     p.add_argument("--kv", required=True, help="comma-separated methods; with options: name:option=value:...")
     p.add_argument("--budget", default="256", help="tokens per KV head, comma-separated (default: 256)")

@@ -25,7 +25,7 @@ from statistics import fmean
 
 from bench.results import markdown
 from runtime.device import replacing
-from terminal.cli import Choice, check_output, run
+from terminal.cli import Choice, Parser, check_output, run
 from terminal.plots import logarithmic, panels
 from text.files import parse_json
 
@@ -166,7 +166,7 @@ def name_marks(axis, points: list[tuple[str, float, float]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="what eval.py and bench wrote with --json")

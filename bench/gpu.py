@@ -7,7 +7,6 @@ DIR/report.md. A step that fails stops no other. With `--device cpu` the steps u
 
 import runtime.startup  # noqa: F401
 
-import argparse
 import datetime
 import json
 import os
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.device import machine, pick_device
-from terminal.cli import run
+from terminal.cli import Parser, run
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/test_offload.py tests/test_ops.py tests/test_engine.py tests/test_omnikv.py"  # those that need a GPU
@@ -143,7 +142,7 @@ def section(line: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="bash bench.sh gpu", description=__doc__.splitlines()[0])
+    p = Parser(prog="bash bench.sh gpu", description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=os.environ.get("OUT", "gpu-report"), metavar="DIR")
     p.add_argument("--from", dest="first", metavar="STEP", help="continue with this step")
     p.add_argument("--only", metavar="STEP,..", help="run only these steps")

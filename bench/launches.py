@@ -32,7 +32,7 @@ from runtime.device import DTYPES, pick_dtype
 from runtime.hf_config import from_hf
 from runtime.linear import MODES
 from runtime.plan import shape_of
-from terminal.cli import Choice, check_output, choices, numbers, one_line, run, table, write_json
+from terminal.cli import Choice, Parser, check_output, choices, numbers, one_line, run, table, write_json
 
 # Bytes/s of a large sum, as measured on an H100: 0.91 of its data sheet's, and assumed the same share of the others'.
 BANDWIDTH = {"a100": 1.86e12, "h100": 3.05e12, "h200": 4.37e12}
@@ -41,7 +41,7 @@ NEW = 64  # tokens planned after the context
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m bench.launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--shape", default="llama-3.1-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json")

@@ -24,7 +24,7 @@ from bench.measure import replays
 from engine import Engine
 from kv.parts.offload import ThreadedPool
 from runtime.device import pick_device
-from terminal.cli import Choice, choices, number, numbers, run
+from terminal.cli import Choice, Parser, choices, number, numbers, run
 from terminal.options import NEEDLE
 
 FORCED = [5, 9, 17, 33, 65, 129, 257, 513] * 2  # tokens after which logits are compared
@@ -32,7 +32,7 @@ NEW = 24  # tokens of an answer
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.splitlines()[0])
+    p = Parser(prog="python -m bench.smoke", description=__doc__.splitlines()[0])
     p.add_argument("--kv", default="full", help="comma-separated methods; with options: name:option=value:...")
     p.add_argument("--budget", default="384", help="tokens per KV head (default: 384)")
     p.add_argument("--length", type=int, default=4000, help="the most tokens of the prompt, its last ones")

@@ -20,7 +20,7 @@ class TOVA(Evicting):
 
 class TOVAMethod(Method):
     help = "what the newest query attends to"
-    fewest = 2
+    fewest = 2  # the smallest budget
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [TOVA(shape, budget) for _ in range(shape.n_layer)]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -146,20 +145,32 @@ class Loaded:
     bytes: int = 0  # of the weights
 
 
-def load_model(
-    folder: Path,
-    device: str | torch.device | None,
-    dtype: str | torch.dtype | None,
-    ranks: Ranks,
-    text: bool,
-    check: Callable[[SimpleNamespace], None],
-) -> Loaded:
-    """Loads a converted checkpoint; first calls `check` with what `plan.check` asks a model for.
+@dataclass(frozen=True)
+class Known:
+    """What a checkpoint says before its weights are read; `plan.check` asks for no more."""
 
-    Raises ValueError or FileNotFoundError with one line that says what to do; if prompts are `text`, also without a
-    tokenizer.
-    """
-    device, config = pick_device(device), read_config(folder)
+    stored: dict  # config.json
+    config: ModelConfig  # of this rank's part
+    dtype: torch.dtype
+    device: torch.device
+    profile: dict
+    ranks: Ranks
+
+
+def read_known(
+    folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None, ranks: Ranks = ALONE
+) -> Known:
+    """Raises ValueError or FileNotFoundError with one line that says what to do."""
+    device, stored = pick_device(device), read_config(folder)
+    config = share(ModelConfig(**stored["kv_fast"]["model"]), ranks)
+    profile = methods.read_profile(read_json(folder / "kv_profile.json", missing={}))
+    return Known(stored, config, pick_dtype(dtype or stored["kv_fast"].get("dtype")), device, profile, ranks)
+
+
+def load_model(folder: Path, known: Known, text: bool) -> Loaded:
+    """Loads a converted checkpoint. Raises ValueError or FileNotFoundError with one line that says what to do; where
+    prompts are `text`, also if the tokenizer cannot be read."""
+    device, dtype, ranks, config = known.device, known.dtype, known.ranks, known.stored
     sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
     model = skeleton(sizes, quantization, ranks)
     whole = skeleton(sizes, quantization, ALONE) if ranks.count > 1 else None
@@ -177,9 +188,6 @@ def load_model(
         if used >= sizes.vocab_size:
             tokens = f"{tokenizer.vocab_size} tokens and the model {sizes.vocab_size}"
             raise ValueError(f"the tokenizer in {folder} has {tokens}: it belongs to another checkpoint")
-    dtype = pick_dtype(dtype or config["kv_fast"].get("dtype"))
-    profile = methods.read_profile(read_json(folder / "kv_profile.json", missing={}))
-    check(SimpleNamespace(config=model.config, dtype=dtype, device=device, profile=profile, ranks=ranks))
     tensors = model.state_dict().values()
     needed = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
     free = free_share(device)
@@ -187,7 +195,7 @@ def load_model(
         raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
     read = partial(read_part, c=model.config, ranks=ranks)
     load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
-    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, profile, folder, needed)
+    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, known.profile, folder, needed)
 
 
 def prepared(model: Transformer, ranks: Ranks = ALONE) -> Transformer:

@@ -59,11 +59,12 @@ def check(
     max_new_tokens: int = 256,
     speculate: int = 0,
 ) -> None:
-    """Raises ValueError if `Engine.use` cannot have these arguments. model: an engine, or what `load_model` knows."""
+    """Raises ValueError if `Engine.use` cannot have these arguments. model: an engine, or `read_known`'s result."""
     arguments.check_sizes(batch, max_prompt, max_new_tokens, speculate)
     methods.parse_options(kv, options)
     prompt = longest_prompt(model.config, max_new_tokens) if max_prompt is None else max_prompt
-    arguments.check_length(prompt, model.config.max_length, "the model's context")
+    if prompt > model.config.max_length:
+        raise ValueError(f"max_prompt is {prompt} and the model's context {model.config.max_length}")
     sizes = batch, prompt, max_new_tokens, speculate
     shape = shape_of(model.config, model.dtype, model.device, *sizes, model.ranks)
     with compile_errors():
@@ -184,8 +185,8 @@ def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
         if minimum(shape.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
                 f"the {engine.method} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on "
-                f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens, --batch or "
-                "--budget, or choose a --kv that keeps less"
+                f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens or --batch"
+                f"{', or --budget' if engine.budget else ''}, or choose a --kv that keeps less"
             )
 
 

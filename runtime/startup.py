@@ -32,7 +32,9 @@ def check_torch() -> None:
     try:
         found = version("torch")
     except PackageNotFoundError:
-        raise ImportError("torch is not installed: pip install -r requirements.txt") from None
+        raise ImportError(
+            "torch is not installed here: source .venv/bin/activate, or pip install -r requirements.txt"
+        ) from None
     number = tuple(map(int, re.findall(r"\d+", found)[:2]))
     if number < OLDEST:
         raise ImportError(f"torch {found} is too old, kv-fast runs on {supported}: pip install -r requirements.txt")

@@ -1,5 +1,6 @@
 """What the command-line tools share: user errors, lists of methods and budgets, tables."""
 
+import argparse
 import io
 import json
 import os
@@ -18,6 +19,13 @@ from runtime import parallel, startup
 from runtime.device import memory_errors, replacing
 
 LINE = 1_000  # characters shown of an error
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the flags)")
 
 
 def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:

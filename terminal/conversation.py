@@ -12,7 +12,7 @@ from engine import Answer, Engine
 from runtime import parallel
 from terminal.cli import one_line
 
-HELP = "/help says this; /exit or Ctrl-D ends the conversation; Ctrl-C stops an answer, or exits if none is running"
+HELP = "/exit or Ctrl-D ends the conversation, /help says this; Ctrl-C stops an answer, or exits if none is running"
 
 
 @cache  # a process does it once
@@ -23,7 +23,7 @@ def begin(alone: bool) -> None:
 
         if "libedit" not in readline.__doc__:
             readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
-    print(HELP if alone else HELP.rpartition(";")[0], file=sys.stderr)
+    print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
 
 
 def first_question(alone: bool) -> str:
@@ -116,7 +116,7 @@ class Conversation:
 def command(prompt: str, alone: bool) -> str:
     """What a person types, which is not /help."""
     while (line := typed(prompt).strip()) == "/help":
-        print(HELP if alone else HELP.rpartition(";")[0], file=sys.stderr)
+        print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
     return line
 
 

@@ -7,13 +7,13 @@ from reprlib import repr as shortened
 
 import kv as methods
 from engine import Engine, Sampling
-from runtime import cpu, prefix
+from runtime import cpu, plan, prefix
 from runtime.arguments import check_penalty
 from runtime.checkpoint import read_config, read_sampling
 from runtime.device import DTYPES
-from runtime.plan import check_length
+from runtime.parallel import read_known
 from terminal.batch import parse_batch
-from terminal.cli import check_output, number, read_text
+from terminal.cli import Parser, check_output, number, read_text
 from terminal.conversation import first_question
 from text.tokenizer import load_tokenizer
 
@@ -22,7 +22,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="a folder made by convert_hf_checkpoint.py")
     what = p.add_argument_group("what to answer").add_mutually_exclusive_group()
@@ -89,9 +89,12 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
         return {1: args.prompt}
     if args.checkpoint is not None:
         if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
-            read_config(args.checkpoint)
-            load_tokenizer(args.checkpoint).chat("x", args.system)  # whatever it refuses, it refuses before one types
+            args.kv = args.kv or "full"
+            known = read_known(args.checkpoint, args.device, args.dtype)
+            plan.check(known, args.kv, args.budget, given_options(args))  # what is refused, is refused before one types
+            load_tokenizer(args.checkpoint).chat("x", args.system)
             return {1: first_question(ranks == 1)}
+        read_config(args.checkpoint)
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
     demo = (NEEDLE / "demo.txt").read_text()
     print("...", demo.splitlines()[-1], file=sys.stderr)
@@ -174,7 +177,7 @@ def encode(
                 ids[name] = engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
             else:
                 prompt = chat(text, args.system) if args.chat else engine.encode(text)
-                check_length(engine, len(prompt))
+                plan.check_length(engine, len(prompt))
                 ids[name] = prompt
         except ValueError as error:
             failed[name] = str(error)

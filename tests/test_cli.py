@@ -54,8 +54,7 @@ def assert_refused(result, *words):
     """Exit code 2, nothing on stdout, and one line with these words after the lines of phases that succeeded."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr
-    *usage, line = (line for line in result.stderr.splitlines() if not line.startswith("-- "))
-    assert not usage or usage[0].startswith("usage:")  # argparse prints the usage first
+    (line,) = (line for line in result.stderr.splitlines() if not line.startswith("-- "))
     for word in words:
         assert word in line, line
 

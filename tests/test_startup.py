@@ -54,7 +54,7 @@ def dated(place: Path, version: str) -> Path:
 @pytest.mark.parametrize("tool", [*TOOLS, *MODULES])
 def test_without_torch_a_tool_ends_with_one_whole_line(tmp_path, tool):
     result = python(tmp_path, "-S", *(["-m", tool] if tool in MODULES else [tool]))  # -S: no installed packages
-    line = "error: torch is not installed: pip install -r requirements.txt\n"
+    line = "error: torch is not installed here: source .venv/bin/activate, or pip install -r requirements.txt\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
