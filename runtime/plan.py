@@ -64,7 +64,7 @@ def check(
     methods.parse_options(kv, options)
     prompt = longest_prompt(model.config, max_new_tokens) if max_prompt is None else max_prompt
     if prompt > model.config.max_length:
-        raise ValueError(f"max_prompt is {prompt} and the model's context {model.config.max_length}")
+        raise ValueError(f"max_prompt is {prompt} and the model's context is {model.config.max_length}")
     sizes = batch, prompt, max_new_tokens, speculate
     shape = shape_of(model.config, model.dtype, model.device, *sizes, model.ranks)
     with compile_errors():
