@@ -24,7 +24,10 @@ from runtime.device import machine, pick_device
 from terminal.cli import Parser, run
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = "tests/test_offload.py tests/test_ops.py tests/test_engine.py tests/test_omnikv.py"  # those that need a GPU
+TESTS = (  # those that need a GPU
+    "tests/test_offload.py tests/test_ops.py tests/test_quantize.py tests/test_sparse.py tests/test_engine.py "
+    "tests/test_omnikv.py"
+)
 METHODS = (  # groups that run side by side
     "full,streaming full:bits=8,full:bits=4 kivi,tova snapkv,pyramidkv snapkv++,lagkv rocketkv,expected "
     "rocketkv:bits=4,rkv hybrid,exact_topk quest,keynorm sparq,duo simlayer:recent=64,h2o infllm:block=32,keydiff "
