@@ -160,6 +160,11 @@ def check_budget(engine, shape: Shape) -> None:
         )
 
 
+def planned_bytes(engine, shape: Shape) -> tuple[int, int]:
+    """(device, host) bytes of an engine's caches under another plan."""
+    return methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
+
+
 def smaller(engine, shape: Shape) -> str | None:
     """The first flag found with which the engine's caches would take less of the device than the full cache."""
     budget, flags = engine.budget, {}
@@ -178,7 +183,7 @@ def smaller(engine, shape: Shape) -> str | None:
 
 def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
     """Raises ValueError if the engine's caches would leave less than the share `spare` of the free memory."""
-    device, host = methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
+    device, host = planned_bytes(engine, shape)
     apart = shape.device.type != "cpu"
     for place, needed in ((shape.device, device), ("cpu", host)) if apart else ((shape.device, device + host),):
         free = free_share(torch.device(place))

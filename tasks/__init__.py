@@ -80,6 +80,15 @@ def fill_length(make: Callable[[int], Sample], recipe: Recipe, reserve: int, sma
     return sample
 
 
+def data_file(folder: Path | None, name: str) -> Path:
+    """A published dataset's file. Raises ValueError or FileNotFoundError that says what to give."""
+    if folder is None:
+        raise ValueError(f"{name} does not ship with the tasks: give its folder with --data")
+    if not (path := folder / name).is_file():
+        raise FileNotFoundError(f"{path} is missing: download the dataset, and name its folder with --data")
+    return path
+
+
 @cache
 def shipped_haystack() -> str:
     return (Path(__file__).parent / "haystack.txt").read_text()

@@ -20,7 +20,17 @@ from pathlib import Path
 
 from wonderwords import RandomWord
 
-from tasks import Question, Recipe, Sample, Task, fill_length, shipped_haystack, string_match_all, string_match_part
+from tasks import (
+    Question,
+    Recipe,
+    Sample,
+    Task,
+    data_file,
+    fill_length,
+    shipped_haystack,
+    string_match_all,
+    string_match_part,
+)
 from text.files import parse_json
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -334,11 +344,7 @@ READERS = {"squad": squad, "hotpotqa": hotpotqa}
 @cache
 def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
     """The questions and the documents of a dataset. Raises ValueError or FileNotFoundError that says what to give."""
-    if folder is None:
-        raise ValueError(f"{dataset}.json does not ship with RULER's generators: give its folder with --data")
-    path = folder / f"{dataset}.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: download the dataset, and name its folder with --data")
+    path = data_file(folder, f"{dataset}.json")
     try:
         return READERS[dataset](parse_json(path.read_bytes(), path))
     except (KeyError, TypeError, ValueError) as error:

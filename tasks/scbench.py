@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
-from tasks import Question, Recipe, Sample, Task, fill_length, string_match_all, string_match_part
+from tasks import Question, Recipe, Sample, Task, data_file, fill_length, string_match_all, string_match_part
 from text.files import parse_json
 
 PIECE = 64  # characters by which a text is shortened
@@ -31,12 +31,7 @@ def records(name: str, folder: Path | None) -> list[tuple[str, list[tuple[str, t
 
     Raises ValueError or FileNotFoundError that says what to give.
     """
-    file = f"scbench_{name}.jsonl"
-    if folder is None:
-        raise ValueError(f"{file} does not ship with the tasks: give its folder with --data")
-    if not (path := folder / file).is_file():
-        raise FileNotFoundError(f"{path} is missing: download it from SCBench, and name its folder with --data")
-    found = []
+    path, found = data_file(folder, f"scbench_{name}.jsonl"), []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue

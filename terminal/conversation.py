@@ -15,6 +15,10 @@ from terminal.cli import one_line
 HELP = "/exit or Ctrl-D ends the conversation, /help says this; Ctrl-C stops an answer, or exits if none is running"
 
 
+def say_help(alone: bool) -> None:
+    print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+
+
 @cache  # a process does it once
 def begin(alone: bool) -> None:
     """Prepares the terminal and says how a conversation ends. alone: whether one process has the model."""
@@ -23,7 +27,7 @@ def begin(alone: bool) -> None:
 
         if "libedit" not in readline.__doc__:
             readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
-    print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+    say_help(alone)
 
 
 def first_question(alone: bool) -> str:
@@ -116,7 +120,7 @@ class Conversation:
 def command(prompt: str, alone: bool) -> str:
     """What a person types, which is not /help."""
     while (line := typed(prompt).strip()) == "/help":
-        print(HELP if alone else HELP.partition(";")[0], file=sys.stderr)
+        say_help(alone)
     return line
 
 

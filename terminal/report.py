@@ -10,7 +10,6 @@ import kv as methods
 from engine import Answer, Engine
 from runtime import plan
 from runtime.device import resident_bytes
-from runtime.plan import figures
 from terminal.cli import profile_lines
 
 
@@ -20,7 +19,7 @@ def print_plan(engine: Engine, longest: int) -> None:
     longest: tokens of the longest prompt.
     """
     shape = engine.shape or plan.plan_of(engine, engine.max_prompt or longest, engine.max_new_tokens)
-    device, host = planned(engine, shape)
+    device, host = plan.planned_bytes(engine, shape)
     full, tokens = shape.full_bytes(), f"{shape.max_prompt} + {shape.max_new_tokens} tokens"
     tokens += f" in each of {shape.batch} rows" if shape.batch > 1 else ""
     plain = engine.method == "full" and not engine.options
@@ -31,13 +30,9 @@ def print_plan(engine: Engine, longest: int) -> None:
         return
     flag = plan.smaller(engine, shape)
     helps = f"{flag} takes less" if flag else "it saves reads, not memory"
-    new = device - planned(engine, replace(shape, max_new_tokens=1))[0]
+    new = device - plan.planned_bytes(engine, replace(shape, max_new_tokens=1))[0]
     room = f"; {mb(new)} of it are for new tokens, see --max-new-tokens" if new > device / 2 else ""
     plan.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")
-
-
-def planned(engine: Engine, shape: methods.Shape) -> tuple[int, int]:
-    return methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
 
 
 def mb(size: int) -> str:
@@ -56,7 +51,7 @@ def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
 
 def measured(engine: Engine) -> dict:
     """What --json writes of one method and one call, besides the answers."""
-    stats, caches = engine.stats, figures(engine, 1)
+    stats, caches = engine.stats, plan.figures(engine, 1)
     requested, transferred = methods.fetched(engine.layers)
     cuda = engine.device.type == "cuda"
     return {
