@@ -24,6 +24,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.method import Method, Shape, option
 from kv.parts import attention
+from kv.parts.adaptive import HeadBudgets
 from kv.parts.scored import EVERY, Scored, pooled
 
 KERNEL = option(
@@ -93,7 +94,7 @@ class WindowMethod(Method):
 
 
 @dataclass(frozen=True)
-class DeductMethod(WindowMethod):
+class DeductMethod(HeadBudgets, WindowMethod):
     """Builds SnapKV layers; the budget may include the generated tokens."""
 
     deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
@@ -117,7 +118,9 @@ class DeductMethod(WindowMethod):
         sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
         if self.every and self.deduct:
             raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
-        layer = partial(SnapKV, shape, sizes, kernels, copies=self.copies(shape), every=self.every)
+        layer = partial(
+            self.layer_type(SnapKV), shape, sizes, kernels, copies=self.copies(shape), every=self.every
+        )
         return [layer() for _ in range(shape.n_layer)]
 
 
@@ -154,7 +157,7 @@ class SnapKVPlusMethod(PoolingMethod, DeductMethod):
 
 
 @dataclass(frozen=True)
-class PyramidKVMethod(WindowMethod):
+class PyramidKVMethod(HeadBudgets, WindowMethod):
     help = "snapkv with more tokens in lower layers"
     kernel: int = KERNEL
     every: int = EVERY
@@ -166,7 +169,8 @@ class PyramidKVMethod(WindowMethod):
     def build(self, shape: Shape, budget: int) -> list[KV]:
         most = 0 if shape.share else budget  # a prompt as long as the budget keeps all of it in every layer
         sizes = [partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)]
-        return [SnapKV(shape, size, Kernels(self.kernel), most, every=self.every) for size in sizes]
+        layer = self.layer_type(SnapKV)
+        return [layer(shape, size, Kernels(self.kernel), most, every=self.every) for size in sizes]
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:

@@ -194,6 +194,7 @@ def overhead(layer: KV) -> Counter[str]:
 
     buffers("RoPE speeds", "rope_speed")
     buffers("random numbers", "salt")
+    buffers("owners of cells", "owner")
     if isinstance(layer, Duo):
         buffers("order of heads", "order", "back")
         return sum(map(overhead, layer.parts), named)

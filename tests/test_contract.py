@@ -52,6 +52,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "expected:every": ("expected", {"every": 8}),
     "snapkv:every": ("snapkv", {"window": 8, "every": 8}),
     "pyramidkv:every": ("pyramidkv", {"window": 8, "every": 8}),
+    "snapkv:adaptive": ("snapkv", {"window": 8, "heads": "adaptive"}),
+    "keydiff:adaptive": ("keydiff", {"heads": "adaptive", "alpha": 0.5}),
     "omnikv:exp": ("omnikv", {"selector": "exp", "window": 8}),
     "omnikv:mem": ("omnikv", {"mem": 0.75, "selector": "uniform"}),
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),
@@ -257,7 +259,7 @@ def poison(cache: Cache) -> Cache:
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in (*module.states, "rope_speed"):
-                    buffer.view(layer.shape.batch, -1)[row] = 1e4
+                    buffer.unflatten(0, (layer.shape.batch, -1))[row] = 1e4
 
     for layer in cache.layers:
         layer.reset = partial(reset_to_noise, layer, layer.reset)

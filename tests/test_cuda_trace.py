@@ -30,6 +30,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in kv.METHODS
     "rocketkv:bits": ("rocketkv", {"bits": 4}),
     "rocketkv:turns": ("rocketkv", {"turns": True, "offload": True}),
     "snapkv:heads": ("snapkv", {"gqa": False}),
+    "snapkv:adaptive": ("snapkv", {"heads": "adaptive"}),
     "d2o:paper": ("d2o", {"merge": "paper"}),
     "duo": ("duo", {"sinks": 2, "recent": 6, "head_scores": SCORES}),
     "omnikv:direct": ("omnikv", {"offload": True, "engine": "direct"}),

@@ -42,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "rocketkv": ("rocketkv", {"window": 8, "kernel": 5}),
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
     "snapkv:heads": ("snapkv", {"gqa": False}),
+    "snapkv:adaptive": ("snapkv", {"heads": "adaptive"}),
     "infllm": ("infllm", {"block": 6}),
     "simlayer": ("simlayer", {"sinks": 2, "recent": 6, "threshold": 0.3}),
     "kivi": ("kivi", {"bits": 2, "group": 8, "recent": 4}),
@@ -53,7 +54,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),
 }
 BUDGETS = {"simlayer": 90}
-PER_RANK = [name for name in VARIANTS if name.startswith("omnikv")]  # each rank chooses tokens for its own heads
+# Each rank chooses tokens for its own heads
+PER_RANK = [name for name in VARIANTS if name.startswith("omnikv") or name.endswith("adaptive")]
 WORLDS = (2, 4)
 # With 4 ranks, which have one KV head each: what ranks exchange, and how weights and choices are split.
 FOUR = ("full", "infllm", "omnikv", "duo", "d2o", "tailorkv", "tied, biased, full", "int4, full")
@@ -177,7 +179,7 @@ def per_rank(case: dict, world: int) -> dict:
 
 
 def test_ranks_compute_what_one_process_does(ranked, alone, cases):
-    """Logits to 1e-5 of their size, equal tokens; omnikv equals a process whose heads choose in groups."""
+    """Logits to 1e-5 of their size, equal tokens; PER_RANK equal a process whose heads choose in groups."""
     wrong = []
     for name, everyone in ranked.items():
         expected = per_rank(cases[name], len(everyone)) if name in PER_RANK else alone[name]

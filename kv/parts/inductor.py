@@ -252,6 +252,12 @@ def flex_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> Te
     return _flex(q, k, v, used, lambda b, h, i, slot: mask[b, h, slot])
 
 
+def flex_owned(q: Tensor, k: Tensor, v: Tensor, owner: Tensor, heads: int, used: Tensor) -> Tensor:
+    """`ops.attend_owned`, k and v [B,1,N,D]."""
+    owner, group = realized(owner), q.shape[1] // heads
+    return _flex(q, k, v, used, lambda b, h, i, slot: (owner[b, slot] == i // group) & (slot < used[b]))
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: Tensor | None = None) -> Tensor:
     """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
 

@@ -59,6 +59,19 @@ def attend_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> 
     return inductor.flex_used(q, k, v, mask, used) if inductor.flexes(q, k) else attend(q, k, v, mask)
 
 
+def attend_owned(q: Tensor, k: Tensor, v: Tensor, owner: Tensor, heads: int, used: Tensor) -> Tensor:
+    """One query per row against N slots that `heads` heads share: q [B,Hq,1,D], k and v [B,N,D] -> [B,Hq,1,D].
+
+    owner [B,N]: the head that attends to a slot. used [B]: how many leading slots hold tokens. K and V are read once.
+    """
+    k, v = k[:, None], v[:, None]
+    if inductor.flexes(q, k):
+        return inductor.flex_owned(q, k, v, owner, heads, used)
+    head = torch.arange(q.shape[1], device=q.device)[:, None] * heads // q.shape[1]
+    mask = (owner[:, None] == head) & (torch.arange(k.shape[2], device=q.device) < used[:, None, None])
+    return attend_groups(grouped(q, 1), k, v, mask[:, None]).reshape(q.shape)
+
+
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
     """`attend` to chosen slots only: index and mask [B,Hk,N], shared by the queries of a group, or [B,Hq,N].
 

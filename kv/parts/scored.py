@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.method import Method, Shape, option
+from kv.method import Shape, option
 from kv.parts import attention, ops, quant
+from kv.parts.adaptive import HeadBudgets
 
 LAG = 1  # steps that may have stored a token which the host has not read when it makes room
 EVERY = option(0, "while generating, keep only the budget again after every N tokens (R-KV: 128); 0: keep all", min=0)
@@ -74,15 +75,14 @@ class Scored(KV):
         if self.every:
             self.prompt[row] = self.prompts[row] = k.shape[2]
         best = self.choose(row, q, k, v, k.shape[2])
-        head = torch.arange(len(best), device=k.device)[:, None] // self.copies
-        self.hold_best(row, k[0, head, best], v[0, head, best], best, k.shape[2])
+        self.hold_best(row, *best, Held.new(k[0], v[0]), k.shape[2])
 
-    def hold_best(self, row: int, k: Tensor, v: Tensor, position: Tensor, end: int) -> None:
-        """Makes n tokens all that a row holds of those before position `end`: k and v [H,n,D], position [H,n]."""
-        kept = k.shape[1]
-        self.write(row, 0, k, v)
+    def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
+        """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
+        kept, at = index.shape[1], (head * len(tokens.k) // self.shape.n_kv_head, index)
+        self.write(row, 0, tokens.k[at], tokens.v[at])
         self.position[row] = -1
-        self.position[row, :, :kept] = position
+        self.position[row, :, :kept] = tokens.position[at]
         self.rows[row], self.gone[row], self.dropped[row] = kept, end - kept, end - kept
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
@@ -90,18 +90,28 @@ class Scored(KV):
         slots = slice(first, first + k.shape[1])
         self.k[row, :, slots], self.v[row, :, slots] = quant.encode(k, self.bits), quant.encode(v, self.bits)
 
-    def choose(self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None) -> Tensor:
-        """Which of a row's tokens before position `end` to keep: their indices, ascending [Hk,n], or [Hq,n].
+    def choose(
+        self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Which of a row's tokens before position `end` each of the H heads that store tokens keeps.
 
+        Returns heads [H,1], or [H,n], and the indices of their tokens, ascending [H,n].
         prompt: the length whose budget they have, by default theirs.
         """
         index, prompt = torch.arange(k.shape[2], device=k.device), prompt or end
         self.row, self.end, self.latest, kept = row, end, self.window_of(prompt), self.kept_of(prompt)
         if len(index) <= kept:
-            return index.expand(self.shape.n_kv_head, -1)
+            return self.each_head(index)
         always = (index < self.sinks) | (index >= len(index) - self.latest)
-        scores = self.score(q, k, v).float().masked_fill(always, torch.inf)
-        return ops.top(scores, kept).sort().values
+        return self.best(self.score(q, k, v).float().masked_fill(always, torch.inf), kept)
+
+    def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        """Of scores [H,T], the `kept` best of each head, as `choose` returns them."""
+        return self.each_head(ops.top(scores, kept).sort().values)
+
+    def each_head(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        heads = torch.arange(self.shape.n_kv_head, device=index.device)[:, None]
+        return heads, index.expand(len(heads), -1)
 
     def kept_of(self, prompt: int) -> int:
         """How many tokens of a prompt of `prompt` tokens stay, at most `kept`."""
@@ -134,9 +144,8 @@ class Scored(KV):
         """Stores the best of `held`, a row's tokens before position `end`; returns how many."""
         length = self.shape.planned if self.shape.share is None else self.prompts[row]
         best = self.choose(row, self.newest_queries(row, end), held.k[None], held.v[None], end, length)
-        head = torch.arange(len(best), device=best.device)[:, None]
-        self.hold_best(row, held.k[head, best], held.v[head, best], held.position.gather(1, best), end)
-        return best.shape[1]
+        self.hold_best(row, *best, held, end)
+        return best[1].shape[1]
 
     def newest_queries(self, row: int, end: int) -> Tensor | None:
         """The queries before position `end` that `score` takes, if any, [1,Hq,n,D]."""
@@ -226,7 +235,7 @@ def pooled(scores: Tensor, kernel: int, window: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ScoredMethod(Method):
+class ScoredMethod(HeadBudgets):
     """Builds the `layer` of a method that writes `score`; its own options are arguments of the layer, by name."""
 
     layer: ClassVar[type[Scored]]
@@ -238,6 +247,8 @@ class ScoredMethod(Method):
         return self.sinks + 1
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = [field.name for field in fields(self) if field not in fields(HeadBudgets)]
+        options = {name: getattr(self, name) for name in own}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
-        return [self.layer(shape, budget, **options) for _ in range(shape.n_layer)]
+        layer = self.layer_type(self.layer)
+        return [layer(shape, budget, **options) for _ in range(shape.n_layer)]

@@ -1,0 +1,108 @@
+"""heads=adaptive: the KV heads of a layer share its budget by their scores (Ada-KV, Feng et al., arXiv 2407.11550).
+
+With H heads and a budget of n tokens each, every head keeps its best alpha n tokens, and the rest of the layer's H n
+go to the highest scores of all heads. Storage is what H equal heads have: of each row H n cells, which a head's tokens
+fill one after another, then H for each generated token. A step reads all cells once, for the queries of all heads, and
+masks those that are another head's: no byte is read that holds no token, and products are H times as many, which are
+few beside the bytes on a GPU. Processes that share a model divide what their own heads have.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv.base import Held
+from kv.method import Method, option
+from kv.parts import attention, ops
+
+
+class Adaptive:
+    """Before a class that stands on `Scored` (kv/parts/scored.py), lets its heads keep different numbers of tokens.
+
+    Slot s of head h is cell s H + h of a row: k, v [B,H,S,D] and `position` lie in memory as cells do, [B,S,H,...].
+    """
+
+    more_bytes = 1  # the owner
+
+    def __init__(self, *args, alpha: float, **options):
+        super().__init__(*args, **options)
+        self.alpha = alpha
+
+    def allocate_slots(self, slots: int, width: int | None = None) -> None:
+        super().allocate_slots(slots, width)
+        self.allocate("owner", self.shape.n_kv_head, slots + 1, dtype=torch.uint8)  # the head whose token a cell holds
+        self.contents["owner"] = 1, 1
+        for name in ("k", "v", "owner"):
+            x = getattr(self, name)
+            setattr(self, name, x.view(x.shape[0], x.shape[2], x.shape[1], *x.shape[3:]).transpose(1, 2))
+        self.disown(slice(None))
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self.disown(row)
+
+    def disown(self, row: int | slice) -> None:
+        """Gives each head as many cells as the others, as those of generated tokens are."""
+        self.owner[row] = torch.arange(self.shape.n_kv_head, device=self.owner.device)[:, None]
+
+    def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        surest = ops.top(scores, int(self.alpha * kept))
+        scores = scores.scatter(1, surest, torch.inf)
+        cell = ops.top(scores.flatten(), kept * len(scores)).sort().values
+        cell = cell.view(kept, len(scores)).mT  # by slot and head
+        return cell // scores.shape[1], cell % scores.shape[1]
+
+    def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
+        super().hold_best(row, head, index, tokens, end)
+        self.owner[row, :, : index.shape[1]] = head
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
+        self.insert(k, v, pos, active)
+        cells = (self.read(x).transpose(1, 2).flatten(1, 2) for x in (self.k, self.v, self.owner))
+        return ops.attend_owned(q, *cells, self.shape.n_kv_head, (self.slot(pos) + 1) * self.shape.n_kv_head)
+
+    def heads(self, row: int, length: int) -> list[Held]:
+        """What each head holds of a row of `length` tokens."""
+        filled, kept = self.filled(row, length), self.rows[row]
+        generated = torch.arange(length - filled + kept, length, device=self.k.device).expand(self.k.shape[1], -1)
+        position = torch.cat([self.position[row, :, :kept], generated], dim=1)
+        k, v, position, owner = (
+            x.transpose(0, 1).flatten(0, 1)
+            for x in (self.k[row, :, :filled], self.v[row, :, :filled], position, self.owner[row, :, :filled])
+        )
+        own = [(owner == head).nonzero()[:, 0] for head in range(self.k.shape[1])]
+        return [Held(k[None, cell], v[None, cell], position[None, cell]) for cell in own]
+
+    def held(self, row: int, length: int) -> Held:
+        heads = self.heads(row, length)
+        more = [max(x.k.shape[1] for x in heads) - head.k.shape[1] for head in heads]
+        k, v = (torch.cat([F.pad(x[i], (0, 0, n, 0)) for x, n in zip(heads, more, strict=True)]) for i in (0, 1))
+        return Held(k, v, torch.cat([F.pad(x[2], (n, 0), value=-1) for x, n in zip(heads, more, strict=True)]))
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        self.append(row, k, v, pos)
+        heads = self.heads(row, pos + k.shape[2])
+        groups = zip(q.chunk(len(heads), dim=1), heads, strict=True)
+        return torch.cat([attention.suffix_attention(q, held.k[None], held.v[None]) for q, held in groups], dim=1)
+
+
+@dataclass(frozen=True)
+class HeadBudgets(Method):
+    """The options of a method whose layers stand on `Scored`."""
+
+    heads: Literal["equal", "adaptive"] = option(
+        "equal", "adaptive: the KV heads of a layer share its budget by their scores (Ada-KV)"
+    )
+    alpha: float = option(0.2, "of its budget, what each head has at least with heads=adaptive", min=0, max=1)
+
+    def layer_type(self, layer: type) -> type | partial:
+        """`layer`, or one that stores the tokens of adaptive heads."""
+        if self.heads == "equal":
+            return layer
+        if self.every:
+            raise ValueError("heads=adaptive shares out a prompt's budget once: leave out every")
+        return partial(type(f"Adaptive{layer.__name__}", (Adaptive, layer), {}), alpha=self.alpha)
