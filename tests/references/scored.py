@@ -2,8 +2,9 @@
 Expected Attention (arXiv 2510.00636), LagKV (arXiv 2504.04704), R-KV (arXiv 2505.24133); and TOVA (arXiv 2401.06104),
 which evicts at every step.
 
-The first five are one layer each, and each KV head chooses alone: once, or again while it generates (`every`). TOVA
-holds one set of tokens in all KV heads of a layer; its interface is that of eviction.py.
+The first five are one layer each. Each KV head chooses alone, once or again while it generates (`every`), or the KV
+heads choose once and together (`heads` = "adaptive": Ada-KV, arXiv 2407.11550). TOVA holds one set of tokens in all KV
+heads of a layer; its interface is that of eviction.py.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kv.method import Shape
 
-from .attention import best, dots, probabilities, softmax
+from .attention import dots, probabilities, softmax
 from .eviction import SlowEvict, Token, cosines, highest
 from .infllm import turned
 from .sparse import SlowCompressing, max_pool
@@ -52,14 +53,11 @@ class SlowScored(SlowCompressing):
         """
         raise NotImplementedError
 
-    def choice(self, q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
-        length, sinks, window = keys.shape[0], self.option["sinks"], self.window()
-        if length <= self.budget:
-            return list(range(length))
-        newest = length - window
-        scores = self.scores(q, keys, values)[sinks:newest]
-        between = [sinks + i for i in best(scores, self.budget - sinks - window)]
-        return [*range(sinks), *between, *range(newest, length)]
+    def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        scores = self.scores(q, keys, values)
+        scores[: self.option["sinks"]] = torch.inf
+        scores[keys.shape[0] - self.window() :] = torch.inf
+        return scores
 
 
 class SlowKeyNorm(SlowScored):

@@ -1,6 +1,6 @@
 """Methods that keep or select tokens, one layer each: RocketKV (arXiv 2502.14051, Algorithms 1 and 2), SnapKV (arXiv
 2404.14469), PyramidKV (arXiv 2406.02069), Quest (arXiv 2406.10774), SparQ (arXiv 2312.04985), DuoAttention (arXiv
-2410.10819).
+2410.10819); and the head budgets of Ada-KV (arXiv 2407.11550).
 
 A head of storage holds one list of tokens. It is a KV head h, whose G query heads h G ... h G + G - 1 share a choice,
 or a query head in methods that keep or choose tokens for each query head.
@@ -16,6 +16,8 @@ from torch import Tensor
 from kv.method import Shape
 
 from .attention import Text, attend, best, causal, dots, half_up, masked_attention, probabilities, softmax
+
+HEADS = {"heads": "equal", "alpha": 0.2}  # the options of methods that know Ada-KV's head budgets
 
 
 def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
@@ -99,6 +101,12 @@ def max_pool(scores: Tensor, kernel: int) -> Tensor:
     return pooled
 
 
+def snap_ranks(q: Tensor, keys: Tensor, window: int, kernel: int) -> Tensor:
+    """SnapKV's pooled scores (Algorithm 1), inf for the window, which always stays: q [G,T,D], keys [T,D] -> [T]."""
+    pooled = max_pool(window_scores(q, keys, window), kernel)
+    return torch.cat([pooled, torch.full((window,), torch.inf, dtype=torch.float64)])
+
+
 def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[int]:
     """SnapKV's choice (Algorithm 1): the `top` best prompt tokens by pooled window scores, and the window.
 
@@ -107,8 +115,24 @@ def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[in
     length = keys.shape[0]
     if length <= top + window:
         return list(range(length))
-    pooled = max_pool(window_scores(q, keys, window), kernel)
-    return best(pooled, top) + list(range(length - window, length))
+    return best(snap_ranks(q, keys, window, kernel), top + window)
+
+
+def adaptive_heads(ranks: list[Tensor], size: int, alpha: float) -> list[list[int]]:
+    """Ada-KV's choice (Algorithm 1) for the H heads of storage of a layer: H n of their tokens stay, n being `size`.
+
+    `ranks` are the scores of each head's tokens, [T] with T > n, inf for those that always stay. The safeguard alpha
+    guarantees each head its floor(alpha n) best. The other cells go to the highest scores of all heads' other tokens,
+    compared as they are: ties to the lower head, then to the lower position. inf comes first both times, and at most n
+    tokens of a head have it: they all stay.
+    """
+    kept = [best(head, math.floor(alpha * size)) for head in ranks]
+    rest = []
+    for head, scores in enumerate(ranks):
+        rest += [(-score, head, i) for i, score in enumerate(scores.tolist()) if i not in kept[head]]
+    for _, head, i in sorted(rest)[: len(ranks) * size - sum(map(len, kept))]:
+        kept[head].append(i)
+    return [sorted(positions) for positions in kept]
 
 
 def split_pages(count: int, page: int) -> list[range]:
@@ -167,12 +191,9 @@ class Slow:
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a prompt: q [Hq,T,D], k and v [Hk,T,D]."""
         self.text = Text(self.shape, q, k, v)  # every token so far; `stored` says which are held
-        everything = list(range(k.shape[1]))
-        self.kept, self.attended = [], []
-        for head in range(self.shape.n_kv_head if self.shared else self.shape.n_head):
-            queries = self.text.queries[self.query_heads(head)]
-            self.kept.append(everything if self.full else self.keep(head, queries, self.keys(head)))
-        self.stored = [list(kept) for kept in self.kept]
+        heads = range(self.shape.n_kv_head if self.shared else self.shape.n_head)
+        self.kept = [list(range(k.shape[1])) for _ in heads] if self.full else self.keep_heads(heads)
+        self.stored, self.attended = [list(kept) for kept in self.kept], []
 
     def keys(self, head: int) -> Tensor:
         """The keys of every token so far that a head of storage may hold: [N,D]."""
@@ -204,6 +225,10 @@ class Slow:
         keys, values = self.keys(head)[positions], self.values(head)[positions]
         return torch.stack([attend(one, keys, values) for one in q])
 
+    def keep_heads(self, heads: range) -> list[list[int]]:
+        """Prompt positions that each head of storage keeps, ascending."""
+        return [self.keep(head, self.text.queries[self.query_heads(head)], self.keys(head)) for head in heads]
+
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
         """Prompt positions that one head of storage keeps, ascending: q [G,T,D], keys [T,D]."""
         return list(range(keys.shape[0]))
@@ -213,27 +238,60 @@ class Slow:
         return list(self.stored[head])
 
 
-class SlowSnapPlus(Slow):
-    """RocketKV's first stage alone (Algorithm 1): each group keeps t prompt tokens and every generated one."""
+class SlowRanked(Slow):
+    """The base of methods that score a prompt's tokens: a head of storage keeps the n best of more than n tokens.
 
-    defaults = {
-        "window": 32,
-        "kernel": 63,
-        "long_kernel": 511,
-        "threshold": None,
-        "split": "adaptive",
-        "skip_layers": 0,
-    }
+    With `heads` = "adaptive", n is the mean over the layer's heads, and each keeps at least floor(alpha n) (Ada-KV).
+    """
+
+    def __init__(self, shape: Shape, budget: int, layer: int = 0, **options):
+        super().__init__(shape, budget, layer, **options)
+        heads = self.option.get("heads", "equal")
+        if heads not in ("equal", "adaptive"):
+            raise ValueError(f"heads is equal or adaptive, not {heads!r}")
+        self.adaptive = heads == "adaptive"
+        if self.adaptive and not 0 <= self.option["alpha"] <= 1:
+            raise ValueError(f"alpha is between 0 and 1, not {self.option['alpha']}")
+        if self.adaptive and self.option.get("every", 0):
+            raise ValueError("heads that keep different numbers of tokens cannot choose again (every)")
 
     def prompt_share(self, prompt: int) -> int:
-        """How many prompt tokens are kept."""
+        """n: how many tokens of a prompt a head of storage keeps."""
         return self.budget
 
+    def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A head's scores of T > n tokens, inf for those that always stay: q [G,m,D], keys and values [T,D] -> [T].
+
+        q are the queries of the newest m tokens of the text; m is T for a prompt.
+        """
+        raise NotImplementedError
+
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
-        share, option = self.prompt_share(keys.shape[0]), self.option
-        window = min(option["window"], share // 2)
-        is_long = option["threshold"] is not None and keys.shape[0] >= option["threshold"]
-        return snap(q, keys, share - window, window, option["long_kernel"] if is_long else option["kernel"])
+        share = self.prompt_share(keys.shape[0])
+        if keys.shape[0] <= share:
+            return list(range(keys.shape[0]))
+        return best(self.ranks(q, keys, self.values(head)), share)
+
+    def keep_heads(self, heads: range) -> list[list[int]]:
+        share = self.prompt_share(self.text.prompt)
+        if not self.adaptive or self.text.prompt <= share:
+            return super().keep_heads(heads)
+        queries = [self.text.queries[self.query_heads(head)] for head in heads]
+        ranks = [self.ranks(queries[head], self.keys(head), self.values(head)) for head in heads]
+        return adaptive_heads(ranks, share, self.option["alpha"])
+
+
+class SlowSnapPlus(SlowRanked):
+    """RocketKV's first stage alone (Algorithm 1): each group keeps t prompt tokens and every generated one."""
+
+    stage = {"window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "adaptive", "skip_layers": 0}
+    defaults = {**stage, **HEADS}
+
+    def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        length, option = keys.shape[0], self.option
+        window = min(option["window"], self.prompt_share(length) // 2)
+        is_long = option["threshold"] is not None and length >= option["threshold"]
+        return snap_ranks(q, keys, window, option["long_kernel"] if is_long else option["kernel"])
 
 
 class SlowRocket(SlowSnapPlus):
@@ -246,7 +304,7 @@ class SlowRocket(SlowSnapPlus):
     the softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
     """
 
-    defaults = {**SlowSnapPlus.defaults, "newest": True}
+    defaults = {**SlowSnapPlus.stage, "newest": True}
 
     def sizes(self, prompt: int | None = None) -> dict[str, int]:
         """The sizes of both stages."""
@@ -325,29 +383,26 @@ class SlowHybrid(SlowRocket):
         return list(range(keys.shape[0]))
 
 
-class SlowCompressing(Slow):
+class SlowCompressing(SlowRanked):
     """The base of methods that may also compress while they generate: R-KV's decoding buffer (arXiv 2505.24133).
 
     With `every` = N > 0, a head of storage holds at most `share` + N tokens. Before a step or a text that finds so
     many, and after a text that leaves more, the method chooses `share` of the held tokens, which take the place of a
-    prompt in order of position. With `every` = 0, every generated token stays.
+    prompt in order of position: `ranks` gets the text's newest `observed` queries, and the held keys and values. With
+    `every` = 0, every generated token stays.
 
     `kept` is what each head's latest choice kept: `stored` is that and all positions since. `compressions` are, by
     head, the lengths of the text at which it chose again.
     """
 
-    defaults = {"every": 0}
+    defaults = {"every": 0, **HEADS}
 
     def share(self) -> int:
         """How many tokens the choice of a head of storage keeps."""
         return self.budget
 
-    def choice(self, q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
-        """The indices that one head of storage keeps of n tokens, ascending: q [G,m,D], keys and values [n,D].
-
-        q are the queries of the newest m tokens of the text; m is n for a prompt, `observed(n)` for held tokens.
-        """
-        raise NotImplementedError
+    def prompt_share(self, prompt: int) -> int:
+        return self.share()
 
     def observed(self, held: int) -> int:
         """How many of the text's newest queries the choice from `held` tokens gets: as many, so that the last line up.
@@ -355,9 +410,6 @@ class SlowCompressing(Slow):
         A choice that reads the last `window` queries finds query i of them at the held index held - window + i.
         """
         return held
-
-    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
-        return self.choice(q, keys, self.values(head))
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().prefill(q, k, v)
@@ -368,7 +420,7 @@ class SlowCompressing(Slow):
         held = self.stored[head]
         first = self.text.length - self.observed(len(held))
         queries = self.text.queries[self.query_heads(head), first:]
-        indices = self.choice(queries, self.keys(head)[held], self.values(head)[held])
+        indices = best(self.ranks(queries, self.keys(head)[held], self.values(head)[held]), self.share())
         self.kept[head] = [held[i] for i in indices]
         self.stored[head] = list(self.kept[head])
         self.compressions[head].append(self.text.length)
@@ -436,20 +488,20 @@ class SlowSnap(SlowCompressing):
         share = self.budget - (self.shape.max_new_tokens if self.option["deduct"] else 0)
         return share if self.shared else share // self.groups
 
-    def choice(self, q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
-        window = min(self.option["window"], self.share() // 2)
-        return snap(q, keys, self.share() - window, window, self.option["kernel"])
+    def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return snap_ranks(q, keys, min(self.option["window"], self.share() // 2), self.option["kernel"])
 
 
-class SlowPyramid(Slow):
+class SlowPyramid(SlowRanked):
     """PyramidKV: SnapKV with choices shared by the group and budgets that fall from the first layer to the last."""
 
-    defaults = {"window": 32, "kernel": 7}
+    defaults = {"window": 32, "kernel": 7, **HEADS}
 
-    def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
-        window = min(self.option["window"], self.budget // 2)
-        share = pyramid_budgets(self.shape.n_layer, self.budget, window, keys.shape[0])[self.layer]
-        return snap(q, keys, share - window, window, self.option["kernel"])
+    def prompt_share(self, prompt: int) -> int:
+        return pyramid_budgets(self.shape.n_layer, self.budget, self.option["window"], prompt)[self.layer]
+
+    def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return snap_ranks(q, keys, min(self.option["window"], self.budget // 2), self.option["kernel"])
 
 
 class SlowExactTopK(Slow):
