@@ -118,9 +118,7 @@ class DeductMethod(HeadBudgets, WindowMethod):
         sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
         if self.every and self.deduct:
             raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
-        layer = partial(
-            self.layer_type(SnapKV), shape, sizes, kernels, copies=self.copies(shape), every=self.every
-        )
+        layer = partial(self.layer_type(SnapKV), shape, sizes, kernels, copies=self.copies(shape), every=self.every)
         return [layer() for _ in range(shape.n_layer)]
 
 

@@ -126,6 +126,16 @@ def test_scores_equal_kvpress(models, ids, name, heads):
 
 
 @pytest.mark.parametrize("heads", (2, 4))
+@pytest.mark.parametrize("name", [name for name in SCORES if name != "lagkv"])  # its ranks tie between heads
+def test_adaptive_heads_equal_kvpress(models, ids, name, heads):
+    """kvpress keeps all keys and masks some."""
+    (model, folder), (options, press) = models[heads], SCORES[name]
+    found = ours(folder, name, 40, ids, heads="adaptive", alpha=0.3, **options)
+    expected = pressed(model, kvpress.AdaKVPress(press(), alpha_safeguard=0.3), ids)
+    same((found[0], []), (expected[0], []), uncompressed(model, ids))
+
+
+@pytest.mark.parametrize("heads", (2, 4))
 def test_tova_equals_kvpress_while_decoding(models, ids, heads):
     """Our budget includes the new token until it has attended; kvpress evicts after each step, too."""
     model, folder = models[heads]
