@@ -254,7 +254,7 @@ def flex_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> Te
 
 def flex_owned(q: Tensor, k: Tensor, v: Tensor, owner: Tensor, heads: int, used: Tensor) -> Tensor:
     """`ops.attend_owned`, k and v [B,1,N,D]."""
-    owner, group = realized(owner), q.shape[1] // heads
+    group = q.shape[1] // heads
     return _flex(q, k, v, used, lambda b, h, i, slot: (owner[b, slot] == i // group) & (slot < used[b]))
 
 
