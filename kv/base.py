@@ -37,7 +37,7 @@ The laws, for every registered method: tests/test_contract.py (13: test_speculat
 12. A row restored from its `state` continues as the row did, in any row of any batch.
 13. If `rewinds`, moving `pos` back takes tokens back: once `insert` has overwritten them, the row equals one that never
     held them. Such a method can draft (kv/parts/speculation.py); the output is the full cache's.
-14. Ranks that share a model give the output of one process (but for omnikv, which chooses per rank, as its paper does).
+14. Ranks that share a model give the output of one process; omnikv and heads=adaptive choose per rank.
 15. The kernels that Inductor generates for a GPU, run in Triton's interpreter, give the eager step.
 """
 
@@ -146,6 +146,10 @@ class KV(Buffers, ABC):
         self.append(row, k, v, pos)
         held = self.held(row, pos + k.shape[2])
         return attention.suffix_attention(q, held.k[None], held.v[None])
+
+    def follow(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> None:
+        """`extend` without the attention, if another cache holds all N tokens: k and v [1,Hk,N,D], q [1,Hq,N-pos,D]."""
+        self.append(row, k[:, :, pos:], v[:, :, pos:], pos)
 
     # Slots
 

@@ -157,7 +157,7 @@ class MultiTurn(RocketKV):
         self.hold("history_buffer", self.history.buffer)
         self.allocate_state("prompt")  # tokens of each row's prompt, [B]
         self.allocate("position", shape.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # a later turn keeps more
-        self.turn, self.room = 0, self.kept  # tokens of the text that is stored, and how many then stay
+        self.room = self.kept  # how many tokens stay of the text that is stored
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
@@ -194,7 +194,7 @@ class MultiTurn(RocketKV):
 
         `later` tokens come after the prompt; n1 has a slot for each of them.
         """
-        self.turn, self.room = q.shape[2], super().kept_of(k.shape[2] - later) + later
+        self.room = super().kept_of(k.shape[2] - later) + later
         super().keep(row, q, k, v)
         self.rows[row] -= later  # as `slots_to_read` adds them
 
@@ -202,7 +202,7 @@ class MultiTurn(RocketKV):
         return self.room
 
     def window_of(self, prompt: int) -> int:
-        return min(self.window, self.room // 2, self.turn)
+        return min(self.window, self.room // 2)
 
     def held(self, row: int, length: int) -> Held:
         self.join(row, length)
@@ -262,7 +262,11 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
         kernels = self.kernels(shape)
         return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)
 
-    def layer(self, layer: int, *args) -> KV:
+    def layer(self, layer: int, shape: Shape, *args) -> KV:
         if self.offload and not self.turns:
             raise ValueError("rocketkv keeps nothing to offload without turns=true")
-        return MultiTurn(layer, self.offload, *args) if self.turns else super().layer(layer, *args)
+        if self.offload and shape.rewind:
+            raise ValueError("speculation keeps every token on the device: leave out offload")
+        if self.turns and not shape.rewind:  # a draft chooses from the full cache
+            return MultiTurn(layer, self.offload, shape, *args)
+        return super().layer(layer, shape, *args)

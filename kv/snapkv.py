@@ -2,7 +2,7 @@
 
 The attention of the last `window` queries, summed over them and max-pooled along the prompt, selects the tokens to
 keep besides the window itself. Every generated token is kept too. Memory and traffic: the budget and the generated
-tokens.
+tokens. heads=adaptive shares a layer's budget among its heads (kv/parts/adaptive.py).
 
 - snapkv (Li et al., arXiv 2404.14469): the query heads of a group share `budget` tokens. With gqa=false, as in the
   paper's first code, which repeats K and V, each query head keeps its own budget / G tokens: a G-th of the choice for

@@ -21,6 +21,7 @@ DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "full:bits": ("full", {"bits": 4}),
     "rocketkv": ("rocketkv", {"window": 8, "kernel": 5}),
     "rocketkv:bits": ("rocketkv", {"window": 8, "kernel": 5, "bits": 8}),
+    "snapkv:adaptive": ("snapkv", {"window": 8, "heads": "adaptive"}),
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
     "infllm": ("infllm", {"block": 6}),
     "omnikv:threads": ("omnikv", {"offload": True, "engine": "threads", "threads": 2, "delta": True}),
@@ -95,6 +96,27 @@ def test_the_tokens_are_the_full_caches(checkpoint, eos, expected, name, budget)
         how = {"stepwise": True} if case == "stepwise" else SAMPLINGS[case]
         assert answers(engine, **how) == expected[case], how
         assert engine.stats.fed <= engine.stats.decoded <= engine.stats.fed * (ROUND + 1)
+
+
+@pytest.mark.parametrize("name", ("snapkv", "rocketkv", "keydiff"))
+def test_a_draft_keeps_after_a_question_what_it_would_keep_of_one_prompt(name):
+    shape, texts = replace(make_shape("gqa", 1, n_layer=1), rewind=2), []
+    for heads in (shape.n_head, *[shape.n_kv_head] * 2):
+        texts.append(torch.randn(1, heads, 69, shape.head_dim, generator=torch.Generator().manual_seed(heads)))
+    held = []
+    for first in (60, 69):
+        (layer,) = kv.build(name, shape, 24, {"window": 8})
+        layer.prefill(0, *(x[:, :, :first] for x in texts))
+        if first < 69:
+            layer.extend(0, *(x[:, :, first:] for x in texts), first)
+        held.append(layer.draft.held(0, 69))
+    assert all(torch.equal(*pair) for pair in zip(*held, strict=True)) and held[0].k.shape[1] < 60
+    assert layer.draft.filled(0, 69) == held[0].k.shape[1]
+
+
+def test_a_history_on_the_host_is_refused():
+    with pytest.raises(ValueError, match="leave out offload"):
+        kv.build("rocketkv", replace(make_shape(), rewind=2), 24, {"turns": True, "offload": True})
 
 
 def test_methods_that_cannot_take_tokens_back_are_refused():

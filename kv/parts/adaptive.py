@@ -58,6 +58,7 @@ class Adaptive:
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         super().hold_best(row, head, index, tokens, end)
+        self.disown(row)
         self.owner[row, :, : index.shape[1]] = head
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:

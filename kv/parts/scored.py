@@ -100,6 +100,8 @@ class Scored(KV):
         """
         index, prompt = torch.arange(k.shape[2], device=k.device), prompt or end
         self.row, self.end, self.latest, kept = row, end, self.window_of(prompt), self.kept_of(prompt)
+        if q is not None:
+            self.latest = min(self.latest, q.shape[2])  # of a short text
         if len(index) <= kept:
             return self.each_head(index)
         always = (index < self.sinks) | (index >= len(index) - self.latest)
@@ -171,6 +173,10 @@ class Scored(KV):
         else:
             self.keep_best(row, held, end)
         return y
+
+    def follow(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> None:
+        """Chooses again among all tokens, by the new queries."""
+        self.keep(row, q, k, v)
 
     # A step
 

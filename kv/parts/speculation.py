@@ -3,7 +3,8 @@
 Each layer owns the full cache and a draft: the KV module of any method that can take tokens back (`KV.rewinds`). A
 decode step of one token per row is the draft's. A step of several tokens verifies: each attends to the full cache and
 to the tokens before it, and all replace what the draft stored at their positions, so a draft's errors end with the
-round. Tokens that are rejected need no undoing: moving `pos` back takes them away.
+round. Tokens that are rejected need no undoing: moving `pos` back takes them away. A draft that ranks a prompt's tokens
+ranks all tokens again after a question: the full cache still has them.
 
 Memory: the full cache and the draft. A draft that holds every token as the full cache does (`KV.holds_all`) reads the
 full cache's K and V, and adds only what it chooses by.
@@ -49,7 +50,11 @@ class Speculation(KV):
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = self.full.extend(row, q, k, v, pos)
-        self.draft.append(row, k, v, pos)
+        if self.draft.holds_all:
+            self.draft.append(row, k, v, pos)
+        else:
+            held = self.full.held(row, pos + k.shape[2])
+            self.draft.follow(row, q, held.k[None], held.v[None], pos)
         return y
 
     def finish(self, row: int) -> None:
