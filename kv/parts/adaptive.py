@@ -1,10 +1,11 @@
 """heads=adaptive: the KV heads of a layer share its budget by their scores (Ada-KV, Feng et al., arXiv 2407.11550).
 
-With H heads and a budget of n tokens each, every head keeps its best alpha n tokens, and the rest of the layer's H n
-go to the highest scores of all heads. Storage is what H equal heads have: of each row H n cells, which a head's tokens
-fill one after another, then H for each generated token. A step reads all cells once, for the queries of all heads, and
-masks those that are another head's: no byte is read that holds no token, and products are H times as many, which are
-few beside the bytes on a GPU. Processes that share a model divide what their own heads have.
+Where H equal heads would keep n tokens each, every head keeps its best alpha n tokens, and the rest of the layer's H n
+go to the highest scores of all heads. Memory: that of equal heads. A row has H n cells, in which the tokens of one head
+follow those of another, and then H cells for each generated token. Traffic: that of equal heads. A step reads the cells
+once for the queries of all heads, and each query masks the cells of other heads. That takes H times the products of
+equal heads: few beside the bytes on a GPU, but on a CPU attention takes up to 5 times as long. Processes that share a
+model share out the budget of their own heads.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from kv.parts import attention, ops
 
 
 class Adaptive:
-    """Before a class that stands on `Scored` (kv/parts/scored.py), lets its heads keep different numbers of tokens.
+    """Put before a class that stands on `Scored` (kv/parts/scored.py): its heads keep different numbers of tokens.
 
-    Slot s of head h is cell s H + h of a row: k, v [B,H,S,D] and `position` lie in memory as cells do, [B,S,H,...].
+    Slot s of head h is cell s H + h of a row. k and v [B,H,S,D] and owner [B,H,S] are views of memory in the order of
+    cells, [B,S,H,...].
     """
 
     more_bytes = 1  # the owner
