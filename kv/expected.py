@@ -3,9 +3,9 @@ arXiv 2510.00636).
 
 The queries of a head before RoPE are taken as normally distributed, with the prompt's mean mu and covariance C. RoPE
 turns both by the mean rotation of the next `future` positions. A query then attends to key k in proportion to
-exp(mu . k / sqrt D + k' C k / 2 D) in the mean. A token's score is this attention, the mean over the group, plus
-epsilon, times the norm of its value. The sinks are kept, and count in none of these. Memory and traffic: the budget and
-the generated tokens.
+exp(mu . k / sqrt D + k' C k / 2 D) in the mean. A token's score is this attention, the mean over the group, times the
+norm of its value. The sinks are kept, and count in none of these. Memory and traffic: the budget and the generated
+tokens.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from kv.parts.scored import Scored, ScoredMethod
 
 
 class Expected(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, future: int, epsilon: float):
+    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, future: int):
         super().__init__(shape, kept, window, sinks, every=every, queries=every)
-        self.future, self.epsilon = future, epsilon
+        self.future = future
         self.hold("rope_speed", ops.rope_speed(shape))
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Expected(Scored):
             covariance = ops.rotate(ops.rotate(covariance, cos, sin).mT, cos, sin)
             keys, d = keys[self.sinks :], k.shape[3]
             logits = (mean @ keys.mT)[:, 0] * d**-0.5 + (keys @ covariance * keys).sum(2) / (2 * d)  # [G,T']
-            scores.append((logits.softmax(1).mean(0) + self.epsilon) * values[self.sinks :].norm(dim=1))
+            scores.append(logits.softmax(1).mean(0) * values[self.sinks :].norm(dim=1))
         return F.pad(torch.stack(scores), (self.sinks, 0))
 
 
@@ -49,4 +49,3 @@ class ExpectedMethod(ScoredMethod):
     layer = Expected
     window: int = option(0, "newest prompt tokens that are always kept", min=0)
     future: int = option(512, "positions after the prompt whose queries are expected", min=1)
-    epsilon: float = option(0.0, "added to the expected attention: a token of a large value stays", min=0)

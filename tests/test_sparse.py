@@ -58,7 +58,6 @@ CASES = {  # method: options, and budgets that make the choice hard
     "expected": [
         ({"future": 20}, (24, 60)),
         ({"sinks": 0, "window": 5}, (24,)),
-        ({"future": 20, "epsilon": 0.02}, (24,)),
         ({"future": 20, "heads": "adaptive"}, (24,)),
     ],
     "rkv": [({}, (24, 60)), ({"weight": 0.8, "kernel": 5, "window": 6}, (10, 24)), ({"heads": "adaptive"}, (24, 60))],

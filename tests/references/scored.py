@@ -82,13 +82,13 @@ class SlowExpected(SlowScored):
     """Expected Attention: the expected attention weight of a token, for queries of a normal distribution, times |v|.
 
     The score is the softmax of mu . k / sqrt(D) + k' C k / (2 D) over the tokens after the sinks, its mean over the
-    query heads of the group, plus epsilon, times the L2 norm of v. mu and C are the mean and the population covariance
-    of the query head's prompt queries before RoPE, without the sinks', turned by the mean of the rotations of the next
-    `future` positions. The choice from held tokens reads the text's last `every` queries in place of the prompt's; they
-    have their positions in the text, as have the next ones.
+    query heads of the group, times the L2 norm of v. mu and C are the mean and the population covariance of the query
+    head's prompt queries before RoPE, without the sinks', turned by the mean of the rotations of the next `future`
+    positions. The choice from held tokens reads the text's last `every` queries in place of the prompt's; they have
+    their positions in the text, as have the next ones.
     """
 
-    defaults = {"future": 512, "epsilon": 0.0, "sinks": 4, "window": 0, **SlowCompressing.defaults}
+    defaults = {"future": 512, "sinks": 4, "window": 0, **SlowCompressing.defaults}
 
     def observed(self, held: int) -> int:
         return self.option["every"]
@@ -127,7 +127,7 @@ class SlowExpected(SlowScored):
             for i, key in enumerate(keys):
                 logits[i] = (mu * key).sum() / math.sqrt(dim) + (key @ covariance * key).sum() / (2 * dim)
             expected[sinks:] += softmax(logits[sinks:]) / q.shape[0]
-        return (expected + self.option["epsilon"]) * norm(values)
+        return expected * norm(values)
 
 
 class SlowLagKV(SlowScored):
