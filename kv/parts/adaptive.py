@@ -4,7 +4,7 @@ Where H equal heads would keep n tokens each, every head keeps its best alpha n 
 go to the highest scores of all heads. Memory: that of equal heads. A row has H n cells, in which the tokens of one head
 follow those of another, and then H cells for each generated token. Traffic: that of equal heads. A step reads the cells
 once for the queries of all heads, and each query masks the cells of other heads. That takes H times the products of
-equal heads: few beside the bytes on a GPU, but on a CPU attention takes up to 5 times as long. Processes that share a
+equal heads: few beside the bytes on a GPU, but on a CPU attention takes several times as long. Processes that share a
 model share out the budget of their own heads.
 """
 
