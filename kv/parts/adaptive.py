@@ -100,7 +100,7 @@ class HeadBudgets(Method):
     heads: Literal["equal", "adaptive"] = option(
         "equal", "adaptive: the KV heads of a layer share its budget by their scores (Ada-KV)"
     )
-    alpha: float = option(0.2, "of its budget, what each head has at least with heads=adaptive", min=0, max=1)
+    alpha: float = option(0.2, "with heads=adaptive, what each head has at least, of an equal budget", min=0, max=1)
 
     def layer_type(self, layer: type) -> type | partial:
         """`layer`, or one that stores the tokens of adaptive heads."""
