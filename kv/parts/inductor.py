@@ -216,9 +216,11 @@ def best(rank: Tensor, k: int, sorted: bool) -> Tensor:
 
 def ranked(rank: Tensor, k: int) -> Tensor:
     """`best`, in order: each of N integers is compared with all."""
-    rank, index = realized(rank), torch.arange(rank.shape[-1], device=rank.device, dtype=torch.int32)
+    rank = realized(rank)
     place = (rank[..., None, :] > rank[..., None]).sum(-1, dtype=torch.int32)
-    return torch.where(place[..., None, :] == index[:k, None], index, 0).sum(-1)
+    place = place.clamp(max=k).long()  # place k is for all that are left over
+    index = torch.arange(rank.shape[-1], device=rank.device).expand_as(place)
+    return place.new_empty(*place.shape[:-1], k + 1).scatter(-1, place, index)[..., :k]
 
 
 # Attention
