@@ -147,10 +147,6 @@ class KV(Buffers, ABC):
         held = self.held(row, pos + k.shape[2])
         return attention.suffix_attention(q, held.k[None], held.v[None])
 
-    def follow(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> None:
-        """`extend` without the attention, if another cache holds all N tokens: k and v [1,Hk,N,D], q [1,Hq,N-pos,D]."""
-        self.append(row, k[:, :, pos:], v[:, :, pos:], pos)
-
     # Slots
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:

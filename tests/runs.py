@@ -74,6 +74,26 @@ class Run:
             pool.close()
 
 
+def answer(layer: kv.KV, texts: list, prompt: int, questions: tuple[int, ...] = ()) -> torch.Tensor:
+    """Feeds one layer q [Hq,N,D], k and v [Hk,N,D]: a prompt, texts of so many tokens, then single tokens.
+
+    Returns what follows the prompt: [Hq,N-prompt,D].
+    """
+    layer.reset(0)
+    layer.prefill(0, *(x[None, :, :prompt] for x in texts))
+    pos, found = prompt, []
+    for n in (*questions, *[1] * (texts[0].shape[1] - prompt - sum(questions))):
+        inputs = [x[None, :, pos : pos + n] for x in texts]
+        if n > 1:
+            found.append(layer.extend(0, *inputs, pos)[0])
+        else:
+            layer.make_room(0, pos)
+            layer.before_step(pos + 1, pos + 1 - prompt)
+            found.append(layer.decode(*inputs, torch.tensor([pos]), torch.tensor([True]))[0])
+        pos += n
+    return torch.cat(found, dim=1)
+
+
 def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list:
     """Per layer q [batch,Hq,n,D], k and v [batch,Hk,n,D]."""
     heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)

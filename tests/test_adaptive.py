@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
-from runs import make_shape
+from runs import answer, make_shape
 
 import kv
 
@@ -27,17 +27,8 @@ def test_texts_and_steps_after_the_prompt_attend_to_what_each_head_keeps(name):
         k[0] *= 3  # this head attends to few tokens
         slow, texts = (SCORED | SLOW)[name](shape, BUDGET, heads="adaptive", **options), (7, 1, 1, 3)
         expected = slow.run(q, k, v, prompt, texts)
-        layer.reset(0)
-        layer.prefill(0, *(x[None, :, :prompt] for x in (q, k, v)))
-        pos, found = prompt, []
-        for n in (*texts, *[1] * (NEW - sum(texts))):
-            inputs = [x[None, :, pos : pos + n] for x in (q, k, v)]
-            layer.before_step(pos + 1, pos + 1 - prompt)
-            step = (torch.tensor([pos]), torch.tensor([True]))
-            found.append(layer.extend(0, *inputs, pos)[0] if n > 1 else layer.decode(*inputs, *step)[0])
-            pos += n
-        assert (torch.cat(found, dim=1) - expected).abs().max() < 1e-5
-        held = [[i for i in head if i >= 0] for head in layer.held(0, pos).position.tolist()]
+        assert (answer(layer, [q, k, v], prompt, texts) - expected).abs().max() < 1e-5
+        held = [[i for i in head if i >= 0] for head in layer.held(0, prompt + NEW).position.tolist()]
         assert held == slow.stored
         sizes = [len(head) for head in held]
         assert sum(sizes) == shape.n_kv_head * (min(prompt, BUDGET) + NEW)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
-from runs import make_shape
+from runs import answer, make_shape
 
 import kv
 
@@ -36,20 +36,8 @@ def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
         q, k, v = (torch.randn(h, prompt + NEW, shape.head_dim, generator=generator) for h in heads)
         slow = (SCORED | SLOW)[name](shape, BUDGET, **options)
         expected = slow.run(q, k, v, prompt, texts)
-        layer.reset(0)
-        layer.prefill(0, *(x[None, :, :prompt] for x in (q, k, v)))
-        pos, found = prompt, []
-        for n in (*texts, *[1] * (NEW - sum(texts))):
-            inputs = [x[None, :, pos : pos + n] for x in (q, k, v)]
-            if n > 1:
-                found.append(layer.extend(0, *inputs, pos)[0])
-            else:
-                layer.make_room(0, pos)
-                layer.before_step(pos + 1, pos + 1 - prompt)
-                found.append(layer.decode(*inputs, torch.tensor([pos]), torch.tensor([True]))[0])
-            pos += n
-        assert (torch.cat(found, dim=1) - expected).abs().max() < 1e-5
-        assert layer.held(0, pos).position.tolist() == slow.stored and min(map(len, slow.compressions)) >= 2
+        assert (answer(layer, [q, k, v], prompt, texts) - expected).abs().max() < 1e-5
+        assert layer.held(0, prompt + NEW).position.tolist() == slow.stored and min(map(len, slow.compressions)) >= 2
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kv.base import Held
 from kv.method import Method, option
@@ -70,21 +70,16 @@ class Adaptive:
 
     def heads(self, row: int, length: int) -> list[Held]:
         """What each head holds of a row of `length` tokens."""
-        filled, kept = self.filled(row, length), self.rows[row]
-        generated = torch.arange(length - filled + kept, length, device=self.k.device).expand(self.k.shape[1], -1)
-        position = torch.cat([self.position[row, :, :kept], generated], dim=1)
-        k, v, position, owner = (
-            x.transpose(0, 1).flatten(0, 1)
-            for x in (self.k[row, :, :filled], self.v[row, :, :filled], position, self.owner[row, :, :filled])
-        )
+        slots = super().held(row, length)
+        owner = self.owner[row, :, : slots.k.shape[1]]
+        k, v, position, owner = (x.transpose(0, 1).flatten(0, 1) for x in (*slots, owner))
         own = [(owner == head).nonzero()[:, 0] for head in range(self.k.shape[1])]
         return [Held(k[None, cell], v[None, cell], position[None, cell]) for cell in own]
 
     def held(self, row: int, length: int) -> Held:
-        heads = self.heads(row, length)
-        more = [max(x.k.shape[1] for x in heads) - head.k.shape[1] for head in heads]
-        k, v = (torch.cat([F.pad(x[i], (0, 0, n, 0)) for x, n in zip(heads, more, strict=True)]) for i in (0, 1))
-        return Held(k, v, torch.cat([F.pad(x[2], (n, 0), value=-1) for x, n in zip(heads, more, strict=True)]))
+        k, v, position = ([x[0] for x in heads] for heads in zip(*self.heads(row, length), strict=True))
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        return Held(pad(k), pad(v), pad(position, padding_value=-1))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         self.append(row, k, v, pos)

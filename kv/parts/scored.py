@@ -174,10 +174,6 @@ class Scored(KV):
             self.keep_best(row, held, end)
         return y
 
-    def follow(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> None:
-        """Chooses again among all tokens, by the new queries."""
-        self.keep(row, q, k, v)
-
     # A step
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -253,8 +249,8 @@ class ScoredMethod(HeadBudgets):
         return self.sinks + 1
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        own = [field.name for field in fields(self) if field not in fields(HeadBudgets)]
-        options = {name: getattr(self, name) for name in own}
+        apart = {field.name for field in fields(HeadBudgets)}
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
         layer = self.layer_type(self.layer)
         return [layer(shape, budget, **options) for _ in range(shape.n_layer)]

@@ -16,6 +16,7 @@ from kv.base import KV, Views
 from kv.full import Full
 from kv.method import Shape
 from kv.parts import ops
+from kv.parts.scored import Scored
 
 
 class Speculation(KV):
@@ -50,11 +51,11 @@ class Speculation(KV):
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = self.full.extend(row, q, k, v, pos)
-        if self.draft.holds_all:
-            self.draft.append(row, k, v, pos)
-        else:
+        if isinstance(self.draft, Scored) and self.draft.slots < self.shape.planned:
             held = self.full.held(row, pos + k.shape[2])
-            self.draft.follow(row, q, held.k[None], held.v[None], pos)
+            self.draft.keep(row, q, held.k[None], held.v[None])
+        else:
+            self.draft.append(row, k, v, pos)
         return y
 
     def finish(self, row: int) -> None:
