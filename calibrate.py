@@ -152,7 +152,7 @@ def replay(engine: Engine, ids: list[int], probes: list[Probe], filters: tuple[i
         return probe.output(weight).flatten(0, 1)[None].to(q.dtype)
 
     at = probes[0].at
-    cos, sin = model.cos_sin(at[None], model.rope_speed)
+    cos, sin = model.cos_sin(at[None], model.inv_freq)
     x = model.tok_embeddings(torch.tensor(ids, device=at.device)[None, at])
     for layer, block in enumerate(model.layers):
         block.prefill(x, cos, sin, partial(attend, layer))

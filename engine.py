@@ -5,12 +5,13 @@
 3. `Row`, `Request`, `Launched`: a sequence in the caches, an answer while it is decoded, a step with unread tokens.
 4. `Engine`: its calls, then what they do: check, allocate caches, prefill rows, and schedule, launch and read steps.
 
-Prompts of different lengths share a batch: each row has its own length, and a finished row takes the next prompt. What
-the device knows of a row (`RowState`, and each layer's KV module) is true of all launched steps; what the host knows
-(`Row`, `Request`) is true of the steps whose tokens it has read. On a CPU the two agree between steps. On CUDA the step
-is one graph and the host reads its tokens one step late, so that the device never waits. The host waits for the device
-only at a prompt or question, to copy its ids and to read the token that continues it (with d2o and simlayer also where
-attention decides what a layer keeps: tests/test_cuda_trace.py counts these waits), and for the previous step's tokens.
+Prompts of different lengths share a batch: each row has its own length, and a finished row takes the next prompt.
+`RowState` and the KV modules, on the device, reflect every launched step; `Row` and `Request`, on the host, those whose
+tokens the host has read. On a CPU the two agree between steps. On CUDA the step is one graph and the host reads its
+tokens one step late, so that the device never waits. The host waits for the device only at a prompt or question, to
+copy its ids and to read the token that continues it (tests/test_cuda_trace.py counts these waits), and for the previous
+step's tokens. A few methods make it wait in each layer of a prompt too, to learn how much they keep: d2o and simlayer,
+and evicting methods whose budget is a share; with `every` it waits whenever a row drops tokens.
 """
 
 import runtime.startup  # noqa: F401
@@ -149,35 +150,35 @@ def decode_step(
 
     CUDA compiles the step as a whole; a CPU compiles its parts, which are then called by `run` (cpu.Parts).
     """
-    x, cos, sin, pos, live = run(enter, state, command)
-    x = through_layers(state.model, run, x, cos, sin, pos, live)
-    return run(leave, state, x, live, variant, cut, seed)
+    x, cos, sin, pos, active = run(enter, state, command)
+    x = through_layers(state.model, run, x, cos, sin, pos, active)
+    return run(leave, state, x, active, variant, cut, seed)
 
 
 def enter(state: RowState, command: Tensor) -> tuple[Tensor, ...]:
-    """command [B] -> what the layers take: x [B,1,C], cos and sin, positions [B] and which rows are live [B].
+    """command [B] -> what the layers take: x [B,1,C], cos and sin, positions [B] and which rows are active [B].
 
     A row sleeps once it has sampled its last token, or an EOS, which is not fed.
     """
     fed = command >= 0
     ended = ~fed & (state.token[:, None] == state.eos).any(-1)
     state.token.copy_(torch.where(fed, command, state.token))
-    live = (state.left > 0) & ~ended
-    pos = torch.where(live, state.pos, (state.pos - 1).clamp(min=0))  # asleep: a position that the row holds
-    return *state.model.embed(state.token[:, None], pos), pos, live
+    active = (state.left > 0) & ~ended
+    pos = torch.where(active, state.pos, (state.pos - 1).clamp(min=0))  # asleep: a position that the row holds
+    return *state.model.embed(state.token[:, None], pos), pos, active
 
 
-def leave(state: RowState, x: Tensor, live: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+def leave(state: RowState, x: Tensor, active: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
     """x [B,1,C] -> the tokens that rows sample, and the model's logits."""
     logits, seen = state.model.logits(x[:, -1]), None
-    state.pos.add_(live)
+    state.pos.add_(active)
     if variant.startswith("penalized"):
         fed = torch.arange(logits.shape[-1], device=x.device) == state.token[:, None]
-        seen = state.seen.logical_or_(fed & live[:, None])
+        seen = state.seen.logical_or_(fed & active[:, None])
     token = sample(logits, variant, cut, seed, state.request, state.pos, seen)
-    state.left.copy_(torch.where(token == FAILED, 0, state.left - live.long()))
-    state.token.copy_(torch.where(live & (token != FAILED), token, state.token))
-    return torch.where(live, token, NOTHING)[:, None], logits
+    state.left.copy_(torch.where(token == FAILED, 0, state.left - active.long()))
+    state.token.copy_(torch.where(active & (token != FAILED), token, state.token))
+    return torch.where(active, token, NOTHING)[:, None], logits
 
 
 # 3. A row and its answers
@@ -186,8 +187,8 @@ def leave(state: RowState, x: Tensor, live: Tensor, variant: str, cut: Tensor, s
 class Row:
     """One sequence in the caches of an engine, from `Engine.start` until `close`; `Engine.ask` continues it."""
 
-    def __init__(self, engine: "Engine", slot: int, tokens: list[int]):
-        self.engine, self.slot = engine, slot
+    def __init__(self, engine: "Engine", index: int, tokens: list[int]):
+        self.engine, self.index = engine, index
         self.tokens = tokens  # what the caches hold, as far as the host has read
         self.prompt_tokens = len(tokens)  # how many of them were prefilled; the caches hold max_new_tokens more
         self.pending: int | None = None  # the last token of an answer, if it is not in the caches yet
@@ -358,7 +359,7 @@ class Engine:
 
         budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
         batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
-        caches fit the first prompts, and grow by powers of two. max_new_tokens: tokens a row may hold after its prompt,
+        caches fit the first prompts, and grow to powers of two. max_new_tokens: tokens a row may hold after its prompt,
         questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
         are the full cache's. Raises ValueError with one line that says what to do.
         """
@@ -391,8 +392,9 @@ class Engine:
 
         max_new_tokens: per answer; default, as in `use`. stop: texts that end an answer and are cut off. sampling:
         temperature, top_k, top_p, min_p and repetition_penalty, see `Sampling`. on_token(index, token, text): called
-        for each token of an answer, with the text that it completes. on_answer(index, answer): called as soon as an
-        answer is complete. Raises ValueError for arguments that do not fit the model or the plan.
+        for each token of an answer, with the text that it completes, and for an EOS that completes text.
+        on_answer(index, answer): called as soon as an answer is complete. Raises ValueError for arguments that do not
+        fit the model or the plan.
         """
         ids = [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
         limit = self._begin_answers(max_new_tokens, stop, sampling)
@@ -422,8 +424,8 @@ class Engine:
         """Adds a question (text or ids) to each row and answers them all together; without questions, continues rows.
 
         Each token of a question attends to everything that its row holds. stepwise: feeds questions one token per
-        decode step instead, with the method's own attention. Other arguments and errors as in `generate`; ValueError
-        also if a row has no room for its question.
+        decode step instead, with the method's own attention, as it does questions of one token. Other arguments and
+        errors as in `generate`; ValueError also if a row has no room for its question.
         """
         if questions is None:
             questions = [[] for _ in rows]
@@ -522,7 +524,7 @@ class Engine:
         plan.check_budget(self, shape)
         plan.check_memory(self, shape)
         self.model.set_rows(shape.batch)
-        self.shape = replace(shape, rope_speed=self.model.rope_speed)
+        self.shape = replace(shape, inv_freq=self.model.inv_freq)
         self.layers = methods.build(self.method, self.shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers)
         self.state = RowState(self.model, shape.batch, self.eos)
@@ -580,7 +582,7 @@ class Engine:
             for request in running:
                 if not request.answer.finish_reason:
                     request.interrupt()
-                    self.state.left[request.row.slot] = request.to_launch
+                    self.state.left[request.row.index] = request.to_launch
         while True:
             for request in [request for request in running if request.answer.finish_reason]:
                 running.remove(request)
@@ -603,20 +605,20 @@ class Engine:
         tokens = tokens if row.pending is None else [row.pending, *tokens]
         logits, row.logits, seen = row.logits, None, None
         if self.sampling.repetition_penalty != 1:
-            self.state.set_seen(row.slot, row.tokens + tokens)
-            seen = self.state.seen[row.slot, None]
+            self.state.set_seen(row.index, row.tokens + tokens)
+            seen = self.state.seen[row.index, None]
         if len(tokens) == 1 or (tokens and request.stepwise):
             request.feed.extend(tokens)
-            self.state.set_row(row.slot, pos=len(row.tokens), request=request.index)  # `_launch` sets left
+            self.state.set_row(row.index, pos=len(row.tokens), request=request.index)  # `_launch` sets left
             return
         if tokens:
-            logits = self.model.extend(row.slot, torch.tensor(tokens, device=self.device), len(row.tokens))
+            logits = self.model.extend(row.index, torch.tensor(tokens, device=self.device), len(row.tokens))
             row.tokens += tokens
             self._forget()
         counter = torch.tensor([[request.index], [len(row.tokens)]], device=self.device)
         row.pending = int(sample(logits[None], self.sampling.variant, *self.sampling_tensors, *counter, seen))
         self.stats.count(len(tokens), time.perf_counter() - begin)
-        self.state.set_row(row.slot, max(row.pending, 0), len(row.tokens), request.to_launch - 1, request.index)
+        self.state.set_row(row.index, max(row.pending, 0), len(row.tokens), request.to_launch - 1, request.index)
         self._take(request, row.pending)
 
     def _prefill(self, prompt: list[int], new: int) -> Row:
@@ -627,8 +629,8 @@ class Engine:
             return self.progress(layers, f"prefill {len(prompt)} tokens")
 
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.slot, ids, len(prompt) + new - 1, progress)
-        self.rows[row.slot] = row
+        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress)
+        self.rows[row.index] = row
         self.stats.prefill_s += time.perf_counter() - begin
         self.stats.prefill_tokens += len(prompt)
         return row
@@ -638,8 +640,8 @@ class Engine:
         arguments.check_free(self, 1)
         row = Row(self, self.rows.index(None), tokens)
         for layer in self.layers:
-            layer.reset(row.slot)
-        self.state.set_row(row.slot)
+            layer.reset(row.index)
+        self.state.set_row(row.index)
         self._forget()
         return row
 
@@ -651,9 +653,9 @@ class Engine:
         requests, fed = [(request, *request.next_command()) for request in stepping], {}
         for request, command, counts in requests:
             if command != CONTINUE:  # this step's token is among those that the row may still sample
-                fed[request.row.slot] = command
-                self.state.left[request.row.slot] = request.to_launch + 1 if counts else 1
-        methods.make_room(self.layers, {request.row.slot: len(request.row.tokens) for request in stepping})
+                fed[request.row.index] = command
+                self.state.left[request.row.index] = request.to_launch + 1 if counts else 1
+        methods.make_room(self.layers, {request.row.index: len(request.row.tokens) for request in stepping})
         unread = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
         length = max(len(request.row.tokens) for request in running)
         new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)
@@ -685,7 +687,7 @@ class Engine:
         """Waits for a step's tokens and adds them to the rows and their answers."""
         tokens, fed, decoded = step.wait(), 0, 0
         for request, command, counts in step.requests:
-            row, gained = request.row, [t for t in tokens[request.row.slot] if t != NOTHING]
+            row, gained = request.row, [t for t in tokens[request.row.index] if t != NOTHING]
             request.coming -= counts
             if request.answer.finish_reason:  # it ended while this step was in flight
                 if gained and not self.speculate:  # which fed the answer's last token
@@ -712,19 +714,20 @@ class Engine:
         if len(row.tokens) > self.context and request.index not in self.stats.past_context:
             plan.warn_past_context(self)
             self.stats.past_context.append(request.index)
-        request.take(token, ends=token == FAILED or token in self.eos)
+        ends = token == FAILED or token in self.eos
+        request.take(token, ends)
         if token == FAILED:
             print(f"the model's logits are not finite in {self.dtype}: try another --dtype", file=sys.stderr)
             request.answer.finish_reason = "error"
-        if token == FAILED or token in self.eos:
+        if ends:
             row.pending = None  # it is not fed
         if request.answer.finish_reason:
-            self.state.left[row.slot] = 0
+            self.state.left[row.index] = 0
 
     def _free(self, row: Row) -> None:
-        if self.rows[row.slot : row.slot + 1] == [row]:
-            self.rows[row.slot] = None
-            self.state.left[row.slot] = 0
+        if self.rows[row.index : row.index + 1] == [row]:
+            self.rows[row.index] = None
+            self.state.left[row.index] = 0
 
     def _forget(self) -> None:
         """On a CPU, makes the next step check what its parts were compiled for."""

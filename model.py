@@ -145,10 +145,10 @@ class Transformer(nn.Module):
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def set_rows(self, batch: int) -> None:
-        """Gives every row RoPE speeds, which dynamic NTK adapts to the row's length."""
-        speed, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
-        speed = speed.to(self.norm.weight.device)
-        self.register_buffer("rope_speed", speed.repeat(batch, 1), persistent=False)  # [B,D/2]
+        """Gives every row RoPE frequencies, which dynamic NTK adapts to the row's length."""
+        inv_freq, self.rope_factor = rope_frequencies(self.config.rope, self.config.head_dim, 1)
+        inv_freq = inv_freq.to(self.norm.weight.device)
+        self.register_buffer("inv_freq", inv_freq.repeat(batch, 1), persistent=False)  # [B,D/2]
 
     def set_kv(self, modules: list[nn.Module]) -> None:
         """Gives every layer its KV module."""
@@ -159,11 +159,11 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A step's tokens [B,n], the first at positions pos [B] -> x [B,n,C], and cos and sin [B,1,n,D/2]"""
-        return self.tok_embeddings(tokens), *self.cos_sin(following(pos, tokens.shape[1]), self.rope_speed)
+        return self.tok_embeddings(tokens), *self.cos_sin(following(pos, tokens.shape[1]), self.inv_freq)
 
-    def cos_sin(self, pos: Tensor, speed: Tensor) -> tuple[Tensor, Tensor]:
-        """pos [B,T], speed [B,D/2] -> cos and sin, [B,1,T,D/2] fp32"""
-        angle = pos[:, None, :, None].float() * speed[:, None, None, :]
+    def cos_sin(self, pos: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+        """pos [B,T], inv_freq [B,D/2] -> cos and sin, [B,1,T,D/2] fp32"""
+        angle = pos[:, None, :, None].float() * inv_freq[:, None, None, :]
         return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
 
     def logits(self, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         keys cannot change their base. progress: wraps the layers, as tqdm does.
         """
         length = max(tokens.numel(), min(length, self.config.max_length))
-        self.rope_speed[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
+        self.inv_freq[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
         logits = self._run(row, tokens, 0, lambda cache: partial(cache.prefill, row), progress(self.layers))
         for layer in self.layers:
             layer.attention.kv.finish(row)
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
 
     def _run(self, row: int, tokens: Tensor, pos: int, attend: Callable, layers: Iterable[Block]) -> Tensor:
         at = torch.arange(pos, pos + tokens.numel(), device=tokens.device)
-        cos, sin = self.cos_sin(at[None], self.rope_speed[row, None])
+        cos, sin = self.cos_sin(at[None], self.inv_freq[row, None])
         x = self.tok_embeddings(tokens[None])
         for layer in layers:
             layer.prefill(x, cos, sin, attend(layer.attention.kv))
@@ -207,9 +207,9 @@ def direct(part: Callable, *inputs):
 
 
 def through_layers(
-    model: Transformer, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, live: Tensor
+    model: Transformer, run: Callable, x: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, active: Tensor
 ) -> Tensor:
     """A step's tokens x [B,n,C] through all layers, each called by `run`; arguments as in `Block.forward`."""
     for layer in model.layers:
-        x = run(Block.forward, layer, x, cos, sin, pos, live)
+        x = run(Block.forward, layer, x, cos, sin, pos, active)
     return x

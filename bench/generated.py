@@ -168,7 +168,7 @@ def build(
                     module.reordered(module.orders()[0])
         parallel.connect(model, shape.ranks)
         model.set_rows(shape.batch)
-        layers = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)
+        layers = kv.build(method, replace(shape, inv_freq=model.inv_freq), budget, options)
         model.set_kv(layers)
         state = RowState(model, shape.batch, [2])
     for layer in layers:

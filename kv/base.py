@@ -1,19 +1,21 @@
 """The contract between the model and a KV cache method.
 
 Every layer of the model owns one `KV` module. The model passes it q, k and v and receives the attention output; the
-method alone decides what it stores, evicts, quantizes or moves. A method implements `keep`, which stores a prompt, and
-`decode`, which runs one step, or stands on a base in kv/parts that does (`Scored`, `Evicting`: the README shows both);
-the base attends to the prompt, allocates and narrows slots, resets rows, counts bytes. A `Method` (kv/method.py) has
-the options, and its `build(shape, budget)` makes the KV of all layers at once, so layers can share buffers.
+method alone decides what it stores, evicts, quantizes or moves. A method implements `keep`, which stores a prompt,
+`decode`, which runs one step, and `append` and `held`, by which a text extends a row; or it stands on a base in
+kv/parts that does (`Scored`, `Evicting`: the README shows both). `KV` attends to the prompt, allocates and narrows
+slots, resets rows, counts bytes. A `Method` (kv/method.py) has the options, and its `build(shape, budget)` makes the KV
+of all layers at once, so layers can share buffers.
 
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer holds one sequence and has its own length. Keys arrive with RoPE applied and are stored so.
 
 The life of a row: `prefill(row)`, which attends and calls `keep`; `finish(row)` after the last layer's prefill;
 `decode` once per token, `extend` for several tokens at once; `reset(row)`. Decode steps are compiled with static shapes
-(`fullgraph=True`, a CUDA graph on GPUs): sizes are fixed when the method is built; whatever varies is a tensor or a
-mask. `decode` therefore has no `.item()` and no data-dependent shape, and writes only in place, to registered buffers.
-On a CPU each layer is compiled separately: an attribute set in `decode` is lost, even before the next layer runs.
+(`fullgraph=True`, a CUDA graph on GPUs; on a CPU the slots that are read may grow): sizes are fixed when the method is
+built; whatever varies is a tensor or a mask. `decode` therefore has no `.item()` and no data-dependent shape, and
+writes only in place, to registered buffers. On a CPU each layer is compiled separately: an attribute set in `decode` is
+lost, even before the next layer runs.
 
 Where several processes share a model, each builds layers for its own KV heads. A method that compares heads, as a mean
 over all of them does, asks the others: `shape.ranks.sum(x)` and `shape.ranks.gather(x)` (kv/parts/ranks.py).
@@ -76,7 +78,7 @@ class KV(Buffers, ABC):
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
     extends_alike = True  # a row holds after `extend` what it would after as many steps
-    reads_all = True  # every step attends to all that the row holds
+    attends_to_all = True  # every step attends to all that the row holds
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
     rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
     statistics: tuple[str, ...] = ()  # of a prompt's attention: `attend_prompt` returns them, `keep` takes them
@@ -88,7 +90,7 @@ class KV(Buffers, ABC):
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
-        # Buffers that `views` trims, by name: the dimension of a row's part along which slots lie, and slots per entry.
+        # Buffers of which only the filled part is saved: name -> (dimension of slots in a row's part, slots per entry).
         self.contents: dict[str, tuple[int, int]] = {}
 
     # What a method implements

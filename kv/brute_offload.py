@@ -34,7 +34,7 @@ class Ahead(Full):
 class Loaded(Parts):
     """A layer whose prompt is on the host and is loaded whole; generated tokens stay on the device."""
 
-    reads_all = True
+    attends_to_all = True
 
     def __init__(self, shape: Shape, pool: ThreadedPool):
         super().__init__(shape, chosen=0)

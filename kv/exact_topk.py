@@ -19,7 +19,7 @@ from kv.parts import inductor, ops
 class ExactTopK(Full):
     def __init__(self, shape: Shape, budget: int, shared: bool):
         super().__init__(shape)
-        self.reads_all, self.recent, self.shared = False, 0, shared
+        self.attends_to_all, self.recent, self.shared = False, 0, shared
         self.budget = min(budget, self.size)
         self.allocate_size("count", self.budget)
         self.min_slots = inductor.min_scores(self.size, self.budget, shape.device)

@@ -23,16 +23,17 @@ class Expected(Scored):
     def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, future: int):
         super().__init__(shape, kept, window, sinks, every=every, queries=every)
         self.future = future
-        self.hold("rope_speed", ops.rope_speed(shape))
+        self.hold("inv_freq", ops.inv_freq(shape))
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        speed, end = self.rope_speed[self.row, None], self.end
+        inv_freq, end = self.inv_freq[self.row, None], self.end
         position = torch.arange(max(self.sinks, end - q.shape[2]), end, device=k.device)  # of the queries
-        angle = torch.arange(end, end + self.future, device=k.device)[:, None] * speed
+        angle = torch.arange(end, end + self.future, device=k.device)[:, None] * inv_freq
         cos, sin = angle.cos().mean(0), angle.sin().mean(0)  # of the mean rotation, [D/2]
         scores = []
         for group, keys, values in zip(q[0].unflatten(0, (len(k[0]), -1)), k[0].float(), v[0].float(), strict=True):
-            plain = ops.turn(group[None, :, -len(position) :].float(), -position[None, None], speed)[0]  # [G,n,D]
+            recent = group[None, :, -len(position) :].float()
+            plain = ops.rerotate(recent, -position[None, None], inv_freq)[0]  # without RoPE, [G,n,D]
             mean = plain.mean(1, keepdim=True)  # [G,1,D]
             covariance = (plain - mean).mT @ (plain - mean) / len(position)  # [G,D,D]
             mean = ops.rotate(mean, cos, sin)

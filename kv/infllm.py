@@ -35,7 +35,7 @@ class InfLLM(Fetched):
         self.allocate_size("chosen", budget, lambda t: options.blocks(shape, t)[0])  # how many blocks to fetch
         self.block, self.reps, self.blocks, self.joint = block, options.reps, blocks, options.joint
         if self.joint:
-            self.hold("rope_speed", ops.rope_speed(shape))
+            self.hold("inv_freq", ops.inv_freq(shape))
         size = (shape.n_kv_head, blocks, shape.head_dim)
         self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
 
@@ -69,7 +69,7 @@ class InfLLM(Fetched):
             chosen = middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2]))[None]  # [1,blocks,reps,D]
             if self.joint:
                 position = torch.arange(blocks, device=k.device)[:, None] * self.block + first + best
-                chosen = ops.turn(chosen, -position[None], self.rope_speed[row, None])  # to position 0
+                chosen = ops.rerotate(chosen, -position[None], self.inv_freq[row, None])  # to position 0
             sums.append(chosen[0].sum(1))
         return torch.stack(sums)
 
@@ -100,7 +100,7 @@ class InfLLM(Fetched):
         """The best blocks, [B,Hk,count], padded with -1 in rows that have fewer."""
         q = q.float()
         if self.joint:
-            q = ops.turn(q, (self.local - pos)[:, None, None], self.rope_speed)
+            q = ops.rerotate(q, (self.local - pos)[:, None, None], self.inv_freq)
         query = ops.grouped(q, self.shape.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
         scores = ops.dots(query, self.representative_sums)[:, :, 0]  # [B,Hk,blocks]
         if self.joint:

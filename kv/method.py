@@ -47,7 +47,7 @@ class Shape:
     share: Share | None = None  # of a row's prompt, its budget; None: all rows have the same
     rewind: int = 0  # how many of its newest tokens a row may give back
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
-    rope_speed: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
+    inv_freq: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
 
     @property
     def planned(self) -> int:

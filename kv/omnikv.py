@@ -137,7 +137,7 @@ class Sparse(Full):
         super().__init__(shape)
         self.chunks, self.most = chooser.chunks, chooser.most
         self.exact_prompt = self.chunks is None
-        self.recent, self.reads_all = 1, False
+        self.recent, self.attends_to_all = 1, False
         self.hold("index", chooser.index)
         self.hold("prompt", chooser.prompt)
         self.read_new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read

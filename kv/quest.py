@@ -20,7 +20,7 @@ from kv.parts import inductor, ops
 class Quest(Full):
     def __init__(self, shape: Shape, budget: int, options: "QuestMethod"):
         super().__init__(shape)
-        self.reads_all, self.recent = False, 1
+        self.attends_to_all, self.recent = False, 1
         self.page = page = options.page_of(shape, budget)
         count = -(-self.size // page)
 

@@ -2,9 +2,9 @@
 
 A token's score is weight x importance - (1 - weight) x redundancy. Importance: the attention of the last `window`
 queries, by the highest logit of a group, the mean over these queries, max-pooled over `kernel` tokens. Redundancy: the
-mean cosine between the token's key and all others, as a softmax over the tokens; for each token the newest one that is
-more similar than 0.5 does not count, so that of similar tokens the newest stays. Memory and traffic: the budget and the
-generated tokens. Prefill compares every key with every other, a block at a time.
+mean cosine between the token's key and all others, as a softmax over the tokens; each token ignores the newest one
+whose cosine with it is above 0.5, so that of similar tokens the newest counts as least redundant. Memory and traffic:
+the budget and the generated tokens. Prefill compares every key with every other, a block at a time.
 """
 
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ class Split:
     how: str | None  # the option `split`; None: stage 2 alone
 
     def slots(self, prompt: int) -> int:
-        """n1 for a prompt of `prompt` tokens: S / c**power, of which S - prompt are for generated tokens."""
+        """n1 for a prompt of `prompt` tokens: S / c**power, and at least twice the tokens that may be generated."""
         planned, new = prompt + self.shape.max_new_tokens, self.shape.max_new_tokens
         c = self.compression(prompt)
         return max(math.floor(planned / c ** self.power(c) + 0.5), min(2 * new, planned))
@@ -85,7 +85,7 @@ class RocketKV(SnapKV):
     def __init__(self, shape: Shape, split: Split, bits: int, newest: bool, window: int, kernels: Kernels):
         super().__init__(shape, partial(split.kept, window=window), kernels, bits=bits)
         self.page, self.channels = split.sizes()
-        self.newest, self.recent, self.reads_all = newest, int(newest), False
+        self.newest, self.recent, self.attends_to_all = newest, int(newest), False
         self.holds_all = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
 
@@ -231,16 +231,19 @@ class HybridMethod(Method):
         """SnapKV's window and kernels; without stage 1 a row keeps every token, and neither matters."""
         return 1, Kernels(1)
 
+    def divided(self, shape: Shape, budget: int) -> Split:
+        return Split(shape, min(budget, shape.planned), self.split)
+
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        page, channels = Split(shape, min(budget, shape.planned), self.split).sizes()
+        page, channels = self.divided(shape, budget).sizes()
         return {} if shape.share else {"page": page, "channels": channels}
 
     def works(self, shape: Shape, budget: int) -> bool:
-        return Split(shape, min(budget, shape.planned), self.split).sizes()[0] <= 5
+        return self.divided(shape, budget).sizes()[0] <= 5
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        skip, split = self.skipped(shape), Split(shape, min(budget, shape.planned), self.split)
-        sizes = shape, split, self.bits, self.newest, *self.stage1(shape)
+        skip = self.skipped(shape)
+        sizes = shape, self.divided(shape, budget), self.bits, self.newest, *self.stage1(shape)
         return [self.layer(i, *sizes) if i >= skip else full_layer(shape, self.bits) for i in range(shape.n_layer)]
 
     def layer(self, layer: int, *args) -> KV:
@@ -250,11 +253,9 @@ class HybridMethod(Method):
 @dataclass(frozen=True)
 class RocketKVMethod(HybridMethod, PoolingMethod):
     help = "evicts at the prompt, then selects pages at every step"
-    fewest = 8
     split: Literal["adaptive", "even"] = option(
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"
     )
-
     turns: bool = option(False, "every token stays, and each question of several tokens chooses anew among them")
     offload: bool = option(False, "with turns: what is not chosen lives on the host")
 

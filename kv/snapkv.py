@@ -94,7 +94,7 @@ class WindowMethod(Method):
 
 
 @dataclass(frozen=True)
-class DeductMethod(HeadBudgets, WindowMethod):
+class SnapKVBase(HeadBudgets, WindowMethod):
     """Builds SnapKV layers; the budget may include the generated tokens."""
 
     deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
@@ -123,7 +123,7 @@ class DeductMethod(HeadBudgets, WindowMethod):
 
 
 @dataclass(frozen=True)
-class SnapKVMethod(DeductMethod):
+class SnapKVMethod(SnapKVBase):
     help = "what the prompt's last queries attend to"
     kernel: int = KERNEL
     gqa: bool = option(True, "the query heads of a group share their tokens; false: each keeps budget / G of its own")
@@ -150,7 +150,7 @@ class PoolingMethod(WindowMethod):
 
 
 @dataclass(frozen=True)
-class SnapKVPlusMethod(PoolingMethod, DeductMethod):
+class SnapKVPlusMethod(PoolingMethod, SnapKVBase):
     help = "snapkv shared by the heads of a group, with wide pooling"
 
 

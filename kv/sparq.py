@@ -25,7 +25,7 @@ class SparQ(Full):
         self.chosen = max(1, budget // 2)
         self.allocate_size("count", budget, lambda t: max(1, t // 2))
         self.min_slots = inductor.min_scores(self.size, self.chosen, shape.device)
-        self.reads_all, self.recent = False, self.chosen // 4
+        self.attends_to_all, self.recent = False, self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.contents["kt"] = 2, 1
         # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.

@@ -25,7 +25,7 @@ class Streaming(Full):
     def __init__(self, shape: Shape, size: int, sinks: int):
         super().__init__(shape, size, sinks)
         self.endless = not self.holds_all
-        self.hold("rope_speed", ops.rope_speed(shape))
+        self.hold("inv_freq", ops.inv_freq(shape))
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
         self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)
         self.contents["sink_keys"] = 1, 1
@@ -42,7 +42,7 @@ class Streaming(Full):
         keys = self.k[:, :, : self.sinks]
         self.sink_keys.copy_(torch.where(first, keys, self.sink_keys))
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
-        keys.copy_(torch.where(past, ops.turn(self.sink_keys, self.shift[:, None, None], self.rope_speed), keys))
+        keys.copy_(torch.where(past, ops.rerotate(self.sink_keys, self.shift[:, None, None], self.inv_freq), keys))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         if not self.sinks or pos + k.shape[2] <= self.shape.max_length:

@@ -211,12 +211,12 @@ def check_model(model: object) -> None:
         raise ValueError(f"RoPE type {kind} is not supported; known: {', '.join(ROPE_TYPES)}")
     try:
         with torch.device("cpu"):  # a caller may build a model on the meta device
-            speed, factor = rope_frequencies(rope, head_dim, model["max_length"])
-        finite = speed.isfinite().all() and math.isfinite(factor)
+            inv_freq, factor = rope_frequencies(rope, head_dim, model["max_length"])
+        finite = inv_freq.isfinite().all() and math.isfinite(factor)
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
         finite = False
     if not finite:
-        raise ValueError(f"RoPE has no finite speeds with {json.dumps(rope)[:200]}")
+        raise ValueError(f"RoPE has no finite frequencies with {json.dumps(rope)[:200]}")
 
 
 def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:

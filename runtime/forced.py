@@ -32,17 +32,17 @@ def forced_logits(
         for prompt, logits in zip(prompts, results, strict=True):
             rows.append(engine._prefill(prompt, len(logits)))
             logits[0] = rows[-1].logits
-            engine.state.set_row(rows[-1].slot, pos=len(prompt))
+            engine.state.set_row(rows[-1].index, pos=len(prompt))
         for i in range(1, new):
             ahead = i + engine.speculate
             longer = [x for x in zip(rows, continuations, results, strict=True) if i < len(x[1])]
             for row, _, _ in longer:
-                engine.state.left[row.slot] = 1
-            fed = {row.slot: ids[i - 1] for row, ids, _ in longer}
-            methods.make_room(engine.layers, {row.slot: len(row.tokens) + i - 1 for row, _, _ in longer})
+                engine.state.left[row.index] = 1
+            fed = {row.index: ids[i - 1] for row, ids, _ in longer}
+            methods.make_room(engine.layers, {row.index: len(row.tokens) + i - 1 for row, _, _ in longer})
             logits = engine._step(fed, longest + ahead, ahead)[1]
             for row, _, own in longer:
-                own[i] = logits[row.slot]
+                own[i] = logits[row.index]
     finally:
         for row in rows:
             engine._free(row)

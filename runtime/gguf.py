@@ -132,12 +132,12 @@ def _config(file: Path, fields: dict, tensors: dict) -> dict:
 
 
 def _llama3(file: Path, slower: Tensor, theta: float, dim: int, length: int) -> dict:
-    """Llama 3.1's RoPE scaling, of which the file holds the result: by how much each of D/2 speeds is `slower`."""
+    """Llama 3.1's RoPE scaling, of which the file holds the result: by how much each of D/2 frequencies is `slower`."""
     plain = {"rope_type": "default", "rope_theta": theta, "max_position_embeddings": length}
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaling = {"rope_type": "llama3", "factor": float(slower.max())} | bounds
-    speeds = [rope_frequencies(plain | own, dim, length)[0] for own in ({}, scaling)]
-    if slower.shape != speeds[0].shape or not torch.allclose(speeds[0] / speeds[1], slower, rtol=1e-3):
+    both = [rope_frequencies(plain | own, dim, length)[0] for own in ({}, scaling)]
+    if slower.shape != both[0].shape or not torch.allclose(both[0] / both[1], slower, rtol=1e-3):
         raise ValueError(f"{file} scales RoPE by factors that are not Llama 3.1's; convert the original model")
     return scaling
 

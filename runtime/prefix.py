@@ -1,6 +1,6 @@
 """Rows as files: a prompt that is prefilled once, saved, and continued later in another process.
 
-A file is a safetensors file of a row's tokens, its RoPE speeds and what every layer holds of it (`KV.state`). Its
+A file is a safetensors file of a row's tokens, its RoPE frequencies and what every layer holds of it (`KV.state`). Its
 header says which weights, method, options, budget and plan the row belongs to, and has a checksum of each tensor. An
 engine that continues the row must have the same.
 """
@@ -22,7 +22,7 @@ from runtime.device import replacing
 from runtime.plan import check_length, plan_of
 from text.files import parse_json
 
-FORMAT = "kv-fast prompt 6"
+FORMAT = "kv-fast prompt 7"
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def save(row, path: str | Path, chat: bool = False) -> int:
         raise ValueError(f"{path} is not a file: name one to save the prompt in")
     if engine.ranks.count > 1:
         raise ValueError("a row whose heads are on several ranks cannot be saved: save it in one process")
-    tensors = {"tokens": torch.tensor(row.tokens), "rope_speed": engine.model.rope_speed[row.slot]}
+    tensors = {"tokens": torch.tensor(row.tokens), "inv_freq": engine.model.inv_freq[row.index]}
     for i, layer in enumerate(engine.layers):
-        tensors |= {f"{i}.{name}": x for name, x in layer.state(row.slot, len(row.tokens)).items()}
+        tensors |= {f"{i}.{name}": x for name, x in layer.state(row.index, len(row.tokens)).items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     plan = engine.shape.max_prompt, engine.shape.max_new_tokens
     about = asdict(Header.of(engine, plan, prompt=row.prompt_tokens, pending=row.pending, chat=chat))
@@ -104,7 +104,7 @@ def read_header(path: str | Path) -> Header:
 
 def load(engine, path: str | Path):
     """`Engine.load_row`."""
-    begin, (header, tokens, speed, states) = time.perf_counter(), read(engine, path)
+    begin, (header, tokens, inv_freq, states) = time.perf_counter(), read(engine, path)
     check_length(engine, header.prompt)
     header.check(engine)
     if engine.shape is None or (engine.shape.max_prompt, engine.shape.max_new_tokens) != header.plan:
@@ -112,7 +112,7 @@ def load(engine, path: str | Path):
             raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
         engine._allocate(plan_of(engine, *header.plan))
     engine._begin_call()
-    row = _restore(engine, tokens, header.prompt, speed, states)
+    row = _restore(engine, tokens, header.prompt, inv_freq, states)
     row.pending = header.pending
     engine.stats.prefill_s += time.perf_counter() - begin
     return row
@@ -121,26 +121,26 @@ def load(engine, path: str | Path):
 def fork(row):
     """`Row.fork`."""
     engine = row.engine
-    states = [layer.state(row.slot, len(row.tokens)) for layer in engine.layers]
-    copy = _restore(engine, list(row.tokens), row.prompt_tokens, engine.model.rope_speed[row.slot], states)
+    states = [layer.state(row.index, len(row.tokens)) for layer in engine.layers]
+    copy = _restore(engine, list(row.tokens), row.prompt_tokens, engine.model.inv_freq[row.index], states)
     copy.pending, copy.logits = row.pending, row.logits
     return copy
 
 
-def _restore(engine, tokens: list[int], prompt: int, rope_speed: Tensor, states: list[dict[str, Tensor]]):
+def _restore(engine, tokens: list[int], prompt: int, inv_freq: Tensor, states: list[dict[str, Tensor]]):
     """A row with the `KV.state` of each layer. Raises ValueError if a tensor does not fit."""
     row = engine._free_row(tokens)
     row.prompt_tokens = prompt
-    engine.model.rope_speed[row.slot] = rope_speed.to(engine.device)
+    engine.model.inv_freq[row.index] = inv_freq.to(engine.device)
     for layer, state in zip(engine.layers, states, strict=True):
-        layer.restore(row.slot, len(tokens), state)
-    engine.rows[row.slot] = row
+        layer.restore(row.index, len(tokens), state)
+    engine.rows[row.index] = row
     engine.stats.tokens_reused += len(tokens)
     return row
 
 
 def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict[str, Tensor]]]:
-    """A file's header, tokens, RoPE speeds and the state of each layer, before anything is allocated for them.
+    """A file's header, tokens, RoPE frequencies and the state of each layer, before anything is allocated for them.
 
     Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint.
     """
@@ -148,7 +148,7 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
     if header.weights != fingerprint(engine.folder):
         raise ValueError(f"{path} was saved with another checkpoint")
     try:
-        tokens, speed = tensors.pop("tokens"), tensors.pop("rope_speed")
+        tokens, inv_freq = tensors.pop("tokens"), tensors.pop("inv_freq")
         layers: list[dict[str, Tensor]] = [{} for _ in engine.model.layers]
         for name, x in tensors.items():
             layer, _, name = name.partition(".")
@@ -156,13 +156,13 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
         fits = header.prompt <= tokens.numel() <= header.prompt + header.max_new_tokens
         ids = tokens.dtype == torch.int64 and tokens.dim() == 1 and fits
         ids = ids and all(0 <= i < engine.config.vocab_size for i in (*tokens.tolist(), header.pending or 0))
-        if not ids or speed.dtype != torch.float32 or speed.shape != (engine.config.head_dim // 2,):
+        if not ids or inv_freq.dtype != torch.float32 or inv_freq.shape != (engine.config.head_dim // 2,):
             raise ValueError("tokens")
-        if any(x.is_floating_point() and x.isnan().any() for x in (speed, *tensors.values())):
+        if any(x.is_floating_point() and x.isnan().any() for x in (inv_freq, *tensors.values())):
             raise ValueError("NaN")
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is damaged ({error}): save the prompt again") from None
-    return header, tokens.tolist(), speed, layers
+    return header, tokens.tolist(), inv_freq, layers
 
 
 def _read(path: str | Path, whole: bool = True) -> tuple[Header, dict[str, Tensor]]:

@@ -26,7 +26,7 @@ def rounds(state: nn.Module, n: int, sample: Callable, compile: Callable) -> Cal
     is the engine's; `compile` compiles a pass through the layers.
     """
     state.sample = sample
-    for name, size, dtype in (("at", (), torch.int64), ("drafted", (n + 1,), torch.int64), ("live", (), torch.bool)):
+    for name, size, dtype in (("at", (), torch.int64), ("drafted", (n + 1,), torch.int64), ("active", (), torch.bool)):
         zeros = torch.zeros(state.pos.shape[0], *size, dtype=dtype, device=state.pos.device)
         state.register_buffer(name, zeros, persistent=False)
     more = torch.full_like(state.pos, MORE)
@@ -42,8 +42,8 @@ def rounds(state: nn.Module, n: int, sample: Callable, compile: Callable) -> Cal
 
 def draft_step(state: nn.Module, command: Tensor, variant: str, cut: Tensor, seed: Tensor, run: Callable = direct):
     """One token of every row through the method's caches; see engine.decode_step."""
-    x, cos, sin, pos, live = run(draft_enter, state, command)
-    x = through_layers(state.model, run, x, cos, sin, pos, live)
+    x, cos, sin, pos, active = run(draft_enter, state, command)
+    x = through_layers(state.model, run, x, cos, sin, pos, active)
     return run(draft_leave, state, x, variant, cut, seed)
 
 
@@ -51,21 +51,21 @@ def draft_enter(state: nn.Module, command: Tensor) -> tuple[Tensor, ...]:
     """`drafted` is a queue: the round's first token, then each drafted token, enters at its end."""
     fed, begins = command >= 0, command != MORE
     ended = ~fed & (state.token[:, None] == state.eos).any(-1)
-    state.live.copy_(torch.where(begins, (state.left > 0) & ~ended, state.live))
+    state.active.copy_(torch.where(begins, (state.left > 0) & ~ended, state.active))
     state.token.copy_(torch.where(fed, command, state.token))
     state.at.copy_(torch.where(begins, first(state), state.at))
     last = torch.where(begins, state.token, state.drafted[:, -1])
     state.drafted[:, -1] = last
-    return *state.model.embed(last[:, None], state.at), state.at.clone(), state.live.clone()
+    return *state.model.embed(last[:, None], state.at), state.at.clone(), state.active.clone()
 
 
 def first(state: nn.Module) -> Tensor:
     """The position [B] of the round's first token; for a sleeping row, a position that its cache holds."""
-    return torch.where(state.live, state.pos, (state.pos - 1).clamp(min=0))
+    return torch.where(state.active, state.pos, (state.pos - 1).clamp(min=0))
 
 
 def draft_leave(state: nn.Module, x: Tensor, variant: str, cut: Tensor, seed: Tensor) -> Tensor:
-    state.at.add_(state.live)
+    state.at.add_(state.active)
     logits = state.model.logits(x[:, -1])
     token = state.sample(logits, variant, cut, seed, state.request, state.at).clamp(min=0)
     state.drafted.copy_(torch.cat([state.drafted[:, 1:], token[:, None]], dim=1))
@@ -74,14 +74,14 @@ def draft_leave(state: nn.Module, x: Tensor, variant: str, cut: Tensor, seed: Te
 
 def verify_step(state: nn.Module, variant: str, cut: Tensor, seed: Tensor, run: Callable = direct):
     """The round's first token and the drafted ones through the full caches; see engine.decode_step."""
-    x, cos, sin, pos, live = run(verify_enter, state)
-    x = through_layers(state.model, run, x, cos, sin, pos, live)
+    x, cos, sin, pos, active = run(verify_enter, state)
+    x = through_layers(state.model, run, x, cos, sin, pos, active)
     return run(verify_leave, state, x, variant, cut, seed)
 
 
 def verify_enter(state: nn.Module) -> tuple[Tensor, ...]:
     at = first(state)
-    return *state.model.embed(state.drafted, at), at, state.live.clone()
+    return *state.model.embed(state.drafted, at), at, state.active.clone()
 
 
 def verify_leave(state: nn.Module, x: Tensor, variant: str, cut: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,10 +91,10 @@ def verify_leave(state: nn.Module, x: Tensor, variant: str, cut: Tensor, seed: T
     request = state.request.repeat_interleave(n)
     token = state.sample(logits.flatten(0, 1), variant, cut, seed, request, position).view(-1, n)
     right = state.drafted[:, 1:] == token[:, :-1]
-    count = torch.minimum(right.long().cumprod(1).sum(1) + 1, state.left) * state.live  # tokens that the row gains
+    count = torch.minimum(right.long().cumprod(1).sum(1) + 1, state.left) * state.active  # tokens that the row gains
     last = token.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     state.pos.add_(count)
     state.left.copy_(torch.where(last < 0, 0, state.left - count))
-    state.token.copy_(torch.where(state.live & (last >= 0), last, state.token))
+    state.token.copy_(torch.where(state.active & (last >= 0), last, state.token))
     gained = torch.arange(n, device=x.device) < count[:, None]
     return torch.where(gained, token, NOTHING), logits[:, 0].clone()

@@ -44,8 +44,8 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 logits = prefill(row, tokens, length, progress)
             finally:
                 model.set_kv(layers)
-            recorded[key] = bytes_, logits, model.rope_speed[row].clone(), [recorder.qkv for recorder in recorders], {}
-        _, logits, model.rope_speed[row], qkv, statistics = recorded[key]
+            recorded[key] = bytes_, logits, model.inv_freq[row].clone(), [recorder.qkv for recorder in recorders], {}
+        _, logits, model.inv_freq[row], qkv, statistics = recorded[key]
         for i, (layer, x) in enumerate(zip(layers, qkv, strict=True)):
             q, k, v = (part.to(engine.device) for part in x)
             if layer.statistics and (i, layer.statistics) not in statistics:

@@ -61,7 +61,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--seed", type=int, help="of sampling (default: a new one each time)")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    compiles = "compile the decode step (default: if answers may have over 1,000 tokens in all)"
+    compiles = "compile the decode step (default: if --max-new-tokens times the number of prompts exceeds 1,000)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
     add("--product", choices=cpu.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
     add("--verbose", action="store_true", help="print how fast each product reads each size of weight")

@@ -192,7 +192,7 @@ def overhead(layer: KV) -> Counter[str]:
     def buffers(kind: str, *names: str) -> None:
         named[kind] += sum(getattr(layer, name).nbytes for name in names if getattr(layer, name, None) is not None)
 
-    buffers("RoPE speeds", "rope_speed")
+    buffers("RoPE frequencies", "inv_freq")
     buffers("random numbers", "salt")
     buffers("owners of cells", "owner")
     if isinstance(layer, Duo):

@@ -258,7 +258,7 @@ def poison(cache: Cache) -> Cache:
         reset(row)
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and name not in (*module.states, "rope_speed"):
+                if buffer.is_floating_point() and name not in (*module.states, "inv_freq"):
                     buffer.unflatten(0, (layer.shape.batch, -1))[row] = 1e4
 
     for layer in cache.layers:
@@ -597,9 +597,9 @@ def test_law_11_extending_by_one_token_equals_a_step(name, shape):
         extended.prefill(row, text)
         for i in range(12):
             y = extended.extend(row, text, i, 1)
-            if all(layer.reads_all for layer in extended.layers):
+            if all(layer.attends_to_all for layer in extended.layers):
                 error = (y - expected[row][:, :, i : i + 1]).abs().max()
-                assert error <= 1e-5, f"an extension differs from a step by {error}, though {name} says reads_all"
+                assert error <= 1e-5, f"an extension differs from a step by {error}, though {name} says attends_to_all"
             else:
                 at = text.prompt + i
                 for layer, held in enumerate(extended.held(row)):
@@ -621,12 +621,12 @@ def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, sha
         pytest.skip(f"{name} says so: a text that extends a row evicts as many tokens at once, or chooses anew")
     expected = steps.run(texts, 13)
     rounds = any(isinstance(layer, Quantized) for layer in extended.layers)  # what is held, and so the step's tokens
-    exact = all(layer.reads_all for layer in extended.layers) and not rounds
+    exact = all(layer.attends_to_all for layer in extended.layers) and not rounds
     for row, text in texts.items():
         extended.prefill(row, text)
         y = torch.cat([extended.extend(row, text, first, n) for first, n in ((0, 9), (9, 4))], dim=2)
         error = (y - expected[row]).abs().max()
-        assert not exact or error <= 1e-5, f"an extension differs from steps by {error}, though {name} says reads_all"
+        assert not exact or error <= 1e-5, f"an extension differs from steps by {error}: {name} says attends_to_all"
     a, b = (cache.decode(texts, 7, first=13) for cache in (steps, extended))
     error = max((a[row] - b[row]).abs().max() for row in texts)
     assert error <= 1e-5, f"after an extension steps differ by {error}, though {name} says extends_alike"

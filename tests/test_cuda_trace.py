@@ -258,7 +258,7 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     model.set_rows(1)
-    modules = kv.build(method, replace(shape, rope_speed=model.rope_speed), budget, options)
+    modules = kv.build(method, replace(shape, inv_freq=model.inv_freq), budget, options)
     model.set_kv(modules)
     with Waits() as found:
         model.prefill(0, torch.arange(tokens) % 100)

@@ -124,7 +124,7 @@ def test_a_fork_and_its_origin_are_independent(checkpoint, method, lag):
     (first,) = engine.ask([row], None, 6)
     assert engine.ask([fresh], None, 6) == [first] and row.tokens == fresh.tokens
     fork = row.fork()
-    assert engine.stats.prefill_tokens == 0 and fork.slot not in (row.slot, fresh.slot)
+    assert engine.stats.prefill_tokens == 0 and fork.index not in (row.index, fresh.index)
     found = [(a.tokens, a.finish_reason) for a in engine.ask([row, fork], asked, 8)]
     row.close()
     engine.start([PROMPTS[2]])  # in the row that was closed
@@ -865,7 +865,7 @@ def test_closing_frees_the_caches_at_once(checkpoint, options):
         weakref.ref(buffer)
         for layer in engine.layers
         for name, buffer in layer.named_buffers()
-        if not name.endswith("rope_speed")  # the model's
+        if not name.endswith("inv_freq")  # the model's
     ]
     gc.disable()
     try:

@@ -49,10 +49,10 @@ def test_infllm_equals_its_reference(budget, options, heads):
 
 def test_joint_representatives_depend_on_a_blocks_content_and_not_on_its_position():
     shape = make_shape()
-    speed = torch.tensor([[shape.rope_theta ** (-i / 8) for i in range(8)]])
+    inv_freq = torch.tensor([[shape.rope_theta ** (-i / 8) for i in range(8)]])
     q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
     k[:, :, 46:52] = k[:, :, 4:10]  # two equal blocks of six
-    k = ops.turn(k, torch.arange(100)[None, None], speed)
+    k = ops.rerotate(k, torch.arange(100)[None, None], inv_freq)
     for joint, equal in ((True, True), (False, False)):
         layer = kv.build("infllm", shape, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
         layer.prefill(0, q, k, v)
@@ -71,13 +71,13 @@ def test_joint_heads_choose_the_same_blocks():
     assert differ == {True: False, False: True}
 
 
-def test_dynamic_ntk_turns_a_rows_keys_by_its_own_speeds():
+def test_dynamic_ntk_turns_a_rows_keys_by_its_own_frequencies():
     shape = make_shape(batch=2)
     q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
     layer = kv.build("infllm", shape, 24, {"block": 6, "reps": 6})[0]
     layer.prefill(0, q, k, v)
     before = layer.representative_sums[0].clone()
-    layer.rope_speed[1] /= 2
+    layer.inv_freq[1] /= 2
     layer.prefill(1, q, k, v)
     sums = layer.representative_sums
     assert torch.equal(sums[0], before) and (sums[1] - before).abs().max() > 0.1

@@ -109,7 +109,7 @@ def test_a_combination_works_or_is_refused(folders, combination):
     prompts = [code.chat(p) if chat else engine.encode(p) for p in PROMPTS[:batch]]
     questions = [[code.chat_next(q)] if chat else [] for q in QUESTIONS[:batch]]
     # Methods that take a question at once as they would token by token; others attend to more, or evict less often.
-    at_once = all(x.reads_all and not isinstance(x, Quantized | Evicting) for x in engine.layers)
+    at_once = all(x.attends_to_all and not isinstance(x, Quantized | Evicting) for x in engine.layers)
     conversations = converse(engine, prompts, questions, NEW, stepwise=not at_once)
     alone = load(folder, name, storage)
     for prompt, question, conversation in zip(prompts, questions, conversations, strict=True):

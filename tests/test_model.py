@@ -234,8 +234,8 @@ def test_dynamic_ntk_counts_the_tokens_that_may_follow_a_prompt(tmp_path):
     prompt = text(40, DYNAMIC["vocab_size"])[0]
     for call, new in ((lambda: engine.generate([prompt], 7), 7), (lambda: engine.start([prompt]), 19)):
         call()
-        speed, _ = rope_frequencies(engine.config.rope, engine.config.head_dim, 40 + new - 1)
-        assert torch.equal(engine.model.rope_speed[0], speed)
+        inv_freq, _ = rope_frequencies(engine.config.rope, engine.config.head_dim, 40 + new - 1)
+        assert torch.equal(engine.model.inv_freq[0], inv_freq)
 
 
 def test_each_row_decodes_at_its_own_position_and_with_its_own_base(tmp_path):
@@ -503,8 +503,8 @@ def test_published_configs_give_their_context_and_the_rope_speeds_of_transformer
     config = from_hf(raw)
     assert config.max_length == longest
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
-    speed, factor = rope_frequencies(config.rope, 128, limit)
-    assert torch.allclose(speed, theirs.inv_freq, rtol=1e-6, atol=0)
+    inv_freq, factor = rope_frequencies(config.rope, 128, limit)
+    assert torch.allclose(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
 
 
@@ -528,8 +528,8 @@ ODD = {  # spellings that are rare, or that contradict themselves
 def test_odd_configs_are_read_as_transformers_reads_them(name):
     raw = LLAMA | ODD[name] | {"head_dim": 128}
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
-    speed, factor = rope_frequencies(from_hf(raw).rope, 128, 256)
-    assert torch.allclose(speed, theirs.inv_freq, rtol=1e-6, atol=0)
+    inv_freq, factor = rope_frequencies(from_hf(raw).rope, 128, 256)
+    assert torch.allclose(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
 
 

@@ -140,7 +140,7 @@ FORGED = {  # header fields, tensors, and the reason that the refusal gives
     "options that are a list": ({"options": []}, {}, "(options cannot be "),
     "a method that there is not": ({"kv": "nosuch"}, {}, "kv=nosuch"),
     "no list of tensors": ({"checksums": []}, {}, "(its tensors)"),
-    "speeds of one value": ({}, {"rope_speed": torch.ones(1)}, "(tokens)"),
+    "frequencies of one value": ({}, {"inv_freq": torch.ones(1)}, "(tokens)"),
     "tokens beyond the vocabulary": ({}, {"tokens": torch.full((50,), 128)}, "(tokens)"),
     "tokens that are no whole numbers": ({}, {"tokens": torch.ones(50)}, "(tokens)"),
     "no tokens": ({}, {"tokens": torch.empty(0, dtype=torch.int64)}, "(tokens)"),

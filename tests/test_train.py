@@ -91,12 +91,12 @@ def test_held_out_words_and_numbers_are_never_drawn(kind):
 def test_a_new_model_copies_before_any_training():
     """When a random stretch repeats, the initial circuit makes the right tokens likelier than the first time."""
     model, gain = train.new_model(0), 0.0
-    speed, _ = rope_frequencies(model.config.rope, model.config.head_dim, 1)
+    inv_freq, _ = rope_frequencies(model.config.rope, model.config.head_dim, 1)
     for seed in range(4):
         rng = random.Random(seed)
         stretch = [rng.randrange(3, train.CONFIG["vocab_size"]) for _ in range(40)]
         tokens = torch.tensor([[data.BOS, *stretch, *stretch]])
-        angle = torch.arange(tokens.shape[1])[:, None].float() * speed
+        angle = torch.arange(tokens.shape[1])[:, None].float() * inv_freq
         follow = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
         for span, sign in ((slice(1, 40), 1), (slice(42, 80), -1)):
             weights = torch.zeros(tokens.shape)

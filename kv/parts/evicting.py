@@ -35,14 +35,14 @@ class Evicting(KV):
     """Keeps `size` tokens per KV head, including the first `sinks` and the newest `recent`, in slots in any order.
 
     With recent=0 even the newest token may go. A new token goes to the spare slot. If it evicts a token, that token's
-    slot becomes the spare slot. `importance` decides, of a prompt's tokens too, by its last query: a method that ranks
-    tokens by their attention in the newest query writes nothing else. A method that accumulates statistics of each
-    token names them in `sums` and writes `rank`, which ranks a prompt, too.
+    slot becomes the spare slot. `importance` ranks the tokens at every step, and those of a prompt by its last query:
+    a method that needs only the newest query's attention writes nothing else. A method that accumulates statistics of
+    each token names them in `sums` and also writes `rank`, for prompts and extensions.
 
     Generation is unbounded: past the model's context, RoPE positions count kept tokens instead of the text's.
     """
 
-    extends_alike = False  # as many tokens are evicted at once as a row is extended by
+    extends_alike = False  # an extension evicts its tokens at once, not one by one
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
     def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
@@ -59,7 +59,7 @@ class Evicting(KV):
         else:
             self.allocate_size("allotted", size)
         self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
-        self.hold("rope_speed", ops.rope_speed(shape))
+        self.hold("inv_freq", ops.inv_freq(shape))
         self.more_bytes = 8 + 4 * len(self.sums)
 
     # What a method implements
@@ -101,7 +101,7 @@ class Evicting(KV):
         keys = old.k[None]
         if pos + k.shape[2] > self.shape.max_length:
             last = torch.tensor([pos - 1], device=k.device)
-            keys = self.side_by_side(keys, old.position[None], last, self.rope_speed[row, None])
+            keys = self.side_by_side(keys, old.position[None], last, self.inv_freq[row, None])
         keys, values = torch.cat([keys, k], dim=2), torch.cat([old.v[None], v], dim=2)
         y = attention.suffix_attention(q, keys, values)
         tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
@@ -124,16 +124,16 @@ class Evicting(KV):
         self.spare[row] = kept.shape[1]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
-        live = active[:, None].expand_as(self.spare)
+        writes = active[:, None].expand_as(self.spare)
         for buffer, new in ((self.k, k[:, :, 0]), (self.v, v[:, :, 0]), (self.position, pos[:, None])):
-            self.put(buffer, self.spare, live, new)
+            self.put(buffer, self.spare, writes, new)
         for name in self.sums:
-            self.put(getattr(self, name), self.spare, live, 0.0)
+            self.put(getattr(self, name), self.spare, writes, 0.0)
         keys, values, position = (self.read(x) for x in (self.k, self.v, self.position))
         turned = keys
         if self.past_context:
             past = (pos >= self.shape.max_length)[:, None, None, None]
-            turned = torch.where(past, self.side_by_side(keys, position, pos, self.rope_speed), keys)
+            turned = torch.where(past, self.side_by_side(keys, position, pos, self.inv_freq), keys)
         weight = ops.weights(q, turned, position[:, :, None] < 0)  # [B,Hk,G,n]
         y = (weight.to(values.dtype) @ values).view(q.shape)
 
@@ -141,23 +141,23 @@ class Evicting(KV):
         importance = self.importance(weight, held, pos[:, None, None], active)
         evictable = self.evictable(position, pos[:, None, None], self.sizes())
         slot = importance.masked_fill(~evictable, torch.inf).argmin(2)
-        evicts = live & (count[..., None] > self.sizes())[..., 0]
+        evicts = writes & (count[..., None] > self.sizes())[..., 0]
         self.merge(slot, evicts, held, importance)
         self.put(self.position, slot, evicts, -1)
-        self.spare.copy_(torch.where(evicts, slot, torch.where(live, count, self.spare)))
+        self.spare.copy_(torch.where(evicts, slot, torch.where(writes, count, self.spare)))
         return y
 
     def evictable(self, position: Tensor, pos: Tensor, size: Tensor | int) -> Tensor:
         """Which tokens [B,Hk,n] are neither sinks nor among the newest; the newest token is at `pos` [B,1,1]."""
         return (position >= self.sinks) & (position <= pos - self.newest(size))
 
-    def side_by_side(self, keys: Tensor, position: Tensor, last: Tensor, speed: Tensor) -> Tensor:
+    def side_by_side(self, keys: Tensor, position: Tensor, last: Tensor, inv_freq: Tensor) -> Tensor:
         """RoPE turns the keys [B,Hk,n,D] to adjacent positions, of which the newest is `last` [B].
 
         Past the model's context, no distance then exceeds the cache and the new tokens. Stored keys do not change.
         """
         rank = position.argsort(2, descending=True).argsort(2)  # 0: the newest
-        return ops.turn(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), speed)
+        return ops.rerotate(keys, torch.where(position >= 0, last[:, None, None] - rank - position, 0), inv_freq)
 
     def sizes(self) -> Tensor | int:
         """Tokens that each row keeps, [B,1,1] if they differ."""
@@ -192,11 +192,11 @@ class Evicting(KV):
         old.copy_(new)
         return new
 
-    def put(self, buffer: Tensor, slot: Tensor, live: Tensor, new: Tensor | float) -> None:
-        """Writes new [B,Hk,...] at slot [B,Hk], where live [B,Hk]."""
+    def put(self, buffer: Tensor, slot: Tensor, writes: Tensor, new: Tensor | float) -> None:
+        """Writes new [B,Hk,...] at slot [B,Hk], where writes [B,Hk]."""
         b, h = (torch.arange(n, device=slot.device) for n in slot.shape)
-        at = (b[:, None], h, slot + self.first[:, None] if self.shares else slot)
-        buffer[at] = torch.where(live.view(*live.shape, *[1] * (buffer.dim() - 3)), new, buffer[at])
+        where = (b[:, None], h, slot + self.first[:, None] if self.shares else slot)
+        buffer[where] = torch.where(writes.view(*writes.shape, *[1] * (buffer.dim() - 3)), new, buffer[where])
 
     def slots_by_position(self, row: int) -> Tensor:
         """The slots [Hk,n] of the row's tokens, oldest first; every head holds as many."""

@@ -65,7 +65,7 @@ def no_ends(budget: int) -> tuple[int, int]:
 class Parts(KV):
     """Slots in three parts: the ends of the prompt, tokens chosen from its middle, generated tokens."""
 
-    recent, rewinds, reads_all = 1, True, False
+    recent, rewinds, attends_to_all = 1, True, False
 
     def __init__(self, shape: Shape, chosen: int, budget: int = 0, ends: Ends = no_ends, prompt: Tensor | None = None):
         """chosen: how many slots. prompt [B]: the length of each row's prompt, if layers share that buffer."""

@@ -1,4 +1,4 @@
-"""What a decode step computes, in tensor primitives that two or more methods share. Shapes as in kv/base.py.
+"""What steps compute: tensor primitives of the methods, the model and sampling. Shapes as in kv/base.py.
 
 kv/parts/inductor.py is how a compiled step is made fast, which a method's author need not read: where it says so
 (`fuses`, `flexes`), a compiled step attends with another kernel, which gives the same values.
@@ -144,22 +144,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def turn(x: Tensor, shift: Tensor, speed: Tensor) -> Tensor:
-    """Rotates keys (or queries), RoPE applied, as if they stood `shift` positions later: rotations add.
+def rerotate(x: Tensor, shift: Tensor, inv_freq: Tensor) -> Tensor:
+    """Moves keys (or queries), RoPE applied, to `shift` positions later: rotations add.
 
-    x [B,H,N,D], shift [B,H,N] or broadcastable to it, speed [B,D/2] in radians per position.
+    x [B,H,N,D], shift [B,H,N] or broadcastable to it, inv_freq [B,D/2] in radians per position.
     """
-    angle = shift[..., None].float() * speed[:, None, None]
+    angle = shift[..., None].float() * inv_freq[:, None, None]
     return rotate(x, angle.cos(), angle.sin())
 
 
-def rope_speed(shape: Shape) -> Tensor:
-    """Radians per position of each row, for `turn`: [B,D/2], the model's own tensor, which follows each prompt.
+def inv_freq(shape: Shape) -> Tensor:
+    """RoPE's frequencies of each row, for `rerotate`: [B,D/2], the model's own tensor, which follows each prompt.
 
-    Without a model, speeds follow from rope_theta.
+    Without a model, they follow from rope_theta.
     """
-    if shape.rope_speed is not None:
-        return shape.rope_speed
+    if shape.inv_freq is not None:
+        return shape.inv_freq
     pairs = shape.head_dim // 2
     return torch.tensor([[shape.rope_theta ** (-i / pairs) for i in range(pairs)]] * shape.batch, device=shape.device)
 

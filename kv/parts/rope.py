@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the speeds of all forms that checkpoints use. model.py turns q and k by them.
+"""Rotary position embeddings: the frequencies of all forms that checkpoints use. model.py rotates q and k by them.
 
 A form is a dictionary of rope_type, rope_theta, max_position_embeddings and the type's own parameters, as
 runtime/hf_config.py reads them.
@@ -14,7 +14,7 @@ for function in (torch.cos, torch.sin, torch.exp):  # MKL's first call, if multi
 
 
 def rope_frequencies(rope: dict, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """Rotation speeds [D/2] in radians per position (fp32), and the factor on cos and sin (1 except for yarn).
+    """inv_freq [D/2], radians per position (fp32), and the factor on cos and sin (1 except for yarn).
 
     default: RoFormer, arXiv 2104.09864. linear: arXiv 2306.15595. dynamic: NTK-aware, with a base for `length` tokens.
     llama3: Llama 3.1's smoothed split at two wavelengths. yarn: arXiv 2309.00071, sections 3.2 to 3.4.
@@ -23,20 +23,20 @@ def rope_frequencies(rope: dict, head_dim: int, length: int) -> tuple[Tensor, fl
     limit = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
     if kind == "dynamic" and length > limit:
         theta *= (factor * length / limit - (factor - 1)) ** (head_dim / (head_dim - 2))
-    speed = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "linear":
-        return speed / factor, 1.0
+        return inv_freq / factor, 1.0
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = limit * speed / (2 * math.pi)  # full turns within the original context
+        turns = limit * inv_freq / (2 * math.pi)  # full turns within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return speed * (keep + (1 - keep) / factor), 1.0
+        return inv_freq * (keep + (1 - keep) / factor), 1.0
     if kind == "yarn":
-        return _yarn(rope, head_dim, speed, limit)
-    return speed, 1.0
+        return _yarn(rope, head_dim, inv_freq, limit)
+    return inv_freq, 1.0
 
 
-def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor, float]:
+def _yarn(rope: dict, head_dim: int, inv_freq: Tensor, limit: int) -> tuple[Tensor, float]:
     factor = rope["factor"]
 
     def channel(turns: float) -> float:  # the (fractional) channel that makes this many turns within the context
@@ -55,4 +55,4 @@ def _yarn(rope: dict, head_dim: int, speed: Tensor, limit: int) -> tuple[Tensor,
     attention = magnitude(1.0)
     if "mscale" in rope and "mscale_all_dim" in rope:
         attention = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
-    return speed * (1 - interpolate + interpolate / factor), rope.get("attention_factor", attention)
+    return inv_freq * (1 - interpolate + interpolate / factor), rope.get("attention_factor", attention)

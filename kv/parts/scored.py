@@ -23,8 +23,8 @@ class Scored(KV):
     A method writes `score`. The first `sinks` and the newest `window` tokens of a prompt are always kept. A KV head
     keeps its own tokens or, with `copies` = G, each of its query heads does.
 
-    With `every` = N, a row that holds N tokens more than it keeps drops them before it continues, as if what it holds
-    were a prompt.
+    With `every` = N, a row that holds N tokens more than it keeps drops the worst N before it continues, as if what it
+    holds were a prompt.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Scored(KV):
 
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """How much each token is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
+        """How much each of T tokens is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
 
-        q [1,Hq,n,D]: the newest n queries, of a prompt all T. The text, in row `self.row`, has `self.end` tokens, a
-        prompt T; of those ranked, the `self.latest` newest stay whatever their scores.
+        q [1,Hq,n,D]: the newest n queries, of a prompt all T; of generated tokens `queries`, and None if that is 0. The
+        text, in row `self.row`, has `self.end` tokens. The `self.latest` newest stay whatever their scores.
         """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
