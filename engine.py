@@ -235,6 +235,7 @@ class Request:
     answer: Answer = field(default_factory=Answer)
     feed: deque[int] = field(default_factory=deque)  # tokens to feed, one a step, before the answer begins
     coming: int = 0  # launched steps that will bring tokens of the answer
+    unread: int = 0  # launched steps whose tokens the host has not read
     interrupted: bool = False
 
     @property
@@ -655,7 +656,10 @@ class Engine:
             if command != CONTINUE:  # this step's token is among those that the row may still sample
                 fed[request.row.index] = command
                 self.state.left[request.row.index] = request.to_launch + 1 if counts else 1
-        methods.make_room(self.layers, {request.row.index: len(request.row.tokens) for request in stepping})
+        # As if one token were unread, as on CUDA: what a method drops must not depend on when tokens are read.
+        methods.make_room(self.layers, {r.row.index: len(r.row.tokens) + r.unread - 1 for r in stepping})
+        for request in stepping:
+            request.unread += 1
         unread = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
         length = max(len(request.row.tokens) for request in running)
         new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)
@@ -688,7 +692,7 @@ class Engine:
         tokens, fed, decoded = step.wait(), 0, 0
         for request, command, counts in step.requests:
             row, gained = request.row, [t for t in tokens[request.row.index] if t != NOTHING]
-            request.coming -= counts
+            request.coming, request.unread = request.coming - counts, request.unread - 1
             if request.answer.finish_reason:  # it ended while this step was in flight
                 if gained and not self.speculate:  # which fed the answer's last token
                     row.tokens.append(row.pending)

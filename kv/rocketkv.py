@@ -263,11 +263,14 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
         kernels = self.kernels(shape)
         return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)
 
-    def layer(self, layer: int, shape: Shape, *args) -> KV:
+    def build(self, shape: Shape, budget: int) -> list[KV]:
         if self.offload and not self.turns:
             raise ValueError("rocketkv keeps nothing to offload without turns=true")
         if self.offload and shape.rewind:
             raise ValueError("speculation keeps every token on the device: leave out offload")
+        return super().build(shape, budget)
+
+    def layer(self, layer: int, shape: Shape, *args) -> KV:
         if self.turns and not shape.rewind:  # a draft chooses from the full cache
             return MultiTurn(layer, self.offload, shape, *args)
         return super().layer(layer, shape, *args)

@@ -60,7 +60,7 @@ class SnapKV(Scored):
         every: int = 0,
     ):
         """sizes: of a prompt of any length. most: tokens that a shorter prompt than the longest may keep."""
-        kept, window = sizes(shape.planned if every else shape.max_prompt)
+        kept, window = sizes(shape.planned if every and shape.share is None else shape.max_prompt)
         super().__init__(shape, max(kept, most), window, 0, copies, bits, every, queries=window)
         self.sizes, self.kernels = sizes, kernels
 
@@ -165,10 +165,12 @@ class PyramidKVMethod(HeadBudgets, WindowMethod):
         return pyramid_budgets(shape.n_layer, budget, self.window, prompt)[layer], min(self.window, budget // 2)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
-        most = 0 if shape.share else budget  # a prompt as long as the budget keeps all of it in every layer
-        sizes = [partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)]
-        layer = self.layer_type(SnapKV)
-        return [layer(shape, size, Kernels(self.kernel), most, every=self.every) for size in sizes]
+        layer, layers = self.layer_type(SnapKV), []
+        for sizes in (partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)):
+            # A prompt as long as the budget is kept whole. Of a share, rounding may give a shorter prompt a token more.
+            most = sizes(shape.max_prompt)[0] + 1 if shape.share else budget
+            layers.append(layer(shape, sizes, Kernels(self.kernel), most, every=self.every))
+        return layers
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:

@@ -111,6 +111,8 @@ def load(engine, path: str | Path):
         if any(engine.rows):
             raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
         engine._allocate(plan_of(engine, *header.plan))
+    if len(tokens) > header.prompt + header.max_new_tokens and not engine.endless:
+        raise ValueError(f"{path} is damaged (too many tokens): save the prompt again")
     engine._begin_call()
     row = _restore(engine, tokens, header.prompt, inv_freq, states)
     row.pending = header.pending
@@ -153,8 +155,7 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
         for name, x in tensors.items():
             layer, _, name = name.partition(".")
             layers[range(len(layers))[int(layer)]][name] = x
-        fits = header.prompt <= tokens.numel() <= header.prompt + header.max_new_tokens
-        ids = tokens.dtype == torch.int64 and tokens.dim() == 1 and fits
+        ids = tokens.dtype == torch.int64 and tokens.dim() == 1 and tokens.numel() >= header.prompt
         ids = ids and all(0 <= i < engine.config.vocab_size for i in (*tokens.tolist(), header.pending or 0))
         if not ids or inv_freq.dtype != torch.float32 or inv_freq.shape != (engine.config.head_dim // 2,):
             raise ValueError("tokens")

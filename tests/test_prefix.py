@@ -144,7 +144,7 @@ FORGED = {  # header fields, tensors, and the reason that the refusal gives
     "tokens beyond the vocabulary": ({}, {"tokens": torch.full((50,), 128)}, "(tokens)"),
     "tokens that are no whole numbers": ({}, {"tokens": torch.ones(50)}, "(tokens)"),
     "no tokens": ({}, {"tokens": torch.empty(0, dtype=torch.int64)}, "(tokens)"),
-    "more tokens than the plan": ({}, {"tokens": torch.ones(111, dtype=torch.int64)}, "(tokens)"),
+    "more tokens than the plan": ({}, {"tokens": torch.ones(111, dtype=torch.int64)}, "(too many tokens)"),
     "a NaN": ({}, {"0.k": torch.full((2, 50, 16), torch.nan)}, "(NaN)"),
     "a layer too many": ({}, {"9.k": torch.ones(2)}, "out of range"),
     "a tensor of another size": ({}, {"0.k": torch.ones(2, 3, 16)}, "does not fit this cache"),
@@ -159,9 +159,25 @@ def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, tmp_path, what)
     with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(reason)}[^\n]*$"):
         engine.load_row(forged(good, tmp_path / "bad.kv", fields, tensors))
     assert not any(engine.rows)
-    assert engine.shape is None or reason == "does not fit this cache"  # else nothing was allocated for it
+    assert engine.shape is None or reason in (
+        "does not fit this cache",
+        "(too many tokens)",
+    )  # else nothing is allocated
     assert engine.generate([TEXT], 3)[0].tokens
     assert engine.load_row(good).tokens == TEXT
+
+
+def test_a_row_that_outgrew_the_plan_is_saved_too(checkpoint, tmp_path):
+    """A method whose memory is fixed lets a row generate more than was planned."""
+    engine = load(checkpoint, "streaming")
+    (row,) = engine.start([TEXT])
+    engine.ask([row], [[3, 4, 5]])
+    engine.ask([row], [[3, 4, 5]])
+    row.save(tmp_path / "long.kv")
+    copy = engine.load_row(tmp_path / "long.kv")
+    assert len(copy.tokens) > len(TEXT) + engine.max_new_tokens
+    one, other = engine.ask([row, copy], [[6, 7], [6, 7]])
+    assert one.tokens == other.tokens
 
 
 def test_a_save_that_fails_leaves_the_old_file(checkpoint, tmp_path, monkeypatch):

@@ -1,11 +1,11 @@
 """heads=adaptive: the KV heads of a layer share its budget by their scores (Ada-KV, Feng et al., arXiv 2407.11550).
 
-Where H equal heads would keep n tokens each, every head keeps its best alpha n tokens, and the rest of the layer's H n
-go to the highest scores of all heads. Memory: that of equal heads. A row has H n cells, in which the tokens of one head
-follow those of another, and then H cells for each generated token. Traffic: that of equal heads. A step reads the cells
-once for the queries of all heads, and each query masks the cells of other heads. That takes H times the products of
-equal heads: few beside the bytes on a GPU, but on a CPU attention takes several times as long. Processes that share a
-model share out the budget of their own heads.
+Where H equal heads would keep n tokens each, every head keeps its best alpha n tokens, those that always stay included,
+and the rest of the layer's H n go to the highest scores of all heads. Memory: that of equal heads. A row has H n cells,
+in which the tokens of one head follow those of another, and then H cells for each generated token. Traffic: that of
+equal heads. A step reads the cells once for the queries of all heads, and each query masks the cells of other heads.
+That takes H times the products of equal heads: few beside the bytes on a GPU, but on a CPU attention takes several
+times as long. Processes that share a model share out the budget of their own heads.
 """
 
 from dataclasses import dataclass

@@ -43,6 +43,7 @@ class Scored(KV):
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
         if 0 < every < window:  # a row would be compressed before all queries of the window are known
             raise ValueError(f"every={every} must be at least the window, {window}")
+        every = every if every <= shape.max_new_tokens else 0  # no row holds as many more
         self.every, self.queries = every, queries if every else 0
         self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, shape.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
@@ -127,12 +128,16 @@ class Scored(KV):
     # While generating, with `every`
 
     def make_room(self, row: int, length: int) -> None:
-        while self.every and length - self.gone[row] >= self.most(row):
-            self.compress(row, self.gone[row] + self.most(row))
+        if self.every and length - self.gone[row] >= self.most(row, length):
+            self.compress(row, length)
 
-    def most(self, row: int) -> int:
-        """How many tokens a row holds before it is compressed."""
-        return self.every + (self.kept if self.shape.share is None else self.kept_of(self.prompts[row]))
+    def most(self, row: int, end: int) -> int:
+        """How many tokens a row of `end` tokens holds before it is compressed: N more than it kept, or may keep."""
+        return self.every + max(self.rows[row], self.kept_of(self.length_of(row, end)))
+
+    def length_of(self, row: int, end: int) -> int:
+        """How long a prompt has the budget of a row of `end` tokens: if it is a share, as long as the row's own."""
+        return end if self.shape.share is None else self.prompts[row]
 
     def compress(self, row: int, end: int) -> None:
         """Keeps the best of a row's tokens before position `end`; a step may have stored one after them."""
@@ -144,8 +149,8 @@ class Scored(KV):
 
     def keep_best(self, row: int, held: Held, end: int) -> int:
         """Stores the best of `held`, a row's tokens before position `end`; returns how many."""
-        length = self.shape.planned if self.shape.share is None else self.prompts[row]
-        best = self.choose(row, self.newest_queries(row, end), held.k[None], held.v[None], end, length)
+        q, prompt = self.newest_queries(row, end), self.length_of(row, end)
+        best = self.choose(row, q, held.k[None], held.v[None], end, prompt)
         self.hold_best(row, *best, held, end)
         return best[1].shape[1]
 
@@ -168,7 +173,7 @@ class Scored(KV):
         if self.queries:
             last = torch.arange(max(pos, end - self.past.shape[2]), end, device=k.device)
             self.past[row, :, last % self.past.shape[2]] = q[0, :, last - pos]
-        if held.k.shape[1] <= self.most(row):
+        if held.k.shape[1] <= self.most(row, end):
             self.append(row, k, v, pos)
         else:
             self.keep_best(row, held, end)

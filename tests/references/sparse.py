@@ -386,10 +386,10 @@ class SlowHybrid(SlowRocket):
 class SlowCompressing(SlowRanked):
     """The base of methods that may also compress while they generate: R-KV's decoding buffer (arXiv 2505.24133).
 
-    With `every` = N > 0, a head of storage holds at most `share` + N tokens. Before a step or a text that finds so
-    many, and after a text that leaves more, the method chooses `share` of the held tokens, which take the place of a
-    prompt in order of position: `ranks` gets the text's newest `observed` queries, and the held keys and values. With
-    `every` = 0, every generated token stays.
+    With `every` = N > 0, a head of storage holds at most N tokens more than `share`, or than its latest choice kept if
+    those are more. Before a step or a text that finds so many, and after a text that leaves more, the method chooses
+    `share` of the held tokens, which take the place of a prompt in order of position: `ranks` gets the text's newest
+    `observed` queries, and the held keys and values. With `every` = 0, every generated token stays.
 
     `kept` is what each head's latest choice kept: `stored` is that and all positions since. `compressions` are, by
     head, the lengths of the text at which it chose again.
@@ -426,9 +426,9 @@ class SlowCompressing(SlowRanked):
         self.compressions[head].append(self.text.length)
 
     def compress_from(self, least: int) -> None:
-        """Compresses the heads of storage that hold at least `least` tokens more than their share."""
+        """Compresses the heads of storage that hold at least `least` tokens more than they kept or may keep."""
         for head in range(len(self.stored)):
-            if self.option["every"] and len(self.stored[head]) - self.share() >= least:
+            if self.option["every"] and len(self.stored[head]) - max(len(self.kept[head]), self.share()) >= least:
                 self.compress(head)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -492,10 +492,16 @@ class SlowSnap(SlowCompressing):
         return snap_ranks(q, keys, min(self.option["window"], self.share() // 2), self.option["kernel"])
 
 
-class SlowPyramid(SlowRanked):
-    """PyramidKV: SnapKV with choices shared by the group and budgets that fall from the first layer to the last."""
+class SlowPyramid(SlowCompressing):
+    """PyramidKV: SnapKV with choices shared by the group and budgets that fall from the first layer to the last.
 
-    defaults = {"window": 32, "kernel": 7, **HEADS}
+    While it generates, a layer's budget is that of a prompt as long as the text.
+    """
+
+    defaults = {"window": 32, "kernel": 7, **SlowCompressing.defaults}
+
+    def share(self) -> int:
+        return self.prompt_share(self.text.length)
 
     def prompt_share(self, prompt: int) -> int:
         return pyramid_budgets(self.shape.n_layer, self.budget, self.option["window"], prompt)[self.layer]
