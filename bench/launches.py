@@ -3,9 +3,10 @@
 Inductor generates the step's kernels for an H100, as the engine compiles it, and nothing runs. The table shows the
 kernels that a step launches, by kind and per layer; a top-k or a sort is one call to torch, which may launch several.
 `kernel_bytes` are those that the kernels read and write, each element once a kernel; `step_bytes` those that a step
-must read: the weights with the head, but without the embedding table, and what the method reads of its cache. The time
-is predicted, not measured: the kernels' bytes over the bandwidth of the GPU's memory, plus a cost for each launch. Its
-floor is the time of `step_bytes`.
+must read of the GPU's memory: the weights with the head, but without the embedding table, and what the method reads of
+its cache. What comes from the host over the bus is left out, and so is the time that it takes. The time is predicted,
+not measured: the kernels' bytes over the bandwidth of the GPU's memory, plus a cost for each launch. Its floor is the
+time of `step_bytes`.
 """
 
 import runtime.startup  # noqa: F401
@@ -75,10 +76,10 @@ def step(
 
 
 def step_bytes(state: RowState, shape: methods.Shape) -> int:
-    """The bytes that a step must read: the weights with the head, and what the method reads of each row's cache."""
+    """The bytes of the GPU's memory that a step must read: the weights with the head, and its part of each cache."""
     weights = {n: w.nbytes for n, w in state.model.state_dict().items() if not n.startswith("tok_embeddings.")}
     layers = [layer.attention.kv for layer in state.model.layers]
-    return sum(weights.values()) + shape.batch * sum(methods.step_bytes(layers, shape.max_prompt + 1))
+    return sum(weights.values()) + shape.batch * methods.step_bytes(layers, shape.max_prompt + 1)[0]
 
 
 def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
