@@ -39,10 +39,8 @@ def forced_logits(
             for row, _, _ in longer:
                 engine.state.left[row.index] = 1
             fed = {row.index: ids[i - 1] for row, ids, _ in longer}
-            lengths = {
-                row.index: len(row.tokens) + i - 2 for row, _, _ in longer
-            }  # one less than they hold, as `_launch`
-            methods.make_room(engine.layers, lengths)
+            # One token less than the rows hold, as `Engine._launch` does.
+            methods.make_room(engine.layers, {row.index: len(row.tokens) + i - 2 for row, _, _ in longer})
             logits = engine._step(fed, longest + ahead, ahead)[1]
             for row, _, own in longer:
                 own[i] = logits[row.index]
