@@ -298,7 +298,8 @@ class Engine:
         self.model, self.config, self.ranks = loaded.model, loaded.model.config, ranks
         self.device, self.dtype = self.model.norm.weight.device, self.model.norm.weight.dtype
         self.tokenizer, self.no_tokenizer, self.eos = loaded.tokenizer, loaded.no_tokenizer, loaded.eos
-        self.folder, self.profile, self.compile, self.progress = loaded.folder, loaded.profile, compile, progress
+        self.fingerprint, self.profile = loaded.fingerprint, loaded.profile
+        self.compile, self.progress = compile, progress
         arguments.check_sampling(seed=seed)
         self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
@@ -660,10 +661,10 @@ class Engine:
         methods.make_room(self.layers, {r.row.index: len(r.row.tokens) + r.unread - 1 for r in stepping})
         for request in stepping:
             request.unread += 1
-        unread = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
+        ahead = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
         length = max(len(request.row.tokens) for request in running)
         new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)
-        tokens, _ = self._step(fed, length + unread, new + unread)
+        tokens, _ = self._step(fed, length + ahead, new + ahead)
         return Launched(requests, read_later(tokens))
 
     def _step(self, fed: dict[int, int], length: int, new: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
 from runtime import parallel
-from runtime.checkpoint import COMPANIONS, fingerprint
+from runtime.checkpoint import COMPANIONS
 from runtime.device import DTYPES
 from runtime.plan import figures
 from tasks import Recipe, shipped_haystack, texts
@@ -167,7 +167,7 @@ def conditions(args: argparse.Namespace, engine: Engine) -> dict:
     """What every answer depends on besides its method and sample."""
     files = [args.checkpoint / name for name in COMPANIONS if name != "kv_profile.json"]
     return {
-        "weights": fingerprint(args.checkpoint),
+        "weights": engine.fingerprint,
         "code": code(),
         "profile": digest(engine.profile),
         "tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()],

@@ -19,7 +19,7 @@ from terminal.batch import appended, write
 from terminal.cli import one_line, progress, run, write_json
 from terminal.conversation import converse
 from terminal.report import completion, measured, print_plan, print_report
-from terminal.saved import ask_saved, room, save
+from terminal.saved import ask_saved, save
 
 CHAT_TURNS = 16  # a conversation's caches hold this many answers, and as many questions of the same length
 PAYS = 1000  # tokens of answers for which compiling the step pays
@@ -72,7 +72,6 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     ids, failed = flags.encode(engine, args, prompts, saved)
     if args.save_prompt is not None:
         return save(engine, next(iter(ids.values())), args)
-    limit = room(saved, ids, limit, args.max_new_tokens) if saved else limit
     if not saved:
         print_plan(engine, max(map(len, ids.values())))
     out = sys.stderr if args.json == "-" else sys.stdout

@@ -133,13 +133,13 @@ def check_weights(stored: dict[str, Stored], layout: dict[str, Tensor], folder: 
             )
 
 
-def fingerprint(folder: str | Path) -> str:
+def fingerprint(config: dict) -> str:
     """16 hex digits that identify a checkpoint's weights and config, wherever the folder is and however it is sharded.
 
-    The weights' part is the id that was written with them: a weight file that is changed by hand goes unnoticed.
-    Tokenizer files do not count. Raises what `read_config` raises.
+    config: of `read_config`. The weights' part is the id that was written with them: a weight file that is changed by
+    hand goes unnoticed. Tokenizer files do not count.
     """
-    return hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_hf_config(folder: str | Path) -> dict:

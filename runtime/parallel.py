@@ -25,7 +25,7 @@ import kv as methods
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig, Transformer
 from runtime import cpu
-from runtime.checkpoint import Stored, load_checkpoint, read_config, read_eos_ids
+from runtime.checkpoint import Stored, fingerprint, load_checkpoint, read_config, read_eos_ids
 from runtime.device import free_bytes, pick_device, pick_dtype
 from runtime.linear import Int8Linear, pack, quantize_modules, read_quantization
 from text.files import read_json
@@ -141,7 +141,7 @@ class Loaded:
     no_tokenizer: str = "this engine has no tokenizer"  # why there is none
     eos: Set[int] = frozenset()  # ids that end an answer
     profile: dict = field(default_factory=dict)  # of kv_profile.json, see kv.read_profile
-    folder: Path | None = None
+    fingerprint: str = ""  # of the checkpoint
     bytes: int = 0  # of the weights
 
 
@@ -195,7 +195,7 @@ def load_model(folder: Path, known: Known, text: bool) -> Loaded:
         raise ValueError(f"the weights need {needed / 1e9:.2f} GB on {device} and {free / 1e9:.2f} GB are free")
     read = partial(read_part, c=model.config, ranks=ranks)
     load_checkpoint(folder, model, device, dtype, whole, read).requires_grad_(False)
-    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, known.profile, folder, needed)
+    return Loaded(prepared(model, ranks), tokenizer, no_tokenizer, eos, known.profile, fingerprint(config), needed)
 
 
 def prepared(model: Transformer, ranks: Ranks = ALONE) -> Transformer:

@@ -86,7 +86,7 @@ def needed(engine, length: int, new: int) -> Shape | None:
     check_length(engine, length)
     has, new = engine.shape, max(new, engine.max_new_tokens)
     if has is None:
-        return plan_of(engine, length, new)
+        return plan_of(engine, engine.max_prompt or length, new)
     if length <= has.max_prompt and (new <= has.max_new_tokens or engine.endless):
         return None
     if any(engine.rows):
@@ -100,7 +100,7 @@ def room(engine, row, question: list[int]) -> int:
     """The most tokens of an answer to a question to a row. Raises ValueError if there is no room for one."""
     tokens = len(row.tokens) + (row.pending is not None) + len(question)
     if tokens == len(row.tokens) and row.logits is None:
-        raise ValueError("the answer is complete: give a question")
+        raise ValueError("there is nothing to continue: give a question")
     left = row.prompt_tokens + engine.shape.max_new_tokens - tokens + 1
     if left < 1 and not engine.endless:
         raise ValueError(

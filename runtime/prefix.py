@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kv as methods
-from runtime.checkpoint import check_fields, fingerprint
+from runtime.checkpoint import check_fields
 from runtime.device import replacing
 from runtime.plan import check_length, plan_of
 from text.files import parse_json
@@ -59,7 +59,7 @@ class Header:
         options = asdict(methods.parse_options(engine.method, engine.options | profile))
         dtype = str(engine.dtype).removeprefix("torch.")
         return cls(
-            fingerprint(engine.folder), engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row
+            engine.fingerprint, engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row
         )
 
     @classmethod
@@ -147,7 +147,7 @@ def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict
     Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint.
     """
     header, tensors = _read(path)
-    if header.weights != fingerprint(engine.folder):
+    if header.weights != engine.fingerprint:
         raise ValueError(f"{path} was saved with another checkpoint")
     try:
         tokens, inv_freq = tensors.pop("tokens"), tensors.pop("inv_freq")

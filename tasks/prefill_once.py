@@ -50,6 +50,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
             q, k, v = (part.to(engine.device) for part in x)
             if layer.statistics and (i, layer.statistics) not in statistics:
                 statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
+            layer.set_sizes(row, tokens.numel())
             layer.keep(row, q, k, v, *statistics.get((i, layer.statistics), ()))
         for layer in layers:
             layer.finish(row)

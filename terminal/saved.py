@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from engine import Engine
-from runtime.prefix import Header
 from terminal.cli import write_json
 
 
@@ -31,20 +30,6 @@ def save(engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
     print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size / 1e6:.1f} MB, {seconds}", file=sys.stderr)
     print(f"-- the full cache takes {full / 1e6:.1f} MB; room for {report['room']} more tokens", file=sys.stderr)
     write_json(args.json, report)
-
-
-def room(saved: Header, ids: dict[str | int, list[int]], limit: int, requested: int | None) -> int:
-    """The most tokens of an answer to any of the questions `ids`: `limit`, or fewer if no number was requested.
-
-    Raises ValueError if the requested number exceeds what the prompt was saved with room for.
-    """
-    asked = max(map(len, ids.values()))
-    if requested is None:
-        return max(1, min(limit, saved.max_new_tokens - asked))
-    if asked + limit - 1 > saved.max_new_tokens:
-        has = f"room for {saved.max_new_tokens} more tokens and {asked + limit - 1} are needed"
-        raise ValueError(f"the prompt was saved with {has}: lower --max-new-tokens, or save it with more")
-    return limit
 
 
 def ask_saved(engine: Engine, path: str, questions: list[list[int]], limit: int, how: dict, done: Callable) -> None:

@@ -16,7 +16,7 @@ from engine import Engine, decode_step
 from runtime.device import pick_device
 from runtime.plan import figures
 
-METHODS = {"full": {}, "streaming": {"budget": 16}, "h2o": {"budget": 16}}
+METHODS = {"full": {}, "streaming": {"budget": 16}, "h2o": {"budget": 16}, "snapkv": {"budget": 16}}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
 QUESTIONS = [[[1, 2, 3]], [], [[4], [5, 6]], [], [[77] * 9]]
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
@@ -27,6 +27,12 @@ def load(checkpoint, method="full", lag=0, eos=(), **plan):
     engine = Engine.load(checkpoint, kv=method, **plan)
     engine.lag, engine.eos = lag, set(eos)
     return engine
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """The slots that a step reads grow within a test."""
+    monkeypatch.setattr("kv.parts.inductor.STEP", 8)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +162,19 @@ def test_a_row_that_is_not_asked_keeps_its_conversation(checkpoint, lag, ends):
     assert engine.rows == [row, None, None]
     whole = load(checkpoint).generate([PROMPTS[0] + first.tokens + [1, 2, 3]], 9)
     assert outcome(engine.ask([row], [[1, 2, 3]], 9)) == outcome(whole)
+
+
+def test_a_sleeping_row_is_at_its_newest_token(checkpoint, monkeypatch):
+    engine, seen = load(checkpoint, batch=3), []
+    rows = engine.start(PROMPTS[:2])
+    decode = engine.layers[0].decode
+    monkeypatch.setattr(engine.layers[0], "decode", lambda *x: (seen.append(torch.stack(x[3:])), decode(*x))[1])
+    engine.ask(rows[:1], None, 4)
+    engine.ask(rows[1:], None, 4)
+    assert [step.tolist() for step in seen] == [
+        *([[n, 0, 0], [1, 0, 0]] for n in range(40, 43)),
+        *([[42, n, 0], [0, 1, 0]] for n in range(3, 6)),
+    ]
 
 
 @pytest.mark.parametrize("lag", (0, 1))
@@ -288,6 +307,9 @@ def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsy
     fixed.generate([PROMPTS[0]], max_new_tokens=3)
     with pytest.raises(ValueError, match="97 tokens and max_prompt is 50"):
         fixed.generate([PROMPTS[2]], max_new_tokens=3)
+    fixed.close()
+    fixed.generate([PROMPTS[1]], max_new_tokens=3)
+    assert fixed.shape.max_prompt == 50
 
 
 def sizes_of(engine, monkeypatch):
@@ -382,17 +404,22 @@ def test_prompts_that_wait_are_answered_after_an_interruption(checkpoint):
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, lag, monkeypatch):
-    engine = load(checkpoint, lag=lag)
-    rows, question, third = engine.start([PROMPTS[0]]), [1, 2, 3, 4, 5], [6]
-    (first,) = engine.ask(rows, None, 4)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, method, lag, monkeypatch):
+    """The row beside it, which answers already, takes no further step."""
+    engine, alone = load(checkpoint, method, lag, batch=2, max_prompt=40), load(checkpoint, method, max_prompt=40)
+    rows, questions = engine.start([PROMPTS[0], PROMPTS[0]]), [[1, 2, 3, 4, 5] * 4, [9]]
     step, steps = engine._step, itertools.count(1)
     monkeypatch.setattr(engine, "_step", lambda *plan: (next(steps) == 3 and engine.interrupt(), step(*plan))[1])
-    (second,) = engine.ask(rows, [question], 4, stepwise=True)
-    assert (len(second.tokens), second.finish_reason) == (1, "interrupted")
-    last = engine.ask(rows, [third], 4, stepwise=True)
-    history = PROMPTS[0] + first.tokens + question + second.tokens + third
-    assert outcome(load(checkpoint).generate([history], 4)) == outcome(last)
+    found = engine.ask(rows, questions, 30, stepwise=True)
+    assert [answer.finish_reason for answer in found] == ["interrupted"] * 2 and len(found[0].tokens) == 1
+    assert engine.state.pos.tolist() == [len(row.tokens) for row in rows]
+    last = engine.ask(rows, [[6, 7, 8]] * 2, 4)
+    for question, answer, then in zip(questions, found, last, strict=True):
+        (row,) = alone.start([PROMPTS[0]])
+        assert alone.ask([row], [question], len(answer.tokens), stepwise=True)[0].tokens == answer.tokens
+        assert alone.ask([row], [[6, 7, 8]], 4) == [then]
+        row.close()
 
 
 @pytest.mark.parametrize("lag", (0, 1))
@@ -491,12 +518,12 @@ def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
 
 
 def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
-    engine = load(checkpoint, max_prompt=40, max_new_tokens=20)
+    engine = load(checkpoint, max_prompt=40, max_new_tokens=20, batch=2)
     rows = engine.start([PROMPTS[0]])
     answers = [engine.ask(rows, None, 8), engine.ask(rows, [[5] * 4], 7)]
-    for question in ([[5] * 4], [[5] * 3], [[5] * 10**5]):
+    for question, row in itertools.product(([[5] * 4], [[5] * 3], [[5] * 10**5]), (rows[0], rows[0].fork())):
         with pytest.raises(ValueError, match="no room for another question: the caches hold 20"):
-            engine.ask(rows, question, 8)
+            engine.ask([row], question, 8)
     answers.append(engine.ask(rows, [[5]], 8))  # after 8 + 4 + 7 tokens and this one
     assert [len(a.tokens) for (a,) in answers] == [8, 7, 1]
     history = PROMPTS[0] + answers[0][0].tokens + [5] * 4 + answers[1][0].tokens + [5]
@@ -604,7 +631,11 @@ def test_logits_that_are_not_finite_end_an_answer(checkpoint, capsys, lag, value
     assert found.finish_reason == "error" and found.tokens == [] and not engine.state.left.any()
     row.close()
     assert capsys.readouterr().err.count("\n") == 1
-    assert outcome(engine.generate(prompts, 12, **sampling))[1:] == good[1:]  # in the rows that met it
+    fresh = load(checkpoint, batch=2)
+    fresh.model.tok_embeddings.weight.data[poison] = value
+    expected = outcome(fresh.generate(prompts[::-1], 12, **sampling))  # prompts[1] where the rows met it
+    assert sampling or expected[0] == good[1]
+    assert outcome(engine.generate(prompts[::-1], 12, **sampling)) == expected
 
 
 def test_prompts_can_be_prefilled_alone_and_asked_about_afterwards(checkpoint):

@@ -348,17 +348,19 @@ def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, tex
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in (90, 150)]
     forced = [prompts[1][:5], prompts[0][:9]]
-    [method] = cli.choices(kv, [] if kv in ("full", "kivi") else [64])
+    methods = cli.choices(kv, [] if kv in ("full", "kivi") else [64, 0.3])
     logits = []
     for shared in (False, True):
-        engine = Engine.load(text_checkpoint, compile=False, max_prompt=150, batch=2)
+        engine = Engine.load(text_checkpoint, compile=False, max_prompt=300, batch=2)
         if shared:
             prefill_once(engine)
             engine.logits(prompts, forced)  # of the full cache; from now on the prompts are known
             engine.model.layers[0].prefill = None  # no prompt runs through the model again
-        engine.use(method.kv, method.budget, method.options, 2, 150, 256)
-        logits.append(engine.logits(prompts, forced))
-    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+        for method in methods:
+            engine.use(method.kv, method.budget, method.options, 2, 300, 256)
+            logits.append(engine.logits(prompts, forced))
+    for own, shared in zip(logits[: len(methods)], logits[len(methods) :], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, shared, strict=True))
 
 
 def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):

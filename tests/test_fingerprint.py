@@ -5,8 +5,13 @@ import shutil
 
 from conftest import write_random
 
-from runtime.checkpoint import fingerprint, open_weights, write_checkpoint
+from runtime import checkpoint
+from runtime.checkpoint import open_weights, read_config, write_checkpoint
 from runtime.hf_config import from_hf
+
+
+def fingerprint(folder) -> str:
+    return checkpoint.fingerprint(read_config(folder))
 
 
 def test_a_fingerprint_depends_on_weights_and_config_and_not_on_their_files(tmp_path):

@@ -88,6 +88,24 @@ def test_a_row_of_other_caches_is_refused(checkpoint, tmp_path):
         engine.load_row(file)
 
 
+def test_a_row_longer_than_max_prompt_is_refused(checkpoint, tmp_path):
+    file, engine = saved(load(checkpoint), tmp_path / "text.kv"), load(checkpoint, max_prompt=40)
+    with pytest.raises(ValueError, match="50 tokens and max_prompt is 40"):
+        engine.load_row(file)
+    assert engine.generate([[3, 4]], 3)[0].tokens
+
+
+def test_a_row_keeps_its_rope_frequencies(tmp_path):
+    """Dynamic NTK's follow from each row's own length."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    model = write_random(tmp_path / "m", num_hidden_layers=3, max_position_embeddings=32, rope_scaling=scaling)
+    engine, other = load(model, max_prompt=60), load(model, max_prompt=60)
+    (row,) = engine.start([TEXT])
+    expected = engine.ask([row.fork()], [[5, 6, 7]], 6)
+    for copy in (other.load_row(saved(load(model, max_prompt=60), tmp_path / "text.kv")), row):
+        assert copy.engine.ask([copy], [[5, 6, 7]], 6) == expected
+
+
 def test_100_damaged_files_are_refused(checkpoint, tmp_path):
     engine = load(checkpoint, "rocketkv")
     good, chance, file = saved(engine, tmp_path / "good.kv").read_bytes(), random.Random(0), tmp_path / "bad.kv"
@@ -219,7 +237,7 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
     capsys.readouterr()
     for flags, message in (
         (["--load-prompt", file, "--prompt", "x", "--kv", "full"], "leave out --kv"),
-        (["--load-prompt", file, "--prompt", "x", "--max-new-tokens", "80"], "room for 50 more tokens"),
+        (["--load-prompt", file, "--prompt", "x" * 400], "no room for another question"),
         (["--load-prompt", str(tmp_path / "cut.kv"), "--prompt", "x"], "cut.kv"),
         (["--load-prompt", str(tmp_path / "none.kv"), "--prompt", "x"], "there is no file"),
         (["--prompt", "x", "--save-prompt", str(tmp_path / "no" / "book.kv")], "not a file in an existing folder"),
