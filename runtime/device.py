@@ -22,8 +22,18 @@ def free_bytes(device: torch.device) -> int:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
     else:
         trim()
-        used, free = resident_bytes("VmRSS"), _kilobytes("/proc/meminfo", "MemAvailable")
+        used, free = resident_bytes("VmRSS"), min(_kilobytes("/proc/meminfo", "MemAvailable"), group_free())
     return min(free, _caps[device.type] - used) if device.type in _caps else free
+
+
+def group_free(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes left of this process's control group, which is a container's limit; its cached files count as free."""
+    try:
+        left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return left + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no control groups, or no limit: "max"
+        return float("inf")
 
 
 def trim() -> None:

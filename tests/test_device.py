@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from runtime.device import free_bytes, replacing, resident_bytes
+from runtime.device import free_bytes, group_free, replacing, resident_bytes
 from terminal.cli import write_json
 
 
@@ -62,3 +62,12 @@ def test_what_the_c_library_keeps_counts_as_free():
     del blocks
     free_bytes(torch.device("cpu"))
     assert resident_bytes("VmRSS") < before - 150e6 and last.sum() == 2**14
+
+
+def test_what_a_container_may_use_is_what_is_free(tmp_path):
+    assert group_free(tmp_path) == float("inf")
+    for name, text in (("current", "700\n"), ("stat", "anon 400\ninactive_file 300\n"), ("max", "max\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert group_free(tmp_path) == float("inf")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert group_free(tmp_path) == 600
