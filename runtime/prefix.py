@@ -58,9 +58,7 @@ class Header:
         profile = methods.from_profile(engine.method, engine.options, engine.profile)
         options = asdict(methods.parse_options(engine.method, engine.options | profile))
         dtype = str(engine.dtype).removeprefix("torch.")
-        return cls(
-            engine.fingerprint, engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row
-        )
+        return cls(engine.fingerprint, engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row)
 
     @classmethod
     def parse(cls, about: object) -> "Header":
