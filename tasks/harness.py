@@ -95,7 +95,9 @@ class KVFast(TemplateLM):
         return ids if ids[: len(before)] == before else before + ids
 
     def cut(self, ids: list[int], room: int) -> list[int]:
-        """A prompt cut to `room` tokens: those at its end, or as many at its beginning."""
+        """A prompt cut to `room` tokens, what an answer leaves: those at its end, or as many at its beginning."""
+        if room < 1:
+            raise ValueError(f"max_gen_toks must be below the model's context, {self.max_length} tokens")
         head = room // 2 if self.middle else 0
         return ids if len(ids) <= room else ids[:head] + ids[head - room :]
 
@@ -118,7 +120,8 @@ class KVFast(TemplateLM):
             for part in parts(order, self.engine.batch):
                 prompts = [texts[i][0][: splits[i]] for i in part]
                 rest = [texts[i][0][splits[i] :] for i in part]
-                for old in self.prefilled.keys() - {(tuple(prompt), 0) for prompt in prompts}:
+                kept = set(map(tuple, prompts))
+                for old in [key for key in self.prefilled if key[0] not in kept]:
                     del self.prefilled[old]
                 for i, own, logits in zip(part, rest, self.engine.logits(prompts, rest), strict=True):
                     scored = texts[i][1]

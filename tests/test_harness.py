@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert_hf_checkpoint import convert
+from model import Transformer
 from tasks.harness import KVFast
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
@@ -109,6 +110,21 @@ def test_a_prompt_that_is_too_long_is_cut_where_asked(folder):
     assert ours(folder, truncation="middle").cut(ids, 5) == [0, 1, 7, 8, 9]
     with pytest.raises(ValueError, match="left or middle"):
         ours(folder, truncation="right")
+    with pytest.raises(ValueError, match="max_gen_toks must be below the model's context, 512 tokens"):
+        ours(folder).cut(ids, 0)
+
+
+def test_choices_that_continue_a_prompt_share_its_prefill(folder, monkeypatch):
+    prefill, prompts = Transformer.prefill, []
+
+    def counted(model, row, tokens, *args):
+        prompts.append(tokens.tolist())
+        return prefill(model, row, tokens, *args)
+
+    monkeypatch.setattr(Transformer, "prefill", counted)
+    own = ours(folder)
+    own._loglikelihood_tokens([(None, [first, 5, 6, 7], [choice]) for first in (3, 4) for choice in (8, 9, 10)], True)
+    assert sorted(prompts) == [[3, 5, 6], [4, 5, 6]]
 
 
 def test_options_reach_the_method(folder):
