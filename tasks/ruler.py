@@ -94,7 +94,9 @@ def essay(text: str | None, n: int, first: int = 0) -> list[str]:
 
 
 def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
-    """The sentences as a text, with the needles in order at random depths between them."""
+    """The sentences as a text, with the needles in order at random depths between them, one at each."""
+    if len(needles) > len(DEPTHS):
+        raise ValueError(f"a text hides at most {len(DEPTHS)} needles, not {len(needles)}: lower --questions")
     depths = sorted(rng.sample(DEPTHS, len(needles)))
     parts, last = [], 0
     for depth, needle in zip(depths, needles, strict=True):

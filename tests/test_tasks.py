@@ -182,6 +182,8 @@ def test_backwards_asks_for_the_last_needle_first():
         assert all(
             f" for {key} " in question.text for (key, _), question in zip(found[::-1], made.questions, strict=True)
         )
+    with pytest.raises(ValueError, match="a text hides at most 40 needles, not 41: lower --questions"):
+        sample("niah_backwards", questions=41)
 
 
 def test_the_noise_around_a_needle_is_rulers():
