@@ -56,7 +56,7 @@ def join(files: list[dict]) -> dict[int, Results]:
                 if row["task"] == "fidelity":
                     own["same"].append(row["score"])
                 for key in {"kl", "perplexity"} & row.keys():
-                    own[key].append(row[key])
+                    own["alone" if row["task"] == "perplexity" else key].append(row[key])
                 for when in ("first", "later"):
                     if row[when] is not None:
                         own[asked, when].append(row[when])
@@ -68,6 +68,8 @@ def join(files: list[dict]) -> dict[int, Results]:
         for length, by_method in sorted(measured.items())
     }
     for own in itertools.chain(*(by_method.values() for by_method in results.values())):
+        if "alone" in own:
+            own.setdefault("perplexity", own.pop("alone"))
         for asked in ("answers", "blind"):
             scores = [own[asked, when] for when in ("first", "later") if (asked, when) in own]
             own |= {asked: " / ".join(f"{score:.0f}" for score in scores)} if scores else {}
@@ -82,8 +84,9 @@ def join(files: list[dict]) -> dict[int, Results]:
 
 
 def megabytes(row: dict) -> dict[str, float]:
-    read = row["step_device_bytes"] + row["step_host_bytes"]
-    return {"kv": row["kv_device_bytes"] / 1e6, "host": row["kv_host_bytes"] / 1e6, "read": read / 1e6}
+    """Of one sequence: bench counts its whole batch."""
+    read, mega = row["step_device_bytes"] + row["step_host_bytes"], 1e6 * row.get("batch", 1)
+    return {"kv": row["kv_device_bytes"] / mega, "host": row["kv_host_bytes"] / mega, "read": read / mega}
 
 
 def method_of(row: dict) -> tuple[str, int | float | None]:

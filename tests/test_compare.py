@@ -45,6 +45,18 @@ def test_every_method_and_budget_is_a_row_with_all_measurements(measured, capsys
     assert own["ms/token"] == f"{timed['ms_per_token']:.1f}"
 
 
+def test_perplexity_is_fidelitys_and_benchs_bytes_are_divided_by_its_batch(measured):
+    answers, speed = (json.loads(open(path).read()) for path in measured)
+    alone = next(r for r in answers["rows"] if r["task"] == "perplexity" and r["kv"] == "full")
+    fidelity = alone | {"task": "fidelity", "kl": 0.0, "perplexity": alone["perplexity"] + 2}
+    (timed,) = (r for r in speed["rows"] if r["kv"] == "full")
+    both = {key: 3 * timed[key] for key in timed if key.endswith("_bytes") and timed[key]} | {"batch": 3}
+    for rows in ([alone, fidelity], [fidelity, alone]):
+        ((own,),) = (found.values() for found in compare.join([{"rows": [*rows, timed | both]}]).values())
+        assert own["perplexity"] == fidelity["perplexity"]
+        assert own["kv"] == timed["kv_device_bytes"] / 1e6 and own["read"] == timed["step_device_bytes"] / 1e6
+
+
 def test_names_do_not_overlap_even_where_marks_coincide(measured, tmp_path):
     compare.main([*measured, "--plot", str(tmp_path / "out.png")])
     assert (tmp_path / "out.png").stat().st_size > 10_000
