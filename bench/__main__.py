@@ -94,6 +94,7 @@ def check(args: argparse.Namespace) -> None:
             args.side_by_side and any(getattr(args, name) for name in ALONE),
             f"--side-by-side times single steps: leave out {', '.join('--' + name for name in ALONE)}",
         ),
+        (args.peer == "transformers" and any(args.quantize), "--peer transformers has no --quantize: leave one out"),
         (missing, f"--peer {args.peer} needs it: pip install {' '.join(missing)}"),
         (unknown, f"--quantize {', '.join(map(str, unknown))}: known are none, {', '.join(MODES)}"),
         (args.embeddings and not any(args.quantize), "--embeddings needs --quantize int8 or int4"),

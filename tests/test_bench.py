@@ -120,6 +120,8 @@ def test_peer_transformers_adds_its_dynamic_and_static_caches(here):
     rows = result("--kv", "full", "--peer", "transformers")["rows"]
     assert [r["kv"] for r in rows] == ["full", "transformers, dynamic", "transformers, static"]
     assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[1:])
+    with pytest.raises(ValueError, match="--peer transformers has no --quantize"):
+        run("--kv", "full", "--peer", "transformers", "--quantize", "none,int8")
 
 
 def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
