@@ -227,6 +227,21 @@ class Ours:
         while len(self.unread) > engine.lag:
             self.unread.pop(0)()
 
+    def skip(self, length: int) -> float:
+        """Moves the rows on to `length` tokens without decoding; returns the seconds in which they made room."""
+        rows, first = range(self.case.batch), self.case.context + self.new
+        layers = [layer for layer in self.engine.layers if getattr(layer, "every", 0)]
+
+        def room() -> None:
+            for tokens in range(first, length):
+                methods.make_room(layers, dict.fromkeys(rows, tokens))
+            if self.case.device.type == "cuda":
+                torch.cuda.synchronize(self.case.device)
+
+        self.new = length - self.case.context
+        self.engine.state.pos.fill_(length)
+        return seconds(room)
+
     def extend_s(self, n: int, repeats: int) -> float:
         """Seconds in which the first row takes n more tokens at once, the median of `repeats`."""
         engine, pos, times = self.engine, self.case.context + self.new, []

@@ -13,10 +13,11 @@ from conftest import LLAMA
 
 import bench.__main__ as bench
 import kv
-from bench import acceptance, contenders, papers
+from bench import acceptance, contenders, papers, tables
 from bench.papers import Published
 from kv.full import Full
 from kv.parts.ranks import ALONE
+from kv.parts.scored import Scored
 from runtime import device as devices
 from terminal.cli import Choice
 from terminal.cli import run as run_main
@@ -182,6 +183,7 @@ def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
     for row in rows:
         assert all(0 <= x["accepted"] <= row["speculate"] and x["same"] == 2 for x in row["kinds"].values())
         assert 0 < row["draft_bytes"] < row["full_bytes"]
+    assert all(x["accepted"] > 1 for x in rows[1]["kinds"].values())  # 8 bits of every token draft well
     assert "accepted, free text" in capsys.readouterr().out
     sampled = ["--temperature", "5", "--samples", "1", "--kv", "quest:page=4", "--json", f"{file}.hot"]
     acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, *sampled])
@@ -196,6 +198,12 @@ def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
         acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--kv", "quest,h2o"])
     with pytest.raises(ValueError, match="--samples must be at least 1"):
         acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--samples", "0"])
+
+
+def test_a_follow_up_in_steps_takes_a_steps_time_for_each_token():
+    row = {"kv": "full", "budget": None, "options": {}, "context": 100, "extend": 20}
+    line = tables.extensions([row | {"extend_ms": 7.0, "ms_per_token": 3.0, "prefill_s": 0.5}]).splitlines()[-1]
+    assert line.split() == ["full", "100", "20", "7", "60", "600"]
 
 
 def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):
@@ -313,6 +321,22 @@ def test_the_default_results_file_is_checked_before_the_work(here, capsys):
         run("--kv", "full")
     with pytest.raises(ValueError, match="--results /proc/r: cannot be written"):
         run("--kv", "full", "--results", "/proc/r")
+
+
+def test_a_generations_tokens_pay_for_the_room_that_rows_make(here, monkeypatch):
+    compress, done = Scored.compress, []
+    monkeypatch.setattr(Scored, "compress", lambda *args: done.append(compress(*args)))
+
+    def compressions(what) -> int:
+        before = len(done)
+        what()
+        return len(done) - before
+
+    for module in ("measure", "contenders"):
+        monkeypatch.setattr(f"bench.{module}.seconds", compressions)
+    flags = ["--generate", "400", "--context", "32", "--budget", "16", "--batch", "2", "--steps", "3"]
+    (row,) = result("--kv", "keydiff:every=8", *flags)["rows"]
+    assert row["ms_per_token"] == pytest.approx(1e3 * 2 * 3 / 8, rel=0.05)  # 2 rows, 3 layers
 
 
 def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
