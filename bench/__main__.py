@@ -107,11 +107,17 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(why)
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, checked."""
     args = parser().parse_args(argv)
     args.speculate = numbers(args.speculate, "--speculate", int) if args.speculate else []
     args.quantize = [None if mode == "none" else mode for mode in args.quantize.split(",")]
     check(args)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     ranks = parallel.join()
     if ranks.rank:
         args.json, args.plot, args.results = None, None, os.devnull

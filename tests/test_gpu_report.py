@@ -83,17 +83,17 @@ def test_every_test_file_that_a_command_or_document_names_exists():
     assert "tests/test_contract.py" in named and not [name for name in named if not (gpu.ROOT / name).is_file()]
 
 
-def test_every_command_of_the_steps_parses(monkeypatch):
+def test_every_command_of_the_steps_parses(tmp_path, monkeypatch):
     """On a GPU and on a CPU, the benchmark accepts the arguments of every step."""
-    from bench.__main__ import parser
-    from bench.smoke import parser as smoke
+    from bench.__main__ import parse
+    from bench.smoke import parser
     from terminal.cli import choices
 
-    parsers = {"bench": parser, "bench.smoke": smoke}
+    monkeypatch.chdir(tmp_path)
+    parses = {"bench": parse, "bench.smoke": parser().parse_args}
     for device in ("cuda", "cpu"):
         for step in gpu.steps(device):
             assert step.minutes <= 8
             for _, module, *arguments in step.commands:
                 if module != "pytest":
-                    args = parsers[module]().parse_args(arguments)
-                    choices(args.kv, [256])
+                    choices(parses[module](arguments).kv, [256])
