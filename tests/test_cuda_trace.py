@@ -46,6 +46,11 @@ FETCHES = {"kv_fast::issue", "kv_fast::wait"}  # the host's work in a step, betw
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
 
 
+def has_threads(name: str) -> bool:
+    """Whether a variant's threads fetch between the graphs of a step."""
+    return name.endswith(":threads") or name in ("tailorkv", "brute_offload")
+
+
 @pytest.fixture
 def gpu():
     """Tensors are fake, and some of them on a GPU that is not here."""
@@ -141,7 +146,7 @@ def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     graph, known = trace(decode_step, state, sampling, gpu, batch)
     assert not problems(graph, known)
     fetches = [n for n in graph.graph.nodes if n.op == "call_function" and "kv_fast" in str(n.target)]
-    assert bool(fetches) == name.endswith(":threads") or name in ("tailorkv", "brute_offload", "pqcache")
+    assert bool(fetches) == has_threads(name)
     close(state)
 
 

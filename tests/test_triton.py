@@ -5,7 +5,7 @@ Triton's compiler needs nothing but the architecture.
 
 import pytest
 import torch
-from test_cuda_trace import VARIANTS, build, close, launch
+from test_cuda_trace import VARIANTS, build, close, has_threads, launch
 
 from bench import generated
 from bench.generated import Generated
@@ -64,8 +64,7 @@ def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tm
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     state = build(name, h100, 2)
     found = generate(decode_step, state, "cut" if name == "full" else "greedy", h100, 2)
-    fetches = name.endswith(":threads") or name in ("tailorkv", "brute_offload")  # between the graphs
-    assert len(found.kernels) > 10 and (found.graphs > 1) == fetches
+    assert len(found.kernels) > 10 and (found.graphs > 1) == has_threads(name)
     compile_all(found)
     print(name, len(found.kernels), "kernels,", found.graphs, "graphs")
     close(state)
