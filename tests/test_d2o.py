@@ -368,18 +368,3 @@ def test_a_prompt_allocates_no_square_matrix(monkeypatch):
         layer.prefill(0, *inputs[0])
         layer.finish(0)
     assert max(sizes.found) <= 3000 * 6 * 16  # as large as q
-
-
-@pytest.mark.parametrize("name", ("h2o", "roco", "cam", "d2o"))
-def test_a_nan_in_a_prompt_does_not_reach_the_rows_next_prompt(name):
-    shape = make_shape()
-    used, fresh = (Run(name, shape, 24, {}) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    bad, good, step = (tokens(shape, 1, n, generator) for n in (60, 10, 1))
-    for qkv in bad:
-        for x in qkv:
-            x[:, :, 50] = torch.nan
-    used.prefill(0, bad)
-    used.prefill(0, good)
-    fresh.prefill(0, good)
-    assert torch.equal(used.step(step), fresh.step(step))

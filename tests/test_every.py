@@ -48,7 +48,8 @@ def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
 def test_a_step_in_flight_changes_no_choice(case):
     """On a GPU the host makes room one step late: the token of that step is stored, and its query too."""
     shape = replace(make_shape("gqa"), batch=1, n_layer=1, max_prompt=50, max_new_tokens=NEW)
-    texts = [torch.randn(1, heads, 50 + NEW, shape.head_dim) for heads in (shape.n_head, *[shape.n_kv_head] * 2)]
+    heads, g = (shape.n_head, shape.n_kv_head, shape.n_kv_head), torch.Generator().manual_seed(0)
+    texts = [torch.randn(1, h, 50 + NEW, shape.head_dim, generator=g) for h in heads]
     held = []
     for late in (0, 1):
         (layer,) = kv.build(case.split(":")[0], shape, BUDGET, CASES[case] | {"every": N})
@@ -73,9 +74,9 @@ def test_a_window_that_is_not_generated_yet_is_refused():
 def test_a_pyramid_follows_from_no_plan(budget, options):
     """What a layer keeps of a text depends neither on the longest prompt nor on what may be generated."""
     shape = replace(make_shape("gqa"), batch=1, n_layer=2, max_new_tokens=NEW)
-    heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
+    heads, g = (shape.n_head, shape.n_kv_head, shape.n_kv_head), torch.Generator().manual_seed(0)
     for prompt in (16, 41):
-        texts = [torch.randn(h, prompt + NEW, shape.head_dim) for h in heads]
+        texts = [torch.randn(h, prompt + NEW, shape.head_dim, generator=g) for h in heads]
         found = []
         for longest in (prompt, prompt + 1, 96):
             layers = kv.build("pyramidkv", replace(shape, max_prompt=longest), budget, {"window": 8, **options})

@@ -262,4 +262,3 @@ SLOW: dict[str, type[SlowCompressing]] = {
     "lagkv": SlowLagKV,
     "rkv": SlowRKV,
 }
-EVICTING: dict[str, type[SlowEvict]] = {"tova": SlowTOVA}
