@@ -403,17 +403,18 @@ def test_law_3_a_row_does_not_depend_on_the_longest_prompt(name, budget):
         assert torch.allclose(restored.extend(2 - row, text, 10, 4), other, atol=1e-6)
 
 
+def follow_the_plan(budget: int | float) -> set[str]:
+    """The variants whose sizes follow from the plan: on another one they continue differently, or refuse."""
+    build = [(v, name, options) for v, (name, options) in VARIANTS.items() if METHODS[name].budgeted]
+    build = [case for case in build if "mem" not in case[2]]
+    return {v for v, name, options in build if kv.plan_sizes(name, make_shape(), budget, options)}
+
+
 def test_methods_whose_sizes_follow_from_the_plan():
     """All others' rows are those of a plan of their own."""
-
-    def names(budget: int | float) -> set[str]:
-        build = [(variant, *VARIANTS[variant]) for variant in VARIANTS if METHODS[VARIANTS[variant][0]].budgeted]
-        return {v for v, name, options in build if "mem" not in options and kv.plan_sizes(name, shape, budget, options)}
-
-    shape = make_shape()
     rocket = {"hybrid", *(variant for variant in VARIANTS if variant.startswith("rocketkv"))}
-    assert names(40) == {*rocket, "sparq", "quest:auto", "simlayer", "duo:retrieval"}
-    assert names(0.4) == {"simlayer", "duo", "duo:retrieval"}
+    assert follow_the_plan(40) == {*rocket, "sparq", "quest:auto", "simlayer", "duo:retrieval"}
+    assert follow_the_plan(0.4) == {"simlayer", "duo", "duo:retrieval"}
 
 
 @every_method
@@ -632,20 +633,6 @@ def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, sha
     assert error <= 1e-5, f"after an extension steps differ by {error}, though {name} says extends_alike"
 
 
-FOLLOW_THE_PLAN = {  # sizes that depend on max_new_tokens: another plan continues differently, or refuses
-    "rocketkv",
-    "rocketkv:even",
-    "rocketkv:bits",
-    "rocketkv:turns",
-    "rocketkv:host",
-    "hybrid",
-    "sparq",
-    "quest:auto",
-    "duo:retrieval",
-    "simlayer",
-}
-
-
 def move(source: Cache, row: int, target: Cache, to: int) -> None:
     """Restores a row's state, copied as a file would, in row `to` of another cache."""
     length = source.newest[row] + 1
@@ -680,17 +667,21 @@ def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch
         assert other <= 1e-5  # some CPUs' products round differently in another row of a batch
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in FOLLOW_THE_PLAN])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in follow_the_plan(40)])
 def test_law_12_a_restored_row_continues_in_another_batch_on_another_plan(name, monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 1)  # so that a step that reads too few slots is noticed
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     texts = make_texts(shape)
     source, target = Cache(name, shape), poison(Cache(name, replace(shape, batch=5, max_new_tokens=2 * MAX_NEW)))
     source.run(texts, 9)
+    shortest = max(texts)  # prefilled beside the restored rows, before they are and afterwards
+    target.run({0: texts[shortest]}, 9)
     for row in texts:
         move(source, row, target, row + 2)
-    a, b = source.decode(texts, 8, first=9), target.decode({row + 2: text for row, text in texts.items()}, 8, first=9)
-    assert all((a[row] - b[row + 2]).abs().max() <= 1e-6 for row in texts)
+    target.run({1: texts[shortest]}, 9)
+    rows = {0: shortest, 1: shortest} | {row + 2: row for row in texts}  # row of the target -> of the source
+    a, b = source.decode(texts, 8, first=9), target.decode({to: texts[row] for to, row in rows.items()}, 8, first=9)
+    assert all((a[row] - b[to]).abs().max() <= 1e-6 for to, row in rows.items())
 
 
 @every_method
