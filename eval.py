@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -23,10 +24,9 @@ import kv as methods
 from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
-from runtime import parallel
+from runtime import parallel, plan
 from runtime.checkpoint import COMPANIONS
 from runtime.device import DTYPES
-from runtime.plan import figures
 from tasks import Recipe, shipped_haystack, texts
 from tasks.answers import Job, Journal, answer, digest, force, forced, later_turn, parts, summary
 from tasks.prefill_once import prefill_once
@@ -181,12 +181,19 @@ def conditions(args: argparse.Namespace, engine: Engine) -> dict:
 def evaluate(
     args: argparse.Namespace, engine: Engine, jobs: list[Job], chosen: list[Choice], journal: Journal, ranks: Ranks
 ) -> tuple[list[dict], list[dict]]:
-    """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples."""
+    """Runs the jobs; returns (rows, samples) of the JSON object. `ranks` share the samples.
+
+    Raises ValueError, before the first sample, for arguments that a method cannot have.
+    """
     rows, samples, common = [], [], conditions(args, engine)
     reference: dict[tuple[int, int], torch.Tensor] = {}  # for fidelity: the full cache's logits, on the host
     ordered = sorted(jobs, key=lambda job: (job.length, job.prompt, job.new))  # groups jobs with equal caches
+    cells = [(method, job, wanted(args, method, job)) for method, job in itertools.product(chosen, ordered)]
+    for *_, caches in cells:
+        with suppress(BudgetTooSmall):
+            plan.check(engine, *caches)
     with tqdm(total=len(chosen) * sum(len(job.items) for job in jobs), unit="sample") as bar:
-        for method, job in itertools.product(chosen, ordered):
+        for method, job, caches in cells:
             bar.set_description(f"{method.label} {job.task} {job.length}")
             about = {"kv": method.kv, "budget": method.budget, "options": method.options}
             about |= {"task": job.task, "length": job.length}
@@ -201,7 +208,7 @@ def evaluate(
             for part in parts(unknown, args.batch):
                 reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
             try:
-                bytes_ = use(engine, method, job, args.batch + args.fork, args.speculate)
+                bytes_ = use(engine, caches)
             except BudgetTooSmall as error:  # the cell has no score, and the run continues
                 nothing = {"n": 0, "score": None, "first": None, "later": None}
                 rows.append(about | nothing | {"why": str(error), "minimum": error.minimum})
@@ -233,15 +240,20 @@ def evaluate(
     return rows, samples
 
 
-def use(engine: Engine, method: Choice, job: Job, batch: int, speculate: int) -> dict:
-    """Gives the engine the caches for a job, unless it has them. Returns the options that the profile set, the caches'
-    bytes per row, and the bytes per row that a step reads."""
-    speculate = 0 if method.kv == "full" and not method.options else speculate  # the others must give its answers
-    wanted = (method.kv, method.budget, method.options, batch, job.prompt, job.new, speculate)
+def wanted(args: argparse.Namespace, method: Choice, job: Job) -> tuple:
+    """The arguments of `Engine.use` for a job."""
+    speculate = 0 if method.kv == "full" and not method.options else args.speculate  # the others must give its answers
+    return method.kv, method.budget, method.options, args.batch + args.fork, job.prompt, job.new, speculate
+
+
+def use(engine: Engine, caches: tuple) -> dict:
+    """Gives the engine caches for the arguments of `Engine.use`, unless it has them. Returns the options that the
+    profile set, the caches' bytes per row, and the bytes per row that a step reads."""
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
-    if wanted != (*has, engine.speculate) or engine.shape is None:  # no shape: the last caches were refused
-        engine.use(*wanted)
-    known = figures(engine, job.prompt + 1)
+    if caches != (*has, engine.speculate) or engine.shape is None:  # no shape: the last caches were refused
+        engine.use(*caches)
+    batch, prompt = caches[3:5]
+    known = plan.figures(engine, prompt + 1)
     device, host = known["kv_device_bytes"], known["kv_host_bytes"]
     return {
         "profile": known["profile"],

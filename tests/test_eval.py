@@ -304,6 +304,8 @@ def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monke
         (["--kv", "streaming:size=4"], "no option 'size'"),
         (["--kv", "streaming", "--budget", ""], "needs --budget"),
         (["--budget", "many"], "numbers with commas"),
+        (["--kv", "full,streaming", "--budget", "64,3,1.5"], "a share between 0 and 1, not 1.5"),
+        (["--kv", "full,tova", "--speculate", "2"], "tova cannot draft"),
         (["--length", "0"], "must be positive"),
         (["--length", "99999"], "the model's context is"),
         (["--length", "150"], "niah_single_1: a length of 150 tokens is too short"),
@@ -319,7 +321,8 @@ def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monke
         (["--text", "/dev/null"], "--text /dev/null: the text is empty"),
     ),
 )
-def test_mistakes_are_refused_before_anything_runs(tiny_checkpoint, more, message):
+def test_mistakes_are_refused_before_anything_runs(tiny_checkpoint, more, message, monkeypatch):
+    monkeypatch.setattr(Engine, "start", lambda *_: pytest.fail("started"))
     base = ["--checkpoint", str(tiny_checkpoint), "--tasks", "niah_single_1", "--length", "512", "--budget", "64"]
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         evaluation.main([*base, *more])
