@@ -197,8 +197,8 @@ def evaluate(
             bar.set_description(f"{method.label} {job.task} {job.length}")
             about = {"kv": method.kv, "budget": method.budget, "options": method.options}
             about |= {"task": job.task, "length": job.length}
-            given = [common | about | {"index": i, "sample": sample} for i, sample in enumerate(job.digests)]
-            keys = [json.dumps(own, sort_keys=True) for own in given]
+            own = common | about | {"new": job.new}  # which depends on the other samples
+            keys = [json.dumps(own | {"index": i, "sample": s}, sort_keys=True) for i, s in enumerate(job.digests)]
             about["chat"] = job.chat
             missing = [i for i, key in enumerate(keys) if key not in journal.results]
             mine = missing[ranks.rank :: ranks.count]

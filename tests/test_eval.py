@@ -124,6 +124,14 @@ def test_a_changed_profile_invalidates_saved_answers(tiny_checkpoint, tmp_path):
     assert len(lines) == 2
 
 
+def test_saved_answers_are_not_those_of_another_plan(tiny_checkpoint, tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    for tokens in (128, 512, 512):
+        monkeypatch.setattr(evaluation, "ROUND", tokens)
+        arguments(tiny_checkpoint, "--json", out, "--samples", 1, tasks="niah_single_1", kv="full")
+    assert len(out.with_name("out.json.progress.jsonl").read_text().splitlines()) == 2
+
+
 def perplexities(folder, out) -> list[float]:
     """The perplexity that a resumed run reports, then those of all lines of its progress."""
     arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
