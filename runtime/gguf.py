@@ -84,7 +84,7 @@ def unpack(file: Path, folder: Path) -> dict[str, Stored]:
         stored[hf] = StoredInGGUF(hf, file, shape, torch.float32, tensor.data, tensor.tensor_type, heads.get(module, 0))
     stored.pop("rope_freqs.weight", None)  # it stands in config.json
     (folder / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(fields, folder)
+    _write_tokenizer(file, fields, folder)
     return stored
 
 
@@ -126,6 +126,8 @@ def _config(file: Path, fields: dict, tensors: dict) -> dict:
         "eos_token_id": get("tokenizer.ggml.eos_token_id"),
     }
     if "rope_freqs.weight" in tensors:
+        if dim is None:
+            raise ValueError(f"{file} has rope_freqs.weight and no llama.rope.dimension_count")
         slower = torch.tensor(tensors["rope_freqs.weight"].data)
         config["rope_scaling"] = _llama3(file, slower, theta, dim, config["max_position_embeddings"])
     return config
@@ -142,10 +144,14 @@ def _llama3(file: Path, slower: Tensor, theta: float, dim: int, length: int) -> 
     return scaling
 
 
-def _write_tokenizer(fields: dict, folder: Path) -> None:
-    """The tokenizer's settings with the chat template, and tokenizer.json unless its kind is unknown here."""
+def _write_tokenizer(file: Path, fields: dict, folder: Path) -> None:
+    """The tokenizer's settings with the chat template, and tokenizer.json unless its kind is unknown here.
+
+    Raises ValueError if the kind is known and what it needs is missing or damaged.
+    """
     get = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}.get
-    tokens, kinds = get("tokens") or [], get("token_type") or []
+    tokens = get("tokens") or []
+    kinds, scores = get("token_type") or [1] * len(tokens), get("scores") or []
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {key: get(f"{name}_token_id") for key, name in names.items()}
     config = {key: tokens[i] for key, i in ids.items() if i is not None and i < len(tokens)}
@@ -153,20 +159,27 @@ def _write_tokenizer(fields: dict, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     vocab, pre = {token: i for i, token in enumerate(tokens)}, get("pre")
     if get("model") == "gpt2" and pre in ("smollm", "llama-bpe"):
-        merges = [tuple(merge.split(" ")) for merge in get("merges")]
-        library, split = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe")), pre_tokenizers
+        try:
+            merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+            library, split = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe")), pre_tokenizers
+        except Exception as error:  # the package tokenizers raises nothing more specific
+            raise ValueError(f"{file}: the tokenizer's merges are missing or damaged ({error})") from None
         words = {"smollm": split.Digits(True), "llama-bpe": split.Split(Regex(LLAMA3_SPLIT), "isolated")}
         in_bytes = split.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
         library.pre_tokenizer, library.decoder = split.Sequence([words[pre], in_bytes]), decoders.ByteLevel()
     elif get("model") == "llama":
-        library = _from_scores(vocab, get("scores"), config.get("unk_token"), get("add_space_prefix", True))
+        if len(scores) != len(tokens):
+            raise ValueError(f"{file}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
+        library = _from_scores(vocab, scores, config.get("unk_token"), get("add_space_prefix", True))
     else:
         return
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{file}: the tokenizer has {len(tokens)} tokens and {len(kinds)} types")
     for kind, add in ((CONTROL, library.add_special_tokens), (USER_DEFINED, library.add_tokens)):
         own = [token for token, given in zip(tokens, kinds, strict=True) if given == kind]
         add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in own])
-    if get("add_bos_token", pre == "llama-bpe" or get("model") == "llama"):
-        bos = config["bos_token"]
+    bos = config.get("bos_token")
+    if bos is not None and get("add_bos_token", pre == "llama-bpe" or get("model") == "llama"):
         library.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, vocab[bos])])
     library.save(str(folder / "tokenizer.json"))
 

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from convert_hf_checkpoint import convert
 from engine import Engine
+from runtime import gguf as gguf_py
 from runtime.checkpoint import read_config
 from text.tokenizer import load_tokenizer
 
@@ -123,6 +124,11 @@ def test_the_scaled_rope_of_llama_3_is_read_from_its_factors(tmp_path, factor):
         convert(write_gguf(tmp_path / "model.gguf", model, tokenizer=add), tmp_path / "other")
 
 
+def test_rope_factors_without_a_head_dimension_are_refused():
+    with pytest.raises(ValueError, match="no llama.rope.dimension_count"):
+        gguf_py._config(Path("model.gguf"), {"general.architecture": "llama"}, {"rope_freqs.weight": None})
+
+
 def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | None):
     """A tokenizer of its own kind in `folder`, and what writes the same to a GGUF file."""
     byte_level_folder(folder, split, special, {"chat_template": CHATML_TEMPLATE, "eos_token": special[1]}, bos=bos)
@@ -185,6 +191,48 @@ def test_the_tokenizer_is_the_one_that_the_file_was_made_of(tmp_path, kind):
         assert ours.chat(text, "Be brief.") == theirs.chat(text, "Be brief."), text
         ids = theirs.encode(text)
         assert ours.decode(ids) == theirs.decode(ids), text
+
+
+class Without:
+    """A GGUFWriter, one of whose methods does nothing."""
+
+    def __init__(self, writer, name: str):
+        self.writer, self.name = writer, name
+
+    def __getattr__(self, name: str):
+        return (lambda *_: None) if name == self.name else getattr(self.writer, name)
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "sentencepiece"])
+@pytest.mark.parametrize("missing", ["add_bos_token_id", "add_token_types"])
+def test_a_tokenizer_may_name_no_bos_and_no_types(tmp_path, kind, missing):
+    add = tokenizer(kind, tmp_path / "original")
+    file = write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=lambda writer: add(Without(writer, missing)))
+    convert(file, tmp_path / "out")
+    bos, *ids = load_tokenizer(tmp_path / "original").encode("the keeper")
+    assert load_tokenizer(tmp_path / "out").encode("the keeper") == [bos] * (missing != "add_bos_token_id") + ids
+
+
+DAMAGED = {
+    "no merges": ("llama-bpe", "add_token_merges", None, "merges are missing or damaged"),
+    "a merge outside": ("llama-bpe", "add_token_merges", ["no such"], "merges are missing or damaged"),
+    "no scores": ("sentencepiece", "add_token_scores", None, "and 0 scores"),
+    "few types": ("llama-bpe", "add_token_types", [1, 1], "and 2 types"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_tokenizer_is_refused(tmp_path, capsys, case):
+    kind, name, instead, words = DAMAGED[case]
+    add = tokenizer(kind, tmp_path / "original")
+
+    def damaged(writer):
+        if instead is not None:
+            getattr(writer, name)(instead)
+        add(Without(writer, name))
+
+    file = write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=damaged)
+    refused(capsys, [file, "--out", tmp_path / "out"], "model.gguf", words, watch=tmp_path)
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_left_out_and_said(tmp_path, capsys):
