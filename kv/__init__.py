@@ -238,7 +238,7 @@ def read_profile(content: dict) -> dict:
                 continue
         except ValueError:
             pass
-        raise ValueError(f"kv_profile.json: {key} must be a {PROFILE[key]}; run calibrate.py again")
+        raise ValueError(f"kv_profile.json: {key} must be a {PROFILE[key]}; delete the file, then run calibrate.py")
     return options
 
 

@@ -40,7 +40,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key, value", [(key, value) for key, values in WRONG.items() for value in values])
 def test_a_value_of_another_type_is_refused_in_one_line(key, value):
-    with pytest.raises(ValueError, match=f"kv_profile.json: {key} must be a list.*; run calibrate.py again"):
+    with pytest.raises(ValueError, match=f"kv_profile.json: {key} must be a list.*; delete the file"):
         kv.read_profile({key: value})
 
 
