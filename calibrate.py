@@ -355,10 +355,10 @@ def main(argv: list[str] | None = None) -> None:
     text = read_text(args.text)
     if not text.strip():
         raise ValueError(f"--text {args.text}: the text is empty")
+    old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
     excerpts = excerpts_of(engine, text, args.length)
     profile = calibrate(engine, excerpts, args.sinks, args.recent, args.tau, args.tolerance, args.full)
-    old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
     for name in ("filter_layers", "filters"):  # an earlier run's, if this one proposes none
         old.pop(name, None)
     with replacing(path) as new:

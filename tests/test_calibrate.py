@@ -238,6 +238,14 @@ def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_c
         calibrate.main([*flags, "--out", "/proc/p"])
 
 
+def test_an_out_that_is_no_profile_is_refused_before_the_work(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "notes.txt").write_text("any text")
+    flags = ["--checkpoint", str(folder), "--text", str(tmp_path / "notes.txt")]
+    with pytest.raises(ValueError, match="notes.txt is not valid JSON"):
+        calibrate.main([*flags, "--out", str(tmp_path / "notes.txt")])
+
+
 @pytest.mark.parametrize(
     "wrong, words",
     (
