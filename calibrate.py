@@ -183,8 +183,8 @@ def calibrate(
         raise ValueError(f"--full must be at least 1, not {full}")
     if len(excerpts[0]) < sinks + recent + LAST:
         raise ValueError(
-            f"the text has {len(excerpts[0])} tokens; with {sinks} sinks and {recent} recent tokens it needs at least "
-            f"{sinks + recent + LAST}"
+            f"the excerpt has {len(excerpts[0])} tokens; with {sinks} sinks and {recent} recent tokens it needs at "
+            f"least {sinks + recent + LAST}"
         )
     engine.close()
     engine.model.set_rows(1)
@@ -364,7 +364,7 @@ def main(argv: list[str] | None = None) -> None:
     with replacing(path) as new:
         new.write_text(json.dumps(old | {"text": Path(args.text).name} | profile, indent=1) + "\n")
     print(report(profile))
-    print(f"measured on {args.length} tokens: measure longer prompts with --length")
+    print(f"measured on {profile['tokens']} tokens: measure longer prompts with --length")
     if args.plot:
         draw(profile, args.tau, args.tolerance, args.plot)
         print(f"wrote {args.plot}", file=sys.stderr)

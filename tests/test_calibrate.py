@@ -225,12 +225,14 @@ def test_duo_finds_the_head_scores_that_calibrate_wrote(text_checkpoint, tmp_pat
     assert chosen and others and min(chosen) >= max(others)
 
 
-def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_checkpoint, tmp_path):
+def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_checkpoint, tmp_path, capsys):
     folder, text = shutil.copytree(text_checkpoint, tmp_path / "model"), tmp_path / "text.txt"
     (folder / "kv_profile.json").write_text('{"mine": 1}')
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     flags = ["--checkpoint", str(folder), "--text", str(text), "--sinks", "4", "--recent", "16"]
     calibrate.main([*flags, "--out", str(tmp_path / "profile.json")])
+    tokens = json.loads((tmp_path / "profile.json").read_text())["tokens"]
+    assert f"measured on {tokens} tokens:" in capsys.readouterr().out
     assert (folder / "kv_profile.json").read_text() == '{"mine": 1}'
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert "head_scores" in profile and "mine" not in profile
