@@ -42,7 +42,8 @@ from kv.method import Shape
 from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
-from terminal.cli import Parser, check_output, load_pyplot, read_text, run, table
+from terminal.cli import Parser, check_output, read_text, run, table
+from terminal.plots import panels
 from text.files import read_json
 
 EXCERPTS, LENGTH = 4, 4096  # the most excerpts, and their tokens
@@ -281,25 +282,21 @@ def excerpts_of(engine: Engine, text: str, length: int) -> list[list[int]]:
 
 def draw(profile: dict, tau: float, tolerance: float, path: str) -> None:
     """Draws OmniKV's Figure 6a, TailorKV's Figure 12 and the errors of quantized layers; proposed layers are marked."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
     errors, quantized = [error for error, _ in profile["quant_error"]], profile["quant_layers"]
     filters = profile["filter_ability"][:-1], profile.get("filter_layers", []), "filter layers"
     dense = profile["dense_preference"], quantized, "quantized layers"
-    for axis, (curve, marked, label) in zip(axes, (filters, dense, (errors, *dense[1:])), strict=True):
-        axis.plot(range(len(curve)), curve, marker="o")
-        axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
-        axis.set(xlabel="layer", ylim=(0, max(1, *curve)))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel(f"attention of the next {AFTER} layers to its choice")
-    axes[1].set_ylabel(f"attention beyond the best {SPARSE:.0%} of the tokens")
-    axes[1].axhline(tau, color="gray", linestyle="--", label="tau")
-    axes[2].set_ylabel(f"error of its output in {BITS[0]} bits")
-    axes[2].axhline(tolerance, color="gray", linestyle="--", label="tolerance")
-    for axis in axes:
-        axis.legend()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with panels(path, 1, 3, width=5, height=4) as (axes,):
+        for axis, (curve, marked, label) in zip(axes, (filters, dense, (errors, *dense[1:])), strict=True):
+            axis.plot(range(len(curve)), curve)
+            axis.plot(marked, [curve[layer] for layer in marked], "o", markersize=12, fillstyle="none", label=label)
+            axis.set(xlabel="layer", ylim=(0, max(1, *curve)))
+        axes[0].set_ylabel(f"attention of the next {AFTER} layers to its choice")
+        axes[1].set_ylabel(f"attention beyond the best {SPARSE:.0%} of the tokens")
+        axes[1].axhline(tau, color="gray", linestyle="--", label="tau")
+        axes[2].set_ylabel(f"error of its output in {BITS[0]} bits")
+        axes[2].axhline(tolerance, color="gray", linestyle="--", label="tolerance")
+        for axis in axes:
+            axis.legend()
 
 
 def report(profile: dict) -> str:
