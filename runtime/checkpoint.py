@@ -304,6 +304,12 @@ def _replaced(out: Path) -> Path:
     return out.with_name(f".{out.name}.replaced")
 
 
+def _abandoned(out: Path) -> list[Path]:
+    """What is left of runs that were killed: a partial folder's name ends in its process's id."""
+    partial = {file.name.rpartition("-")[2]: file for file in out.parent.glob(f".{glob.escape(out.name)}.partial-*")}
+    return [file for pid, file in partial.items() if pid == str(os.getpid()) or not Path("/proc", pid).exists()]
+
+
 def _restore(out: Path) -> None:
     """Restores the old checkpoint if a run was killed after setting it aside and before renaming the new one."""
     if _replaced(out).exists() and not out.exists():
@@ -333,7 +339,7 @@ def write_checkpoint(
     out = check_output(out, copy_from, force)
     companions = [Path(copy_from) / name for name in COMPANIONS] if copy_from is not None else []
     companions = [file for file in companions if present(file)]
-    for left in [*out.parent.glob(f".{glob.escape(out.name)}.partial-*"), _replaced(out)]:
+    for left in [*_abandoned(out), _replaced(out)]:
         shutil.rmtree(left, ignore_errors=True)
     total = sum(t.nbytes for t in layout.values())
     disk = next(folder for folder in out.parents if folder.exists())

@@ -554,6 +554,15 @@ def test_a_run_that_ends_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
             assert not others or state == "new"
 
 
+def test_a_run_leaves_the_partial_folder_of_another_that_is_running(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for pid in (1, ended.pid):
+        (tmp_path / f".out.partial-{pid}").mkdir()
+    convert(save(hf_model(), tmp_path / "hf"), tmp_path / "out")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".out.partial-1", "hf", "out"]
+
+
 MEMORY = """
 import sys
 from functools import partial
