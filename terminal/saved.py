@@ -13,7 +13,8 @@ def save(engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
     """Prefills a prompt and writes it to the file that --save-prompt names."""
     (row,) = engine.start([prompt])
     begin = time.perf_counter()
-    size, full = row.save(args.save_prompt, args.chat), engine.shape.full_bytes() // engine.shape.planned * len(prompt)
+    size, shape = row.save(args.save_prompt, args.chat), engine.shape
+    full = shape.full_bytes() // (shape.batch * shape.planned) * len(prompt)
     report = {
         "kv": args.kv,
         "budget": args.budget,

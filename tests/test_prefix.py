@@ -217,8 +217,9 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
     common = ["--checkpoint", str(tiny_checkpoint), "--no-compile", "--json", str(tmp_path / "out.json")]
     file = str(tmp_path / "book.kv")
     save = ["--prompt-file", str(tmp_path / "book.txt"), "--kv", "rocketkv", "--budget", "24", "--save-prompt", file]
-    main([*common, *save, "--max-new-tokens", "50"])
+    main([*common, *save, "--max-new-tokens", "50", "--batch", "4"])
     report = json.loads((tmp_path / "out.json").read_text())
+    assert report["saved_full_bytes"] == 2 * 2 * 2 * 16 * 4 * report["prompt_tokens"]  # one row's
     assert report["saved_bytes"] < report["saved_full_bytes"] and report["room"] == 50
     assert f"in {file}" in capsys.readouterr().err
     for question in ("Who lived?", "Where?"):
