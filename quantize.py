@@ -66,6 +66,8 @@ def quantize(
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
+    if mode != "int4" and groupsize is not None:
+        raise ValueError(f"{mode} has no groups: leave out --groupsize")
     folder = Path(checkpoint)
     check_output(out, folder, force)
     config = read_config(folder)

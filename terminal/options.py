@@ -118,6 +118,8 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         raise ValueError("--save-prompt and --load-prompt need one process: start it with python, not torchrun")
     if saves and (args.batch_file is not None or loads):
         raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
+    if saves and args.out is not None:
+        raise ValueError("--save-prompt answers nothing: leave out --out")
     given = (args.kv, args.budget, args.kv_opt, args.speculate, args.max_prompt, args.chat or None)
     if loads and any(value is not None for value in given):
         raise ValueError(

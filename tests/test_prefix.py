@@ -243,6 +243,7 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         (["--load-prompt", str(tmp_path / "none.kv"), "--prompt", "x"], "there is no file"),
         (["--prompt", "x", "--save-prompt", str(tmp_path / "no" / "book.kv")], "not a file in an existing folder"),
         (["--batch-file", str(tmp_path / "book.txt"), "--save-prompt", file], "leave out --batch-file"),
+        (["--prompt", "x", "--save-prompt", file, "--out", str(tmp_path / "out")], "leave out --out"),
         (["--prompt", "x", "--chat", "--load-prompt", file], "leave out"),
     ):
         with pytest.raises(SystemExit) as end:

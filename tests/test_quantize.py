@@ -222,6 +222,7 @@ def test_mistakes_are_refused_in_one_line_and_leave_nothing(checkpoint, tmp_path
     for size in (5, 48, 0, -2, 1000):
         line = refused(capsys, *source, *out, "--mode", "int4", "--groupsize", size)
         assert f"groupsize {size} must" in line and "use --groupsize 32" in line
+    assert "leave out --groupsize" in refused(capsys, *source, *out, "--mode", "int8", "--groupsize", 7)
     q.quantize(checkpoint, tmp_path / "four", "int4", groupsize=32)  # what the refusal names works
     shutil.rmtree(tmp_path / "four")
     assert "exists" in refused(capsys, *source, "--out", tmp_path / "eight", "--mode", "int8")

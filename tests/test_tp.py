@@ -82,9 +82,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     found["tied, biased"] = write_random(root / "tied", **SIZES, **biased)
     found["qwen3"] = write_random(root / "qwen3", architectures=["Qwen3ForCausalLM"], **SIZES)
-    for mode in ("int8", "int4"):
+    for mode, how in (("int8", {"embeddings": True}), ("int4", {"groupsize": 8})):
         found[mode] = root / mode
-        quantize(found["tied, biased"], found[mode], mode, groupsize=8, embeddings=mode == "int8")
+        quantize(found["tied, biased"], found[mode], mode, **how)
     return found
 
 
