@@ -6,7 +6,6 @@ Without arguments it uses the checkpoint in needle/ to answer a question about t
 import runtime.startup  # noqa: F401
 
 import argparse
-import os
 import sys
 from functools import partial
 
@@ -29,8 +28,6 @@ def main(argv: list[str] | None = None) -> None:
     args = flags.parser(__doc__).parse_args(argv)
     if flags.describe_methods(args):
         return
-    if args.product is not None:
-        os.environ["KV_FAST_PRODUCT"] = args.product
     ranks = parallel.join()
     prompts = parallel.first(ranks, lambda: flags.read_prompts(args, ranks.count))
     flags.check(args, prompts, ranks.count)

@@ -7,7 +7,7 @@ from reprlib import repr as shortened
 
 import kv as methods
 from engine import Engine, Sampling
-from runtime import cpu, plan, prefix
+from runtime import plan, prefix
 from runtime.arguments import check_penalty
 from runtime.checkpoint import read_config, read_sampling
 from runtime.device import DTYPES
@@ -63,7 +63,6 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     compiles = "compile the decode step (default: if --max-new-tokens times the number of prompts exceeds 1,000)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
-    add("--product", choices=cpu.PRODUCTS, help="the product of a compiled step on a CPU (default: auto)")
     add("--verbose", action="store_true", help="print how fast each product reads each size of weight")
     add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     return p
