@@ -1,8 +1,8 @@
-"""Checkpoint folders. Only this module and the converter read weight files, and only this module writes them.
+"""Checkpoint folders: this module reads their weights, and it alone writes them.
 
 A checkpoint holds Hugging Face's config.json with a "kv_fast" section added, model.safetensors (or numbered shards and
 their index) and the tokenizer's files. Its tensors have the names of model.py's parameters. The section states the
-fields of `ModelConfig`, which were checked when the folder was written, so that loading needs no other key.
+fields of `ModelConfig`, which were checked when the folder was written; outside it, loading reads eos_token_id alone.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""What exists only for speed on a CPU: products of linear layers, attention and prefill, and compiling by part.
+"""Speed on a CPU: products of linear layers, attention and prefill, and compiling by part. A GPU's int8 is "fused" too.
 
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
 CPUs and between sizes. For the few rows of a decode step there are up to three: "kernel" (F.linear, or torch's kernel

@@ -108,7 +108,7 @@ def minimum(ranks: Ranks, value: float) -> float:
 
 @contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """If the block raises ValueError or OSError on any rank, every rank raises ValueError after it."""
+    """If the block raises ValueError or OSError on any of several ranks, every rank raises ValueError after it."""
     error = None
     try:
         yield
