@@ -38,7 +38,7 @@ class Job:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens that the caches are planned for. A budget given as a share is a share of these."""
+        """Prompt tokens that the caches are planned for."""
         return self.length - (self.graded.max_new_tokens if self.graded else self.new)
 
     @cached_property
