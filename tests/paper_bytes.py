@@ -19,13 +19,15 @@ from kv.parts.evicting import Evicting
 from kv.parts.fetched import FetchedTokens, Parts
 from kv.parts.offload import Pool
 from kv.parts.quant import channels, stored_bytes
-from kv.parts.scored import Scored
+from kv.parts.scored import LAG, Scored
 from kv.parts.speculation import Speculation
 from kv.pqcache import PQCache
 from kv.quest import Quest
-from kv.rocketkv import RocketKV, Split
+from kv.rocketkv import MultiTurn, RocketKV, Split
 from kv.simlayer import SimLayer
+from kv.snapkv import SnapKV
 from kv.sparq import SparQ
+from kv.streaming import Streaming
 from kv.tailorkv import Tailored
 
 LOSSLESS: dict[str, dict] = {
@@ -184,10 +186,24 @@ def staging(pool: Pool) -> int:
     return pool.host_bytes - pool.memory.nbytes * pool.on_host + staged_bytes(pool)
 
 
+def state_bytes(layer: KV, name: str) -> int:
+    """Bytes of what describes the rows: an int64 for each row, but for a few."""
+    shape = layer.shape
+    if name == "position":
+        each = 4 * shape.n_kv_head * (layer.slots if isinstance(layer, MultiTurn) else layer.kept)
+    elif name == "index":
+        each = 8 * (layer.most if isinstance(layer, Filter) else shape.n_kv_head * layer.count)
+    elif name == "past":
+        each = shape.n_head * (layer.queries + LAG) * shape.head_dim * shape.dtype.itemsize
+    else:
+        each = {"spare": 8 * shape.n_kv_head, "threshold": 4 * shape.n_kv_head}.get(name, 8)
+    return shape.batch * each
+
+
 def overhead(layer: KV) -> Counter[str]:
     """Bytes that a layer allocates beyond the paper's formula, by name."""
     shape, slot = layer.shape, layer.shape.slot_bytes
-    named = Counter({"row state": sum(getattr(layer, name).nbytes for name in layer.states)})
+    named = Counter({"row state": sum(state_bytes(layer, name) for name in layer.states)})
 
     def buffers(kind: str, *names: str) -> None:
         named[kind] += sum(getattr(layer, name).nbytes for name in names if getattr(layer, name, None) is not None)
@@ -204,12 +220,14 @@ def overhead(layer: KV) -> Counter[str]:
         return named
     if not isinstance(layer, Quantized | SimLayer | D2O):
         named["slot past the end"] = 2 * layer.k[:, :, 0].nbytes
-    if isinstance(layer, Full):
-        named["tokens given back"] = (layer.slots - layer.recent - layer.sinks) * slot
-        buffers("unmoved sinks", "sink_keys")
+    if isinstance(layer, Full) and not layer.holds_all:
+        named["tokens given back"] = min(shape.rewind, shape.planned - layer.recent - layer.sinks) * slot
+    if isinstance(layer, Streaming):
+        named["unmoved sinks"] = layer.sinks * slot // 2
     if isinstance(layer, Scored) and not isinstance(layer, RocketKV):  # rocketkv's n1 slots include them
         named["generated"] = shape.max_new_tokens * slot
-        named["what a shorter prompt keeps"] = (layer.kept - layer.kept_of(shape.max_prompt)) * slot  # pyramidkv
+        if isinstance(layer, SnapKV):  # pyramidkv
+            named["what a shorter prompt keeps"] = (layer.kept - layer.kept_of(shape.max_prompt)) * slot
     if isinstance(layer, Quantized):
         buffers("tokens that wait", "k", "v")
         named["group past the end"] = shape.batch * shape.n_kv_head * layer.packed.group_bytes
