@@ -438,7 +438,9 @@ def test_the_benchmark_measures_one_rank(tmp_path):
     shown = run_ranks("-m", "bench", *command, tmp_path / "ranks.json")
     assert re.search(r"2 ranks, bytes are those of one; they exchange 0\.\d\d MB with batch 1 a step", shown)
     rows = [json.loads((tmp_path / name).read_text())["rows"] for name in ("alone.json", "ranks.json")]
+    c = json.loads((ROOT / "needle" / "config.json").read_text())
     for one, half in zip(*rows, strict=True):
         assert (one["ranks"], half["ranks"], one["step_exchanged_bytes"]) == (1, 2, 0)
+        assert half["step_exchanged_bytes"] == 2 * (2 * c["num_hidden_layers"] * c["hidden_size"] + c["vocab_size"])
         assert half["step_device_bytes"] == one["step_device_bytes"] // 2
         assert 0.4 < half["step_weight_bytes"] / one["step_weight_bytes"] < 0.6
