@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +47,7 @@ def run(main: Callable[[], object], ranks: bool = False) -> NoReturn:
     try:
         with memory_errors():
             main()
+        sys.stdout.flush()
     except (ValueError, OSError) as error:
         complain(error)
         sys.exit(2)
@@ -66,6 +68,7 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
             if not ranks:
                 raise ValueError("this tool runs in one process: start it with python, not torchrun")
             main()
+        sys.stdout.flush()
     except Exception as error:
         sys.stderr = stderr  # also for a traceback
         if parallel.first_to_fail():
@@ -75,13 +78,19 @@ def run_ranks(main: Callable[[], object], ranks: bool) -> NoReturn:
         stderr.flush()
         os._exit(2)  # at once: leaving torch.distributed in order would wait for the other ranks
     parallel.leave()
-    sys.stdout.flush()
     stderr.flush()
     os._exit(0)  # torch.distributed's threads may abort a process that Python tears down
 
 
 def complain(error: Exception) -> None:
-    print("error:", one_line(error), file=sys.stderr)
+    """Prints an error's line, but for a pipe that its reader closed."""
+    if not isinstance(error, BrokenPipeError):
+        print("error:", one_line(error), file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            sys.stdout.close()  # otherwise Python would complain of it at exit
 
 
 def one_line(error: object) -> str:

@@ -301,6 +301,15 @@ def test_methods_are_listed_and_explained():
     assert "sinks" in explained.stdout and "2309.17453" in explained.stdout
 
 
+@pytest.mark.parametrize("stdout, err", ((">/dev/full", "error: [Errno 28] No space left on device\n"), ("| true", "")))
+def test_what_cannot_be_printed_ends_a_tool_in_one_line(stdout, err):
+    """A closed pipe ends it without one."""
+    command = f"set -o pipefail; {sys.executable} {ROOT / 'generate.py'} --list-kv {stdout}"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    result = subprocess.run(["bash", "-c", command], text=True, capture_output=True, env=buffered)
+    assert (result.returncode, result.stderr) == (2, err)
+
+
 @pytest.fixture
 def chat_checkpoint(text_checkpoint, tmp_path):
     """A checkpoint with a chat template."""
