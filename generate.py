@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     ranks = parallel.join()
     prompts = parallel.first(ranks, lambda: flags.read_prompts(args, ranks.count))
     flags.check(args, prompts, ranks.count)
-    answer(args, prompts, ranks)
+    if prompts:
+        answer(args, prompts, ranks)
 
 
 def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: parallel.Ranks) -> None:

@@ -30,8 +30,8 @@ def begin(alone: bool) -> None:
     say_help(alone)
 
 
-def first_question(alone: bool) -> str:
-    """What a person types before the model is loaded. Raises SystemExit if the conversation ends instead."""
+def first_question(alone: bool) -> str | None:
+    """What a person types before the model is loaded; None if the conversation ends instead."""
     begin(alone)
     try:
         while not (line := command("> ", alone)):
@@ -39,9 +39,7 @@ def first_question(alone: bool) -> str:
     except EOFError:
         line = "/exit"
         print(file=sys.stderr)
-    if line == "/exit":
-        raise SystemExit(0)
-    return line
+    return None if line == "/exit" else line
 
 
 def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> list[Answer]:

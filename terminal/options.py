@@ -79,7 +79,8 @@ def describe_methods(args: argparse.Namespace) -> bool:
 
 
 def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
-    """The prompts by id; a line without an id gets its line number. Without any, --chat asks for one at a terminal."""
+    """The prompts by id; a line without an id gets its line number. Without any, --chat asks for one at a terminal;
+    {} if the conversation ends there."""
     if args.batch_file is not None:
         return parse_batch(args.batch_file, read_text(args.batch_file))
     if args.prompt_file is not None:
@@ -92,7 +93,8 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
             known = read_known(args.checkpoint, args.device, args.dtype)
             plan.check(known, args.kv, args.budget, given_options(args))  # what is refused, is refused before one types
             load_tokenizer(args.checkpoint).chat("x", args.system)
-            return {1: first_question(ranks == 1)}
+            question = first_question(ranks == 1)
+            return {} if question is None else {1: question}
         read_config(args.checkpoint)
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
     demo = (NEEDLE / "demo.txt").read_text()

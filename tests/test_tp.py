@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -101,8 +103,8 @@ def launcher(world: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
 
 
-def torchrun(world: int, *command: str) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+def torchrun(world: int, *command: str, stdin: int | None = None) -> subprocess.Popen:
+    pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*launcher(world), *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 
 
@@ -328,6 +330,18 @@ def test_a_mistake_is_reported_once(tiny_checkpoint):
     run = torchrun(2, "generate.py", "--checkpoint", str(tiny_checkpoint), "--prompt", "x", "--kv", "none")
     _, errors = run.communicate(timeout=120)
     assert run.returncode and len(lines(errors)) == 1 and "unknown KV method 'none'" in lines(errors)[0]
+
+
+def test_a_chat_may_end_at_its_first_prompt(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    terminal, stdin = pty.openpty()
+    os.write(terminal, b"/exit\n")
+    run = torchrun(2, "generate.py", "--checkpoint", str(folder), "--chat", "--no-compile", stdin=stdin)
+    out, errors = run.communicate(timeout=120)
+    os.close(terminal)
+    os.close(stdin)
+    assert run.returncode == 0 and out == "" and "Traceback" not in errors, errors
 
 
 def test_a_tool_of_one_process_is_refused(tiny_checkpoint, tmp_path):
