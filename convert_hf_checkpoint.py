@@ -38,7 +38,7 @@ from runtime.device import DTYPES
 from runtime.gguf import unpack
 from runtime.hf_config import from_hf
 from runtime.linear import read_quantization
-from runtime.parallel import skeleton
+from runtime.load import skeleton
 from terminal.cli import Parser, one_line, run
 from text.tokenizer import load_tokenizer
 

@@ -38,7 +38,8 @@ from runtime.arguments import Prompt, one_call
 from runtime.compile import compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.forced import forced_logits
-from runtime.parallel import Loaded, join, load_model, minimum, read_known, same, together
+from runtime.load import Loaded, load_model, read_known
+from runtime.parallel import join, minimum, same, together
 from runtime.stats import Stats
 from runtime.warm import warm_up
 from text.answer import AnswerText

@@ -18,7 +18,7 @@ from engine import Engine, read_later
 from kv.full import Full
 from kv.parts.ranks import Ranks
 from model import ModelConfig, Transformer
-from runtime import parallel
+from runtime import load
 from runtime.hf_config import from_hf
 from runtime.linear import default_groupsize
 from runtime.plan import figures, shape_of
@@ -76,7 +76,7 @@ class Case:
     def model(self) -> Transformer:
         """This rank's part of the model, on the meta device. Raises ValueError if it cannot be quantized so."""
         how = {"mode": self.quantize, "groupsize": self.groupsize, "embeddings": self.embeddings}
-        return parallel.skeleton(self.sizes, how if self.quantize else None, self.ranks, self.dtype)
+        return load.skeleton(self.sizes, how if self.quantize else None, self.ranks, self.dtype)
 
     def floor_ms(self, device_bytes: int, host_bytes: int) -> float:
         """Milliseconds to read a step's bytes; a GPU can read its own memory and the host's at the same time."""
@@ -108,7 +108,7 @@ def checked(case: Case) -> Case:
     Raises ValueError if the model cannot be quantized so or divided among the ranks.
     """
     if case.quantize == "int4" and case.groupsize is None:
-        part = parallel.skeleton(case.sizes, None, case.ranks)
+        part = load.skeleton(case.sizes, None, case.ranks)
         case = replace(case, groupsize=default_groupsize(part))
     case.model()
     return case
@@ -174,8 +174,8 @@ class Ours:
         model = case.model()
         model.load_state_dict(weights, assign=True)
         # This reorders shared weights again each time, which does not matter: they are random.
-        model = parallel.prepared(model.requires_grad_(False), case.ranks)
-        loaded = parallel.Loaded(model, profile=case.config.get("kv_profile", {}))
+        model = load.prepared(model.requires_grad_(False), case.ranks)
+        loaded = load.Loaded(model, profile=case.config.get("kv_profile", {}))
         self.engine = engine = Engine(loaded, case.compile, seed=0, ranks=case.ranks)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:

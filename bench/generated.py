@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 import kv
 from engine import RowState
 from model import ModelConfig, Transformer
-from runtime import parallel
+from runtime import load
 from runtime.compile import compiled
 from runtime.linear import Int4Linear, default_groupsize, quantize_modules
 
@@ -159,14 +159,14 @@ def build(
     caches; rows hold whole prompts."""
     with shape.device:
         torch.set_default_dtype(shape.dtype)
-        model = Transformer(parallel.share(config, shape.ranks)).requires_grad_(False)
+        model = Transformer(load.share(config, shape.ranks)).requires_grad_(False)
         torch.set_default_dtype(torch.float32)
         if mode:
             quantize_modules(model, mode, default_groupsize(model) if mode == "int4" else None, embeddings=False)
             for module in model.modules() if shape.device.type == "cuda" else ():
                 if isinstance(module, Int4Linear) and module.orders():
                     module.reordered(module.orders()[0])
-        parallel.connect(model, shape.ranks)
+        load.connect(model, shape.ranks)
         model.set_rows(shape.batch)
         layers = kv.build(method, replace(shape, inv_freq=model.inv_freq), budget, options)
         model.set_kv(layers)

@@ -11,7 +11,7 @@ from runtime import plan, prefix
 from runtime.arguments import check_penalty
 from runtime.checkpoint import read_config, read_sampling
 from runtime.device import DTYPES
-from runtime.parallel import read_known
+from runtime.load import read_known
 from terminal.batch import parse_batch
 from terminal.cli import Parser, check_output, number, read_text
 from terminal.conversation import first_question

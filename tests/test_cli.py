@@ -555,7 +555,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(text_checkpoint, mistake):
 
 @pytest.mark.parametrize("mistake", ("unknown method", "small budget", "no budget", "budget for full", "no tokenizer"))
 def test_a_mistake_is_named_before_the_weights_are_read(text_checkpoint, tmp_path, mistake, monkeypatch):
-    monkeypatch.setattr("runtime.parallel.load_checkpoint", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("runtime.load.load_checkpoint", lambda *_: pytest.fail("read"))
     if mistake == "no tokenizer":
         folder = tmp_path / "broken"
         shutil.copytree(text_checkpoint, folder)

@@ -18,7 +18,7 @@ from engine import RowState, Sampling, decode_step, sample
 from kv.parts import attention
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
-from runtime import parallel, speculate
+from runtime import load, speculate
 from runtime.hf_config import from_hf
 from runtime.plan import shape_of
 
@@ -73,7 +73,7 @@ def build(
         options = options | {"head_scores": SCORES[:2]}
     with unset_fake_temporarily():
         config = replace(CONFIG, n_layer=LAYERS.get(method, 2))
-        shape = shape_of(parallel.share(config, ranks), dtype, device, batch, 1024, 64, drafts, ranks)
+        shape = shape_of(load.share(config, ranks), dtype, device, batch, 1024, 64, drafts, ranks)
         own = kv.parse_options(method, options)
         budget = max(256, own.minimum(shape)) if own.takes_budget else None
     return generated.build(config, shape, method, budget, options, mode)

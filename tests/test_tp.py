@@ -31,7 +31,7 @@ from kv import METHODS
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
 from quantize import quantize
-from runtime import parallel
+from runtime import load
 from runtime.checkpoint import load_checkpoint, read_config
 from runtime.hf_config import from_hf
 from runtime.linear import read_quantization
@@ -205,11 +205,11 @@ def whole_and_parts(folder: Path, world: int) -> tuple[nn.Module, list[nn.Module
     """A loaded model, and the part of each of `world` ranks, loaded without starting them."""
     config = read_config(folder)
     sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
-    whole, parts = parallel.skeleton(sizes, quantization, ALONE), []
+    whole, parts = load.skeleton(sizes, quantization, ALONE), []
     for rank in range(world):
         ranks = Ranks(rank, world)
-        part = parallel.skeleton(sizes, quantization, ranks)
-        read = partial(parallel.read_part, c=part.config, ranks=ranks)
+        part = load.skeleton(sizes, quantization, ranks)
+        read = partial(load.read_part, c=part.config, ranks=ranks)
         parts.append(load_checkpoint(folder, part, "cpu", torch.float32, whole, read))
     return load_checkpoint(folder, whole, "cpu", torch.float32), parts
 
@@ -241,19 +241,19 @@ import sys
 from functools import partial
 from pathlib import Path
 import torch
-from runtime import parallel
+from runtime import load, parallel
 from runtime.checkpoint import load_checkpoint, read_config
 from model import ModelConfig
 from runtime.device import resident_bytes
 from kv.parts.ranks import ALONE, Ranks
 
 sizes, ranks = ModelConfig(**read_config(sys.argv[1])["kv_fast"]["model"]), Ranks(1, 4)
-model, whole = (parallel.skeleton(sizes, None, r) for r in (ranks, ALONE))
+model, whole = (load.skeleton(sizes, None, r) for r in (ranks, ALONE))
 part = sum(t.numel() * 2 for t in model.state_dict().values())
 largest = max(t.numel() * 2 for t in model.state_dict().values())
 Path("/proc/self/clear_refs").write_text("5")
 resident = resident_bytes("VmRSS")
-read = partial(parallel.read_part, c=model.config, ranks=ranks)
+read = partial(load.read_part, c=model.config, ranks=ranks)
 load_checkpoint(sys.argv[1], model, "cpu", torch.bfloat16, whole, read)
 print(part, largest, resident_bytes("VmHWM") - resident)
 """
@@ -272,8 +272,8 @@ def test_groups_that_a_rank_would_cut_are_refused(folders):
     sizes = ModelConfig(**read_config(folders["llama"])["kv_fast"]["model"])
     how = {"mode": "int4", "groupsize": 32, "embeddings": False}
     with pytest.raises(ValueError, match="input channels on every rank: use --groupsize 8$"):
-        parallel.skeleton(sizes, how, Ranks(0, 4))
-    parallel.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
+        load.skeleton(sizes, how, Ranks(0, 4))
+    load.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_groups_that_a_rank_would_cut_are_refused(folders):
 def test_what_does_not_divide_is_refused(folders, world, changes, expected):
     config = from_hf(read_config(folders["llama"]) | changes)
     with pytest.raises(ValueError, match=expected):
-        parallel.skeleton(config, None, Ranks(0, world))
+        load.skeleton(config, None, Ranks(0, world))
 
 
 # The processes
