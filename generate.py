@@ -73,7 +73,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     if not saved:
         print_plan(engine, max(map(len, ids.values())))
     out = sys.stderr if args.json == "-" else sys.stdout
-    names, completions, streamed = list(ids), {}, []
+    names, completions, streamed, interrupted = list(ids), {}, [], False
     if single:
         how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
     with (
@@ -93,7 +93,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
             bar.update()
         try:
             if talk:
-                done(0, *converse(engine, ids[names[0]], limit, how, out))
+                answers, interrupted = converse(engine, ids[names[0]], limit, how, out)
+                done(0, *answers)
             elif saved is not None:
                 ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done)
             else:
@@ -114,6 +115,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         write_json(args.json, report)
     if failed:
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

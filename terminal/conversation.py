@@ -42,8 +42,11 @@ def first_question(alone: bool) -> str | None:
     return None if line == "/exit" else line
 
 
-def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> list[Answer]:
-    """Answers the prompt, then what is typed, until the conversation ends or the caches are full."""
+def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> tuple[list[Answer], bool]:
+    """Answers the prompt, then what is typed, until the conversation ends or the caches are full.
+
+    Returns the answers, and whether Ctrl-C at the input prompt ended it.
+    """
     rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
     with Conversation(engine, out) as conversation:
         answers = conversation.answered(engine.ask(rows, None, limit, **how))
@@ -56,19 +59,19 @@ def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: Text
                 print(one_line(error), file=sys.stderr)
                 break
     engine.stats = stats
-    return answers
+    return answers, conversation.interrupted
 
 
 class Conversation:
     """While it is open, Ctrl-C ends the answer being decoded instead of the program.
 
-    At the input prompt Ctrl-C raises KeyboardInterrupt as usual; so does a second one before the first has ended the
-    answer. Where several ranks share the model, Ctrl-C ends the program.
+    At the input prompt Ctrl-C ends the conversation; a second one before the first has ended the answer raises
+    KeyboardInterrupt. Where several ranks share the model, Ctrl-C ends the program.
     """
 
     def __init__(self, engine: Engine, out: TextIO):
         """out: receives the answers."""
-        self.engine, self.out, self.reading = engine, out, False
+        self.engine, self.out, self.reading, self.interrupted = engine, out, False, False
 
     def __enter__(self) -> "Conversation":
         alone = self.engine.ranks.count == 1
@@ -103,8 +106,7 @@ class Conversation:
             return None
         except (EOFError, KeyboardInterrupt) as end:
             print(file=sys.stderr)
-            if isinstance(end, KeyboardInterrupt):
-                raise
+            self.interrupted = isinstance(end, KeyboardInterrupt)
             return None
         finally:
             self.reading = False

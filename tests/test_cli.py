@@ -444,8 +444,11 @@ def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monk
         assert why in capsys.readouterr().err
 
 
-def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch):
+def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch, tmp_path):
+    """At the prompt, the answers so far are written."""
+    out = tmp_path / "out.jsonl", tmp_path / "out.json"
     flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
+    flags += ["--out", str(out[0]), "--json", str(out[1])]
     default = signal.getsignal(signal.SIGINT)
     for place in ("terminal.conversation.typed", "model.Transformer.prefill"):
         terminal, inner = pty.openpty()
@@ -463,6 +466,11 @@ def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, 
         assert end.value.code == 130, err.getvalue()
         assert err.getvalue().endswith("interrupted\n")
         assert signal.getsignal(signal.SIGINT) is default
+        if place == "terminal.conversation.typed":
+            written = json.loads(out[0].read_text())
+            assert len(written["answers"]) == 1 and json.loads(out[1].read_text())["completions"] == [written]
+            out[1].unlink()
+    assert len(lines_of(out[0])) == 1 and not out[1].exists()  # the prefill was interrupted
 
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
