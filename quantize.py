@@ -66,8 +66,6 @@ def quantize(
 
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
-    if mode != "int4" and groupsize is not None:
-        raise ValueError(f"{mode} has no groups: leave out --groupsize")
     folder = Path(checkpoint)
     check_output(out, folder, force)
     config = read_config(folder)
@@ -114,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     p.add_argument("--force", action="store_true", help="replace an existing checkpoint")
     args = p.parse_args(argv)
+    if args.mode != "int4" and args.groupsize is not None:
+        raise ValueError(f"{args.mode} has no groups: leave out --groupsize")
     quantize(**vars(args))
     print(f"wrote {args.out}", file=sys.stderr)
 
