@@ -19,6 +19,7 @@ from kv.full import Full
 from kv.parts.ranks import Ranks
 from model import ModelConfig, Transformer
 from runtime import load
+from runtime.device import synchronize
 from runtime.hf_config import from_hf
 from runtime.linear import default_groupsize
 from runtime.plan import figures, shape_of
@@ -235,8 +236,7 @@ class Ours:
         def room() -> None:
             for tokens in range(first, length):
                 methods.make_room(layers, dict.fromkeys(rows, tokens))
-            if self.case.device.type == "cuda":
-                torch.cuda.synchronize(self.case.device)
+            synchronize(self.case.device)
 
         self.new = length - self.case.context
         self.engine.state.pos.fill_(length)
