@@ -78,8 +78,7 @@ def folders(text_checkpoint, tmp_path_factory) -> dict:
         found[dtype, None] = plain
         for mode in ("int8", "int4"):
             found[dtype, mode] = root / f"{dtype}-{mode}"
-            flags = ["--mode", mode, "--groupsize", "32", "--out", str(found[dtype, mode])]
-            quantize.main(["--checkpoint", str(plain), *flags])
+            quantize.main(["--checkpoint", str(plain), "--mode", mode, "--out", str(found[dtype, mode])])
     return found
 
 
