@@ -25,14 +25,15 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
 
     Methods attend to a prompt exactly (except with omnikv's option prefill), so the q, k and v that `keep` receives do
     not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the host's free
-    memory, stay on the host, by (tokens, length), until the caller removes them from the result.
+    memory, stay on the host, by tokens (and by length, where RoPE follows it), until the caller removes them from the
+    result.
     """
     model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
     if room is None:
         room = parallel.minimum(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
 
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
-        layers, key = engine.layers, (tuple(tokens.tolist()), length)
+        layers, key = engine.layers, (tuple(tokens.tolist()), length * (c.rope["rope_type"] == "dynamic"))
         bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * tokens.numel() * c.head_dim * engine.dtype.itemsize
         full = key not in recorded and bytes_ + sum(size for size, *_ in recorded.values()) > room
         if full or not all(layer.exact_prompt for layer in layers):

@@ -365,7 +365,7 @@ def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, tex
         engine = Engine.load(text_checkpoint, compile=False, max_prompt=300, batch=2)
         if shared:
             prefill_once(engine)
-            engine.logits(prompts, forced)  # of the full cache; from now on the prompts are known
+            engine.logits(prompts, forced[::-1])  # of the full cache; from now on the prompts are known
             engine.model.layers[0].prefill = None  # no prompt runs through the model again
         for method in methods:
             engine.use(method.kv, method.budget, method.options, 2, 300, 256)
