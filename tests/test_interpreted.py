@@ -58,7 +58,7 @@ def test_the_kernels_for_a_gpu_give_the_eager_step(case):
 @pytest.mark.parametrize("error", ("kernel", "grid", "reuse"))
 def test_an_error_is_seen(error):
     try:
-        worst = run("kivi", "--corrupt", error)
+        worst = run("full", "--corrupt", error)
     except AssertionError as stopped:  # by an index that no one has written
         assert "an address outside of the kernel's tensors" in str(stopped)
     else:
