@@ -45,7 +45,9 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run all cases where a run otherwise samples them; takes hours")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        items[:] = [item for item in items if not item.get_closest_marker("all")]
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:

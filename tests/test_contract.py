@@ -62,17 +62,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 }
 
 BUDGETS = {"simlayer": 72}  # one layer of two can keep everything
-# Their steps are another variant's: compiled only once
-SAME_CODE = {
-    "rocketkv:even",
-    "rocketkv:turns",
-    "hybrid",
-    "quest:auto",
-    "snapkv",
-    "pyramidkv",
-    "duo",
-    "omnikv:mem",
-    "omnikv:prefill",
+SIMILAR = {  # compiled with --all alone: their steps are other variants', or parts of them
+    *("rocketkv:even", "rocketkv:turns", "rocketkv:bits", "hybrid", "quest:auto", "tailorkv:direct", "infllm", "duo"),
+    *("omnikv", "omnikv:mem", "omnikv:prefill", "omnikv:direct", "omnikv:threads", "snapkv", "snapkv:heads"),
+    *("pyramidkv", "pyramidkv:every", "keynorm", "keydiff", "lagkv", "expected", "expected:every", "rkv"),
 }
 
 
@@ -349,8 +342,8 @@ def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
         assert (found[row] - full_attention(text, generated(text, 20), 16)).abs().max() <= 1e-5
 
 
-COMPILED = [(name, SMALL) for name in VARIANTS if name not in SAME_CODE]
-COMPILED += [(name, 0.4) for name in ("streaming", "sparq", "roco", "pqcache")]  # rows' sizes differ
+COMPILED = [(name, 0.4 if name in ("streaming", "sparq", "roco", "pqcache") else SMALL) for name in VARIANTS]
+COMPILED = [pytest.param(*case, marks=[pytest.mark.all] * (case[0] in SIMILAR)) for case in COMPILED]
 
 
 @pytest.mark.parametrize("name, budget", COMPILED)

@@ -135,12 +135,13 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
     return found
 
 
-def pytest_generate_tests(metafunc):
-    if metafunc.function is test_a_step_is_one_graph_on_the_device:
-        cases = ((5, "cut"), (1, "greedy")) if metafunc.config.getoption("--all") else ((5, "cut"),)
-        metafunc.parametrize(("name", "batch", "sampling"), [(name, *case) for name in VARIANTS for case in cases])
+SCORES_ALONE = {"snapkv++", "pyramidkv", "keynorm", "keydiff", "lagkv", "expected", "rkv"}  # their steps are snapkv's
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.all) if name in SCORES_ALONE else name for name in VARIANTS]
+)
+@pytest.mark.parametrize(("batch", "sampling"), ((5, "cut"), pytest.param(1, "greedy", marks=pytest.mark.all)))
 def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     state = build(name, gpu, batch)
     graph, known = trace(decode_step, state, sampling, gpu, batch)

@@ -42,14 +42,11 @@ def run(*args: str) -> dict[str, float]:
     return worst
 
 
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        cases = [*SAMPLE, *MORE] if metafunc.config.getoption("--all") else SAMPLE
-        if metafunc.config.getoption("--all"):
-            cases += [[name, *how] for name in VARIANTS for how in ([], ["--batch", "1", "--cut"])]
-        metafunc.parametrize("case", cases, ids=" ".join)
+MORE += tuple([name, *how] for name in VARIANTS for how in ([], ["--batch", "1", "--cut"]))
+CASES = [*SAMPLE, *(pytest.param(case, marks=pytest.mark.all) for case in MORE)]
 
 
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_the_kernels_for_a_gpu_give_the_eager_step(case):
     worst = run(*case)
     assert max(worst.values()) < LIMIT, worst

@@ -242,7 +242,7 @@ def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
         assert outcome([answer]) == outcome(found[1][:1])
 
 
-@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), ("tailorkv", 2)))
+@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), pytest.param("tailorkv", 2, marks=pytest.mark.all)))
 def test_compiled(checkpoint, eos, expected, name, case):
     method, options = DRAFTS[name]
     engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True)

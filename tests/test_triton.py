@@ -15,7 +15,7 @@ from runtime.compile import cuda_options
 pytest.importorskip("triton")
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # A100, H100: bytes of shared memory that a block may have
-SAMPLE = ("full", "rocketkv:bits", "omnikv:threads", "h2o")  # without --all
+SAMPLE = ("full", "rocketkv:bits", "omnikv:threads")  # without --all
 
 
 @pytest.fixture
@@ -55,11 +55,9 @@ def compile_all(found: Generated) -> None:
             assert code.asm["cubin"][:4] == b"\x7fELF" and code.metadata.shared <= shared
 
 
-def pytest_generate_tests(metafunc):
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", VARIANTS if metafunc.config.getoption("--all") else SAMPLE)
-
-
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.all) for name in VARIANTS]
+)
 def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     state = build(name, h100, 2)
