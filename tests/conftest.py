@@ -47,6 +47,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("all")])
         items[:] = [item for item in items if not item.get_closest_marker("all")]
     if not torch.cuda.is_available():
         for item in items:
