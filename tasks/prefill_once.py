@@ -33,7 +33,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         room = parallel.minimum(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
 
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
-        layers, key = engine.layers, (tuple(tokens.tolist()), length * (c.rope["rope_type"] == "dynamic"))
+        layers, key = engine.layers, (tuple(tokens.tolist()), length if c.rope["rope_type"] == "dynamic" else 0)
         bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * tokens.numel() * c.head_dim * engine.dtype.itemsize
         full = key not in recorded and bytes_ + sum(size for size, *_ in recorded.values()) > room
         if full or not all(layer.exact_prompt for layer in layers):

@@ -45,10 +45,16 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run all cases where a run otherwise samples them; takes hours")
 
 
+def with_all(*case):
+    """A case of a test that runs with --all alone."""
+    return pytest.param(*case, marks=pytest.mark.all)
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--all"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("all")])
+        left = [item for item in items if item.get_closest_marker("all")]
         items[:] = [item for item in items if not item.get_closest_marker("all")]
+        config.hook.pytest_deselected(items=left)
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import write_random
+from conftest import with_all, write_random
 from conversations import converse, outcome
 from test_contract import make_shape
 
@@ -91,7 +91,7 @@ def test_the_tokens_are_the_full_caches(checkpoint, eos, expected, name, budget)
     if budget == 90 and not METHODS[method].budgeted:
         pytest.skip("it takes no budget")
     engine = load(checkpoint, eos, method, options, budget, speculate=ROUND)
-    cases = ((0, 1), (1, 0)) if budget == 24 else ((2, 0), ("stepwise", 1))
+    cases = ((0, 1), (1, 0)) if budget == 24 else ((2, 0), (0, 0), ("stepwise", 1))
     for case, engine.lag in cases:
         how = {"stepwise": True} if case == "stepwise" else SAMPLINGS[case]
         assert answers(engine, **how) == expected[case], how
@@ -242,7 +242,7 @@ def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
         assert outcome([answer]) == outcome(found[1][:1])
 
 
-@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), pytest.param("tailorkv", 2, marks=pytest.mark.all)))
+@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), with_all("tailorkv", 2)))
 def test_compiled(checkpoint, eos, expected, name, case):
     method, options = DRAFTS[name]
     engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True)

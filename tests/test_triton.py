@@ -5,6 +5,7 @@ Triton's compiler needs nothing but the architecture.
 
 import pytest
 import torch
+from conftest import with_all
 from test_cuda_trace import VARIANTS, build, close, has_threads, launch
 
 from bench import generated
@@ -55,9 +56,7 @@ def compile_all(found: Generated) -> None:
             assert code.asm["cubin"][:4] == b"\x7fELF" and code.metadata.shared <= shared
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.all) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", [name if name in SAMPLE else with_all(name) for name in VARIANTS])
 def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     state = build(name, h100, 2)
