@@ -61,7 +61,7 @@ LAUNCHES = {  # lines of the code that Inductor writes around its kernels, by ki
     "product": r"\bextern_kernels\.\w+\(",
     "topk": r"\btorch\.ops\.aten\.(?:topk|sort)\.\w+\(",
     "host": r"\btorch\.ops\.kv_fast\.\w+\.\w+\(",
-    "other": r"\btorch\.ops\.(?!aten\.(?:topk|sort)\.|kv_fast\.)\w+\.\w+\.\w+\(|\.copy_\(",
+    "other": r"(?:\btorch\.ops\.(?!aten\.(?:topk|sort)\.|kv_fast\.)|(?<![\w.])aten\.)\w+(?:\.\w+)*\(|\.copy_\(",
 }
 
 

@@ -51,8 +51,9 @@ def share_alike(graph: torch.fx.Graph) -> None:
     """Computes once what layers compute alike: masks, positions, indices."""
     first: dict[str, torch.fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith(("aten.", "prims.")):
-            continue
+        name = str(node.target)
+        if node.op != "call_function" or not name.startswith(("aten.", "prims.")) or "empty" in name:
+            continue  # what an operator leaves unwritten is no value
         known = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
         if known is not node and not node.target._schema.is_mutable:
             node.replace_all_uses_with(known)

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 STEP = 256  # slots: a step reads a multiple of this, or all
 CHUNK = 64  # values that a compiled step on a CPU adds up before it adds the next: they stay in the L1 cache
 RANKED = 1200  # the most scores of which a compiled step on a GPU finds the best by ranking all
+RECOMPUTED = 512  # the most of them that every comparison computes for itself, which saves a kernel
 UNROLLED = 16  # most vectors whose sum a compiled step writes out: Inductor's loops over so few are slow
 PARTS = 64  # of a long softmax on a GPU
 JOINED = 64  # products of which a GPU makes a long sum of a KV head
@@ -216,11 +217,14 @@ def best(rank: Tensor, k: int, sorted: bool) -> Tensor:
 
 def ranked(rank: Tensor, k: int) -> Tensor:
     """`best`, in order: each of N integers is compared with all."""
-    rank = realized(rank)
+    rank = rank if rank.shape[-1] <= RECOMPUTED else realized(rank)
     place = (rank[..., None, :] > rank[..., None]).sum(-1, dtype=torch.int32)
-    place = place.clamp(max=k).long()  # place k is for all that are left over
-    index = torch.arange(rank.shape[-1], device=rank.device).expand_as(place)
-    return place.new_empty(*place.shape[:-1], k + 1).scatter(-1, place, index)[..., :k]
+    place = place.clamp(max=k).flatten(0, -2)  # place k is for all that are left over
+    row, index = (torch.arange(n, device=rank.device) for n in place.shape)
+    # In place, and in 32 bits: for a scatter, or in 64, Inductor would first fill the buffer, or call torch.
+    found = place.new_empty(len(row), k + 1)
+    found[row[:, None], place.long()] = index.int().expand_as(place)
+    return found[:, :k].long().unflatten(0, rank.shape[:-1])
 
 
 # Attention
