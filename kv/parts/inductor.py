@@ -128,11 +128,11 @@ def _in_parts(weight: Tensor, v: Tensor) -> Tensor:
     """`weighted_sum` by products of parts, which keep a whole GPU busy. A head at a time: the parts of several heads of
     a buffer have no single stride."""
     each = v.shape[2] // JOINED // 8 * 8  # vectors of a part
-    whole, heads = each * JOINED, []
-    for rows, vectors in zip(weight.flatten(0, 1), v[:, :, :whole].flatten(0, 1), strict=True):
-        parts = realized(rows[:, :whole].unflatten(1, (JOINED, each)).transpose(0, 1).to(v.dtype))
-        heads.append(product(parts[None], vectors.unflatten(0, (JOINED, each))[None])[0].sum(0))
-    y = torch.stack(heads).unflatten(0, weight.shape[:2])
+    whole = each * JOINED
+    parts = realized(weight[..., :whole].unflatten(3, (JOINED, each)).transpose(2, 3).to(v.dtype))
+    rows = zip(parts, v[:, :, :whole].unflatten(2, (JOINED, each)), strict=True)
+    heads = [[torch.bmm(*head, out_dtype=torch.float32) for head in zip(*row, strict=True)] for row in rows]
+    y = torch.stack([torch.stack(row).sum(1) for row in heads])
     return y + weighted_sum(weight[..., whole:], v[:, :, whole:]) if whole < v.shape[2] else y
 
 
