@@ -209,7 +209,7 @@ def tile_winners(rank: Tensor, k: int) -> Tensor:
 def best(rank: Tensor, k: int, sorted: bool) -> Tensor:
     """Indices [..., k] of the k largest of N distinct integers [..., N].
 
-    A compiled step on a GPU compares RANKED or fewer with all others: two kernels, which take less time than a top-k.
+    A compiled step on a GPU compares RANKED or fewer with all others, which takes less time than a top-k.
     """
     few = rank.device.type == "cuda" and rank.shape[-1] <= RANKED and torch.compiler.is_compiling()
     return ranked(rank, k) if few else rank.topk(k, sorted=sorted).indices
