@@ -86,16 +86,11 @@ def multiplies(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype.itemsize == 2 and x.shape[2] > REREAD
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [B,H,m,i] @ b [B,H,i,n], both rounded to the dtype of b -> [B,H,m,n] fp32."""
-    y = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
-    return y.unflatten(0, a.shape[:2])
-
-
 def products(q: Tensor, k: Tensor) -> Tensor:
     """`dots` by cuBLAS, which is slow where a row of the result is not a multiple of 16 bytes."""
     whole = k.shape[2] // 8 * 8
-    y = product(q, k[:, :, :whole].mT)
+    rows, keys = q.to(k.dtype).flatten(0, 1), k[:, :, :whole].flatten(0, 1)
+    y = torch.bmm(rows, keys.mT, out_dtype=torch.float32).unflatten(0, q.shape[:2])
     return torch.cat([y, dots(q.float(), k[:, :, whole:].float())], dim=3) if whole < k.shape[2] else y
 
 
@@ -219,12 +214,12 @@ def ranked(rank: Tensor, k: int) -> Tensor:
     """`best`, in order: each of N integers is compared with all."""
     rank = rank if rank.shape[-1] <= RECOMPUTED else realized(rank)
     place = (rank[..., None, :] > rank[..., None]).sum(-1, dtype=torch.int32)
-    place = place.clamp(max=k).flatten(0, -2)  # place k is for all that are left over
+    place = place.clamp(max=k).long().flatten(0, -2)  # place k is for all that are left over
     row, index = (torch.arange(n, device=rank.device) for n in place.shape)
-    # In place, and in 32 bits: for a scatter, or in 64, Inductor would first fill the buffer, or call torch.
+    # Not a scatter: Inductor would copy the buffer first, and call torch for 64-bit integers.
     found = place.new_empty(len(row), k + 1)
-    found[row[:, None], place.long()] = index.int().expand_as(place)
-    return found[:, :k].long().unflatten(0, rank.shape[:-1])
+    found[row[:, None], place] = index.expand_as(place)
+    return found[:, :k].unflatten(0, rank.shape[:-1])
 
 
 # Attention
