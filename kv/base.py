@@ -22,8 +22,7 @@ over all of them does, asks the others: `shape.ranks.sum(x)` and `shape.ranks.ga
 
 The laws, for every registered method: tests/test_contract.py (13: test_speculation, 14: test_tp, 15: test_interpreted).
 
-1. With a budget for every planned token, and lossy parts switched off, the method equals full attention or, if its
-   paper approximates even then, its slow reference.
+1. With a budget for every planned token, and lossy parts switched off, the method equals full attention.
 2. Compiled equals eager.
 3. A row's output does not depend on the other rows, not even if they hold NaN, nor on the longest prompt of the plan,
    but for what `Method.plan_sizes` names. A budget that is a share is one of the row's own prompt.

@@ -84,6 +84,11 @@ def full_layer(shape: Shape, bits: int) -> KV:
     return Quantized(shape, bits, recent=RECENT)
 
 
+def full_layers(shape: Shape, bits: int = 16) -> list[KV]:
+    """What a method builds whose steps would leave tokens out even if the budget covers all."""
+    return [full_layer(shape, bits) for _ in range(shape.n_layer)]
+
+
 @dataclass(frozen=True)
 class FullMethod(Method):
     help = "every token's K and V; quantized with --kv-bits"
@@ -91,4 +96,4 @@ class FullMethod(Method):
     bits: Bits = BITS
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
-        return [full_layer(shape, self.bits) for _ in range(shape.n_layer)]
+        return full_layers(shape, self.bits)

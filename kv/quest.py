@@ -1,7 +1,8 @@
 """quest: attends to the pages of tokens whose scores have the highest bounds (Quest, Tang et al., arXiv 2406.10774).
 
 Each page stores the minimum and maximum of each channel over its keys, which bound any key's product with a query. A
-step scores all pages by that bound and attends to the tokens of the best pages, always including the newest page.
+step scores all pages by that bound and attends to the tokens of the best pages, always including the newest page. A
+budget that covers every token builds the full cache.
 Memory: the full cache and two vectors per page. Traffic: the bounds, and the budget.
 """
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV
-from kv.full import Full
+from kv.full import Full, full_layers
 from kv.method import HALF, Method, Shape, option
 from kv.parts import inductor, ops
 
@@ -25,7 +26,7 @@ class Quest(Full):
         count = -(-self.size // page)
 
         def pages(tokens: int) -> int:
-            return min(options.pages(shape, tokens, page), count)
+            return min(options.pages(tokens, page), count)
 
         self.pages = pages(budget)
         self.allocate_size("count", budget, pages)
@@ -80,11 +81,9 @@ class QuestMethod(Method):
             return self.page
         return max(1, math.floor(2 / shape.part(budget) + HALF))
 
-    def pages(self, shape: Shape, budget: int, page: int) -> int:
+    def pages(self, budget: int, page: int) -> int:
         """Pages attended to."""
-        if self.page is None:
-            return max(1, budget // 2 // page)
-        return -(-budget // page) if budget >= shape.planned else budget // page
+        return max(1, budget // 2 // page) if self.page is None else budget // page
 
     def minimum(self, shape: Shape) -> int:
         """Two pages."""
@@ -99,6 +98,8 @@ class QuestMethod(Method):
         return {} if self.page or shape.share else {"page": self.page_of(shape, budget)}
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
+        if budget >= shape.planned:
+            return full_layers(shape)
         full = min(self.skip_layers, shape.n_layer)
         layers: list[KV] = [Full(shape) for _ in range(full)]
         return layers + [Quest(shape, budget, self) for _ in range(shape.n_layer - full)]

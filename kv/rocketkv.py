@@ -3,8 +3,8 @@
 Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S, a row's prompt and max_new_tokens. Stage 2 (Algorithm 2) stores
 the minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
 query's r largest channels and attends to the tokens of the best pages, here always including the newest page (the paper
-leaves it out if it is not among the best: newest=false). Half of the budget t is read to select, half to attend, even
-if the budget covers every token. `hybrid` is stage 2 alone, n1 = S.
+leaves it out if it is not among the best: newest=false). Half of the budget t is read to select, half to attend; a
+budget that covers every token builds the full cache. `hybrid` is stage 2 alone, n1 = S.
 
 p and r follow from the compression ratio S / t, and all rows share them: those of the longest prompt, or of the share
 if the budget is a share of the prompt.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.full import full_layer
+from kv.full import full_layer, full_layers
 from kv.method import HALF, Method, Shape, option
 from kv.parts import attention, inductor, ops, quant
 from kv.parts.offload import Pool
@@ -242,6 +242,8 @@ class HybridMethod(Method):
         return self.divided(shape, budget).sizes()[0] <= 5
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
+        if budget >= shape.planned:
+            return full_layers(shape, self.bits)
         skip = self.skipped(shape)
         sizes = shape, self.divided(shape, budget), self.bits, self.newest, *self.stage1(shape)
         return [self.layer(i, *sizes) if i >= skip else full_layer(shape, self.bits) for i in range(shape.n_layer)]

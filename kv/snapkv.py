@@ -6,7 +6,7 @@ tokens. heads=adaptive shares a layer's budget among its heads (kv/parts/adaptiv
 
 - snapkv (Li et al., arXiv 2404.14469): the query heads of a group share `budget` tokens. With gqa=false, as in the
   paper's first code, which repeats K and V, each query head keeps its own budget / G tokens: a G-th of the choice for
-  as many bytes, and only a budget of G times the prompt keeps all of it.
+  as many bytes. A budget that covers every token builds the full cache.
 - snapkv++ (RocketKV, arXiv 2502.14051, Algorithm 1): the heads of a group share their tokens. The pooling kernel is
   wide, and wider for long prompts.
 - pyramidkv (Cai et al., arXiv 2406.02069): the heads of a group share their tokens. Lower layers keep more than higher
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kv.base import KV
+from kv.full import full_layers
 from kv.method import Method, Shape, option
 from kv.parts import attention
 from kv.parts.adaptive import HeadBudgets
@@ -108,7 +109,7 @@ class SnapKVBase(HeadBudgets, WindowMethod):
         return 2 * self.copies(shape) + self.deduct * shape.max_new_tokens
 
     def most(self, shape: Shape) -> int:
-        return shape.planned * self.copies(shape) + self.deduct * shape.max_new_tokens
+        return shape.planned + self.deduct * shape.max_new_tokens
 
     def sizes(self, shape: Shape, budget: int, prompt: int) -> tuple[int, int]:
         kept = (shape.row_budget(budget, prompt) - self.deduct * shape.max_new_tokens) // self.copies(shape)
@@ -118,6 +119,8 @@ class SnapKVBase(HeadBudgets, WindowMethod):
         sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
         if self.every and self.deduct:
             raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
+        if self.copies(shape) > 1 and budget >= self.most(shape):
+            return full_layers(shape)
         layer = partial(self.layer_type(SnapKV), shape, sizes, kernels, copies=self.copies(shape), every=self.every)
         return [layer() for _ in range(shape.n_layer)]
 

@@ -1,9 +1,9 @@
 """sparq: scores tokens by the query's largest channels, attends to the best (SparQ, Ribar et al., arXiv 2312.04985).
 
 K is stored a second time, channel by channel. A step reads the r channels in which the group's query is largest and
-approximates every token's attention weight from them. It attends to t / 2 tokens, even if t covers every token: the
-newest take a quarter of these, the best the rest. The mean of all V gets the weight of the other tokens. Memory: one
-and a half times the full cache. Traffic: t / 2 units to select, t / 2 to attend.
+approximates every token's attention weight from them. It attends to t / 2 tokens: the newest take a quarter of these,
+the best the rest. The mean of all V gets the weight of the other tokens. A budget that covers every token builds the
+full cache. Memory: one and a half times the full cache. Traffic: t / 2 units to select, t / 2 to attend.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Views
-from kv.full import Full
+from kv.full import Full, full_layers
 from kv.method import HALF, Method, Shape
 from kv.parts import inductor, ops
 
@@ -96,4 +96,6 @@ class SparQMethod(Method):
         return channels_of(shape, budget) >= min(4, shape.head_dim)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
+        if budget >= shape.planned:
+            return full_layers(shape)
         return [SparQ(shape, budget) for _ in range(shape.n_layer)]

@@ -1,8 +1,7 @@
 """What each method's paper says of its memory and accuracy, for law 1 and law 7 of kv/base.py.
 
 FORMULAS gives the bytes of all layers and rows; `overhead` names what a layer allocates beyond them. LOSSLESS switches
-a method's lossy parts off. APPROXIMATES says why a method differs from full attention even with a budget for every
-token, and with which options: a slow reference judges such a method.
+a method's lossy parts off.
 """
 
 from collections import Counter
@@ -40,22 +39,6 @@ LOSSLESS: dict[str, dict] = {
     "simlayer": {"threshold": 1.0},
 }
 
-HALVES = "half of the budget is read to select, and a step attends to the other half"
-APPROXIMATES: dict[str, tuple[str, dict]] = {
-    "rocketkv": (HALVES, {}),
-    "hybrid": (HALVES, {}),
-    "quest": (HALVES, {"page": None}),
-    "sparq": ("a step attends to half of the budget, and the mean of V replaces the other tokens", {}),
-    "snapkv": ("the query heads of a group share the budget", {"gqa": False}),
-}
-
-
-def approximation(name: str, method: Method) -> str | None:
-    """Why the method with these options approximates even with a budget for every token, or None."""
-    why, options = APPROXIMATES.get(name, (None, {}))
-    return why if all(getattr(method, key) == value for key, value in options.items()) else None
-
-
 # The papers' formulas
 
 
@@ -80,6 +63,8 @@ def kept(method: Method, shape: Shape, budget: int) -> int:
 
 def rocketkv(method: Method, shape: Shape, budget: int) -> int:
     """n1 + ceil(n1 / p) units per KV head; n1 + n1 / 2 if p is 1. With turns S more."""
+    if budget >= shape.planned:
+        return full(shape, method.bits)
     skip, split = method.skipped(shape), Split(shape, min(budget, shape.planned), method.split)
     slots, (page, _) = split.slots(shape.max_prompt), split.sizes()
     bounds = (1 if page == 1 else 2) * -(-slots // page) * shape.unit_bytes // 2

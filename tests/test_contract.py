@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import with_all
-from paper_bytes import LOSSLESS, approximation, overhead, paper_bytes
+from paper_bytes import LOSSLESS, overhead, paper_bytes
 from references.attention import attend, causal, masked_attention
 from torch import Tensor
 
@@ -302,12 +302,7 @@ def shape(name, request) -> Shape:
     return make_shape(*request.param, n_layer=layers_of(name))
 
 
-APPROXIMATE = [
-    variant for variant, (name, options) in VARIANTS.items() if approximation(name, METHODS[name](**options))
-]
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in APPROXIMATE])
+@every_method
 @every_shape
 def test_law_1_a_budget_for_everything_is_full_attention(name, shape):
     cache, texts = Cache(name, shape, budget=shape.planned, lossless=True), make_texts(shape)
@@ -318,16 +313,6 @@ def test_law_1_a_budget_for_everything_is_full_attention(name, shape):
     found = cache.decode(texts, 20)
     for row, text in texts.items():
         assert (found[row] - full_attention(text, generated(text, 20))).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("name", APPROXIMATE)
-def test_law_1_a_method_that_approximates_does_so_even_with_a_budget_for_everything(name):
-    """tests/test_sparse.py compares it with its reference."""
-    shape = make_shape()
-    texts = make_texts(shape)
-    found = Cache(name, shape, shape.planned, lossless=True).run(texts, 20)
-    expected = {row: full_attention(text, generated(text, 20)) for row, text in texts.items()}
-    assert any((found[row] - expected[row]).abs().max() > 1e-3 for row in texts)
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].windowed])
@@ -557,9 +542,7 @@ def test_law_10_an_inactive_row_does_not_change(name, shape):
         assert torch.allclose(torch.cat((first[row], rest[row]), dim=2), expected[row], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in VARIANTS if name != "snapkv:heads"]
-)  # its query heads divide the budget
+@every_method
 @every_shape
 def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name, shape):
     texts = make_texts(shape, MAX_NEW)
@@ -580,7 +563,7 @@ def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name,
         rest.append(cache.decode(texts, 8, first=24))
         for row in texts:
             assert (rest[0][row] - rest[-1][row]).abs().max() <= 1e-5
-            assert name in APPROXIMATE or (rest[-1][row] - expected[row][:, :, 24:]).abs().max() <= 1e-5
+            assert (rest[-1][row] - expected[row][:, :, 24:]).abs().max() <= 1e-5
 
 
 @every_method

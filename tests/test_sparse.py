@@ -5,7 +5,7 @@ from operator import itemgetter
 
 import pytest
 import torch
-from paper_bytes import APPROXIMATES, overhead
+from paper_bytes import overhead
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW as SPARSE
 from references.sparse import SlowRocketTurns, pyramid_budgets, rocket_sizes
@@ -22,18 +22,17 @@ from kv.snapkv import pyramid_budgets as our_pyramid
 SLOW = SPARSE | SCORED
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
 D = 16
-EVERYTHING = 130  # planned tokens of make_shape
 CASES = {  # method: options, and budgets that make the choice hard
     "rocketkv": [
-        ({"kernel": 5, "window": 8}, (8, 24, 60, EVERYTHING)),
+        ({"kernel": 5, "window": 8}, (8, 24, 60)),
         ({"kernel": 5, "split": "even"}, (24, 60)),
         ({"kernel": 3, "long_kernel": 9, "threshold": 50, "window": 4}, (24,)),
     ],
-    "hybrid": [({}, (8, 24, 60, EVERYTHING))],
+    "hybrid": [({}, (8, 24, 60))],
     "snapkv": [
-        ({"kernel": 5, "window": 8, "heads": "adaptive"}, (24, 60, EVERYTHING)),
+        ({"kernel": 5, "window": 8, "heads": "adaptive"}, (24, 60)),
         ({"gqa": False, "window": 4, "heads": "adaptive", "alpha": 0.5}, (48,)),
-        ({"kernel": 5, "window": 8}, (24, 60, EVERYTHING)),
+        ({"kernel": 5, "window": 8}, (24, 60)),
         ({"gqa": True, "window": 8}, (24,)),
         ({"deduct": True}, (70,)),
     ],
@@ -62,8 +61,8 @@ CASES = {  # method: options, and budgets that make the choice hard
     ],
     "rkv": [({}, (24, 60)), ({"weight": 0.8, "kernel": 5, "window": 6}, (10, 24)), ({"heads": "adaptive"}, (24, 60))],
     "exact_topk": [({}, (1, 24, 60)), ({"shared": True}, (24,))],
-    "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48, EVERYTHING))],
-    "sparq": [({}, (2, 24, 60, EVERYTHING))],
+    "quest": [({"page": 4, "skip_layers": 0}, (8, 24, 60)), ({"page": None, "skip_layers": 0}, (48,))],
+    "sparq": [({}, (2, 24, 60))],
     "duo": [({"sinks": 4, "recent": 8, "head_scores": None}, (60,)), ({"sinks": 4, "recent": 30}, (24,))],
 }
 EVERY = [(name, *case, budget) for name, cases in CASES.items() for *case, budgets in cases for budget in budgets]
@@ -79,11 +78,6 @@ def test_every_sparse_method_has_cases_and_a_reference():
     elsewhere = {"full", "streaming", "omnikv", "infllm", "brute_offload", "h2o", "d2o", "roco", "cam", "simlayer"}
     elsewhere |= {"tailorkv", "kivi", "pqcache", "tova"}
     assert set(CASES) == set(SLOW) == set(METHODS) - elsewhere
-
-
-def test_methods_that_approximate_with_a_budget_for_everything_are_compared_with_their_reference():
-    tried = {name for name, cases in CASES.items() for _, budgets in cases if EVERYTHING in budgets}
-    assert tried == set(APPROXIMATES)
 
 
 class Both:
@@ -198,7 +192,7 @@ def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_t
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("offload", (False, True))
-@pytest.mark.parametrize("prompt, budget", [(100, 24), (100, EVERYTHING), (40, 24), (40, 8)])
+@pytest.mark.parametrize("prompt, budget", [(100, 24), (100, 90), (40, 24), (40, 8)])
 def test_every_turn_of_rocketkv_chooses_from_all_before_it(prompt, budget, offload, heads, monkeypatch):
     shape, options = make_shape(heads), {"kernel": 5, "window": 6}
     both = Both("rocketkv", shape, budget, options | {"turns": True, "offload": offload}, monkeypatch)
