@@ -466,7 +466,9 @@ def test_the_best_are_the_same_in_tiles(compiled):
     for n in (8 * k + 1, 8 * k + 8, 8 * k + 9, most, most + 77):
         for values in (2, 4, 1000):
             scores = torch.randint(-values, values, (2, 7, n), generator=generator).float() / 3
-            scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.5, -torch.inf)
+            for rare in (-torch.inf, -0.0, torch.inf, torch.nan, -torch.nan):
+                share = 0.5 if rare == -torch.inf else 0.01
+                scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < share, rare)
             expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
             assert torch.equal(best(scores, k, True, most), expected)
             assert torch.equal(best(scores, k, False, most).sort().values, expected.sort().values)

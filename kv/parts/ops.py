@@ -186,14 +186,16 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 def top(scores: Tensor, k: int, ordered: bool = False, most: int = 0, count: Tensor | int | None = None) -> Tensor:
     """Indices [..., k] of the k largest scores [..., N] fp32, best first if `ordered`; ties go to the lowest index.
 
-    A caller that names the `most` scores there may be lets tiles be formed, and ensures that N is at least
-    inductor.min_scores(most, k). With `count` [B], row b takes only as many, and its other indices are N.
+    Zeros of both signs are equal, and NaN is the largest, as in torch.topk. A caller that names the `most` scores there
+    may be lets tiles be formed, and ensures that N is at least inductor.min_scores(most, k). With `count` [B], row b
+    takes only as many, and its other indices are N.
     """
     if isinstance(count, Tensor):
         best, taken = top(scores, k, True, most), torch.arange(k, device=scores.device)
         return torch.where(taken < count.view(-1, *[1] * (scores.dim() - 1)), best, scores.shape[-1])
-    bits, index = scores.view(torch.int32), torch.arange(scores.shape[-1], device=scores.device)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that compare like the floats
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    size = scores.view(torch.int32) & 0x7FFFFFFF  # integers that compare like the absolute values
+    order = torch.where(scores < 0, -size, size)
     if not inductor.tiles(scores, k, most):
         if scores.device.type == "cuda" and scores.shape[-1] > inductor.RANKED:
             index = order.topk(k, sorted=False).indices  # there torch takes the first of equal ones
