@@ -3,10 +3,11 @@
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
 CPUs and between sizes. For the few rows of a decode step there are up to three: "kernel" (F.linear, or torch's kernel
 for int8), "mv" (torch.mv, one row) and "fused", products and sums that Inductor compiles into one loop, which reads the
-weight once, as stored, for all rows. Three things are timed, each once per machine: every size of weight, on the
-model's own weights and for the rows of a step; two forms of a step's attention; and prefill's products, with 16-bit
-weights as they are and widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME).
-KV_FAST_PRODUCT=kernel, mv or fused fixes the choice for steps.
+weight once, as stored, for all rows. Each choice is timed once per machine: every size of weight, on the
+model's own weights and for the rows of a step; a compiled step's attention by torch's kernel and fused; that kernel
+with the only query of a KV head given once and twice; and prefill's products, with 16-bit weights as they are and
+widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel,
+mv or fused fixes the choice for compiled steps.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
 VERSIONS = 1000  # of a part, at most: layers may all have different sizes
-FORMS = 2  # to raise when a form changes, so that its old times are measured again
+FORMS = 3  # to raise when a form changes, so that its old times are measured again
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
 
@@ -112,6 +113,7 @@ def prepare(model: nn.Module) -> None:
         if type(module) is nn.Linear:
             module.__class__ = Linear  # in place, so that weights and hooks stay
     widen(model.norm.weight.dtype)
+    double(model.norm.weight.dtype, model.config.head_dim)
 
 
 # A step by its parts
@@ -248,6 +250,15 @@ def widen(dtype: torch.dtype) -> None:
         WIDENED.append(dtype)
 
 
+def double(dtype: torch.dtype, dim: int) -> None:
+    """Decides whether a step on this CPU attends with the one query of a KV head given twice, in 16 bits."""
+    if dtype == torch.float32:
+        return
+    name = f"{dtype_name(dtype)} attention, one query of {dim}"
+    if fastest(recalled([name], lambda _: measure_doubling(dtype, dim))[name]) == "twice":
+        inductor.DOUBLED.add((dtype, dim))
+
+
 def decide(
     names: Iterable[str], measure: Callable[[str], Times], choose: Callable[[str, str], None], small: bool
 ) -> dict[str, Times]:
@@ -342,12 +353,22 @@ def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
 
 
 def measure_widening(dtype: torch.dtype) -> Times:
-    """Milliseconds of a product as it is and widened.
-
-    The product is small and has one thread: on a busy machine some rounds are then undisturbed.
-    """
+    """Milliseconds of a product as it is and widened."""
     x, weight = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
     forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: F.linear(x.float(), weight.float()).to(dtype)}
+    return undisturbed(forms)
+
+
+def measure_doubling(dtype: torch.dtype, dim: int) -> Times:
+    """Milliseconds of a step's attention with one query for each of 8 KV heads, given once and twice."""
+    (q, k, v), mask = (torch.ones(1, 8, n, dim, dtype=dtype) for n in (1, 1024, 1024)), torch.ones(1, 1, 1, 1024) > 0
+    queries = {"kernel": q, "twice": q.expand(-1, -1, 2, -1)}
+    attend = partial(F.scaled_dot_product_attention, key=k, value=v, attn_mask=mask)
+    return undisturbed({name: partial(attend, q) for name, q in queries.items()})
+
+
+def undisturbed(forms: dict[str, Callable[[], object]]) -> Times:
+    """`least_ms` of small forms on one thread: on a busy machine some of many rounds are then undisturbed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -391,7 +412,7 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
         known = parse_json(file.read_bytes(), file) if file.is_file() else {}
         for sizes in known.values():
             for times in sizes.values():
-                if not set(times) <= {*PRODUCTS, "widened"} or not min(times.values()) > 0:
+                if not set(times) <= {*PRODUCTS, "widened", "twice"} or not min(times.values()) > 0:
                     return {}
         return known
     except (OSError, ValueError, AttributeError, TypeError):

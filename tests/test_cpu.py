@@ -198,6 +198,30 @@ def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
     assert json.loads(cpu.cache_file().read_text())[cpu.where()] == {"bfloat16, many rows": times}
 
 
+@pytest.mark.parametrize("faster", ("kernel", "twice"))
+def test_the_only_query_of_a_kv_head_is_given_twice_where_that_is_faster(monkeypatch, faster):
+    monkeypatch.setattr(inductor, "DOUBLED", set())
+    monkeypatch.setattr(cpu, "measure_doubling", lambda *_: {"kernel": 2.0, "twice": 1.0 if faster == "twice" else 3.0})
+    cpu.double(torch.bfloat16, 8)
+    cpu.double(torch.float32, 8)
+    attend, given = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, *a, **b: given.append(q.shape[2]) or attend(q, *a, **b)
+    )
+    for heads, dtype in ((4, torch.bfloat16), (2, torch.bfloat16), (4, torch.float32)):
+        q, k, v = (torch.randn(2, n, s, 8, dtype=dtype) for n, s in ((4, 1), (heads, 30), (heads, 30)))
+        mask = torch.rand(2, 30) < 0.5
+        y = ops.attend(q, k, v, mask)
+        expected = attend(q, *(x.repeat_interleave(4 // heads, 1) for x in (k, v)), attn_mask=mask[:, None, None])
+        assert y.shape == q.shape and torch.allclose(y, expected, atol=2 * torch.finfo(dtype).eps)
+    assert given == [2 if faster == "twice" else 1, 2, 1]  # a group of two is two queries
+
+
+def test_both_forms_of_a_single_query_are_timed():
+    times = cpu.measure_doubling(torch.bfloat16, 8)
+    assert list(times) == ["kernel", "twice"] and min(times.values()) > 0
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("size", (inductor.CHUNK * 3, inductor.CHUNK + 72, 40))
 @pytest.mark.parametrize("queries", (1, 6))

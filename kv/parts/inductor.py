@@ -22,6 +22,7 @@ REREAD = 4096  # the most vectors of a KV head that each query of a group reads 
 BLOCK = 128  # slots per block of flex_attention's mask
 # By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
+DOUBLED: set[tuple[torch.dtype, int]] = set()  # (dtype, D) for which SDPA takes less time on two queries than on one
 
 
 # Integers: a compiled step treats a Python int as a constant and is compiled again for each value. The size of a tensor
@@ -229,6 +230,11 @@ def fuses(q: Tensor) -> bool:
     """Whether a compiled step attends with queries [B,Hk,R,D] by products and sums that Inductor fuses, not by SDPA."""
     few = q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
     return few and q.device.type == "cpu" and torch.compiler.is_compiling()
+
+
+def doubles(q: Tensor) -> bool:
+    """Whether SDPA on this CPU is given the one query of each KV head, q [B,Hk,R,D], twice."""
+    return q.shape[2] == 1 and q.device.type == "cpu" and (q.dtype, q.shape[3]) in DOUBLED
 
 
 def flexes(q: Tensor, k: Tensor) -> bool:

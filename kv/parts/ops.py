@@ -34,7 +34,8 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """R queries of each group: q [B,Hk,R,D], k and v [B,Hk,S,D], mask broadcastable to [B,Hk,R,S] -> [B,Hk,R,D]."""
     if inductor.fuses(q):
         return attend_stores([group_logits(q, k, ~mask)], [lambda weight: weighted_sum(weight, v)]).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    queries = q.expand(-1, -1, 2, -1) if inductor.doubles(q) else q
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)[:, :, : q.shape[2]]
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
