@@ -12,6 +12,7 @@ every scored token comes out of a step.
 
 import runtime.startup  # noqa: F401
 
+import logging
 from itertools import groupby
 
 import torch
@@ -19,7 +20,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warning_once
 from tqdm import tqdm
 
 from engine import Engine
@@ -27,9 +28,12 @@ from tasks.answers import parts
 from tasks.prefill_once import prefill_once
 from terminal.cli import number, run
 from text import chat
+from text.tokenizer import CUT
 
 ROUND = 128  # caches are planned for a multiple of this many decoded tokens
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+log = logging.getLogger("lm_eval.kv-fast")
 
 
 @register_model("kv-fast")
@@ -81,12 +85,31 @@ class KVFast(TemplateLM):
         return self.tokenizer.template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the template writes it; without the prompt, its last message is to be continued."""
-        text = chat.render(self.tokenizer.template, chat_history, self.tokenizer.variables)
+        """The conversation as the template writes it; without the prompt, its last message is to be continued.
+
+        A begun answer loses the spaces at its end if the template trims messages, and a conversation its system
+        messages if the template rejects it with them, both as in lm-eval's hf.
+        """
+        if not self.tokenizer.template:
+            raise ValueError("this checkpoint has no chat template: leave out --apply_chat_template")
+        messages = chat_history
+        if not add_generation_prompt:
+            *before, last = messages
+            messages = [*before, last | {"content": f"{last['content']}{CUT} "}]
+        try:
+            text = chat.render(self.tokenizer.template, messages, self.tokenizer.variables)
+        except ValueError as error:
+            others = [message for message in messages if message["role"] != "system"]
+            if others == messages:
+                raise
+            warning_once(log, f"{error}: system messages are left out where it fails")
+            text = chat.render(self.tokenizer.template, others, self.tokenizer.variables)
         if add_generation_prompt:
             return text
-        begun = chat_history[-1]["content"]
-        return text[: text.rindex(begun) + len(begun)]
+        begun, found, after = text.rpartition(CUT)
+        if not found:
+            raise ValueError("the checkpoint's chat template leaves out the begun answer (gen_prefix)")
+        return begun if after.startswith(" ") else begun.rstrip()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text in which special tokens are meant: chat templates have been applied already."""

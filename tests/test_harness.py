@@ -1,10 +1,12 @@
 """lm-eval on this engine gives what lm-eval gives with transformers; compressing methods change what they should."""
 
 import json
+import logging
 
 import lm_eval
 import pytest
 import torch
+from chat_templates import LLAMA2, LLAMA3
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from test_tokenizer import CHATML_TEMPLATE, byte_level_folder, corpus
@@ -112,6 +114,63 @@ def test_a_prompt_that_is_too_long_is_cut_where_asked(folder):
         ours(folder, truncation="right")
     with pytest.raises(ValueError, match="max_gen_toks must be below the model's context, 512 tokens"):
         ours(folder).cut(ids, 0)
+
+
+@pytest.fixture(scope="module")
+def mine(folder):
+    return ours(folder)
+
+
+@pytest.fixture
+def warned(caplog, monkeypatch):
+    """What is logged; lm-eval keeps its log lines from the root logger."""
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
+    return caplog
+
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML_TEMPLATE
+
+
+@pytest.fixture
+def with_template(mine, theirs, monkeypatch):
+    def give(template: str) -> None:
+        monkeypatch.setattr(mine.tokenizer, "template", template)
+        monkeypatch.setattr(theirs.tokenizer, "chat_template", template)
+
+    return give
+
+
+@pytest.mark.parametrize("template", (CHATML_TEMPLATE, LLAMA2, LLAMA3), ids=("chatml", "llama2", "llama3"))
+@pytest.mark.parametrize("begun", ("", "end", "im", "assistant", "Hi", " lead", "Code:\n```python\n", "def f():\n \n"))
+def test_an_answer_is_begun_as_with_transformers(mine, theirs, with_template, template, begun):
+    with_template(template)
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    messages.append({"role": "assistant", "content": begun})
+    assert mine.apply_chat_template(messages, False) == theirs.apply_chat_template(messages, False)
+
+
+@pytest.mark.parametrize("begun", (False, True))
+def test_a_template_that_rejects_system_messages_gets_the_others(mine, theirs, warned, with_template, begun):
+    with_template(NO_SYSTEM)
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    messages += [{"role": "assistant", "content": "Yes, "}] if begun else []
+    text = mine.apply_chat_template(messages, not begun)
+    assert text == theirs.apply_chat_template(messages, not begun) and "Hi" in text
+    assert begun or "no system: system messages are left out" in warned.text  # said once
+
+
+@pytest.mark.parametrize(
+    "template, error",
+    [
+        ("", "no chat template: leave out --apply_chat_template"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{{ messages[0]['content'] }}", "leaves out the begun answer"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_is_an_error(mine, with_template, template, error):
+    with_template(template)
+    with pytest.raises(ValueError, match=error):
+        mine.apply_chat_template([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A"}], False)
 
 
 def test_choices_that_continue_a_prompt_share_its_prefill(folder, monkeypatch):
