@@ -123,8 +123,8 @@ class KVFast(TemplateLM):
         if add_generation_prompt:
             return text
         begun, found, after = text.rpartition(CUT)
-        if not found:
-            raise ValueError("the checkpoint's chat template leaves out the begun answer (gen_prefix)")
+        if not found or not begun.rstrip().endswith(last["content"].strip()):
+            raise ValueError("the checkpoint's chat template leaves out the begun answer (gen_prefix), or parts of it")
         return begun if after.startswith(" ") else begun.rstrip()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:

@@ -248,6 +248,7 @@ def test_a_template_that_rejects_system_messages_gets_the_others(mine, theirs, w
         ("", "no chat template: leave out --apply_chat_template"),
         ("{{ raise_exception('never') }}", "never"),
         ("{{ messages[0]['content'] }}", "leaves out the begun answer"),
+        ("{{ messages[1]['content'][1:] }}", "leaves out the begun answer"),
     ],
 )
 def test_a_chat_that_cannot_be_rendered_is_an_error(mine, with_template, template, error):
