@@ -1,10 +1,13 @@
 """lm-eval on this engine gives what lm-eval gives with transformers; compressing methods change what they should."""
 
 import json
+import logging
 
 import lm_eval
 import pytest
 import torch
+from chat_templates import LLAMA2, LLAMA3
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from test_tokenizer import CHATML_TEMPLATE, byte_level_folder, corpus
@@ -73,8 +76,8 @@ def responses(folder, model, **more) -> dict[str, list]:
     return {task: [sample["filtered_resps"] for sample in own] for task, own in found["samples"].items()}
 
 
-def ours(folder, kv="full", budget=None, **more):
-    return KVFast(str(folder / "ours"), kv, budget, batch_size=2, dtype="float32", **more)
+def ours(folder, kv="full", budget=None, batch_size=2, **more):
+    return KVFast(str(folder / "ours"), kv, budget, batch_size, dtype="float32", **more)
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +107,169 @@ def test_a_method_changes_even_choices_of_one_token(folder):
     assert_same(responses(folder, ours(folder, "streaming", "500")), full)
 
 
-def test_a_prompt_that_is_too_long_is_cut_where_asked(folder):
+def ask(model, kind: str, *requests: tuple) -> list:
+    return getattr(model, kind)([Instance(kind, {}, request, i) for i, request in enumerate(requests)])
+
+
+@pytest.fixture(scope="module")
+def mine(folder):
+    return ours(folder)
+
+
+@pytest.fixture
+def warned(caplog, monkeypatch):
+    """What is logged; lm-eval keeps its log lines from the root logger."""
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
+    return caplog
+
+
+@pytest.mark.parametrize(
+    "context, continuation, error",
+    [
+        ("t", "he", "'he' adds no token to its context, 't'"),
+        ("", "<|im_start|>", "'<|im_start|>' adds no token to its context, ''"),
+        (" ", "the", "'the' follows no token of its context, ' '"),
+        ("the", "", "the continuation of 'the' is empty"),
+        ("", "", "the continuation of '' is empty"),
+        ("the", " the" * 600, r"has \d+ tokens and the context is 512"),
+    ],
+)
+def test_what_lm_eval_cannot_score_is_refused(mine, theirs, context, continuation, error):
+    with pytest.raises((AssertionError, IndexError)):
+        ask(theirs, "loglikelihood", (context, continuation))
+    with pytest.raises(ValueError, match=error):
+        ask(mine, "loglikelihood", (context, continuation))
+
+
+def test_a_cut_context_is_said_and_equals_that_of_transformers(mine, theirs, warned, monkeypatch):
+    for model, name in ((mine, "max_length"), (theirs, "_max_length")):
+        monkeypatch.setattr(model, name, 24)
+    long, short = " the model answers" * 12, "the model"
+    scored = [ask(model, "loglikelihood", (long, " the cache"), (short, " the cache")) for model in (mine, theirs)]
+    assert "1 of 2 contexts are too long and lose 25 tokens" in warned.text
+    assert [x[1] for x in scored[0]] == [x[1] for x in scored[1]]
+    assert torch.allclose(*(torch.tensor([x[0] for x in own]) for own in scored), rtol=1e-4)
+    rolling = [ask(model, "loglikelihood_rolling", (long,)) for model in (mine, theirs)]
+    assert rolling[0] == pytest.approx(rolling[1], rel=1e-4)
+    how = {"until": ["ee"], "max_gen_toks": 6}
+    assert ask(mine, "generate_until", (long, how), (short, how)) == [
+        *ask(theirs, "generate_until", (long, how)),
+        *ask(theirs, "generate_until", (short, how)),
+    ]
+    assert "1 of 2 contexts are too long and lose 30 tokens" in warned.text
+
+
+def test_the_context_and_where_a_prompt_is_cut_are_the_users(folder):
     ids = list(range(10))
+    assert ours(folder, max_length=40).max_length == 40
     assert ours(folder).cut(ids, 10) == ids and ours(folder).cut(ids, 4) == [6, 7, 8, 9]
     assert ours(folder, truncation="middle").cut(ids, 5) == [0, 1, 7, 8, 9]
-    with pytest.raises(ValueError, match="left or middle"):
-        ours(folder, truncation="right")
-    with pytest.raises(ValueError, match="max_gen_toks must be below the model's context, 512 tokens"):
-        ours(folder).cut(ids, 0)
+    for wrong, error in (
+        ({"truncation": "right"}, "left or middle"),
+        ({"max_length": 513}, "max_length must lie between 1 and the model's context, 512, not 513"),
+        ({"max_length": 0}, "max_length must lie between"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            ours(folder, **wrong)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": False, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+        {"top_k": 0},
+        {"do_sample": False, "temperature": 0.7},
+        {"do_sample": True, "temperature": 1e-3, "top_k": 0, "top_p": 1.0},
+        {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "repetition_penalty": None},
+        {"repetition_penalty": 1.3},
+        {"max_gen_toks": None, "max_new_tokens": 3},
+    ],
+)
+def test_generation_kwargs_mean_what_they_mean_to_transformers(mine, theirs, how):
+    request = "the model's cache", {"until": ["ee"], "max_gen_toks": 6} | how
+    assert ask(mine, "generate_until", request) == ask(theirs, "generate_until", request)
+
+
+@pytest.mark.parametrize(
+    "how, error",
+    [
+        ({"num_beams": 2}, "num_beams=2: not supported"),
+        ({"max_length": 20}, "max_length=20: not supported; leave them out, or use until, max_gen_toks"),
+        ({"truncation": True, "typical_p": 0.5}, "truncation=True, typical_p=0.5: not supported"),
+        ({"do_sample": True}, "needs a temperature above 0"),
+        ({"max_gen_toks": 512}, "max_gen_toks is 512, and must be 1 or more and below the context, 512"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+    ],
+)
+def test_other_generation_kwargs_are_refused_before_the_first_answer(mine, monkeypatch, how, error):
+    monkeypatch.setattr(mine.engine, "generate", lambda *_, **__: pytest.fail("answered"))
+    with pytest.raises(ValueError, match=error):
+        ask(mine, "generate_until", ("a", {"until": [], "max_gen_toks": 6}), ("a", {"until": []} | how))
+
+
+def test_texts_that_are_all_empty_roll(mine, theirs):
+    assert ask(mine, "loglikelihood_rolling", ("",), ("",)) == ask(theirs, "loglikelihood_rolling", ("",), ("",))
+
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML_TEMPLATE
+
+
+@pytest.fixture
+def with_template(mine, theirs, monkeypatch):
+    def give(template: str) -> None:
+        monkeypatch.setattr(mine.tokenizer, "template", template)
+        monkeypatch.setattr(theirs.tokenizer, "chat_template", template)
+
+    return give
+
+
+@pytest.mark.parametrize("template", (CHATML_TEMPLATE, LLAMA2, LLAMA3), ids=("chatml", "llama2", "llama3"))
+@pytest.mark.parametrize("begun", ("", "end", "im", "assistant", "Hi", " lead", "Code:\n```python\n", "def f():\n \n"))
+def test_an_answer_is_begun_as_with_transformers(mine, theirs, with_template, template, begun):
+    with_template(template)
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    messages.append({"role": "assistant", "content": begun})
+    assert mine.apply_chat_template(messages, False) == theirs.apply_chat_template(messages, False)
+
+
+@pytest.mark.parametrize("begun", (False, True))
+def test_a_template_that_rejects_system_messages_gets_the_others(mine, theirs, warned, with_template, begun):
+    with_template(NO_SYSTEM)
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    messages += [{"role": "assistant", "content": "Yes, "}] if begun else []
+    text = mine.apply_chat_template(messages, not begun)
+    assert text == theirs.apply_chat_template(messages, not begun) and "Hi" in text
+    assert begun or "no system: system messages are left out" in warned.text  # said once
+
+
+@pytest.mark.parametrize(
+    "template, error",
+    [
+        ("", "no chat template: leave out --apply_chat_template"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{{ messages[0]['content'] }}", "leaves out the begun answer"),
+        ("{{ messages[1]['content'][1:] }}", "leaves out the begun answer"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_is_an_error(mine, with_template, template, error):
+    with_template(template)
+    with pytest.raises(ValueError, match=error):
+        mine.apply_chat_template([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A"}], False)
+
+
+def test_the_batch_size_is_chosen_by_memory(folder, mine, monkeypatch):
+    requests = [("the model's cache", " answer"), ("the", " the"), ("a cache", " a cache a")]
+    auto = ours(folder, batch_size="auto:2", max_batch_size=8)
+    expected = [pytest.approx(x, rel=1e-4) for x in ask(mine, "loglikelihood", *requests)]
+    assert ask(auto, "loglikelihood", *requests) == expected and auto.engine.batch == 3
+    monkeypatch.setattr("tasks.harness.free_share", lambda _: 0)
+    assert ask(auto, "loglikelihood", *requests) == expected and auto.engine.batch == 1
+    monkeypatch.undo()
+    how = {"until": ["ee"], "max_gen_toks": 6}
+    asked = [(text, how) for text, _ in requests]
+    assert ask(auto, "generate_until", *asked) == ask(mine, "generate_until", *asked) and auto.engine.batch == 3
+    with pytest.raises(ValueError, match="batch_size must be a number or auto, not some"):
+        ours(folder, batch_size="some")
 
 
 def test_choices_that_continue_a_prompt_share_its_prefill(folder, monkeypatch):

@@ -1,13 +1,31 @@
-"""What the README shows is true."""
+"""What the README and the other pages show is true."""
 
+import importlib
+import importlib.util
+import json
 import re
+import shlex
+import shutil
+import sys
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
+import pytest
 import test_contract
+from conftest import write_random
+from lm_eval._cli import HarnessCLI
+
+from engine import Engine
+from terminal.cli import Parser
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+NEEDLE = ROOT / "needle"
+PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", NEEDLE / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+README = TEXTS["README.md"]
+PYTHON = re.compile(r"```python\n(.*?)```", re.S)
+BLOCKS = PYTHON.findall(README)
 
 
 (KEYNORM,) = (block for block in BLOCKS if "class KeyNorm(" in block)
@@ -41,18 +59,92 @@ def test_the_example_method_keeps_the_tokens_it_says():
 
 
 def test_the_files_and_flags_that_the_readme_names_exist():
-    root = Path(__file__).parent.parent
     usage = "".join(
-        (root / f"{tool}.py").read_text() for tool in ("terminal/options", "eval", "bench/__main__", "quantize")
+        (ROOT / f"{tool}.py").read_text() for tool in ("terminal/options", "eval", "bench/__main__", "quantize")
     )
     for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|md))`", README):
-        assert (root / name).exists(), name
+        assert (ROOT / name).exists(), name
     for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--no-compile"}:
         assert f'"{flag}"' in usage, flag
 
 
 def test_the_readmes_commands_overwrite_nothing_that_ships():
-    pages = (ROOT / "docs" / "options.md").read_text()
+    pages = TEXTS["docs/options.md"]
     outputs = re.findall(r"python calibrate.py .*?--(?:out|plot) (\S+).*?--(?:out|plot) (\S+)", pages)[0]
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert set(outputs) <= set(ignored)
+
+
+# The blocks that are not parts of the repository, by page.
+PROGRAMS = {name: [b for b in PYTHON.findall(text) if b != TOVA and "keynorm" not in b] for name, text in TEXTS.items()}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where a reader stands: a long text, and a small random model under the name that the pages give theirs."""
+    vocab = json.loads((NEEDLE / "config.json").read_text())["vocab_size"]
+    model = tmp_path / "checkpoints" / "llama-3.1-8b"
+    write_random(model, vocab_size=vocab, max_position_embeddings=65536)
+    shutil.copy(NEEDLE / "tokenizer.model", model)
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
+    (tmp_path / "book.txt").write_text((NEEDLE / "demo.txt").read_text()[:2000])
+    monkeypatch.setattr(Engine, "load", partial(Engine.load, compile=False, max_new_tokens=64))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page, programs in PROGRAMS.items() if programs])
+def test_the_programs_on_a_page_run_and_what_it_says_of_an_engine_exists(page, folder):
+    for program in PROGRAMS[page]:
+        names = {}
+        exec(compile(program, f"<{page}>", "exec"), names)
+        for path in re.findall(r"\bengine\.(?!py\b)(\w+(?:\.\w+)*)", TEXTS[page]):
+            attrgetter(path)(names["engine"])
+
+
+def commands(text: str) -> list[str]:
+    """The command lines in a page's blocks and spans of code."""
+    fence = r"^```\w*\n(.*?)^```$"
+    lines = "\n".join(re.findall(fence, text, re.S | re.M)).replace("\\\n", " ").splitlines()
+    spans = re.findall(r"`([^`]+)`", re.sub(fence, "", text, flags=re.S | re.M))
+    known = re.compile(r"(?:\$ )?((?:\.venv/bin/)?(?:python|bash|torchrun|make) .*)", re.S)
+    return [" ".join(found[1].split()) for code in (*lines, *spans) if (found := known.fullmatch(code))]
+
+
+class Parsed(Exception):
+    """The arguments are those of the tool."""
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(command for text in TEXTS.values() for command in commands(text)))
+def test_the_commands_on_the_pages_are_those_of_the_tools(command, monkeypatch):
+    # A number or a choice stands for the letter that a page puts in its place.
+    words = shlex.split(re.sub(r" \d*[NPT]\b", " 1", command.replace("int8|int4", "int8")), comments=True)
+    if words[0] == "make":
+        assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.M)
+        return
+    if words[:2] == ["bash", "bench.sh"]:
+        if words[2:] and not words[2].startswith("-"):
+            assert re.search(rf'"\$\{{1-\}}" !?= {words[2]} \]', (ROOT / "bench.sh").read_text())
+            return
+        words = ["python", "-m", "bench", *words[2:]]
+    if "-m" in words[:2]:
+        name, arguments = words[2], words[3:]
+    else:  # torchrun's own flags stand before the tool
+        at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        name, arguments = words[at].removesuffix(".py"), words[at + 1 :]
+    if name == "pytest":
+        assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
+        return
+    assert importlib.util.find_spec(name)
+    if name == "tasks.harness":
+        monkeypatch.setattr(sys, "argv", ["lm-eval", *arguments])
+        HarnessCLI().parse_args()
+    elif arguments:
+        parse = Parser.parse_args
+
+        def parse_alone(parser, argv):
+            parse(parser, argv)
+            raise Parsed
+
+        monkeypatch.setattr(Parser, "parse_args", parse_alone)
+        with pytest.raises(Parsed):
+            importlib.import_module("bench.__main__" if name == "bench" else name).main(arguments)
