@@ -219,19 +219,21 @@ def check_model(model: object) -> None:
         raise ValueError(f"RoPE has no finite frequencies with {json.dumps(rope)[:200]}")
 
 
-def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
-    """All ids in `eos_token_id` of config.json and generation_config.json.
+def read_eos_ids(folder: Path, config: dict, vocab: int) -> tuple[set[int], set[int]]:
+    """The ids in `eos_token_id` of config.json and generation_config.json: those of the vocabulary, and others.
 
-    Raises ValueError for anything but ids of the vocabulary.
+    Merged models have such others, -1 or the size of the vocabulary; they end no answer. Raises ValueError for
+    anything but integers and null.
     """
     found, generation = set(), "generation_config.json"
     for name, content in (("config.json", config), (generation, read_json(folder / generation, missing={}))):
         ids = content.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(i) is int and 0 <= i < vocab for i in ids):
-            raise ValueError(f"{folder / name}: eos_token_id must be ids below {vocab}, not {shortened(ids)}")
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        if not all(type(i) is int for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id must be token ids, not {shortened(ids)}")
         found |= set(ids)
-    return found
+    inside = {i for i in found if 0 <= i < vocab}
+    return inside, found - inside
 
 
 def read_sampling(folder: Path) -> dict[str, int | float]:

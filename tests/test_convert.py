@@ -234,6 +234,37 @@ def test_a_head_stored_beside_tied_embeddings_is_used_if_it_differs_from_them(tm
     torch.testing.assert_close(engine.logits([3, 4, 5], [6])[0], theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "kept", "outside"),
+    [
+        (96, None, set(), "[96]"),
+        (-1, 5, {5}, "[-1]"),
+        ([2, 96, None], [3, 10**20], {2, 3}, "[96, 100000000000000000000]"),
+        (None, [2, 95], {2, 95}, None),
+    ],
+)
+def test_eos_ids_outside_the_vocabulary_are_noted_and_end_no_answer(
+    config, generation, kept, outside, tmp_path, capsys
+):
+    src = save(hf_model(), tmp_path / "hf")
+    edit_json(src / "config.json", eos_token_id=config)
+    edit_json(src / "generation_config.json", eos_token_id=generation)
+    convert(src, tmp_path / "out")
+    said = capsys.readouterr().err
+    assert f"eos_token_id {outside} is outside the vocabulary of 96" in said if outside else "eos_token_id" not in said
+    assert Engine.load(tmp_path / "out", compile=False).eos == kept
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", ["</s>", ["2"], [2, "</s>"], 2.0, True, [[2]], {}], ids=repr)
+def test_eos_ids_that_are_no_integers_are_refused_before_a_download(name, ids, hub, capsys, monkeypatch):
+    repo, cache = hub
+    edit_json(repo / name, eos_token_id=ids)
+    with pytest.raises(ValueError, match=f"{name}: eos_token_id must be token ids, not "):
+        convert("some/model", repo.parent / "out", revision="v2")
+    assert not list(cache.glob("*.safetensors")) and not (repo.parent / "out").exists()
+
+
 def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
