@@ -198,7 +198,7 @@ def settle_head(config: dict, model: ModelConfig, stored: dict[str, Stored]) -> 
         return config, model
     if table is None:  # safetensors' save_model keeps either name
         stored["model.embed_tokens.weight"] = stored.pop("lm_head.weight")
-    elif head.dtype == table.dtype and torch.equal(head.read(), table.read()):
+    elif head.equals(table):
         del stored["lm_head.weight"]
     else:
         print(
