@@ -113,7 +113,7 @@ def _windows(config: dict, n_layer: int) -> set[int | None]:
     kinds = config.get("layer_types")
     if kinds is None:
         full = n_layer if window is None else _size(config, "max_window_layers", least=0)
-        return {None if layer < full else window for layer in (0, n_layer - 1)}
+        return {None if layer < full else window for layer in (0, n_layer - 1)}  # the last layers slide
     known = {"full_attention": None} | ({} if window is None else {SLIDING: window})
     if not isinstance(kinds, list) or len(kinds) != n_layer or any(kind not in list(known) for kind in kinds):
         raise ValueError(
@@ -142,9 +142,10 @@ def _rope(config: dict, max_position: int, layers: str) -> dict:
     given = {"rope_theta": 10000.0, **top, **objects.get(first, {})}
     for place, values in {"its top level": top, **objects}.items():
         for key, value in values.items():
-            if given.get(key) != value:
-                lost, kept = shortened(value), shortened(given.get(key))
-                raise ValueError(f"config.json: {place} says {key} {lost} and {first} {kept}; correct or delete one")
+            kept = given.get(key)
+            if kept is not value and kept != value:  # NaN is not equal to itself
+                both = f"{place} says {key} {shortened(value)} and {first} {shortened(kept)}"
+                raise ValueError(f"config.json: {both}; correct or delete one")
     if config.get(ORIGINAL) is not None:
         given[ORIGINAL] = config[ORIGINAL]
     kind = given.get("rope_type", "default")
@@ -159,10 +160,8 @@ def _rope(config: dict, max_position: int, layers: str) -> dict:
     if kind == "llama3":
         needs += ["low_freq_factor", "high_freq_factor"]
     if kind == "yarn":
-        optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        needs += [key for key in optional if given.get(key, 0) != 0] + ["attention_factor"] * (
-            "attention_factor" in given
-        )
+        off = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0) | {"attention_factor": None}
+        needs += [key for key, value in off.items() if given.get(key, value) != value]
     rope = {"rope_type": kind, "max_position_embeddings": max_position}
     rope |= {key: _positive(f"RoPE type {kind!r}: {key}", given.get(key)) for key in needs}
     if kind == "yarn" and not given.get("truncate", True):
@@ -193,5 +192,5 @@ def _settings(config: dict, key: str, layers: str) -> dict:
 def _max_length(rope: dict) -> int:
     limit = rope["max_position_embeddings"]
     if rope["rope_type"] in ("linear", "dynamic", "yarn"):
-        limit = max(limit, int(rope.get("original_max_position_embeddings", limit) * rope["factor"]))
+        limit = max(limit, int(rope.get(ORIGINAL, limit) * rope["factor"]))
     return limit
