@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from reprlib import repr as shortened
 
 import huggingface_hub
 import torch
@@ -31,6 +32,7 @@ from runtime.checkpoint import (
     check_output,
     check_weights,
     open_weights,
+    read_eos_ids,
     read_hf_config,
     write_checkpoint,
 )
@@ -111,7 +113,9 @@ def read_source(folder: Path) -> tuple[dict, ModelConfig]:
     if quantized:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
         raise ValueError(f"{folder} is quantized ({str(method)[:40]}); convert the unquantized model")
-    return config, from_hf(config)
+    model = from_hf(config)
+    read_eos_ids(folder, config, model.vocab_size)
+    return config, model
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> Path:
@@ -194,7 +198,7 @@ def settle_head(config: dict, model: ModelConfig, stored: dict[str, Stored]) -> 
         return config, model
     if table is None:  # safetensors' save_model keeps either name
         stored["model.embed_tokens.weight"] = stored.pop("lm_head.weight")
-    elif head.dtype == table.dtype and torch.equal(head.read(), table.read()):
+    elif head.equals(table):
         del stored["lm_head.weight"]
     else:
         print(
@@ -244,6 +248,10 @@ def write(folder: Path, stored: dict[str, Stored] | None, out: str | Path, dtype
         config, model = settle_head(config, model, stored)
         layout, read = plan(config, model, stored, folder, dtype)
     write_checkpoint(out, config, model, layout, read, folder, quantization, force)
+    _, outside = read_eos_ids(folder, config, model.vocab_size)
+    if outside:
+        ids = shortened(sorted(outside))
+        print(f"eos_token_id {ids} is outside the vocabulary of {model.vocab_size}: it ends no answer", file=sys.stderr)
     try:
         load_tokenizer(out)
     except (ValueError, FileNotFoundError) as error:

@@ -66,6 +66,11 @@ class Stored:
         with _opened(self.file) as file:
             return file.get_slice(self.name)[index or ...]
 
+    def equals(self, other: "Stored") -> bool:
+        """Whether both have the same shape, dtype and numbers."""
+        alike = (self.shape, self.dtype) == (other.shape, other.dtype)
+        return alike and torch.equal(self.read(), other.read())
+
 
 @contextmanager
 def _opened(file: Path) -> Iterator[safe_open]:
@@ -89,10 +94,11 @@ def read_header(file: Path) -> dict[str, Stored]:
 def open_weights(
     folder: str | Path, stem: str = "model.safetensors", header: Callable[[Path], dict[str, Stored]] = read_header
 ) -> dict[str, Stored]:
-    """All tensors of a folder by name, from the headers of `stem` or of the shards in its index; no data is read.
+    """All tensors of a folder by name, from the headers of `stem` or of the shards that its index names.
 
-    Raises FileNotFoundError if there are no weights or a shard is missing, and ValueError if a file is damaged or the
-    index and the shards disagree.
+    The shards decide which tensors there are and where, since indexes often name others; `check_weights` finds what is
+    missing. Only a tensor in two shards is read, to compare the copies. Raises FileNotFoundError if there are no
+    weights or a shard is missing, and ValueError if a file is damaged or two copies differ.
     """
     single, index = Path(folder) / stem, Path(folder) / f"{stem}.index.json"
     if present(single):
@@ -109,12 +115,10 @@ def open_weights(
             raise ValueError(f"{index} places tensors in {shard}, which is not in its folder")
         if not present(file):
             raise FileNotFoundError(f"{file} is missing, and {index.name} places tensors in it; download it again")
-        tensors, named = header(file), {name for name, place in places.items() if place == shard}
-        if tensors.keys() != named:
-            raise ValueError(
-                f"{index} and {shard} disagree on tensor {min(tensors.keys() ^ named)}; download both again"
-            )
-        stored |= tensors
+        for name, tensor in header(file).items():
+            other = stored.setdefault(name, tensor)
+            if other is not tensor and not other.equals(tensor):
+                raise ValueError(f"{other.file} and {file} hold different tensors {name}; download both again")
     return stored
 
 
@@ -219,19 +223,21 @@ def check_model(model: object) -> None:
         raise ValueError(f"RoPE has no finite frequencies with {json.dumps(rope)[:200]}")
 
 
-def read_eos_ids(folder: Path, config: dict, vocab: int) -> set[int]:
-    """All ids in `eos_token_id` of config.json and generation_config.json.
+def read_eos_ids(folder: Path, config: dict, vocab: int) -> tuple[set[int], set[int]]:
+    """The ids in `eos_token_id` of config.json and generation_config.json: those of the vocabulary, and others.
 
-    Raises ValueError for anything but ids of the vocabulary.
+    Merged models have such others, -1 or the size of the vocabulary; they end no answer. Raises ValueError for
+    anything but integers and null.
     """
     found, generation = set(), "generation_config.json"
     for name, content in (("config.json", config), (generation, read_json(folder / generation, missing={}))):
         ids = content.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(i) is int and 0 <= i < vocab for i in ids):
-            raise ValueError(f"{folder / name}: eos_token_id must be ids below {vocab}, not {shortened(ids)}")
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        if not all(type(i) is int for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id must be token ids, not {shortened(ids)}")
         found |= set(ids)
-    return found
+    inside = {i for i in found if 0 <= i < vocab}
+    return inside, found - inside
 
 
 def read_sampling(folder: Path) -> dict[str, int | float]:

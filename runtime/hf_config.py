@@ -1,64 +1,66 @@
 """Reads and checks a Hugging Face config.json: Llama, Mistral, Yi and Qwen, with their RoPE types."""
 
 from dataclasses import asdict
+from functools import partial
 from reprlib import repr as shortened
 
 from model import ModelConfig
 from runtime.checkpoint import ROPE_TYPES, check_model
 
-# For each architecture: defaults for what config.json leaves out, and values that override config.json.
+# For each architecture: defaults for what config.json leaves out, values that override config.json, and what
+# transformers reads instead of keys about windows that it ignores there: config.json must not say otherwise.
 ARCHITECTURES = {
-    "LlamaForCausalLM": ({}, {}),
+    "LlamaForCausalLM": ({"max_window_layers": 0}, {}, {"use_sliding_window": False, "layer_types": None}),
     "MistralForCausalLM": (
         {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-        {"attention_bias": False, "mlp_bias": False, "windowed": True},
+        {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
+        {"layer_types": None},
     ),
     "Qwen2ForCausalLM": (
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "max_position_embeddings": 32768},
         {"attention_bias": False, "mlp_bias": False, "qkv_bias": True},
+        {},
     ),
     "Qwen3ForCausalLM": (
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "max_position_embeddings": 32768}
+        | {"head_dim": 128},
         {"mlp_bias": False, "qk_norm": True},
+        {},
     ),
 }
+MODEL_TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+MODEL_TYPES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SLIDING, ORIGINAL = "sliding_attention", "original_max_position_embeddings"
 
 
 def from_hf(config: dict) -> ModelConfig:
     """From the content of config.json. Raises ValueError that names an unsupported setting."""
-    names = config.get("architectures") or ["none"]
-    name = names[0] if isinstance(names, list) else names
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(f"architecture {shortened(name)} is not supported; known: {', '.join(ARCHITECTURES)}")
-    defaults, fixed = ARCHITECTURES[name]
-    get = {**defaults, **config, **fixed}.get
-
-    def size(key: str, default: int | None = None) -> int:
-        value = get(key) if get(key) is not None else default
-        if type(value) is not int or not 0 < value < 2**31:
-            raise ValueError(f"config.json: {key} must be a positive integer below 2**31, not {shortened(value)}")
-        return value
-
-    if get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.json: hidden_act {shortened(get('hidden_act'))} is not supported; known: silu")
-    if get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window (a window in some layers only) is not supported")
-    window = size("sliding_window") if get("windowed") and get("sliding_window") is not None else None
-    kinds, expected = get("layer_types"), "full_attention" if window is None else "sliding_attention"
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != expected for kind in kinds)):
-        given = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)
+    name = _architecture(config)
+    defaults, fixed, without_effect = ARCHITECTURES[name]
+    whole = {**defaults, **config, **fixed}
+    get, size = whole.get, partial(_size, whole)
+    for key in ("hidden_act", "hidden_activation"):
+        if get(key) not in (None, "silu", "swish"):  # two names of one function
+            raise ValueError(f"config.json: {key} {shortened(get(key))} is not supported; known: silu, swish")
+    n_layer = size("num_hidden_layers")
+    windows = _windows(whole, n_layer)
+    if windows != _windows(whole | without_effect, n_layer):
+        keys = " and ".join(without_effect)
+        raise ValueError(f"config.json: {name} ignores {keys}, which ask for another window; correct or delete them")
+    if len(windows) > 1:
         raise ValueError(
-            f"config.json: layer_types ({given[:100]}) is not supported; with sliding_window {window} every "
-            f"layer must be {expected}"
+            f"config.json: use_sliding_window, max_window_layers and layer_types give only some of {n_layer} layers "
+            f"the sliding_window {get('sliding_window')}, which is not supported"
         )
+    (window,) = windows
     dim, n_head = size("hidden_size"), size("num_attention_heads")
     if get("head_dim") is None and dim % n_head:
         raise ValueError(f"config.json: hidden_size {dim} does not divide into {n_head} heads")
-    rope = _rope(config, size("max_position_embeddings", 2048))
+    rope = _rope(config, size("max_position_embeddings", 2048), "full_attention" if window is None else SLIDING)
     bias = bool(get("attention_bias"))
     model = ModelConfig(
         dim=dim,
-        n_layer=size("num_hidden_layers"),
+        n_layer=n_layer,
         n_head=n_head,
         n_kv_head=size("num_key_value_heads", n_head),
         head_dim=size("head_dim", dim // n_head),
@@ -81,6 +83,46 @@ def from_hf(config: dict) -> ModelConfig:
     return model
 
 
+def _architecture(config: dict) -> str:
+    """The model's class, which transformers chooses by model_type alone."""
+    kind = config.get("model_type")
+    by_type = next((name for known, name in MODEL_TYPES.items() if known == kind), None)
+    names = config.get("architectures") or by_type or "none"
+    name = names[0] if isinstance(names, list) else names
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(f"architecture {shortened(name)} is not supported; known: {', '.join(ARCHITECTURES)}")
+    if by_type not in (None, name):
+        raise ValueError(f"config.json: architectures {name} and model_type {kind} are different models; correct one")
+    return name
+
+
+def _size(config: dict, key: str, default: int | None = None, least: int = 1) -> int:
+    value = config.get(key) if config.get(key) is not None else default
+    if type(value) is not int or not least <= value < 2**31:
+        kind = "a positive integer" if least else "0 or a positive integer"
+        raise ValueError(f"config.json: {key} must be {kind} below 2**31, not {shortened(value)}")
+    return value
+
+
+def _windows(config: dict, n_layer: int) -> set[int | None]:
+    """The sliding windows that layers have, None for full attention."""
+    use = config.get("use_sliding_window") or False
+    if not isinstance(use, bool):
+        raise ValueError(f"config.json: use_sliding_window must be true or false, not {shortened(use)}")
+    window = _size(config, "sliding_window") if use and config.get("sliding_window") is not None else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full = n_layer if window is None else _size(config, "max_window_layers", least=0)
+        return {None if layer < full else window for layer in (0, n_layer - 1)}  # the last layers slide
+    known = {"full_attention": None} | ({} if window is None else {SLIDING: window})
+    if not isinstance(kinds, list) or len(kinds) != n_layer or any(kind not in list(known) for kind in kinds):
+        raise ValueError(
+            f"config.json: layer_types {shortened(kinds)} is not supported; with sliding_window {window} it must say "
+            f"{' or '.join(known)} for each of {n_layer} layers"
+        )
+    return {known[kind] for kind in kinds}
+
+
 def _positive(key: str, value: object) -> float:
     """As a float, within bounds that keep every formula of RoPE finite."""
     if type(value) not in (int, float) or not 1e-15 < value < 1e15:
@@ -88,26 +130,38 @@ def _positive(key: str, value: object) -> float:
     return float(value)
 
 
-def _rope(config: dict, max_position: int) -> dict:
-    """The RoPE settings as one dict, from rope_theta + rope_scaling or from the newer rope_parameters."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"config.json: RoPE scaling must be an object, not {shortened(given)}")
-    given = {key: value for key, value in given.items() if value is not None}
-    kind = given.get("rope_type") or given.get("type") or "default"
+def _rope(config: dict, max_position: int, layers: str) -> dict:
+    """The RoPE settings of `layers`, the kind of all layers: one dict from all places where config.json may say them.
+
+    As in transformers, rope_scaling replaces rope_parameters, and either's values replace those at the top level, but
+    the top level's original length comes first. Raises ValueError where another value would be lost.
+    """
+    objects = {key: _settings(config, key, layers) for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    top = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    first = next(iter(objects), "")
+    given = {"rope_theta": 10000.0, **top, **objects.get(first, {})}
+    for place, values in {"its top level": top, **objects}.items():
+        for key, value in values.items():
+            kept = given.get(key)
+            if kept is not value and kept != value:  # NaN is not equal to itself
+                both = f"{place} says {key} {shortened(value)} and {first} {shortened(kept)}"
+                raise ValueError(f"config.json: {both}; correct or delete one")
+    if config.get(ORIGINAL) is not None:
+        given[ORIGINAL] = config[ORIGINAL]
+    kind = given.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"config.json: RoPE type {shortened(kind)} is not supported; known: {', '.join(ROPE_TYPES)}")
-    if any((where.get("partial_rotary_factor") or 1.0) != 1.0 for where in (config, given)):
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("config.json: partial_rotary_factor is not supported; every channel must rotate")
-    given = {"rope_theta": config.get("rope_theta") or 10000.0, **given}
-    original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    given["original_max_position_embeddings"] = original
     needs = ["rope_theta"] if kind == "default" else ["rope_theta", "factor"]
+    if kind in ("llama3", "yarn"):
+        given.setdefault(ORIGINAL, max_position)
+        needs += [ORIGINAL]
     if kind == "llama3":
-        needs += ["original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]
+        needs += ["low_freq_factor", "high_freq_factor"]
     if kind == "yarn":
-        optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-        needs += [key for key in (*optional, "original_max_position_embeddings") if given.get(key) is not None]
+        off = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0) | {"attention_factor": None}
+        needs += [key for key, value in off.items() if given.get(key, value) != value]
     rope = {"rope_type": kind, "max_position_embeddings": max_position}
     rope |= {key: _positive(f"RoPE type {kind!r}: {key}", given.get(key)) for key in needs}
     if kind == "yarn" and not given.get("truncate", True):
@@ -117,8 +171,26 @@ def _rope(config: dict, max_position: int) -> dict:
     return rope
 
 
+def _settings(config: dict, key: str, layers: str) -> dict:
+    """The content of rope_scaling or rope_parameters for `layers`, without nulls and with one name for the type."""
+    given = config[key]
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json: {key} must be an object, not {shortened(given)}")
+    by_kind = {kind: own for kind, own in given.items() if isinstance(own, dict) or kind.endswith("_attention")}
+    if by_kind:
+        if not isinstance(by_kind.get(layers), dict):
+            raise ValueError(f"config.json: {key} is given by layer type, but not for {layers}, which all layers are")
+        given = {name: value for name, value in given.items() if name not in by_kind} | by_kind[layers]
+    given = {name: value for name, value in given.items() if value is not None or name == "truncate"}  # null: false
+    old = given.pop("type", None)
+    if old is not None and given.setdefault("rope_type", old) != old:
+        kind = shortened(given["rope_type"])
+        raise ValueError(f"config.json: {key} says type {shortened(old)} and rope_type {kind}; correct or delete one")
+    return given
+
+
 def _max_length(rope: dict) -> int:
     limit = rope["max_position_embeddings"]
     if rope["rope_type"] in ("linear", "dynamic", "yarn"):
-        limit = max(limit, int(rope.get("original_max_position_embeddings", limit) * rope["factor"]))
+        limit = max(limit, int(rope.get(ORIGINAL, limit) * rope["factor"]))
     return limit

@@ -69,7 +69,7 @@ def load_model(folder: Path, known: Known, text: bool) -> Loaded:
     sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
     model = skeleton(sizes, quantization, ranks)
     whole = skeleton(sizes, quantization, ALONE) if ranks.count > 1 else None
-    eos = read_eos_ids(folder, config, sizes.vocab_size)
+    eos, _ = read_eos_ids(folder, config, sizes.vocab_size)
     tokenizer, no_tokenizer = None, ""
     try:
         tokenizer = load_tokenizer(folder)

@@ -234,6 +234,79 @@ def test_a_head_stored_beside_tied_embeddings_is_used_if_it_differs_from_them(tm
     torch.testing.assert_close(engine.logits([3, 4, 5], [6])[0], theirs, rtol=1e-4, atol=1e-4)
 
 
+INV_FREQ, HEAD = "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"
+
+
+def index_names_unneeded_tensors(places, src):
+    return places | {INV_FREQ: shard(src, 0).name, HEAD: shard(src, 1).name}
+
+
+def shards_hold_unneeded_tensors(places, src):
+    table = load_file(src / places["model.embed_tokens.weight"])["model.embed_tokens.weight"]
+    edit_weights(shard(src, 1), lambda state: state.update({INV_FREQ: torch.ones(4), HEAD: table}))
+    return places
+
+
+def index_names_other_shards(places, src):
+    return dict(zip(places, reversed(places.values()), strict=True))
+
+
+def index_names_few_tensors(places, src):
+    return {file.name: file.name for file in src.glob("model-*.safetensors")}
+
+
+def copy_in_another_shard(places, src):
+    norm = load_file(src / places["model.norm.weight"])["model.norm.weight"]
+    for number in (0, 1):
+        edit_weights(shard(src, number), lambda state: state.update({"model.norm.weight": norm}))
+    return places
+
+
+HARMLESS = [index_names_unneeded_tensors, shards_hold_unneeded_tensors, index_names_other_shards]
+HARMLESS += [index_names_few_tensors, copy_in_another_shard]
+
+
+@pytest.mark.parametrize("change", HARMLESS, ids=lambda f: f.__name__)
+def test_shards_are_read_as_they_are_whatever_their_index_says(change, tmp_path, capsys):
+    model = hf_model("llama-mha-tied")
+    src = save(model, tmp_path / "hf", shards=True)
+    index = src / "model.safetensors.index.json"
+    edit_json(index, weight_map=change(json.loads(index.read_text())["weight_map"], src))
+    convert(src, tmp_path / "out")
+    assert_same(written(tmp_path / "out"), expected(model))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "kept", "outside"),
+    [
+        (96, None, set(), "[96]"),
+        (-1, 5, {5}, "[-1]"),
+        ([2, 96, None], [3, 10**20], {2, 3}, "[96, 100000000000000000000]"),
+        (None, [2, 95], {2, 95}, None),
+    ],
+)
+def test_eos_ids_outside_the_vocabulary_are_noted_and_end_no_answer(
+    config, generation, kept, outside, tmp_path, capsys
+):
+    src = save(hf_model(), tmp_path / "hf")
+    edit_json(src / "config.json", eos_token_id=config)
+    edit_json(src / "generation_config.json", eos_token_id=generation)
+    convert(src, tmp_path / "out")
+    said = capsys.readouterr().err
+    assert f"eos_token_id {outside} is outside the vocabulary of 96" in said if outside else "eos_token_id" not in said
+    assert Engine.load(tmp_path / "out", compile=False).eos == kept
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", ["</s>", ["2"], [2, "</s>"], 2.0, True, [[2]], {}], ids=repr)
+def test_eos_ids_that_are_no_integers_are_refused_before_a_download(name, ids, hub, capsys, monkeypatch):
+    repo, cache = hub
+    edit_json(repo / name, eos_token_id=ids)
+    with pytest.raises(ValueError, match=f"{name}: eos_token_id must be token ids, not "):
+        convert("some/model", repo.parent / "out", revision="v2")
+    assert not list(cache.glob("*.safetensors")) and not (repo.parent / "out").exists()
+
+
 def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -278,22 +351,31 @@ def lfs_pointer(src):
     return [shard(src, 0), "git lfs"]
 
 
-def index_names_a_tensor_the_shard_lacks(src):
-    index = src / "model.safetensors.index.json"
-    edit_json(index, weight_map=json.loads(index.read_text())["weight_map"] | {"lm_head.weight": shard(src, 0).name})
-    edit_weights(shard(src, 0), lambda state: state.pop("lm_head.weight", None))
-    return [index, "disagree on tensor lm_head.weight", shard(src, 0).name]
+def copies_that_differ(src):
+    name = "model.norm.weight"
+    for number, values in enumerate((torch.ones(32), torch.zeros(32))):
+        edit_weights(shard(src, number), lambda state, values=values: state.update({name: values}))
+    return [shard(src, 0), shard(src, 1), f"hold different tensors {name}"]
 
 
-def tensor_in_two_shards(src):
-    edit_weights(shard(src, 0), lambda state: state.update({"model.norm.weight": torch.ones(32)}))
-    edit_weights(shard(src, 1), lambda state: state.update({"model.norm.weight": torch.ones(32)}))
-    return ["disagree on tensor model.norm.weight"]
+def copies_of_two_shapes(src):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"  # not needed, but damaged
+    for number in (0, 1):
+        edit_weights(shard(src, number), lambda state, n=number: state.update({name: torch.ones(4 + n)}))
+    return [f"hold different tensors {name}"]
 
 
 def index_without_map(src):
     (src / "model.safetensors.index.json").write_text('{"metadata": {}}')
     return ["model.safetensors.index.json", "weight_map"]
+
+
+def missing_tensor_in_the_index(src):
+    missing_tensor(src)
+    index = src / "model.safetensors.index.json"
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_json(index, weight_map=json.loads(index.read_text())["weight_map"] | {name: shard(src, 0).name})
+    return [f"they lack {name}", src]
 
 
 def missing_tensor(src):
@@ -353,10 +435,11 @@ DAMAGE = [
     missing_shard,
     truncated_shard,
     lfs_pointer,
-    index_names_a_tensor_the_shard_lacks,
-    tensor_in_two_shards,
+    copies_that_differ,
+    copies_of_two_shapes,
     index_without_map,
     missing_tensor,
+    missing_tensor_in_the_index,
     unknown_tensors,
     wrong_shape,
     integer_weights,

@@ -107,6 +107,8 @@ CASES = {
     "mqa": Case(LLAMA | {"num_key_value_heads": 1}),
     "llama with biases": Case(LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "qwen2": Case(QWEN2, {"use_sliding_window": True}),
+    "qwen2, all layers slide": Case(QWEN2 | {"use_sliding_window": True}, {"use_sliding_window": False}),
+    "qwen2, no layer slides": Case(QWEN2 | {"use_sliding_window": True, "max_window_layers": 3}),
     "qwen2, tied": Case(QWEN2 | {"tie_word_embeddings": True}),
     "qwen3": Case(QWEN3, {"use_sliding_window": True}),
     "qwen3 with biases": Case(QWEN3 | {"attention_bias": True}),
@@ -510,27 +512,49 @@ def test_published_configs_give_their_context_and_the_rope_speeds_of_transformer
 
 ODD = {  # spellings that are rare, or that contradict themselves
     "yarn, original length outside": {
-        "max_position_embeddings": 256,
         "original_max_position_embeddings": 64,
         "rope_scaling": {"type": "yarn", "factor": 4.0},
     },
     "yarn, one mscale": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0}},
     "yarn, both": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0.5}},
-    "both keys": {
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "yarn, no effect of zeros": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0, "beta_fast": 0}
     },
+    "yarn, null is not truncated": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": None}
+    },
+    "llama3, no original length": {"rope_scaling": LLAMA3_ROPE},
+    "llama3, two original lengths": {"original_max_position_embeddings": 128, "rope_scaling": LLAMA31["rope_scaling"]},
+    "both objects agree": {
+        "rope_theta": 20000,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"type": "linear", "rope_theta": 20000.0, "factor": 2},
+    },
+    "an empty object": {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "null factor of rotation": {"partial_rotary_factor": None},
+    "no architecture": {"architectures": None},
+    "swish": {"hidden_act": "swish"},
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_configs_are_read_as_transformers_reads_them(name):
-    raw = LLAMA | ODD[name] | {"head_dim": 128}
+    raw = LLAMA | {"max_position_embeddings": 256} | ODD[name] | {"head_dim": 128}
     theirs = LlamaRotaryEmbedding(hf_model(raw).config)
     inv_freq, factor = rope_frequencies(from_hf(raw).rope, 128, 256)
     assert torch.allclose(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_rope_by_layer_type_is_read_where_all_layers_are_of_one_type():
+    """transformers ignores it in these architectures, or fails."""
+    full, sliding = LLAMA31["rope_scaling"] | {"rope_theta": 20000.0}, {"rope_type": "default"}
+    both = {"full_attention": full, "sliding_attention": sliding}
+    for family in (LLAMA, QWEN2, MISTRAL):
+        flat = from_hf(family | {"rope_theta": 20000.0, "rope_parameters": full})
+        for settings in (both, {"full_attention": full}, both | {"rope_theta": 5.0}):
+            assert from_hf({**family, "rope_theta": None, "rope_parameters": settings}) == flat
+    assert from_hf({**MISTRAL_V1, "rope_parameters": both}) == from_hf(MISTRAL_V1)
 
 
 def test_dynamic_ntk_depends_on_max_position_embeddings_alone():
@@ -548,29 +572,70 @@ def test_config_json_cannot_change_what_an_architecture_fixes():
     assert llama.qkv_bias and llama.o_bias and llama.mlp_bias
 
 
-def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
-    unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    assert from_hf(unsaid).window == 4096
-    assert from_hf(MISTRAL).window is None
-    assert from_hf(MISTRAL_V1).window == 32
-    assert from_hf(MISTRAL_V1 | {"layer_types": ["sliding_attention"] * 2}).window == 32
-    assert from_hf(MISTRAL | {"layer_types": ["full_attention"] * 2}).window is None
-    assert from_hf(QWEN2).window is None
+FULL, SLIDING = ["full_attention"] * 3, ["sliding_attention"] * 3
+SLIDES = QWEN2 | {"use_sliding_window": True}
+WINDOWS = [  # config.json and the window of all its layers
+    ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, 4096),
+    (MISTRAL, None),
+    (MISTRAL_V1, 32),
+    (MISTRAL_V1 | {"layer_types": SLIDING}, 32),
+    (MISTRAL | {"layer_types": FULL}, None),
+    (MISTRAL_V1 | {"use_sliding_window": True, "max_window_layers": 28}, 32),
+    (MISTRAL_V1 | {"use_sliding_window": False}, 32),
+    (QWEN2, None),
+    (QWEN2 | {"use_sliding_window": None}, None),
+    (SLIDES, 32),
+    (SLIDES | {"layer_types": SLIDING, "max_window_layers": 28}, 32),
+    ({key: value for key, value in SLIDES.items() if key != "sliding_window"}, 4096),
+    ({key: value for key, value in SLIDES.items() if key != "max_window_layers"}, None),
+    (SLIDES | {"max_window_layers": 3}, None),
+    (SLIDES | {"sliding_window": None}, None),
+    (SLIDES | {"layer_types": FULL}, None),
+    (QWEN3 | {"use_sliding_window": True}, 32),
+    (LLAMA | {"sliding_window": 32}, None),
+    (LLAMA | {"use_sliding_window": True}, None),
+    (LLAMA | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 28}, None),
+]
+
+
+@pytest.mark.parametrize(("raw", "window"), WINDOWS)
+def test_all_layers_have_the_window_that_they_have_in_transformers(raw, window):
+    assert from_hf(raw).window == window
+    if raw.get("use_sliding_window", 0) is not None:  # which transformers refuses
+        model = hf_model(raw)
+        theirs = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
+        assert ([model.config.sliding_window] * 3 if raw["model_type"] == "mistral" else theirs) == [window] * 3
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel'.*LlamaForCausalLM"),
-        ({"architectures": []}, "architecture 'none'"),
-        ({"architectures": None}, "architecture 'none'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "RoPE type 'longrope'.*yarn"),
         ({"rope_scaling": {"type": "su"}}, "RoPE type 'su'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "RoPE type 'proportional'"),
         ({"rope_scaling": {"type": "linear"}}, "'linear': factor must be a positive number .*, not None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "'dynamic': factor must be a positive number .*, not 0"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'yarn': factor must be a positive number .*, not '4'"),
-        ({"rope_scaling": LLAMA3_ROPE}, "'llama3': original_max_position_embeddings must be .* not None"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_parameters says rope_theta 1000000.0 and rope_scaling 10000.0",
+        ),
+        (
+            {"rope_parameters": LLAMA31["rope_scaling"], "rope_scaling": {"type": "yarn", "factor": 8.0}},
+            "rope_parameters says .* and rope_scaling",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "top level says rope_theta 10000.0 and rope_parameters 1000000.0"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}},
+            "type 'linear' and rope_type 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {}}},
+            "rope_parameters .* by layer type, but not for full_attention",
+        ),
+        ({"rope_scaling": {"full_attention": None}}, "rope_scaling .* by layer type, but not for full_attention"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number .*, not 0"),
         ({"rope_theta": -1.0}, "rope_theta must be a positive number .*, not -1.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -581,6 +646,7 @@ def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
         ({"rope_scaling": {**LLAMA31["rope_scaling"], "high_freq_factor": 0.5}}, "high_freq_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.0}}, "attention_factor must be"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "64"}}, "not '64'"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor"),
         ({"rope_scaling": [1]}, "must be an object, not \\[1\\]"),
         ({"rope_scaling": "linear"}, "must be an object, not 'linear'"),
         ({"rope_theta": 1.0}, "rope_theta must exceed 1"),
@@ -588,13 +654,28 @@ def test_only_mistral_has_a_sliding_window_and_its_default_is_4096():
         ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number .*, not None"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        (MISTRAL_V1 | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types .full_attention, sliding"),
-        (MISTRAL_V1 | {"layer_types": ["full_attention"] * 2}, "layer_types .* every layer must be sliding_attention"),
-        (MISTRAL | {"layer_types": ["sliding_attention"] * 2}, "layer_types .* every layer must be full_attention"),
-        ({"layer_types": "sliding_attention"}, "layer_types .'sliding_attention'. is not supported"),
-        ({"layer_types": [{}, None]}, "layer_types"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be .* not -1"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'.*silu"),
+        ({"model_type": "mistral"}, "architectures LlamaForCausalLM and model_type mistral"),
+        ({"architectures": None, "model_type": "gpt2"}, "architecture 'none'"),
+        ({"architectures": None, "model_type": {}}, "architecture 'none'"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "LlamaForCausalLM ignores use_sliding_window"),
+        ({"use_sliding_window": "false"}, "use_sliding_window must be true or false, not 'false'"),
+        (SLIDES | {"max_window_layers": 1}, "max_window_layers .* only some of 3 layers"),
+        (SLIDES | {"layer_types": FULL[:2] + SLIDING[:1]}, "layer_types give only some of 3 layers"),
+        (SLIDES | {"max_window_layers": None}, "max_window_layers must be 0 or a positive integer .* not None"),
+        (SLIDES | {"max_window_layers": -1}, "max_window_layers must be 0 or a positive integer .* not -1"),
+        (SLIDES | {"sliding_window": 0}, "sliding_window must be a positive integer .* not 0"),
+        (
+            SLIDES | {"sliding_window": None, "layer_types": SLIDING},
+            "sliding_window None it must say full_attention for",
+        ),
+        (MISTRAL_V1 | {"layer_types": SLIDING[:2] + FULL[:1]}, "MistralForCausalLM ignores layer_types"),
+        (MISTRAL_V1 | {"layer_types": FULL}, "MistralForCausalLM ignores layer_types"),
+        (MISTRAL | {"layer_types": SLIDING}, "layer_types .* must say full_attention for each of 3"),
+        ({"layer_types": FULL[:2]}, "layer_types .* for each of 3 layers"),
+        ({"layer_types": "sliding_attention"}, "layer_types 'sliding_attention' is not supported"),
+        ({"layer_types": [{}, None, []]}, "layer_types"),
+        (MISTRAL | {"sliding_window": -1}, "sliding_window must be .* not -1"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 KV heads"),
         ({"hidden_size": 130}, "hidden_size 130 does not divide into 4 heads"),
         ({"head_dim": 15}, "head_dim must be even and at least 4, not 15"),
