@@ -1,13 +1,16 @@
-"""Reads llama.cpp's model files (GGUF) of the Llama architecture for convert_hf_checkpoint.py.
+"""Reads llama.cpp's model files (GGUF) of the architectures llama and qwen2 for convert_hf_checkpoint.py.
 
 The package gguf parses a file and dequantizes its tensors. Here its header becomes the small files of a Hugging Face
-folder, its tensors get Hugging Face's names, and the rows of Q and K Hugging Face's order: where that rotates a head's
-channels i and i + D/2 together, llama.cpp rotates 2i and 2i + 1.
+folder, and its tensors get Hugging Face's names. Of llama the rows of Q and K also get Hugging Face's order: where that
+rotates a head's channels i and i + D/2 together, llama.cpp rotates 2i and 2i + 1. Metadata means what it means to
+llama.cpp; what config.json cannot say is refused by name.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -33,6 +36,40 @@ NAMES = {  # llama.cpp's module -> Hugging Face's
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # llama.cpp's name -> Hugging Face's
+
+# Metadata of an architecture, without its prefix. Sizes get the names of config.json:
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+OPTIONAL = {"attention.head_count_kv", "attention.key_length", "rope.freq_base"}
+ORIGINAL = "rope.scaling.original_context_length"
+SCALING = {"rope.scaling.factor", "rope.scale_linear", ORIGINAL}
+REAL = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "rope.scale_linear"}
+# Settings that config.json cannot say (or, like YaRN's betas, llama.cpp does not use), with the values allowed:
+ALLOWED = {
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.type": ("none", "linear", "yarn"),
+    "rope.scaling.yarn_beta_fast": (32,),
+    **dict.fromkeys(["rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_slow"], (1,)),
+    **dict.fromkeys(["rope.scaling.alpha", "rope.scaling.yarn_log_multiplier", "attention.scale"], (0,)),
+    **dict.fromkeys(["attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"], (0,)),
+    **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping", "pooling_type"], (0,)),
+    **dict.fromkeys(["expert_count", "expert_used_count", "nextn_predict_layers"], (0,)),
+    **dict.fromkeys(["embedding_scale", "logit_scale", "residual_scale"], (0, 1)),
+}
+# What these architectures do not use:
+UNUSED = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
+
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 
 
@@ -71,11 +108,13 @@ def unpack(file: Path, folder: Path) -> dict[str, Stored]:
         raise ValueError(f"{file}: the package gguf cannot dequantize this file ({error})") from None
     except Exception as error:  # the package raises whatever its parsing meets
         raise ValueError(f"{file} is damaged or cut off, or is no GGUF file ({error})") from None
-    if fields.get("split.count", 1) > 1:
+    if fields.get("split.count", 1) not in (0, 1):
         raise ValueError(f"{file} is one part of a model; merge the parts first: llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, fields, tensors)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if fields["general.architecture"] != "llama":
+        heads = {}  # their rows stand in Hugging Face's order
     stored = {}
     for name, tensor in tensors.items():
         layer, module, kind = _parts(name)
@@ -97,40 +136,82 @@ def _parts(name: str) -> tuple[str, str, str]:
     return "", module, kind
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """What a GGUF file says of its architecture."""
+
+    file: Path
+    prefix: str
+    values: dict[str, Any]  # without the prefix
+
+    def number(self, key: str) -> int | float:
+        """A positive number, which the file may also give once for each layer. Raises ValueError for anything else."""
+        value, real = self.values.get(key), key in REAL
+        if isinstance(value, list) and len(value) == self.values["block_count"] and value == value[:1] * len(value):
+            value = value[0]
+        if type(value) not in ((int, float) if real else (int,)) or not 0 < value < math.inf:
+            kind = "number" if real else "integer"
+            raise ValueError(f"{self.file}: {self.prefix}{key} must be one positive {kind}, not {shortened(value)}")
+        return value
+
+    def check(self, allowed: dict[str, tuple]) -> None:
+        """Raises ValueError for unknown keys, and for values that are not among the `allowed` ones."""
+        known = SIZES.keys() | SCALING | UNUSED | allowed.keys()
+        if unknown := [self.prefix + key for key in self.values if key not in known]:
+            names = ", ".join(unknown)[:300]
+            raise ValueError(f"{self.file} has metadata that is not understood: {names}; convert the original model")
+        for key, values in allowed.items():
+            if key in self.values and self.values[key] not in values:
+                given, known = shortened(self.values[key]), ", ".join(map(str, values))
+                raise ValueError(f"{self.file}: {self.prefix}{key} {given} is not supported; known: {known}")
+
+
 def _config(file: Path, fields: dict, tensors: dict) -> dict:
     """Hugging Face's config.json. Raises ValueError for what it cannot say."""
     architecture = fields.get("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"{file} holds the architecture {architecture!r}; of GGUF files only llama can be converted")
-    get = {name.removeprefix("llama."): value for name, value in fields.items()}.get
-    scaling = get("rope.scaling.type", "none")
-    if scaling != "none":
-        raise ValueError(f"{file} scales RoPE by {scaling!r}, which is not read from GGUF; convert the original model")
-    theta, dim = get("rope.freq_base", 10000.0), get("attention.key_length") or get("rope.dimension_count")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": get("embedding_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": get("attention.head_count"),
-        "num_key_value_heads": get("attention.head_count_kv") or get("attention.head_count"),
-        "head_dim": dim,
-        "intermediate_size": get("feed_forward_length"),
+    if architecture not in list(ARCHITECTURES):
+        known = " and ".join(ARCHITECTURES)
+        raise ValueError(f"{file} holds the architecture {architecture!r}; of GGUF files only {known} can be converted")
+    prefix = f"{architecture}."
+    own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    metadata = Metadata(file, prefix, own)
+    sizes = {name: metadata.number(key) for key, name in SIZES.items() if key in own or key not in OPTIONAL}
+    n_head = sizes["num_attention_heads"]
+    sizes = {"num_key_value_heads": n_head, "head_dim": sizes["hidden_size"] // n_head, "rope_theta": 10000.0} | sizes
+    dim = sizes["head_dim"]
+    allowed = ALLOWED | dict.fromkeys(["attention.value_length", "rope.dimension_count"], (dim,))
+    allowed["rope.scaling.yarn_ext_factor"] = (-1, int(own.get("rope.scaling.type") == "yarn"))
+    metadata.check(allowed)
+    scaling = _scaling(metadata)
+    if "rope_freqs.weight" in tensors:
+        if scaling is not None:
+            raise ValueError(f"{file} scales RoPE twice, by {scaling['rope_type']!r} and by rope_freqs.weight")
+        slower = torch.tensor(tensors["rope_freqs.weight"].data)
+        scaling = _llama3(file, slower, sizes["rope_theta"], dim, sizes["max_position_embeddings"])
+    return sizes | {
+        "architectures": [ARCHITECTURES[architecture]],
+        "rope_scaling": scaling,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": get("context_length"),
-        "rope_theta": theta,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
     }
-    if "rope_freqs.weight" in tensors:
-        if dim is None:
-            raise ValueError(f"{file} has rope_freqs.weight and no llama.rope.dimension_count")
-        slower = torch.tensor(tensors["rope_freqs.weight"].data)
-        config["rope_scaling"] = _llama3(file, slower, theta, dim, config["max_position_embeddings"])
-    return config
+
+
+def _scaling(metadata: Metadata) -> dict | None:
+    """Hugging Face's form of RoPE's scaling, which is linear unless the file names another type."""
+    own = metadata.values
+    kind = own.get("rope.scaling.type", "linear")
+    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    factor = metadata.number(key) if own.get(key, 0) != 0 else 1.0
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn" and ORIGINAL in own:
+        scaling["original_max_position_embeddings"] = metadata.number(ORIGINAL)
+    return scaling
 
 
 def _llama3(file: Path, slower: Tensor, theta: float, dim: int, length: int) -> dict:
