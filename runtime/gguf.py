@@ -8,13 +8,14 @@ llama.cpp; what config.json cannot say is refused by name.
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -72,6 +73,34 @@ UNUSED = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_LETTERS = (  # letters that have a case; escapes stand for those that NFC would change
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ"
+    "ῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+CJK = "[一-龥ࠀ-一가-퟿]+"
+# tokenizer.ggml.pre -> the patterns that cut a text into words, one after the other
+SPLITS = {
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2_SPLIT, r"\p{N}+", "[0-9]{3}"),
+    "gpt-2": (GPT2_SPLIT,),
+    "tekken": (TEKKEN_SPLIT,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"),
+    "deepseek-llm": (
+        *(r"[\r\n]", rf"\s?[{DEEPSEEK_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+", r"\s+$", CJK, r"\p{N}"),
+    ),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), (r"\p{N}", GPT2_SPLIT)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (LLAMA3_SPLIT,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2_SPLIT,)),
+}
+WHOLE = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token stays whole; BOS begins a text
+COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # texts become NFC first
+
 
 @dataclass(frozen=True)
 class StoredInGGUF(Stored):
@@ -123,7 +152,10 @@ def unpack(file: Path, folder: Path) -> dict[str, Stored]:
         stored[hf] = StoredInGGUF(hf, file, shape, torch.float32, tensor.data, tensor.tensor_type, heads.get(module, 0))
     stored.pop("rope_freqs.weight", None)  # it stands in config.json
     (folder / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(file, fields, folder)
+    try:
+        _write_tokenizer(file, fields, folder)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"{file}: the tokenizer's metadata is damaged ({error!r})") from None
     return stored
 
 
@@ -226,43 +258,60 @@ def _llama3(file: Path, slower: Tensor, theta: float, dim: int, length: int) -> 
 
 
 def _write_tokenizer(file: Path, fields: dict, folder: Path) -> None:
-    """The tokenizer's settings with the chat template, and tokenizer.json unless its kind is unknown here.
+    """The tokenizer's settings with the chat template, and tokenizer.json. Says if its kind is not known here.
 
     Raises ValueError if the kind is known and what it needs is missing or damaged.
     """
     get = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}.get
-    tokens = get("tokens") or []
+    tokens, model, pre = get("tokens") or [], get("model"), get("pre") or "default"
     kinds, scores = get("token_type") or [1] * len(tokens), get("scores") or []
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {key: get(f"{name}_token_id") for key, name in names.items()}
-    config = {key: tokens[i] for key, i in ids.items() if i is not None and i < len(tokens)}
+    config = {key: tokens[i] for key, i in ids.items() if i is not None and 0 <= i < len(tokens)}
     config["chat_template"] = get("tokenizer.chat_template", "")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    vocab, pre = {token: i for i, token in enumerate(tokens)}, get("pre")
-    if get("model") == "gpt2" and pre in ("smollm", "llama-bpe"):
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if model == "gpt2" and pre in SPLITS:
+        if pre == "default":
+            note = "texts are split as llama.cpp does by default, perhaps not as the model was trained"
+            print(f"{file} has no tokenizer.ggml.pre: {note}", file=sys.stderr)
         try:
             merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-            library, split = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe")), pre_tokenizers
+            library = _from_merges(vocab, merges, pre)
         except Exception as error:  # the package tokenizers raises nothing more specific
             raise ValueError(f"{file}: the tokenizer's merges are missing or damaged ({error})") from None
-        words = {"smollm": split.Digits(True), "llama-bpe": split.Split(Regex(LLAMA3_SPLIT), "isolated")}
-        in_bytes = split.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
-        library.pre_tokenizer, library.decoder = split.Sequence([words[pre], in_bytes]), decoders.ByteLevel()
-    elif get("model") == "llama":
+    elif model == "llama":
         if len(scores) != len(tokens):
             raise ValueError(f"{file}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
         library = _from_scores(vocab, scores, config.get("unk_token"), get("add_space_prefix", True))
     else:
+        what = f"pre {shortened(pre)}" if model == "gpt2" else f"model {shortened(model)}"
+        if model is not None:
+            print(f"{file}: tokenizer.ggml.{what} is not known; copy the original's tokenizer.json", file=sys.stderr)
         return
     if len(kinds) != len(tokens):
         raise ValueError(f"{file}: the tokenizer has {len(tokens)} tokens and {len(kinds)} types")
     for kind, add in ((CONTROL, library.add_special_tokens), (USER_DEFINED, library.add_tokens)):
         own = [token for token, given in zip(tokens, kinds, strict=True) if given == kind]
         add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in own])
-    bos = config.get("bos_token")
-    if bos is not None and get("add_bos_token", pre == "llama-bpe" or get("model") == "llama"):
-        library.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+    bos, eos = config.get("bos_token"), config.get("eos_token")
+    before = [bos] if bos and get("add_bos_token", model == "llama" or pre in WHOLE) else []
+    after = [eos] if eos and get("add_eos_token", False) else []
+    if before or after:
+        special = [(token, vocab[token]) for token in {*before, *after}]
+        library.post_processor = TemplateProcessing([*before, "$A", *after], special_tokens=special)
     library.save(str(folder / "tokenizer.json"))
+
+
+def _from_merges(vocab: dict[str, int], merges: list[tuple[str, ...]], pre: str) -> Tokenizer:
+    """A byte-level BPE model of the kind `pre`."""
+    library = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence([*words, in_bytes]), decoders.ByteLevel()
+    if pre in COMPOSED:
+        library.normalizer = normalizers.NFC()
+    return library
 
 
 def _from_scores(vocab: dict[str, int], scores: list[float], unknown: str | None, prefix: bool) -> Tokenizer:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from test_convert import SIZES, expected, hf_model, refused, written
 from test_tokenizer import CHATML_TEMPLATE, LLAMA3_SPLIT, NASTY, byte_level_folder, sentencepiece_folder, split_by
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from convert_hf_checkpoint import convert
 from engine import Engine
@@ -229,9 +231,10 @@ def test_rope_that_is_scaled_twice_is_refused(tmp_path, capsys):
     refused(capsys, [file, "--out", tmp_path / "out"], "linear", "rope_freqs.weight", watch=tmp_path)
 
 
-def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | None):
+def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | None, form=None):
     """A tokenizer of its own kind in `folder`, and what writes the same to a GGUF file."""
-    byte_level_folder(folder, split, special, {"chat_template": CHATML_TEMPLATE, "eos_token": special[1]}, bos=bos)
+    config = {"chat_template": CHATML_TEMPLATE, "eos_token": special[1]}
+    byte_level_folder(folder, split, special, config, form=form, bos=bos)
     library = json.loads((folder / "tokenizer.json").read_text())
     vocab = library["model"]["vocab"] | {token["content"]: token["id"] for token in library["added_tokens"]}
     tokens = sorted(vocab, key=vocab.get)
@@ -273,14 +276,23 @@ def sentencepiece(folder: Path, **options):
 def tokenizer(kind: str, folder: Path):
     if kind == "sentencepiece":
         return sentencepiece(folder)
-    if kind == "llama-bpe":
+    if kind in ("llama-bpe", "llama3", "llama-v3"):
         special = ["<|begin_of_text|>", "<|eot_id|>"]
         return byte_level(folder, split_by(LLAMA3_SPLIT), special, kind, special[0])
-    split = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    return byte_level(folder, split, ["<|im_start|>", "<|im_end|>"], kind, None)
+    split, form = pre_tokenizers.ByteLevel(False), None
+    if kind in ("smollm", "starcoder", "refact"):
+        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), split])
+    elif kind == "smaug-bpe":
+        split = split_by(LLAMA3_SPLIT)
+    elif kind in ("qwen2", "deepseek-r1-qwen"):
+        split, form = split_by(PRETOKENIZE_REGEX), normalizers.NFC()
+    return byte_level(folder, split, ["<|im_start|>", "<|im_end|>"], kind, None, form)
 
 
-@pytest.mark.parametrize("kind", ["smollm", "llama-bpe", "sentencepiece"])
+KINDS = ["sentencepiece", "smollm", "starcoder", "refact", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "qwen2"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek-r1-qwen", "gpt-2"])
 def test_the_tokenizer_is_the_one_that_the_file_was_made_of(tmp_path, kind):
     add = tokenizer(kind, tmp_path / "original")
     convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add), tmp_path / "out")
@@ -318,6 +330,7 @@ DAMAGED = {
     "a merge outside": ("llama-bpe", "add_token_merges", ["no such"], "merges are missing or damaged"),
     "no scores": ("sentencepiece", "add_token_scores", None, "and 0 scores"),
     "few types": ("llama-bpe", "add_token_types", [1, 1], "and 2 types"),
+    "an id that is none": ("llama-bpe", "add_bos_token_id", None, "the tokenizer's metadata is damaged"),
 }
 
 
@@ -329,16 +342,59 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, capsys, case):
     def damaged(writer):
         if instead is not None:
             getattr(writer, name)(instead)
+        elif name == "add_bos_token_id":
+            writer.add_string("tokenizer.ggml.bos_token_id", "<s>")
         add(Without(writer, name))
 
     file = write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=damaged)
     refused(capsys, [file, "--out", tmp_path / "out"], "model.gguf", words, watch=tmp_path)
 
 
-def test_a_tokenizer_of_an_unknown_kind_is_left_out_and_said(tmp_path, capsys):
-    add = lambda writer: (writer.add_tokenizer_model("gpt2"), writer.add_tokenizer_pre("other"))  # noqa: E731
+TEXT = "I'LL $1234.5 getURLFor(x);\n\n    日本語12 \r\nwasn't\u3000¡Sí© "
+WORDS = {  # of TEXT
+    "default": "I ' LL _ $ 123 4 . 5 _getURLFor ( x ); ⏎⏎___ _日本語 12 _\r ⏎ wasn ' t \u3000 ¡ Sí © _",
+    "tekken": "I 'LL _$ 1 2 3 4 . 5 _get URLFor (x );⏎⏎ ___ _日本語 1 2 _\r⏎ wasn 't \u3000 ¡Sí © _",
+    "deepseek-coder": "I ' LL _$ 1 2 3 4 . 5 _getURLFor ( x ); ⏎ ⏎ ___ _ 日本語 1 2 _ \r ⏎ wasn ' t \u3000 ¡ Sí ©_",
+    "deepseek-llm": "I ' LL _$ 1 2 3 4 . 5 _getURLFor ( x ); ⏎ ⏎ ____ 日本語 1 2 _ \r ⏎ wasn ' t \u3000 ¡ S í © _",
+}
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_a_text_is_split_into_the_words_of_its_tokenizers_kind(tmp_path, pre):
+    add = byte_level(tmp_path / "original", pre_tokenizers.ByteLevel(False), ["<s>", "</s>"], pre, None)
     convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add), tmp_path / "out")
-    assert "without a tokenizer the checkpoint takes only token ids" in capsys.readouterr().err
+    found = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).pre_tokenizer.pre_tokenize_str(TEXT)
+    words = [TEXT[start:end] for _, (start, end) in found]
+    assert words == [word.replace("_", " ").replace("⏎", "\n") for word in WORDS[pre].split(" ")]
+
+
+@pytest.mark.parametrize("pre", [None, "", "default"])
+def test_a_file_that_does_not_say_how_texts_are_split_is_named(tmp_path, capsys, pre):
+    add = byte_level(tmp_path / "original", pre_tokenizers.ByteLevel(False), ["<s>", "</s>"], pre, None)
+    damaged = lambda writer: add(Without(writer, "add_tokenizer_pre") if pre is None else writer)  # noqa: E731
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=damaged), tmp_path / "out")
+    assert "has no tokenizer.ggml.pre" in capsys.readouterr().err
+    assert load_tokenizer(tmp_path / "out").decode(load_tokenizer(tmp_path / "out").encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize("model, pre, name", [("gpt2", "viking", "pre 'viking'"), ("t5", "default", "model 't5'")])
+def test_a_tokenizer_of_an_unknown_kind_is_left_out_and_named(tmp_path, capsys, model, pre, name):
+    add = lambda writer: (writer.add_tokenizer_model(model), writer.add_tokenizer_pre(pre))  # noqa: E731
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add), tmp_path / "out")
+    kind, consequence, _ = capsys.readouterr().err.split("\n")
+    assert f"tokenizer.ggml.{name} is not known; copy the original's tokenizer.json" in kind
+    assert "without a tokenizer the checkpoint takes only token ids" in consequence
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "sentencepiece"])
+@pytest.mark.parametrize("bos, eos", [(True, True), (False, True), (True, False), (False, False)])
+def test_the_file_says_which_tokens_stand_around_a_text(tmp_path, kind, bos, eos):
+    add = tokenizer(kind, tmp_path / "original")
+    ends = lambda writer: (add(writer), writer.add_add_bos_token(bos), writer.add_add_eos_token(eos))  # noqa: E731
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=ends), tmp_path / "out")
+    ours = load_tokenizer(tmp_path / "out")
+    end = [ours.special[ours.variables[f"{name}_token"]] for name in ("bos", "eos")]
+    assert ours.encode("the keeper") == end[:1] * bos + ours.encode("the keeper", bos=False) + end[1:] * eos
 
 
 BROKEN = {
