@@ -1,17 +1,21 @@
-"""Reads llama.cpp's model files (GGUF) of the Llama architecture for convert_hf_checkpoint.py.
+"""Reads llama.cpp's model files (GGUF) of the architectures llama and qwen2 for convert_hf_checkpoint.py.
 
 The package gguf parses a file and dequantizes its tensors. Here its header becomes the small files of a Hugging Face
-folder, its tensors get Hugging Face's names, and the rows of Q and K Hugging Face's order: where that rotates a head's
-channels i and i + D/2 together, llama.cpp rotates 2i and 2i + 1.
+folder, and its tensors get Hugging Face's names. Of llama the rows of Q and K also get Hugging Face's order: where that
+rotates a head's channels i and i + D/2 together, llama.cpp rotates 2i and 2i + 1. Metadata means what it means to
+llama.cpp; what config.json cannot say is refused by name.
 """
 
 import json
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -33,7 +37,69 @@ NAMES = {  # llama.cpp's module -> Hugging Face's
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # llama.cpp's name -> Hugging Face's
+
+# Metadata of an architecture, without its prefix. Sizes get the names of config.json:
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+OPTIONAL = {"attention.head_count_kv", "attention.key_length", "rope.freq_base"}
+ORIGINAL = "rope.scaling.original_context_length"
+SCALING = {"rope.scaling.factor", "rope.scale_linear", ORIGINAL}
+REAL = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "rope.scale_linear"}
+# Settings that config.json cannot say (or, like YaRN's betas, llama.cpp does not use), with the values allowed:
+ALLOWED = {
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.type": ("none", "linear", "yarn"),
+    "rope.scaling.yarn_beta_fast": (32,),
+    **dict.fromkeys(["rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_slow"], (1,)),
+    **dict.fromkeys(["rope.scaling.alpha", "rope.scaling.yarn_log_multiplier", "attention.scale"], (0,)),
+    **dict.fromkeys(["attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"], (0,)),
+    **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping", "pooling_type"], (0,)),
+    **dict.fromkeys(["expert_count", "expert_used_count", "nextn_predict_layers"], (0,)),
+    **dict.fromkeys(["embedding_scale", "logit_scale", "residual_scale"], (0, 1)),
+}
+# What these architectures do not use:
+UNUSED = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
+
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_LETTERS = (  # letters that have a case; escapes stand for those that NFC would change
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ"
+    "ῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+CJK = "[一-龥ࠀ-一가-퟿]+"
+# tokenizer.ggml.pre -> the patterns that cut a text into words, one after the other
+SPLITS = {
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2_SPLIT, r"\p{N}+", "[0-9]{3}"),
+    "gpt-2": (GPT2_SPLIT,),
+    "tekken": (TEKKEN_SPLIT,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"),
+    "deepseek-llm": (
+        *(r"[\r\n]", rf"\s?[{DEEPSEEK_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+", r"\s+$", CJK, r"\p{N}"),
+    ),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), (r"\p{N}", GPT2_SPLIT)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (LLAMA3_SPLIT,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2_SPLIT,)),
+}
+WHOLE = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token stays whole; BOS begins a text
+COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # texts become NFC first
 
 
 @dataclass(frozen=True)
@@ -71,11 +137,13 @@ def unpack(file: Path, folder: Path) -> dict[str, Stored]:
         raise ValueError(f"{file}: the package gguf cannot dequantize this file ({error})") from None
     except Exception as error:  # the package raises whatever its parsing meets
         raise ValueError(f"{file} is damaged or cut off, or is no GGUF file ({error})") from None
-    if fields.get("split.count", 1) > 1:
+    if fields.get("split.count", 1) not in (0, 1):
         raise ValueError(f"{file} is one part of a model; merge the parts first: llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, fields, tensors)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if fields["general.architecture"] != "llama":
+        heads = {}  # their rows stand in Hugging Face's order
     stored = {}
     for name, tensor in tensors.items():
         layer, module, kind = _parts(name)
@@ -84,7 +152,10 @@ def unpack(file: Path, folder: Path) -> dict[str, Stored]:
         stored[hf] = StoredInGGUF(hf, file, shape, torch.float32, tensor.data, tensor.tensor_type, heads.get(module, 0))
     stored.pop("rope_freqs.weight", None)  # it stands in config.json
     (folder / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(file, fields, folder)
+    try:
+        _write_tokenizer(file, fields, folder)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"{file}: the tokenizer's metadata is damaged ({error!r})") from None
     return stored
 
 
@@ -97,40 +168,82 @@ def _parts(name: str) -> tuple[str, str, str]:
     return "", module, kind
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """What a GGUF file says of its architecture."""
+
+    file: Path
+    prefix: str
+    values: dict[str, Any]  # without the prefix
+
+    def number(self, key: str) -> int | float:
+        """A positive number, which the file may also give once for each layer. Raises ValueError for anything else."""
+        value, real = self.values.get(key), key in REAL
+        if isinstance(value, list) and len(value) == self.values["block_count"] and value == value[:1] * len(value):
+            value = value[0]
+        if type(value) not in ((int, float) if real else (int,)) or not 0 < value < math.inf:
+            kind = "number" if real else "integer"
+            raise ValueError(f"{self.file}: {self.prefix}{key} must be one positive {kind}, not {shortened(value)}")
+        return value
+
+    def check(self, allowed: dict[str, tuple]) -> None:
+        """Raises ValueError for unknown keys, and for values that are not among the `allowed` ones."""
+        known = SIZES.keys() | SCALING | UNUSED | allowed.keys()
+        if unknown := [self.prefix + key for key in self.values if key not in known]:
+            names = ", ".join(unknown)[:300]
+            raise ValueError(f"{self.file} has metadata that is not understood: {names}; convert the original model")
+        for key, values in allowed.items():
+            if key in self.values and self.values[key] not in values:
+                given, known = shortened(self.values[key]), ", ".join(map(str, values))
+                raise ValueError(f"{self.file}: {self.prefix}{key} {given} is not supported; known: {known}")
+
+
 def _config(file: Path, fields: dict, tensors: dict) -> dict:
     """Hugging Face's config.json. Raises ValueError for what it cannot say."""
     architecture = fields.get("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"{file} holds the architecture {architecture!r}; of GGUF files only llama can be converted")
-    get = {name.removeprefix("llama."): value for name, value in fields.items()}.get
-    scaling = get("rope.scaling.type", "none")
-    if scaling != "none":
-        raise ValueError(f"{file} scales RoPE by {scaling!r}, which is not read from GGUF; convert the original model")
-    theta, dim = get("rope.freq_base", 10000.0), get("attention.key_length") or get("rope.dimension_count")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": get("embedding_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": get("attention.head_count"),
-        "num_key_value_heads": get("attention.head_count_kv") or get("attention.head_count"),
-        "head_dim": dim,
-        "intermediate_size": get("feed_forward_length"),
+    if architecture not in list(ARCHITECTURES):
+        known = " and ".join(ARCHITECTURES)
+        raise ValueError(f"{file} holds the architecture {architecture!r}; of GGUF files only {known} can be converted")
+    prefix = f"{architecture}."
+    own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    metadata = Metadata(file, prefix, own)
+    sizes = {name: metadata.number(key) for key, name in SIZES.items() if key in own or key not in OPTIONAL}
+    n_head = sizes["num_attention_heads"]
+    sizes = {"num_key_value_heads": n_head, "head_dim": sizes["hidden_size"] // n_head, "rope_theta": 10000.0} | sizes
+    dim = sizes["head_dim"]
+    allowed = ALLOWED | dict.fromkeys(["attention.value_length", "rope.dimension_count"], (dim,))
+    allowed["rope.scaling.yarn_ext_factor"] = (-1, int(own.get("rope.scaling.type") == "yarn"))
+    metadata.check(allowed)
+    scaling = _scaling(metadata)
+    if "rope_freqs.weight" in tensors:
+        if scaling is not None:
+            raise ValueError(f"{file} scales RoPE twice, by {scaling['rope_type']!r} and by rope_freqs.weight")
+        slower = torch.tensor(tensors["rope_freqs.weight"].data)
+        scaling = _llama3(file, slower, sizes["rope_theta"], dim, sizes["max_position_embeddings"])
+    return sizes | {
+        "architectures": [ARCHITECTURES[architecture]],
+        "rope_scaling": scaling,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": get("context_length"),
-        "rope_theta": theta,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
     }
-    if "rope_freqs.weight" in tensors:
-        if dim is None:
-            raise ValueError(f"{file} has rope_freqs.weight and no llama.rope.dimension_count")
-        slower = torch.tensor(tensors["rope_freqs.weight"].data)
-        config["rope_scaling"] = _llama3(file, slower, theta, dim, config["max_position_embeddings"])
-    return config
+
+
+def _scaling(metadata: Metadata) -> dict | None:
+    """Hugging Face's form of RoPE's scaling, which is linear unless the file names another type."""
+    own = metadata.values
+    kind = own.get("rope.scaling.type", "linear")
+    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    factor = metadata.number(key) if own.get(key, 0) != 0 else 1.0
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn" and ORIGINAL in own:
+        scaling["original_max_position_embeddings"] = metadata.number(ORIGINAL)
+    return scaling
 
 
 def _llama3(file: Path, slower: Tensor, theta: float, dim: int, length: int) -> dict:
@@ -145,43 +258,60 @@ def _llama3(file: Path, slower: Tensor, theta: float, dim: int, length: int) -> 
 
 
 def _write_tokenizer(file: Path, fields: dict, folder: Path) -> None:
-    """The tokenizer's settings with the chat template, and tokenizer.json unless its kind is unknown here.
+    """The tokenizer's settings with the chat template, and tokenizer.json. Says if its kind is not known here.
 
     Raises ValueError if the kind is known and what it needs is missing or damaged.
     """
     get = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}.get
-    tokens = get("tokens") or []
+    tokens, model, pre = get("tokens") or [], get("model"), get("pre") or "default"
     kinds, scores = get("token_type") or [1] * len(tokens), get("scores") or []
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {key: get(f"{name}_token_id") for key, name in names.items()}
-    config = {key: tokens[i] for key, i in ids.items() if i is not None and i < len(tokens)}
+    config = {key: tokens[i] for key, i in ids.items() if i is not None and 0 <= i < len(tokens)}
     config["chat_template"] = get("tokenizer.chat_template", "")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    vocab, pre = {token: i for i, token in enumerate(tokens)}, get("pre")
-    if get("model") == "gpt2" and pre in ("smollm", "llama-bpe"):
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if model == "gpt2" and pre in SPLITS:
+        if pre == "default":
+            note = "texts are split as llama.cpp does by default, perhaps not as the model was trained"
+            print(f"{file} has no tokenizer.ggml.pre: {note}", file=sys.stderr)
         try:
             merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-            library, split = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe")), pre_tokenizers
+            library = _from_merges(vocab, merges, pre)
         except Exception as error:  # the package tokenizers raises nothing more specific
             raise ValueError(f"{file}: the tokenizer's merges are missing or damaged ({error})") from None
-        words = {"smollm": split.Digits(True), "llama-bpe": split.Split(Regex(LLAMA3_SPLIT), "isolated")}
-        in_bytes = split.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
-        library.pre_tokenizer, library.decoder = split.Sequence([words[pre], in_bytes]), decoders.ByteLevel()
-    elif get("model") == "llama":
+    elif model == "llama":
         if len(scores) != len(tokens):
             raise ValueError(f"{file}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
         library = _from_scores(vocab, scores, config.get("unk_token"), get("add_space_prefix", True))
     else:
+        what = f"pre {shortened(pre)}" if model == "gpt2" else f"model {shortened(model)}"
+        if model is not None:
+            print(f"{file}: tokenizer.ggml.{what} is not known; copy the original's tokenizer.json", file=sys.stderr)
         return
     if len(kinds) != len(tokens):
         raise ValueError(f"{file}: the tokenizer has {len(tokens)} tokens and {len(kinds)} types")
     for kind, add in ((CONTROL, library.add_special_tokens), (USER_DEFINED, library.add_tokens)):
         own = [token for token, given in zip(tokens, kinds, strict=True) if given == kind]
         add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in own])
-    bos = config.get("bos_token")
-    if bos is not None and get("add_bos_token", pre == "llama-bpe" or get("model") == "llama"):
-        library.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+    bos, eos = config.get("bos_token"), config.get("eos_token")
+    before = [bos] if bos and get("add_bos_token", model == "llama" or pre in WHOLE) else []
+    after = [eos] if eos and get("add_eos_token", False) else []
+    if before or after:
+        special = [(token, vocab[token]) for token in {*before, *after}]
+        library.post_processor = TemplateProcessing([*before, "$A", *after], special_tokens=special)
     library.save(str(folder / "tokenizer.json"))
+
+
+def _from_merges(vocab: dict[str, int], merges: list[tuple[str, ...]], pre: str) -> Tokenizer:
+    """A byte-level BPE model of the kind `pre`."""
+    library = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence([*words, in_bytes]), decoders.ByteLevel()
+    if pre in COMPOSED:
+        library.normalizer = normalizers.NFC()
+    return library
 
 
 def _from_scores(vocab: dict[str, int], scores: list[float], unknown: str | None, prefix: bool) -> Tokenizer:

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
-from test_convert import expected, hf_model, refused, written
+from test_convert import SIZES, expected, hf_model, refused, written
 from test_tokenizer import CHATML_TEMPLATE, LLAMA3_SPLIT, NASTY, byte_level_folder, sentencepiece_folder, split_by
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from convert_hf_checkpoint import convert
 from engine import Engine
-from runtime import gguf as gguf_py
 from runtime.checkpoint import read_config
 from text.tokenizer import load_tokenizer
 
@@ -43,9 +44,13 @@ def gguf_name(name: str) -> str:
     return name.replace("model.layers.", "blk.")
 
 
-def write_gguf(path: Path, model, quantized: bool = False, tokenizer=None, **fields) -> Path:
-    """A model as llama.cpp stores it: the rows of Q and K with the two halves of each head interleaved."""
-    config, writer = model.config, GGUFWriter(path, fields.pop("architecture", "llama"))
+def write_gguf(path: Path, model, quantized=False, tokenizer=None, architecture=None, metadata=()) -> Path:
+    """A model as llama.cpp stores it: the rows of Llama's Q and K with the two halves of each head interleaved.
+
+    metadata: more of the architecture's, without its prefix.
+    """
+    config = model.config
+    writer = GGUFWriter(path, architecture or config.model_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -55,15 +60,18 @@ def write_gguf(path: Path, model, quantized: bool = False, tokenizer=None, **fie
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    for name, value in fields.items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_string)(name.replace("__", "."), value)
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(config.head_dim)
+    for name, value in dict(metadata).items():
+        add = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+        getattr(writer, add[type(value)])(f"{writer.arch}.{name}", value)
     if tokenizer is not None:
         tokenizer(writer)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if "q_proj" in name or "k_proj" in name:
+        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             half = config.head_dim // 2
             order = [i // 2 + half * (i % 2) for i in range(config.head_dim)]
             rows = [head + i for head in range(0, len(values), config.head_dim) for i in order]
@@ -77,7 +85,14 @@ def write_gguf(path: Path, model, quantized: bool = False, tokenizer=None, **fie
     return path
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-biases"])
+def same_logits(folder: Path, model) -> None:
+    ids = torch.arange(2, 40)
+    ours = Engine.load(folder, compile=False).logits(ids.tolist(), [5])[0]
+    theirs = model(ids[None]).logits[0, -1]
+    torch.testing.assert_close(ours, theirs, rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-biases", "qwen2"])
 def test_a_float_file_converts_to_the_weights_it_was_made_of(tmp_path, name):
     model = hf_model(name)
     file = write_gguf(tmp_path / "model.gguf", model)
@@ -85,10 +100,14 @@ def test_a_float_file_converts_to_the_weights_it_was_made_of(tmp_path, name):
     assert {key: t.tolist() for key, t in written(tmp_path / "out").items()} == {
         key: t.tolist() for key, t in expected(model).items()
     }
-    ids = torch.arange(2, 40)
-    engine = Engine.load(tmp_path / "out", compile=False)
-    theirs = model(ids[None]).logits[0, -1]
-    torch.testing.assert_close(engine.logits(ids.tolist(), [5])[0], theirs, rtol=1e-4, atol=1e-4)
+    same_logits(tmp_path / "out", model)
+
+
+def test_heads_may_be_wider_than_their_share_of_the_embedding(tmp_path):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"head_dim": 16}))
+    convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out", dtype="float32")
+    same_logits(tmp_path / "out", model)
 
 
 def test_a_quantized_file_is_dequantized_into_bfloat16(tmp_path):
@@ -124,14 +143,98 @@ def test_the_scaled_rope_of_llama_3_is_read_from_its_factors(tmp_path, factor):
         convert(write_gguf(tmp_path / "model.gguf", model, tokenizer=add), tmp_path / "other")
 
 
-def test_rope_factors_without_a_head_dimension_are_refused():
-    with pytest.raises(ValueError, match="no llama.rope.dimension_count"):
-        gguf_py._config(Path("model.gguf"), {"general.architecture": "llama"}, {"rope_freqs.weight": None})
+LINEAR, YARN = dict(rope_type="linear", factor=4.0), dict(rope_type="yarn", factor=4.0)
+SCALED = {  # metadata, and the RoPE that it means to llama.cpp
+    "no type": ({"rope.scaling.factor": 4.0}, LINEAR),
+    "the old key": ({"rope.scale_linear": 4.0}, LINEAR),
+    "both keys": ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, LINEAR),
+    "a type": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, LINEAR),
+    "an unused length": ({"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}, LINEAR),
+    "no factor": ({"rope.scaling.type": "linear"}, {}),
+    "factor 0": ({"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}, {}),
+    "factor 1": ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, {}),
+    "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
+    "yarn": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+        YARN | {"original_max_position_embeddings": 16},
+    ),
+    "yarn of the whole context": (
+        {"rope.scaling.type": "yarn", "rope.scale_linear": 4.0, "rope.scaling.yarn_ext_factor": 1.0},
+        YARN | {"original_max_position_embeddings": 64},
+    ),
+}
 
 
-def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | None):
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("case", SCALED)
+def test_scaled_rope_means_what_it_means_to_llama_cpp(tmp_path, name, case):
+    metadata, rope = SCALED[case]
+    model = hf_model(name)
+    model.config.rope_parameters |= rope
+    scaled = type(model)(model.config)
+    scaled.load_state_dict(model.state_dict())
+    convert(write_gguf(tmp_path / "model.gguf", model, metadata=metadata), tmp_path / "out", dtype="float32")
+    same_logits(tmp_path / "out", scaled)
+
+
+HARMLESS = dict.fromkeys(["attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "logit_scale"], 0.0)
+HARMLESS |= dict.fromkeys(["attention.sliding_window", "expert_count", "expert_used_count", "pooling_type"], 0)
+HARMLESS |= {"attention.causal": True, "attention.key_length": 8, "attention.value_length": 8, "vocab_size": 96}
+HARMLESS |= {"attention.head_count_kv": [2, 2], "feed_forward_length": [48, 48], "residual_scale": 1.0}
+HARMLESS |= {"attention.layer_norm_epsilon": 1e-5, "rope.scaling.finetuned": True, "rope.scaling.attn_factor": 1.0}
+HARMLESS |= {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.freq_base": 10000}
+
+
+def test_metadata_that_changes_nothing_is_accepted(tmp_path):
+    convert(write_gguf(tmp_path / "plain.gguf", hf_model()), tmp_path / "plain")
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), metadata=HARMLESS), tmp_path / "out")
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "plain")
+
+
+REFUSED = [
+    *[("attention.sliding_window", 32), ("attention.scale", 0.5), ("attention.clamp_kqv", 8.0)],
+    *[("attention.max_alibi_bias", 8.0), ("attention.causal", False), ("attention.value_length", 16)],
+    *[("rope.dimension_count", 4), ("rope.dimension_sections", [2, 2, 0, 0]), ("rope.freq_base_swa", 1e4)],
+    *[("logit_scale", 0.25), ("embedding_scale", 12.0), ("residual_scale", 0.2), ("use_parallel_residual", True)],
+    *[("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0), ("nextn_predict_layers", 1)],
+    *[("expert_count", 8), ("expert_used_count", 2), ("expert_shared_count", 1), ("pooling_type", 1)],
+    *[("rope.scaling.attn_factor", 1.2), ("rope.scaling.yarn_attn_factor", 1.2), ("rope.scaling.alpha", 1000.0)],
+    *[("rope.scaling.yarn_ext_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.1)],
+    *[("rope.scaling.yarn_beta_fast", 16.0), ("rope.scaling.yarn_beta_slow", 2.0)],
+    *[("rope.scaling.type", "longrope"), ("rope.scaling.type", 1), ("rope.scaling.type", ["linear", "none"])],
+    *[("rope.scaling.factor", -4.0), ("rope.scaling.factor", "4"), ("rope.scale_linear", float("inf"))],
+    *[("rope.freq_base", float("nan")), ("attention.layer_norm_rms_epsilon", "small")],
+    *[("block_count", "two"), ("embedding_length", 32.0), ("feed_forward_length", True), ("context_length", 0)],
+    *[("attention.head_count_kv", [2, 1]), ("attention.head_count", [4]), ("attention.key_length", [8, 16])],
+    *[("attention.key_length_mla", 8), ("a.key.of.the.future", 1)],
+]
+
+
+@pytest.mark.parametrize("key, value", REFUSED, ids=str)
+def test_metadata_that_config_json_cannot_say_is_refused_by_name(tmp_path, capsys, key, value):
+    file = write_gguf(tmp_path / "model.gguf", hf_model(), metadata={key: value})
+    refused(capsys, [file, "--out", tmp_path / "out"], f"llama.{key}", watch=tmp_path)
+
+
+def test_a_size_that_is_missing_is_named(tmp_path, capsys):
+    writer = GGUFWriter(tmp_path / "model.gguf", "qwen2")
+    writer.add_block_count(2)
+    for add in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        add()
+    refused(capsys, [tmp_path / "model.gguf", "--out", tmp_path / "out"], "qwen2.context_length", watch=tmp_path)
+
+
+def test_rope_that_is_scaled_twice_is_refused(tmp_path, capsys):
+    add = lambda writer: writer.add_tensor("rope_freqs.weight", np.full(4, 2, np.float32))  # noqa: E731
+    metadata = {"rope.scaling.factor": 4.0}
+    file = write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add, metadata=metadata)
+    refused(capsys, [file, "--out", tmp_path / "out"], "linear", "rope_freqs.weight", watch=tmp_path)
+
+
+def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | None, form=None):
     """A tokenizer of its own kind in `folder`, and what writes the same to a GGUF file."""
-    byte_level_folder(folder, split, special, {"chat_template": CHATML_TEMPLATE, "eos_token": special[1]}, bos=bos)
+    config = {"chat_template": CHATML_TEMPLATE, "eos_token": special[1]}
+    byte_level_folder(folder, split, special, config, form=form, bos=bos)
     library = json.loads((folder / "tokenizer.json").read_text())
     vocab = library["model"]["vocab"] | {token["content"]: token["id"] for token in library["added_tokens"]}
     tokens = sorted(vocab, key=vocab.get)
@@ -173,14 +276,23 @@ def sentencepiece(folder: Path, **options):
 def tokenizer(kind: str, folder: Path):
     if kind == "sentencepiece":
         return sentencepiece(folder)
-    if kind == "llama-bpe":
+    if kind in ("llama-bpe", "llama3", "llama-v3"):
         special = ["<|begin_of_text|>", "<|eot_id|>"]
         return byte_level(folder, split_by(LLAMA3_SPLIT), special, kind, special[0])
-    split = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    return byte_level(folder, split, ["<|im_start|>", "<|im_end|>"], kind, None)
+    split, form = pre_tokenizers.ByteLevel(False), None
+    if kind in ("smollm", "starcoder", "refact"):
+        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), split])
+    elif kind == "smaug-bpe":
+        split = split_by(LLAMA3_SPLIT)
+    elif kind in ("qwen2", "deepseek-r1-qwen"):
+        split, form = split_by(PRETOKENIZE_REGEX), normalizers.NFC()
+    return byte_level(folder, split, ["<|im_start|>", "<|im_end|>"], kind, None, form)
 
 
-@pytest.mark.parametrize("kind", ["smollm", "llama-bpe", "sentencepiece"])
+KINDS = ["sentencepiece", "smollm", "starcoder", "refact", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "qwen2"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek-r1-qwen", "gpt-2"])
 def test_the_tokenizer_is_the_one_that_the_file_was_made_of(tmp_path, kind):
     add = tokenizer(kind, tmp_path / "original")
     convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add), tmp_path / "out")
@@ -218,6 +330,7 @@ DAMAGED = {
     "a merge outside": ("llama-bpe", "add_token_merges", ["no such"], "merges are missing or damaged"),
     "no scores": ("sentencepiece", "add_token_scores", None, "and 0 scores"),
     "few types": ("llama-bpe", "add_token_types", [1, 1], "and 2 types"),
+    "an id that is none": ("llama-bpe", "add_bos_token_id", None, "the tokenizer's metadata is damaged"),
 }
 
 
@@ -229,22 +342,67 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, capsys, case):
     def damaged(writer):
         if instead is not None:
             getattr(writer, name)(instead)
+        elif name == "add_bos_token_id":
+            writer.add_string("tokenizer.ggml.bos_token_id", "<s>")
         add(Without(writer, name))
 
     file = write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=damaged)
     refused(capsys, [file, "--out", tmp_path / "out"], "model.gguf", words, watch=tmp_path)
 
 
-def test_a_tokenizer_of_an_unknown_kind_is_left_out_and_said(tmp_path, capsys):
-    add = lambda writer: (writer.add_tokenizer_model("gpt2"), writer.add_tokenizer_pre("other"))  # noqa: E731
+TEXT = "I'LL $1234.5 getURLFor(x);\n\n    日本語12 \r\nwasn't\u3000¡Sí© "
+WORDS = {  # of TEXT
+    "default": "I ' LL _ $ 123 4 . 5 _getURLFor ( x ); ⏎⏎___ _日本語 12 _\r ⏎ wasn ' t \u3000 ¡ Sí © _",
+    "tekken": "I 'LL _$ 1 2 3 4 . 5 _get URLFor (x );⏎⏎ ___ _日本語 1 2 _\r⏎ wasn 't \u3000 ¡Sí © _",
+    "deepseek-coder": "I ' LL _$ 1 2 3 4 . 5 _getURLFor ( x ); ⏎ ⏎ ___ _ 日本語 1 2 _ \r ⏎ wasn ' t \u3000 ¡ Sí ©_",
+    "deepseek-llm": "I ' LL _$ 1 2 3 4 . 5 _getURLFor ( x ); ⏎ ⏎ ____ 日本語 1 2 _ \r ⏎ wasn ' t \u3000 ¡ S í © _",
+}
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_a_text_is_split_into_the_words_of_its_tokenizers_kind(tmp_path, pre):
+    add = byte_level(tmp_path / "original", pre_tokenizers.ByteLevel(False), ["<s>", "</s>"], pre, None)
     convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add), tmp_path / "out")
-    assert "without a tokenizer the checkpoint takes only token ids" in capsys.readouterr().err
+    found = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).pre_tokenizer.pre_tokenize_str(TEXT)
+    words = [TEXT[start:end] for _, (start, end) in found]
+    assert words == [word.replace("_", " ").replace("⏎", "\n") for word in WORDS[pre].split(" ")]
+
+
+@pytest.mark.parametrize("pre", [None, "", "default"])
+def test_a_file_that_does_not_say_how_texts_are_split_is_named(tmp_path, capsys, pre):
+    add = byte_level(tmp_path / "original", pre_tokenizers.ByteLevel(False), ["<s>", "</s>"], pre, None)
+    damaged = lambda writer: add(Without(writer, "add_tokenizer_pre") if pre is None else writer)  # noqa: E731
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=damaged), tmp_path / "out")
+    assert "has no tokenizer.ggml.pre" in capsys.readouterr().err
+    assert load_tokenizer(tmp_path / "out").decode(load_tokenizer(tmp_path / "out").encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize("model, pre, name", [("gpt2", "viking", "pre 'viking'"), ("t5", "default", "model 't5'")])
+def test_a_tokenizer_of_an_unknown_kind_is_left_out_and_named(tmp_path, capsys, model, pre, name):
+    add = lambda writer: (writer.add_tokenizer_model(model), writer.add_tokenizer_pre(pre))  # noqa: E731
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add), tmp_path / "out")
+    kind, consequence, _ = capsys.readouterr().err.split("\n")
+    assert f"tokenizer.ggml.{name} is not known; copy the original's tokenizer.json" in kind
+    assert "without a tokenizer the checkpoint takes only token ids" in consequence
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "sentencepiece"])
+@pytest.mark.parametrize("bos, eos", [(True, True), (False, True), (True, False), (False, False)])
+def test_the_file_says_which_tokens_stand_around_a_text(tmp_path, kind, bos, eos):
+    add = tokenizer(kind, tmp_path / "original")
+    ends = lambda writer: (add(writer), writer.add_add_bos_token(bos), writer.add_add_eos_token(eos))  # noqa: E731
+    convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=ends), tmp_path / "out")
+    ours = load_tokenizer(tmp_path / "out")
+    end = [ours.special[ours.variables[f"{name}_token"]] for name in ("bos", "eos")]
+    assert ours.encode("the keeper") == end[:1] * bos + ours.encode("the keeper", bos=False) + end[1:] * eos
 
 
 BROKEN = {
-    "another architecture": (dict(architecture="gemma3"), ["gemma3", "llama"]),
-    "a part of a model": (dict(split__count=3), ["one part", "llama-gguf-split"]),
-    "scaled RoPE": (dict(llama__rope__scaling__type="yarn"), ["yarn", "original"]),
+    "another architecture": (dict(architecture="gemma3"), ["gemma3", "llama and qwen2"]),
+    "a part of a model": (
+        dict(tokenizer=lambda writer: writer.add_uint32("split.count", 3)),
+        ["one part", "llama-gguf-split"],
+    ),
 }
 
 
