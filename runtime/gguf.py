@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -193,7 +193,8 @@ def _from_scores(vocab: dict[str, int], scores: list[float], unknown: str | None
         merges += [(-scores[i], vocab[left], vocab[right], left, right) for left, right in pairs]
     merges = [(left, right) for *_, left, right in sorted(merges)]
     library = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    library.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first" if prefix else "never", split=False)
+    begin = [normalizers.Prepend("▁")] * prefix  # as llama.cpp: also before a space, and after a special token
+    library.normalizer = normalizers.Sequence([*begin, normalizers.Replace(" ", "▁")])
     space = [decoders.Strip(" ", 1, 0)] * prefix
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *space]
     library.decoder = decoders.Sequence(steps)
