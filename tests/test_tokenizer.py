@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Oracle
-from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import AddedToken, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from text.tokenizer import load_tokenizer
 
@@ -793,6 +793,50 @@ def test_a_sentencepiece_model_puts_the_tokens_around_a_text_that_its_config_say
     folder = edited(folders["llama-2"], tmp_path / "around", add_bos_token=bos, add_eos_token=eos)
     inner = load_tokenizer(folder).encode("hello", bos=False)
     assert load_tokenizer(folder).encode("hello") == [1] * (bos is not False) + inner + [2] * bool(eos)
+
+
+def slow_folder(source: Path, folder: Path, name: str | None, **config) -> Path:
+    """vocab.json and merges.txt of a tokenizer.json, as a class of transformers 4 saves them."""
+    model, added = read(source)["model"], read(source)["added_tokens"]
+    vocab = {token: i for token, i in model["vocab"].items() if token not in {entry["content"] for entry in added}}
+    entries = {str(entry["id"]): {key: entry[key] for key in ("content", *PLAIN)} for entry in added}
+    config = {"tokenizer_class": name, "chat_template": CHATML_TEMPLATE, "added_tokens_decoder": entries, **config}
+    write(folder, vocab=vocab, tokenizer_config=config)
+    merges = "\n".join(map(" ".join, model["merges"]))
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, cls, config",
+    [
+        ("qwen", Qwen2Tokenizer, {"eos_token": "<|im_end|>", "bos_token": None}),
+        ("qwen", Qwen2Tokenizer, {"tokenizer_class": "Qwen2TokenizerFast"}),
+        ("gpt2", GPT2Tokenizer, {}),
+        ("gpt2", GPT2Tokenizer, {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True}),
+    ],
+)
+def test_vocab_json_and_merges_txt_are_read_as_their_class_reads_them(folders, tmp_path, name, cls, config):
+    folder = slow_folder(folders[name], tmp_path / "slow", **{"name": cls.__name__, **config})
+    ours, theirs = load_tokenizer(folder), cls.from_pretrained(folder)
+    assert (ours.variables, ours.vocab_size) == (theirs.special_tokens_map, len(theirs))
+    for text in NASTY:
+        assert ours.encode(text) == ids_of(theirs, text)
+        assert ours.encode(text, bos=False) == ids_of(theirs, text, bos=False)
+        assert ours.decode(ours.encode(text)) == theirs.decode(ids_of(theirs, text), skip_special_tokens=True)
+    assert ours.chat("it's 12") == rendered(theirs, "it's 12")
+
+
+@pytest.mark.parametrize("name", [None, "RobertaTokenizer", 5])
+def test_vocab_json_and_merges_txt_of_another_class_are_refused(folders, tmp_path, name):
+    refused(slow_folder(folders["gpt2"], tmp_path / "slow", name), "merges.txt", "Qwen2Tokenizer", repr(name))
+
+
+@pytest.mark.parametrize("file, text", [("vocab.json", "[]"), ("vocab.json", '{"a": "b"}'), ("merges.txt", "x y z\n")])
+def test_a_damaged_vocabulary_is_refused_by_name(folders, tmp_path, file, text):
+    folder = slow_folder(folders["gpt2"], tmp_path / "slow", "GPT2Tokenizer")
+    (folder / file).write_text(text)
+    refused(folder, file)
 
 
 @pytest.mark.parametrize("name", ["llama-2", "llama-3"])

@@ -1,7 +1,7 @@
 """Converts text to token ids and back, and encodes chat turns.
 
 A folder's tokenizer.json decides if there is one, and the package tokenizers runs it as it is. Otherwise sentencepiece
-runs tokenizer.model, or tiktoken does if it is Llama 3's rank file.
+runs tokenizer.model, or tiktoken does if it is Llama 3's rank file; or vocab.json and merges.txt are read.
 
 Ids are those that models are trained with. transformers 5 gives others for three classes, because it rebuilds what the
 files say: LlamaTokenizer omits the space before a text that begins with one (sentencepiece adds it, as do Meta's and
@@ -28,7 +28,7 @@ from pathlib import Path
 import sentencepiece
 import tiktoken
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from text import chat
 from text.files import present, read_bytes, read_json
@@ -42,6 +42,13 @@ LLAMA3_SPECIAL = {
     **{i: f"<|reserved_special_token_{i}|>" for i in range(256)},
     **{0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>"},
     **{8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"},
+}
+# What a class of transformers adds to vocab.json and merges.txt: its normalizer, split pattern (None: GPT-2's own) and
+# special tokens.
+QWEN2_SPLIT, END = LLAMA3_SPLIT.replace("{1,3}", ""), "<|endoftext|>"
+CLASSES = {
+    "Qwen2Tokenizer": (normalizers.NFC(), QWEN2_SPLIT, {"eos_token": END, "unk_token": END, "pad_token": END}),
+    "GPT2Tokenizer": (None, None, {"bos_token": END, "eos_token": END, "unk_token": END}),
 }
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # tiktoken gives up on a run of some 500,000 spaces, so longer runs are cut. Llama's own code cuts at the same length.
@@ -70,14 +77,15 @@ def load_tokenizer(folder: str | Path) -> "Tokenizer":
     Raises FileNotFoundError if the folder has none, and ValueError if a file is damaged or two contradict each other.
     """
     folder = Path(folder)
-    model = folder / "tokenizer.model"
-    if present(folder / "tokenizer.json"):
+    model, byte_level = folder / "tokenizer.model", all(present(folder / name) for name in ("vocab.json", "merges.txt"))
+    if present(folder / "tokenizer.json") or (byte_level and not present(model)):
         kind, data = JsonTokenizer, b""
     elif present(model):
         data = read_bytes(model)
         kind = RankTokenizer if RANK_LINE.match(data) else PieceTokenizer
     else:
-        raise FileNotFoundError(f"{folder} has no tokenizer: neither tokenizer.model nor tokenizer.json is there")
+        files = "neither tokenizer.json nor tokenizer.model nor vocab.json with merges.txt"
+        raise FileNotFoundError(f"{folder} has no tokenizer: {files} is there")
     try:
         return kind(folder, data)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
@@ -105,17 +113,17 @@ class Tokenizer:
         # Matches the first character of a spelled special token; the group is the token.
         self.spelled = re.compile(f"(?=[{starts}])(?=({names}))." if names else "(?!)", re.DOTALL)
 
-    def read_settings(self, folder: Path) -> None:
+    def read_settings(self, folder: Path, defaults: dict[str, str] | None = None) -> None:
         """Reads the files beside the tokenizer, and combines them as transformers does.
 
-        config: tokenizer_config.json, and over it special_tokens_map.json unless the config has added_tokens_decoder.
-        template, variables: those of chats. given: token -> id, where a file lists added tokens.
+        config: `defaults`, over them tokenizer_config.json, and over both special_tokens_map.json unless the config has
+        added_tokens_decoder. template, variables: those of chats. given: token -> id, where a file lists added tokens.
         """
         own = read_json(folder / "tokenizer_config.json", missing={})
         mapped = read_json(folder / "special_tokens_map.json", missing={})
         decided = own.get("added_tokens_decoder") is not None
         _say_differences(own, mapped, decided)
-        settings = own | ({} if decided else mapped)
+        settings = (defaults or {}) | own | ({} if decided else mapped)
         self.config = config = {key: value for key, value in settings.items() if value not in (None, "")}
         self.template = _template(folder, config)
         names = {key: config[key] for key in VARIABLES if key in config}
@@ -301,10 +309,11 @@ class Stream:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json of any kind, run by the package tokenizers."""
+    """A tokenizer.json of any kind, or vocab.json and merges.txt, run by the package tokenizers."""
 
     def __init__(self, folder: Path, data: bytes):
-        library = self._whole(folder)
+        whole = present(folder / "tokenizer.json")
+        library = self._whole(folder) if whole else self._by_class(folder)
         library.no_truncation()
         library.no_padding()
         listed = {token.content: token for token in library.get_added_tokens_decoder().values()}
@@ -316,6 +325,13 @@ class JsonTokenizer(Tokenizer):
         for content, i in self.given.items():
             if library.token_to_id(content) != i:
                 raise ValueError(f"the files in {folder} give the token {content!r} two ids, one of them {i}")
+        if not whole:
+            bos, eos = (
+                self.config.get(f"add_{key}", False) and self.variables.get(key) for key in ("bos_token", "eos_token")
+            )
+            around = [token for token in (bos, "$A", eos) if token]
+            ids = [(token, library.token_to_id(token)) for token in {bos, eos} if token]
+            library.post_processor = processors.TemplateProcessing(around, special_tokens=ids)
         known = library.get_vocab(with_added_tokens=True)
         token_of = {i: token for token, i in known.items()}
         for token in known.keys() - token_of.values():
@@ -344,6 +360,28 @@ class JsonTokenizer(Tokenizer):
                 return tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the package raises no narrower type
             raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+    def _by_class(self, folder: Path) -> tokenizers.Tokenizer:
+        """The tokenizer that transformers' class makes of vocab.json and merges.txt."""
+        name = str(read_json(folder / "tokenizer_config.json", missing={}).get("tokenizer_class"))
+        if name.removesuffix("Fast") not in CLASSES:
+            known = f"vocab.json and merges.txt of {' and '.join(CLASSES)} alone are read, and its class is {name!r}"
+            raise ValueError(f"{folder} has no tokenizer.json: {known}; save it with transformers' AutoTokenizer")
+        form, pattern, defaults = CLASSES[name.removesuffix("Fast")]
+        self.read_settings(folder, defaults)
+        lines = read_bytes(folder / "merges.txt").decode(errors="replace").split("\n")
+        merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+        try:
+            library = tokenizers.Tokenizer(models.BPE(read_json(folder / "vocab.json"), merges))
+        except Exception as error:  # the package raises no narrower type
+            raise ValueError(
+                f"vocab.json or merges.txt in {folder} is damaged ({' '.join(str(error).split())[:300]})"
+            ) from None
+        in_bytes = pre_tokenizers.ByteLevel(bool(self.config.get("add_prefix_space")), use_regex=pattern is None)
+        splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+        library.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_bytes])
+        library.normalizer, library.decoder = form, decoders.ByteLevel()
+        return library
 
     def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
         return self._join([(_without_surrogates(text), None)], first, bos)
