@@ -810,7 +810,7 @@ def slow_folder(source: Path, folder: Path, name: str | None, **config) -> Path:
 @pytest.mark.parametrize(
     "name, cls, config",
     [
-        ("qwen", Qwen2Tokenizer, {"eos_token": "<|im_end|>", "bos_token": None}),
+        ("llama-3", Qwen2Tokenizer, {"eos_token": "<|end_of_text|>", "bos_token": None}),
         ("qwen", Qwen2Tokenizer, {"tokenizer_class": "Qwen2TokenizerFast"}),
         ("gpt2", GPT2Tokenizer, {}),
         ("gpt2", GPT2Tokenizer, {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True}),
