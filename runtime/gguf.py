@@ -323,7 +323,8 @@ def _from_scores(vocab: dict[str, int], scores: list[float], unknown: str | None
         merges += [(-scores[i], vocab[left], vocab[right], left, right) for left, right in pairs]
     merges = [(left, right) for *_, left, right in sorted(merges)]
     library = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    library.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first" if prefix else "never", split=False)
+    begin = [normalizers.Prepend("▁")] * prefix  # as llama.cpp: also before a space, and after a special token
+    library.normalizer = normalizers.Sequence([*begin, normalizers.Replace(" ", "▁")])
     space = [decoders.Strip(" ", 1, 0)] * prefix
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *space]
     library.decoder = decoders.Sequence(steps)

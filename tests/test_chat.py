@@ -27,7 +27,7 @@ def bases(tmp_path_factory) -> dict:
         if (kind, tokens) in made:
             continue
         if kind == "sentencepiece":
-            sentencepiece_folder(folder, {**ends, "unk_token": "<unk>"}, control_symbols=list(tokens))
+            sentencepiece_folder(folder, {**ends, "unk_token": "<unk>", "legacy": False}, control_symbols=list(tokens))
         else:
             special = ["<s>", "</s>", *tokens]
             byte_level_folder(folder, split_by(LLAMA3_SPLIT), special, ends, plain=["<think>", "</think>"])
@@ -60,7 +60,7 @@ def with_template(bases, tmp_path):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_first_turn_equals_transformers(pairs, name):
     ours, theirs = pairs[name]
-    for system in (None, "Be brief.", " Line one.\nLine {{ two }}.\n"):
+    for system in (None, "Be brief.", "\tLine one.\nLine {{ two }}.\n"):
         for user in ("hello world", "  keep {} this? \n", "日本語 it's\n\n12", "<think>no</think> {% x %} \\n"):
             assert ours.chat(user, system) == rendered(theirs, user, system=system)
 

@@ -28,8 +28,8 @@ def render(template: str, messages: list[dict[str, str]], variables: dict[str, s
     try:
         if len(template) > LONGEST:
             raise ValueError(f"it has more than {LONGEST} characters")
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **variables}
-        for piece in _compiled(template).generate(given):
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        for piece in _compiled(template).generate(variables | given):
             left -= len(piece)
             if left < 0:
                 raise ValueError(f"it adds more than {GROWTH} characters")

@@ -24,6 +24,14 @@ def present(path: Path) -> bool:
     return True
 
 
+def read_bytes(path: Path) -> bytes:
+    """A file's content. Raises ValueError if it is a pointer that git left in place of a large file."""
+    data = path.read_bytes()
+    if data.startswith(b"version https://git-lfs.github.com/"):
+        raise ValueError(f"{path} is a git-lfs pointer, not the file: fetch it with git lfs pull")
+    return data
+
+
 def parse_json(text: str | bytes, what: object) -> Any:
     """The value of a JSON text. Raises ValueError, which names `what` it is, if it is damaged or nested too deeply."""
     try:
@@ -38,7 +46,7 @@ def read_json(path: Path, missing: dict | None = None) -> dict:
     """A file's JSON object, or `missing` if there is no file. Raises ValueError if it holds none, and as `present`."""
     if not present(path) and missing is not None:
         return missing
-    content = parse_json(path.read_bytes(), path)
+    content = parse_json(read_bytes(path), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content

@@ -1,8 +1,15 @@
 """Converts text to token ids and back, and encodes chat turns.
 
-The package tokenizers reads tokenizer.json, sentencepiece a tokenizer.model, tiktoken Llama 3's rank file. Ids equal
-those of transformers, but nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or "</s>" is
-plain text. Special tokens come from a tokenizer's post-processor (BOS) and from chat templates alone.
+A folder's tokenizer.json decides if there is one, and the package tokenizers runs it as it is. Otherwise sentencepiece
+runs tokenizer.model, or tiktoken does if it is Llama 3's rank file; or vocab.json and merges.txt are read.
+
+Ids are those that models are trained with. transformers 5 gives others for three classes, because it rebuilds what the
+files say: LlamaTokenizer omits the space before a text that begins with one (sentencepiece adds it, as do Meta's and
+Mistral's own code) and, from a tokenizer.model alone, merges pieces by id instead of score; Qwen2Tokenizer and
+GPT2Tokenizer replace a tokenizer.json's normalizer and pre-tokenizer by their own.
+
+Nothing in a user's text ever becomes a special token: a typed "<|eot_id|>" or "</s>" is plain text. Special tokens come
+from a tokenizer's post-processor (BOS) and from chat templates alone.
 
 A tokenizer is trusted: patterns can backtrack for hours, and replacements multiply a text until it fills the memory.
 Ctrl-C waits while the library encodes a text.
@@ -12,6 +19,7 @@ import base64
 import json
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice, pairwise
@@ -20,10 +28,10 @@ from pathlib import Path
 import sentencepiece
 import tiktoken
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from text import chat
-from text.files import present, read_json
+from text.files import present, read_bytes, read_json
 
 # A rank file holds neither a split pattern nor special tokens: Llama 3 keeps both in code.
 LLAMA3_SPLIT = (
@@ -35,6 +43,13 @@ LLAMA3_SPECIAL = {
     **{0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>"},
     **{8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"},
 }
+# What a class of transformers adds to vocab.json and merges.txt: its normalizer, split pattern (None: GPT-2's own) and
+# special tokens.
+QWEN2_SPLIT, END = LLAMA3_SPLIT.replace("{1,3}", ""), "<|endoftext|>"
+CLASSES = {
+    "Qwen2Tokenizer": (normalizers.NFC(), QWEN2_SPLIT, {"eos_token": END, "unk_token": END, "pad_token": END}),
+    "GPT2Tokenizer": (None, None, {"bos_token": END, "eos_token": END, "unk_token": END}),
+}
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # tiktoken gives up on a run of some 500,000 spaces, so longer runs are cut. Llama's own code cuts at the same length.
 LONG_RUN = re.compile(r"\s{25000}|\S{25000}")
@@ -44,17 +59,16 @@ END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_i
 # Tokens of chat formats, special even where a tokenizer does not say so.
 CONTROL_TOKENS = {"<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
 CONTROL_TOKENS |= {"[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}
-# The variables of a chat template.
+# Tokens that every checkpoint may name. Other settings that end in _token name one if they are a text.
 VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 MAX_ID = 2**22  # ids must be below this: a larger table of tokens would fill the memory
 PENDING = 64  # tokens after which a stream no longer waits for the end of a character: they are no text
 PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's private-use characters, which have no meaning
 
-# Stand for a special token between two texts (matched before or after the text is normalized, as the token is), and
-# for nothing. The library matches these names in every text, so they are secret: nobody can type them.
-MARKS = {normalized: f"<{secrets.token_hex(16)}>" for normalized in (False, True)}
-CUT = f"<{secrets.token_hex(16)}>"
+# Stand for a special token between two texts, for nothing, and for what precedes a text that goes on. The library finds
+# these names in every text, so they are secret: nobody can type them.
+MARK, CUT, BEFORE = (f"<{secrets.token_hex(16)}>" for _ in range(3))
 
 
 def load_tokenizer(folder: str | Path) -> "Tokenizer":
@@ -63,18 +77,19 @@ def load_tokenizer(folder: str | Path) -> "Tokenizer":
     Raises FileNotFoundError if the folder has none, and ValueError if a file is damaged or two contradict each other.
     """
     folder = Path(folder)
-    model = folder / "tokenizer.model"
-    data = model.read_bytes() if present(model) else b""
-    has_json, ranks = present(folder / "tokenizer.json"), bool(RANK_LINE.match(data))
-    if not data and not has_json and not present(model):
-        raise FileNotFoundError(f"{folder} has no tokenizer: neither tokenizer.model nor tokenizer.json is there")
-    # A tokenizer.json has the special tokens that a rank file beside it lacks. Beside a sentencepiece model it is only
-    # a conversion of that model, so the model is read instead.
-    kind = JsonTokenizer if has_json and (ranks or not present(model)) else RankTokenizer if ranks else PieceTokenizer
+    model, byte_level = folder / "tokenizer.model", all(present(folder / name) for name in ("vocab.json", "merges.txt"))
+    if present(folder / "tokenizer.json") or (byte_level and not present(model)):
+        kind, data = JsonTokenizer, b""
+    elif present(model):
+        data = read_bytes(model)
+        kind = RankTokenizer if RANK_LINE.match(data) else PieceTokenizer
+    else:
+        files = "neither tokenizer.json nor tokenizer.model nor vocab.json with merges.txt"
+        raise FileNotFoundError(f"{folder} has no tokenizer: {files} is there")
     try:
         return kind(folder, data)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"tokenizer_config.json in {folder} is damaged ({error!r})") from None
+        raise ValueError(f"tokenizer_config.json in {folder} is damaged, or a file beside it ({error!r})") from None
 
 
 class Tokenizer:
@@ -98,26 +113,56 @@ class Tokenizer:
         # Matches the first character of a spelled special token; the group is the token.
         self.spelled = re.compile(f"(?=[{starts}])(?=({names}))." if names else "(?!)", re.DOTALL)
 
-    def read_settings(self, folder: Path) -> None:
-        """Reads the files beside the tokenizer: config (tokenizer_config.json over special_tokens_map.json), variables
-        and template of chats, and `listed`, the added tokens and their ids."""
-        own = read_json(folder / "tokenizer_config.json", missing={})
-        self.config = read_json(folder / "special_tokens_map.json", missing={})
-        self.config.update((key, value) for key, value in own.items() if value is not None)
-        self.template = _template(folder, self.config)
-        given = {key: self.config[key] for key in VARIABLES if self.config.get(key) is not None}
-        self.variables = {key: token["content"] if isinstance(token, dict) else token for key, token in given.items()}
-        if not all(isinstance(token, str) for token in self.variables.values()):
-            raise TypeError("a token that is not text")
-        self.listed = {}
-        for i, token in self.config.get("added_tokens_decoder", {}).items():
-            if not i.isdecimal():
-                raise TypeError(f"the id {i!r}")
-            control = token.get("special", False) or token["content"] in CONTROL_TOKENS
-            self.listed[token["content"]] = int(i), AddedToken(**token | {"special": control})
+    def read_settings(self, folder: Path, defaults: dict[str, str] | None = None) -> None:
+        """Reads the files beside the tokenizer, and combines them as transformers does.
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Ids of a text; with `bos`, also the tokens that this checkpoint's tokenizer puts around a text (BOS)."""
+        config: `defaults`, over them tokenizer_config.json, and over both special_tokens_map.json unless the config has
+        added_tokens_decoder. template, variables: those of chats. given: token -> id, where a file lists added tokens.
+        """
+        own = read_json(folder / "tokenizer_config.json", missing={})
+        mapped = read_json(folder / "special_tokens_map.json", missing={})
+        decided = own.get("added_tokens_decoder") is not None
+        _say_differences(own, mapped, decided)
+        settings = (defaults or {}) | own | ({} if decided else mapped)
+        self.config = config = {key: value for key, value in settings.items() if value not in (None, "")}
+        self.template = _template(folder, config)
+        names = {key: config[key] for key in VARIABLES if key in config}
+        names |= {key: text for key, text in config.items() if key.endswith("_token") and isinstance(text, str | dict)}
+        names |= config.get("model_specific_special_tokens", {})
+        extra = config.get("extra_special_tokens", config.get("additional_special_tokens", []))
+        names, extra = (names | extra, []) if isinstance(extra, dict) else (names, extra)
+        tokens = {key: _token(value) for key, value in names.items()}
+        self.variables = {key: token.content for key, token in tokens.items()}
+        self.named = {token.content: token for token in [*tokens.values(), *map(_token, extra)]}
+        if decided:
+            entries = {
+                i: _token(entry, entry.get("special", False)) for i, entry in own["added_tokens_decoder"].items()
+            }
+            if wrong := [i for i in entries if not i.isdecimal()]:
+                raise TypeError(f"the id {wrong[0]!r}")
+            self.listed = {token.content: token for token in entries.values()}
+            self.given = {token.content: int(i) for i, token in entries.items()}
+        else:
+            self.listed, self.given = {}, read_json(folder / "added_tokens.json", missing={})
+
+    def added(self, own: dict[str, AddedToken]) -> list[AddedToken]:
+        """All added tokens, in the order in which those without an id get one; `own` are the tokenizer file's.
+
+        The flags in added_tokens_decoder count, then the file's. A token that a setting names is special. Special ones
+        are matched as they are spelled, never in a normalized text: Llama 2's normalizer puts spaces before them.
+        """
+        # added_tokens.json does not mark special tokens. None of its tokens is a word, so all count as special.
+        found = {token: _token(token) for token in self.given} | self.named | own | self.listed
+        for content, token in found.items():
+            if token.special or content in self.named or content in CONTROL_TOKENS:
+                found[content] = AddedToken(**token.__getstate__() | {"special": True, "normalized": False})
+        return sorted(found.values(), key=lambda token: self.given.get(token.content, MAX_ID))
+
+    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
+        """Ids of a text; with `bos`, also the tokens that this checkpoint's tokenizer puts around a text (BOS).
+
+        first: whether nothing stands before it. A sentencepiece model adds a space to a first text alone.
+        """
         raise NotImplementedError
 
     def encode_special(self, text: str) -> list[int]:
@@ -264,64 +309,96 @@ class Stream:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json of any kind, run by the package tokenizers."""
+    """A tokenizer.json of any kind, or vocab.json and merges.txt, run by the package tokenizers."""
 
     def __init__(self, folder: Path, data: bytes):
-        path = folder / "tokenizer.json"
-        self.read_settings(folder)
-        try:
-            with _panics():
-                self.finder = library = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises no narrower type
-            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
+        whole = present(folder / "tokenizer.json")
+        library = self._whole(folder) if whole else self._by_class(folder)
         library.no_truncation()
         library.no_padding()
-        added = {token.content: token for token in library.get_added_tokens_decoder().values()}
-        for content, (i, token) in sorted(self.listed.items(), key=lambda entry: entry[1][0]):
-            if content not in added:
-                library.add_tokens([token])
+        listed = {token.content: token for token in library.get_added_tokens_decoder().values()}
+        control = {token: _token(token) for token in CONTROL_TOKENS if library.token_to_id(token) is not None}
+        library.add_tokens(tokens := self.added(control | listed))
+        if any(token.__getstate__() != listed.get(token.content, token).__getstate__() for token in tokens):
+            # The package forgets no flag that a token had: it stays special, and keeps its normalized text.
+            library = tokenizers.Tokenizer.from_str(library.to_str())
+        for content, i in self.given.items():
             if library.token_to_id(content) != i:
-                raise ValueError(f"{path} gives the token {content!r} another id than tokenizer_config.json")
+                raise ValueError(f"the files in {folder} give the token {content!r} two ids, one of them {i}")
+        if not whole:
+            bos, eos = (
+                self.config.get(f"add_{key}", False) and self.variables.get(key) for key in ("bos_token", "eos_token")
+            )
+            around = [token for token in (bos, "$A", eos) if token]
+            ids = [(token, library.token_to_id(token)) for token in {bos, eos} if token]
+            library.post_processor = processors.TemplateProcessing(around, special_tokens=ids)
         known = library.get_vocab(with_added_tokens=True)
         token_of = {i: token for token, i in known.items()}
         for token in known.keys() - token_of.values():
             i = known[token]
-            raise ValueError(f"{path} is damaged: the tokens {token!r} and {token_of[i]!r} get the same id {i}")
-        ends = {self.variables.get(key) for key in ("bos_token", "eos_token")}
-        for content in sorted(known.keys() & (CONTROL_TOKENS | ends)):
-            if content not in added or not added[content].special:
-                library.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+            raise ValueError(f"{folder} is damaged: the tokens {token!r} and {token_of[i]!r} get the same id {i}")
         tokens = library.get_added_tokens_decoder().values()
         super().__init__(folder, known, {token.content for token in tokens if token.special})
-        self.mark_of = {None: ""} | {token.content: MARKS[bool(token.normalized)] for token in tokens}
-        library.add_tokens([AddedToken(name, normalized=flag) for flag, name in MARKS.items()])
-        library.add_tokens([AddedToken(CUT, normalized=False)])
-        names = [*MARKS.values(), CUT]
+        self.finder = library
+        # A normalizer that puts a space before each text puts it before a normalized token, which absorbs it.
+        names = [MARK, CUT, BEFORE]
+        library.add_tokens([AddedToken(name, normalized=name == BEFORE) for name in names])
         if min(map(library.token_to_id, names)) < self.vocab_size:
             # The package numbers added tokens from the size of the vocabulary on, which is below its highest id if the
-            # ids have gaps. A token of the vocabulary keeps its id, so all become one, and the marks get higher ids.
+            # ids have gaps. A token of the vocabulary keeps its id, so all become one, and the names get higher ids.
             state = json.loads(library.to_str())
             state["model"]["vocab"] = known | dict(zip(names, count(self.vocab_size)))
             self.finder = library = tokenizers.Tokenizer.from_str(json.dumps(state))
-        self.cut = library.token_to_id(CUT)
-        self.marks = {library.token_to_id(name) for name in MARKS.values()}
+        self.mark, *self.nothing = map(library.token_to_id, names)
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        return self._join([(_without_surrogates(text), None)], True, bos)
+    def _whole(self, folder: Path) -> tokenizers.Tokenizer:
+        self.read_settings(folder)
+        path = folder / "tokenizer.json"
+        data = read_bytes(path)
+        try:
+            with _panics():
+                return tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the package raises no narrower type
+            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+    def _by_class(self, folder: Path) -> tokenizers.Tokenizer:
+        """The tokenizer that transformers' class makes of vocab.json and merges.txt."""
+        name = str(read_json(folder / "tokenizer_config.json", missing={}).get("tokenizer_class"))
+        if name.removesuffix("Fast") not in CLASSES:
+            known = f"vocab.json and merges.txt of {' and '.join(CLASSES)} alone are read, and its class is {name!r}"
+            raise ValueError(f"{folder} has no tokenizer.json: {known}; save it with transformers' AutoTokenizer")
+        form, pattern, defaults = CLASSES[name.removesuffix("Fast")]
+        self.read_settings(folder, defaults)
+        lines = read_bytes(folder / "merges.txt").decode(errors="replace").split("\n")
+        merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+        try:
+            library = tokenizers.Tokenizer(models.BPE(read_json(folder / "vocab.json"), merges))
+        except Exception as error:  # the package raises no narrower type
+            raise ValueError(
+                f"vocab.json or merges.txt in {folder} is damaged ({' '.join(str(error).split())[:300]})"
+            ) from None
+        in_bytes = pre_tokenizers.ByteLevel(bool(self.config.get("add_prefix_space")), use_regex=pattern is None)
+        splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+        library.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_bytes])
+        library.normalizer, library.decoder = form, decoders.ByteLevel()
+        return library
+
+    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
+        return self._join([(_without_surrogates(text), None)], first, bos)
 
     def _join(self, pieces: list[tuple[str, str | None]], first: bool, bos: bool = False) -> list[int]:
         def run(change: Callable[[str], str]) -> tokenizers.Encoding:
-            text = "".join(change(part) + self.mark_of[token] for part, token in pieces)
+            text = MARK.join(change(part) for part, _ in pieces)
             with _panics():
-                return self.finder.encode(text if first else CUT + text, add_special_tokens=bos)
+                return self.finder.encode(text if first else BEFORE + text, add_special_tokens=bos)
 
         self.finder.encode_special_tokens = True
         found = run(str)
         pairs = zip(found.ids, found.special_tokens_mask, strict=True)
         if formed := {i for i, after in pairs if i in self.silent and not after}:
             found = run(lambda part: CUT.join(self._cut(part, formed)))
-        tokens = (self.special[token] for _, token in pieces)
-        return [next(tokens) if i in self.marks else i for i in found.ids if i != self.cut]
+        tokens = (self.special[token] for _, token in pieces if token is not None)
+        return [next(tokens) if i == self.mark else i for i in found.ids if i not in self.nothing]
 
     def _decode(self, ids: list[int]) -> str:
         with _panics():
@@ -335,35 +412,35 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, vocab: dict[str, int], pieces: dict[int, bytes], special: set[str]):
         """pieces: id -> the bytes it prints."""
-        added = {token: (vocab[token], AddedToken(token, special=True, normalized=False)) for token in special}
-        for token, i in read_json(folder / "added_tokens.json", missing={}).items():
-            # This oldest format does not mark special tokens. None of its tokens is a word, so all count as special.
-            added[token] = i, AddedToken(token, special=True)
-        added |= self.listed
-        special = special | {token for token, (_, entry) in added.items() if entry.special}
-        self.ids = vocab | {token: i for token, (i, _) in added.items()}
-        super().__init__(folder, self.ids, special)
-        self.pieces = pieces | {i: token.encode() for token, (i, _) in added.items()}
+        tokens = self.added({token: _token(token) for token in special})
+        self.ids = vocab | self.given
+        free = count(max(self.ids.values()) + 1)
+        self.ids |= {token.content: next(free) for token in tokens if token.content not in self.ids}
+        super().__init__(folder, self.ids, {token.content for token in tokens if token.special})
+        self.pieces = pieces | {self.ids[token.content]: token.content.encode() for token in tokens}
         # The package tokenizers finds added tokens, with a model that knows no other token.
         self.finder = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self.finder.add_tokens([entry for _, entry in added.values()])
-        bos = self.variables.get("bos_token")
-        self.before = [self.ids[bos]] if self.config.get("add_bos_token", True) and bos in self.ids else []
+        self.finder.add_tokens(tokens)
+        self.legacy = self.config.get("legacy", True)  # whether a text after an added token counts as a first one
+        around = [self.variables.get(key) for key in ("bos_token", "eos_token")]
+        added = self.config.get("add_bos_token", True), self.config.get("add_eos_token", False)
+        self.around = [[self.ids[token]] * bool(add) if token else [] for token, add in zip(around, added, strict=True)]
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        return self.before * bos + self._join([(_without_surrogates(text), None)], True)
+    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
+        before, after = self.around if bos else ([], [])
+        return before + self._join([(_without_surrogates(text), None)], first) + after
 
     def _join(self, pieces: list[tuple[str, str | None]], first: bool) -> list[int]:
         ids: list[int] = []
         for text, after in pieces:
             *parts, (rest, _) = self._split(text, special=False)
             for part, token in [*parts, (rest, after)]:
-                ids += self._model(part, first and not ids)
+                ids += self._model(part, self.legacy if ids else first)
                 ids += [] if token is None else [self.ids[token]]
         return ids
 
-    def _model(self, text: str, first: bool) -> list[int]:
-        """Ids of a text without added tokens. `first`: no token precedes it."""
+    def _model(self, text: str, spaced: bool) -> list[int]:
+        """Ids of a text without added tokens. spaced: whether a sentencepiece model adds a space to it."""
         raise NotImplementedError
 
     def _decode(self, ids: list[int]) -> str:
@@ -372,12 +449,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class PieceTokenizer(ByteTokenizer):
-    """A sentencepiece model that handles leading spaces like transformers' LlamaTokenizer.
+    """A sentencepiece model. It adds a space at the beginning of each text, also if the text begins with one.
 
-    A space is added before a text's first word. Unlike in plain sentencepiece, none is added if the text already begins
-    with one: " hi" encodes like "hi". In a chat, text after a control token gets a space only if tokenizer_config.json
-    says `"legacy": true` (Meta's own Llama 2 code always adds it). If the model was trained without that space, none is
-    added anywhere; transformers would add it.
+    In a chat, a text after a special token counts as one too, unless tokenizer_config.json says `"legacy": false`: so
+    transformers 4 read it, with which models were fine-tuned. A model trained without that space adds none.
     """
 
     def __init__(self, folder: Path, data: bytes):
@@ -392,7 +467,6 @@ class PieceTokenizer(ByteTokenizer):
         if self.config.get("add_prefix_space") is False:
             self.sp = self.bare
         self.strips = self.sp.normalize("a") != self.bare.normalize("a")
-        self.legacy = bool(self.config.get("legacy"))
         vocab, pieces, special = {}, {}, set()
         for i in range(sp.get_piece_size()):
             piece = sp.id_to_piece(i)
@@ -405,9 +479,8 @@ class PieceTokenizer(ByteTokenizer):
                 self.variables.setdefault(key, sp.id_to_piece(i))
         super().__init__(folder, vocab, pieces, special)
 
-    def _model(self, text: str, first: bool) -> list[int]:
-        spaced = self.bare.normalize(text[:1]) == "▁"
-        sp = self.sp if (first or self.legacy) and not spaced else self.bare
+    def _model(self, text: str, spaced: bool) -> list[int]:
+        sp = self.sp if spaced else self.bare
         ids = sp.encode(text)
         if formed := self.silent.intersection(ids):
             start, *rest = self._cut(text, formed)
@@ -437,7 +510,7 @@ class RankTokenizer(ByteTokenizer):
         self.variables = {"bos_token": LLAMA3_SPECIAL[0], "eos_token": LLAMA3_SPECIAL[1], **self.variables}
         super().__init__(folder, special, pieces, set(special))
 
-    def _model(self, text: str, first: bool) -> list[int]:
+    def _model(self, text: str, spaced: bool) -> list[int]:
         cuts = [match.end() for match in LONG_RUN.finditer(text)]
         with _panics():
             return [i for a, b in pairwise([0, *cuts, len(text)]) for i in self.bpe.encode_ordinary(text[a:b])]
@@ -446,7 +519,7 @@ class RankTokenizer(ByteTokenizer):
 def _template(folder: Path, config: dict) -> str:
     """The chat template: chat_template.jinja, the config's text, or the one named `default` of the config's texts."""
     path = folder / "chat_template.jinja"
-    found = path.read_text(encoding="utf-8") if present(path) else config.get("chat_template", "")
+    found = read_bytes(path).decode() if present(path) else config.get("chat_template", "")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, dict):
@@ -454,6 +527,25 @@ def _template(folder: Path, config: dict) -> str:
     if not isinstance(found, str):
         raise TypeError("chat_template")
     return found
+
+
+def _say_differences(own: dict, mapped: dict, decided: bool) -> None:
+    """Says which special tokens two files give different texts, and which file counts."""
+    files = [("tokenizer_config.json", own), ("special_tokens_map.json", mapped)]
+    (won, kept), (lost, other) = files if decided else files[::-1]
+    both = {
+        key: [_token(f[key]).content for f in (kept, other)] for key in VARIABLES if own.get(key) and mapped.get(key)
+    }
+    if said := [f"{key} is {token!r}, not {was!r}" for key, (token, was) in both.items() if token != was]:
+        print(f"{won} counts, not {lost}: {', '.join(said)}", file=sys.stderr)
+
+
+def _token(value: str | dict, special: bool = True) -> AddedToken:
+    """A token as JSON files write it: its text, or an object with its flags."""
+    flags = {"content": value} if isinstance(value, str) else {k: v for k, v in value.items() if k != "__type"}
+    if not flags["content"]:
+        raise TypeError("a token without text")
+    return AddedToken(**flags | {"special": special})
 
 
 def _without_surrogates(text: str) -> str:
