@@ -433,7 +433,7 @@ class Engine:
         if questions is None:
             questions = [[] for _ in rows]
         else:
-            questions = [self.encode(question, bos=False, first=False) for question in arguments.as_prompts(questions)]
+            questions = [self.encode(question, bos=False) for question in arguments.as_prompts(questions)]
         if len(questions) != len(rows):
             raise ValueError(f"{len(questions)} questions for {len(rows)} rows")
         arguments.check_rows(self, rows)
@@ -493,15 +493,15 @@ class Engine:
 
     # Arguments
 
-    def encode(self, prompt: Prompt, bos: bool = True, first: bool = True) -> list[int]:
-        """The ids of a text, or the given ids, checked. Raises ValueError if the model cannot take them.
+    def encode(self, prompt: Prompt, bos: bool = True) -> list[int]:
+        """The ids of a text, or the given ids, checked; bos: as in `Tokenizer.encode`.
 
-        bos, first: as in `Tokenizer.encode`.
+        Raises ValueError if the model cannot take them.
         """
         if isinstance(prompt, str) and prompt:
             if self.tokenizer is None:
                 raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
-            prompt = self.tokenizer.encode(prompt, bos, first)
+            prompt = self.tokenizer.encode(prompt, bos)
         return arguments.token_ids(prompt, self.config.vocab_size)
 
     def _begin_call(self) -> None:

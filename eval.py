@@ -128,9 +128,8 @@ def prepare(
         if graded is None:
             items = []
             for text in forced_texts or [haystack or shipped_haystack()]:
-                ids = engine.encode(text)
-                bos = ids[: len(ids) - len(engine.encode(text, bos=False))]
-                items += texts.excerpts(ids[len(bos) :], length, args.forced, args.samples, bos)
+                ids, (bos, _) = engine.encode(text, bos=False), engine.tokenizer.around
+                items += texts.excerpts(ids, length, args.forced, args.samples, bos)
             jobs.append(Job(task, length, None, items, args.forced))
             continue
         around = len(engine.tokenizer.chat("x")) - len(engine.encode("x")) + JOINTS if args.chat else 0

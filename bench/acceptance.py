@@ -50,7 +50,7 @@ def prompts(engine: Engine, args: argparse.Namespace) -> dict[str, tuple[list[li
     starts = range(0, len(ids) - args.length, args.length)[: args.samples]
     if not starts:
         raise ValueError(f"the text has {len(ids)} tokens; shorten --length")
-    bos, task = engine.encode("x")[: -len(engine.encode("x", bos=False))], TASKS[LOOKUP]
+    (bos, _), task = engine.tokenizer.around, TASKS[LOOKUP]
     recipe = Recipe(args.length + task.max_new_tokens, engine.encode, engine.tokenizer.decode)
     lookups = [engine.encode(task.sample(recipe, i).prompt) for i in range(args.samples)]
     free = [(bos + ids[i : i + args.length])[: args.length] for i in starts]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kv.parts.rope import rope_frequencies
 from runtime.checkpoint import Stored
-from text.tokenizer import LLAMA3_SPLIT
+from text.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
 NAMES = {  # llama.cpp's module -> Hugging Face's
     "token_embd": "model.embed_tokens",
@@ -74,15 +74,10 @@ UNUSED = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DEEPSEEK_LETTERS = (  # letters that have a case; escapes stand for those that NFC would change
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ"
-    "ῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 CJK = "[一-龥ࠀ-一가-퟿]+"
 # tokenizer.ggml.pre -> the patterns that cut a text into words, one after the other
@@ -91,9 +86,6 @@ SPLITS = {
     "gpt-2": (GPT2_SPLIT,),
     "tekken": (TEKKEN_SPLIT,),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}"),
-    "deepseek-llm": (
-        *(r"[\r\n]", rf"\s?[{DEEPSEEK_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+", r"\s+$", CJK, r"\p{N}"),
-    ),
     **dict.fromkeys(("smollm", "starcoder", "refact"), (r"\p{N}", GPT2_SPLIT)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (LLAMA3_SPLIT,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2_SPLIT,)),

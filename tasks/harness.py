@@ -130,7 +130,7 @@ class KVFast(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text in which special tokens are meant: chat templates have been applied already."""
         ids = self.tokenizer.encode_special(string)
-        before = [] if add_special_tokens is False else self.tokenizer.encode("")
+        before = [] if add_special_tokens is False else self.tokenizer.around[0]
         return ids if ids[: len(before)] == before else before + ids
 
     def cut(self, ids: list[int], room: int) -> list[int]:

@@ -177,9 +177,7 @@ def encode(
     for name, text in prompts.items():
         try:
             if saved is not None:
-                ids[name] = (
-                    engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False, first=False)
-                )
+                ids[name] = engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
             else:
                 prompt = chat(text, args.system) if args.chat else engine.encode(text)
                 plan.check_length(engine, len(prompt))

@@ -237,7 +237,7 @@ def test_fork_asks_every_question_of_a_copy_of_the_text(tiny_checkpoint, tmp_pat
     assert all("special magic" in q and "special magic number" in text and q not in text for q in questions)
     (sample,) = json.loads((tmp_path / "o").read_text())["samples"]
     engine = Engine.load(tiny_checkpoint, compile=False)
-    (completion,) = engine.generate(engine.encode(text) + engine.encode(questions[2], bos=False, first=False), 2)
+    (completion,) = engine.generate(engine.encode(text) + engine.encode(questions[2], bos=False), 2)
     assert sample["later"][1]["prediction"] == completion.text  # as if no other question had been asked
 
 

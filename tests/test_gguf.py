@@ -355,7 +355,6 @@ WORDS = {  # of TEXT
     "default": "I ' LL _ $ 123 4 . 5 _getURLFor ( x ); ⏎⏎___ _日本語 12 _\r ⏎ wasn ' t \u3000 ¡ Sí © _",
     "tekken": "I 'LL _$ 1 2 3 4 . 5 _get URLFor (x );⏎⏎ ___ _日本語 1 2 _\r⏎ wasn 't \u3000 ¡Sí © _",
     "deepseek-coder": "I ' LL _$ 1 2 3 4 . 5 _getURLFor ( x ); ⏎ ⏎ ___ _ 日本語 1 2 _ \r ⏎ wasn ' t \u3000 ¡ Sí ©_",
-    "deepseek-llm": "I ' LL _$ 1 2 3 4 . 5 _getURLFor ( x ); ⏎ ⏎ ____ 日本語 1 2 _ \r ⏎ wasn ' t \u3000 ¡ S í © _",
 }
 
 
@@ -394,7 +393,10 @@ def test_the_file_says_which_tokens_stand_around_a_text(tmp_path, kind, bos, eos
     convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=ends), tmp_path / "out")
     ours = load_tokenizer(tmp_path / "out")
     end = [ours.special[ours.variables[f"{name}_token"]] for name in ("bos", "eos")]
-    assert ours.encode("the keeper") == end[:1] * bos + ours.encode("the keeper", bos=False) + end[1:] * eos
+    before, after = end[:1] * bos, end[1:] * eos
+    ids = ours.encode("the keeper")
+    assert (before, after) == ours.around and ids == before + ids[bos : len(ids) - eos] + after
+    assert ours.decode(ids) == "the keeper"
 
 
 BROKEN = {

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice, pairwise
+from os.path import commonprefix
 from pathlib import Path
 
 import sentencepiece
@@ -96,8 +97,10 @@ class Tokenizer:
     """The tokenizer of one checkpoint, made by `load_tokenizer`.
 
     vocab_size: highest id + 1. special: token -> id of special tokens. eos_ids: every id that ends an answer, including
-    a chat's end of turn.
+    a chat's end of turn. around: the ids that it puts before and after a text (BOS, EOS).
     """
+
+    around: tuple[list[int], list[int]]
 
     def __init__(self, folder: Path, vocab: dict[str, int], special: set[str]):
         """vocab: token -> id. special: tokens that are neither matched in text nor printed."""
@@ -158,10 +161,10 @@ class Tokenizer:
                 found[content] = AddedToken(**token.__getstate__() | {"special": True, "normalized": False})
         return sorted(found.values(), key=lambda token: self.given.get(token.content, MAX_ID))
 
-    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
-        """Ids of a text; with `bos`, also the tokens that this checkpoint's tokenizer puts around a text (BOS).
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Ids of a text, with the tokens `around` it; a sentencepiece model also adds a space before it.
 
-        first: whether nothing stands before it. A sentencepiece model adds a space to a first text alone.
+        bos=False: of a text that continues another, which gets neither.
         """
         raise NotImplementedError
 
@@ -350,6 +353,9 @@ class JsonTokenizer(Tokenizer):
             state["model"]["vocab"] = known | dict(zip(names, count(self.vocab_size)))
             self.finder = library = tokenizers.Tokenizer.from_str(json.dumps(state))
         self.mark, *self.nothing = map(library.token_to_id, names)
+        both = self.encode("")
+        before = commonprefix([both, self.encode("a")])
+        self.around = before, both[len(before) :]
 
     def _whole(self, folder: Path) -> tokenizers.Tokenizer:
         self.read_settings(folder)
@@ -383,8 +389,8 @@ class JsonTokenizer(Tokenizer):
         library.normalizer, library.decoder = form, decoders.ByteLevel()
         return library
 
-    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
-        return self._join([(_without_surrogates(text), None)], first, bos)
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        return self._join([(_without_surrogates(text), None)], bos, bos)
 
     def _join(self, pieces: list[tuple[str, str | None]], first: bool, bos: bool = False) -> list[int]:
         def run(change: Callable[[str], str]) -> tokenizers.Encoding:
@@ -424,11 +430,12 @@ class ByteTokenizer(Tokenizer):
         self.legacy = self.config.get("legacy", True)  # whether a text after an added token counts as a first one
         around = [self.variables.get(key) for key in ("bos_token", "eos_token")]
         added = self.config.get("add_bos_token", True), self.config.get("add_eos_token", False)
-        self.around = [[self.ids[token]] * bool(add) if token else [] for token, add in zip(around, added, strict=True)]
+        ids = ([self.ids[token]] * bool(add) if token else [] for token, add in zip(around, added, strict=True))
+        self.around = next(ids), next(ids)
 
-    def encode(self, text: str, bos: bool = True, first: bool = True) -> list[int]:
+    def encode(self, text: str, bos: bool = True) -> list[int]:
         before, after = self.around if bos else ([], [])
-        return before + self._join([(_without_surrogates(text), None)], first) + after
+        return before + self._join([(_without_surrogates(text), None)], bos) + after
 
     def _join(self, pieces: list[tuple[str, str | None]], first: bool) -> list[int]:
         ids: list[int] = []
