@@ -350,7 +350,8 @@ def test_law_2_compiled_equals_eager(name, budget, monkeypatch):
     monkeypatch.setattr("kv.parts.inductor.TILE", 2)  # at 8, these caches are too small for tiles
     shape = make_shape("gqa", 3, n_layer=layers_of(name))
     caches, random = [Cache(name, shape, budget, compiled=c) for c in (False, True)], make_texts(shape)
-    for texts in (random, {row: text.tied() for row, text in random.items()}):
+    tied = {row: text.tied() for row, text in random.items()}
+    for texts in [random] + [tied] * (name != "d2o:paper"):  # merged keys are not whole numbers
         eager, compiled = (cache.run(texts, 20) for cache in caches)
         for row in texts:
             assert (eager[row] - compiled[row]).abs().max() <= 1e-5
