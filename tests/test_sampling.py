@@ -135,6 +135,13 @@ def test_a_penalty_is_refused_where_several_tokens_are_verified_at_once(pair):
     assert engine.generate(PROMPTS[0], 20, **how) == full.generate(PROMPTS[0], 20, **how)
 
 
+def test_values_that_cut_nothing_are_taken_at_every_temperature():
+    for off in ({"top_k": 0}, {"top_k": -1}, {"top_p": 1}, {"top_p": 1.0}, {"min_p": 0}, {"top_k": 0, "top_p": 1.0}):
+        assert Sampling(**off).variant == "greedy" and Sampling(1.0, **off).variant == "plain"
+        one, other = (Sampling(0.7, seed=3, **how).tensors(torch.device("cpu")) for how in (off, {}))
+        assert torch.equal(one[0], other[0])
+
+
 def test_noise_is_a_function_of_seed_request_and_position(logits):
     one = draw(logits, temperature=1.0)
     assert torch.equal(one, draw(logits, temperature=1.0))
@@ -167,7 +174,8 @@ def test_top_k_top_p_and_min_p_are_refused_at_temperature_zero(cut):
         Sampling(temperature=0, **cut)
 
 
-BAD = [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}]
+BAD = [{"temperature": -1}, {"top_k": -2}, {"top_k": 1.5}, {"top_k": True}, {"top_p": 0}, {"top_p": 1.1}]
+BAD += [{"min_p": -0.1}, {"min_p": 1.1}]
 BAD += [{"min_p": torch.nan}, *({"repetition_penalty": x} for x in (0, -1.0, torch.nan, torch.inf, 10**400, "1", None))]
 
 
