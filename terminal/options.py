@@ -9,7 +9,7 @@ import kv as methods
 from engine import Engine, Sampling
 from runtime import plan, prefix
 from runtime.arguments import check_penalty
-from runtime.checkpoint import read_config, read_sampling
+from runtime.checkpoint import SAMPLING, read_config, read_sampling, unsupported_sampling
 from runtime.device import DTYPES
 from runtime.load import read_known
 from terminal.batch import parse_batch
@@ -18,7 +18,6 @@ from terminal.conversation import first_question
 from text.tokenizer import load_tokenizer
 
 NEEDLE = Path(__file__).parents[1] / "needle"
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
@@ -52,11 +51,11 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--max-prompt", type=int, metavar="N", help="allocate caches for prompts of N tokens (default: the longest)")
     add("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
     add("--temperature", type=float, help="0 (default) is greedy")
-    add("--top-k", type=int)
+    add("--top-k", type=int, help="0 or -1 (default) keeps all tokens")
     add("--top-p", type=float)
     add("--min-p", type=float, help="cuts tokens less probable than this times the most probable one")
     add("--repetition-penalty", type=float, help="above 1, tokens of the prompt and the answer become less likely")
-    recommended = "sample as the checkpoint's generation_config.json recommends, but for the flags above"
+    recommended = "sample as transformers does by the checkpoint's generation_config.json, but for the flags above"
     add("--generation-config", action="store_true", help=recommended)
     add("--seed", type=int, help="of sampling (default: a new one each time)")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
@@ -130,26 +129,33 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
 
 
 def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
-    """Sampling's arguments of `Engine.generate`, and `stop`; prints what the checkpoint recommends beyond them.
+    """Sampling's arguments of `Engine.generate`, and `stop`; notes what transformers takes from the checkpoint beyond.
 
     Raises ValueError for arguments that cannot be met.
     """
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    decides = args.generation_config or args.temperature == 0  # else the file alone says what is recommended
+    how, notes = given, []
     try:
-        used = read_sampling(folder) | given
-        if used.get("temperature", 0) == 0:  # greedy: what would cut a distribution does not matter
-            used = {name: value for name, value in used.items() if name in given or name == "repetition_penalty"}
-        beyond = ", ".join(f"{name} {shortened(value)}" for name, value in used.items() if name not in given)
-        note = f"note: generation_config.json recommends {beyond}; --generation-config applies it" if beyond else ""
+        used = read_sampling(folder, args.temperature if decides else None) | given
+        if args.generation_config:
+            how = used
+        elif beyond := {name: value for name, value in used.items() if name not in given}:
+            notes.append(f"generation_config.json recommends {listed(beyond)}; --generation-config applies it")
+        if ignored := unsupported_sampling(folder, used.get("temperature", 0) > 0):
+            notes.append(f"generation_config.json also sets {listed(ignored)}: not supported, and ignored")
     except ValueError as error:
         if args.generation_config:
             raise
-        note = f"note: {error}"
-    how, note = (used, "") if args.generation_config else (given, note)
+        notes = [str(error)]
     check_penalty(Sampling(**how).repetition_penalty, args.speculate)
-    if note and args.save_prompt is None:
-        print(note, file=sys.stderr)
+    for note in notes if args.save_prompt is None else ():
+        print("note:", note, file=sys.stderr)
     return how | {"stop": args.stop}
+
+
+def listed(values: dict[str, object]) -> str:
+    return ", ".join(f"{name} {shortened(value)}" for name, value in values.items())
 
 
 def given_options(args: argparse.Namespace) -> dict:

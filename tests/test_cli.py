@@ -25,7 +25,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 import generate
 from engine import Engine
 from model import Transformer
-from runtime.checkpoint import open_weights, write_checkpoint
+from runtime.checkpoint import SAMPLING, open_weights, write_checkpoint
 from runtime.compile import compile_errors
 from runtime.hf_config import from_hf
 from terminal import cli, options
@@ -477,10 +477,11 @@ RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95
 SAMPLINGS = {  # name -> generation_config.json, flags, what --generation-config adds to the flags' sampling
     "all": (RECOMMENDED | {"min_p": 0.01}, [], RECOMMENDED | {"min_p": 0.01}),
     "flags win": (RECOMMENDED, ["--temperature", "0.9", "--top-k", "3"], {"top_p": 0.95, "repetition_penalty": 1.05}),
+    "no cut": (RECOMMENDED, ["--top-k", "0"], {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.05}),
     "a greedy flag": (RECOMMENDED, ["--temperature", "0"], {"repetition_penalty": 1.05}),
     "greedy": (RECOMMENDED | {"do_sample": False}, [], {"repetition_penalty": 1.05}),
-    "temperature alone": ({"temperature": 0.7}, [], {"temperature": 0.7}),
-    "sampling alone": ({"do_sample": True}, [], {"temperature": 1.0}),
+    "temperature alone": ({"temperature": 0.7}, [], {}),
+    "sampling alone": ({"do_sample": True}, [], {"temperature": 1.0, "top_k": 50}),
     "a cut alone": ({"top_p": 0.9}, [], {}),
     "nothing": ({"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1.0}, [], {}),
     "no file": (None, [], {}),
@@ -496,7 +497,7 @@ def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(tiny_ch
     common = ["--checkpoint", folder, "--prompt", "The keeper", "--seed", 1, "--json", *SHORT, *flags]
     plain, applied = run(*common), run(*common, "--generation-config")
     notes = [line for line in plain.stderr.splitlines() if "generation_config" in line]
-    added = {name: added[name] for name in options.SAMPLING if name in added}
+    added = {name: added[name] for name in SAMPLING if name in added}
     listed = ", ".join(f"{name} {value}" for name, value in added.items())
     said = f"note: generation_config.json recommends {listed}; --generation-config applies it"
     assert notes == [said] * bool(added) and "generation_config" not in applied.stderr
@@ -505,6 +506,25 @@ def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(tiny_ch
     how = {name: value for name, value in used["sampling"].items() if value is not None}
     expected = Engine.load(folder, compile=False, seed=1).generate("The keeper", 6, **how)[0].tokens
     assert used["completions"][0]["tokens"] == expected
+
+
+def test_a_temperature_applies_the_cuts_of_a_generation_config_that_is_greedy(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"top_p": 0.9}')
+    common = ["--checkpoint", folder, "--prompt", "The keeper", "--json", *SHORT, "--temperature", "0.5"]
+    used = [json.loads(run(*common, *more).stdout)["sampling"] for more in ([], ["--generation-config"])]
+    assert [(how["temperature"], how["top_k"], how["top_p"]) for how in used] == [(0.5, None, None), (0.5, 50, 0.9)]
+
+
+@pytest.mark.parametrize("more", ([], ["--generation-config"]))
+def test_what_is_not_supported_of_a_generation_config_is_named_in_one_note(tiny_checkpoint, tmp_path, more):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    content = {"num_beams": 4, "suppress_tokens": [1, 2], "typical_p": 0.9, "min_length": 0, "max_length": 4096}
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    said = run("--checkpoint", folder, "--prompt", "The keeper", *SHORT, *more).stderr
+    notes = [line for line in said.splitlines() if line.startswith("note:")]
+    ignored = "num_beams 4, suppress_tokens [1, 2]"
+    assert notes == [f"note: generation_config.json also sets {ignored}: not supported, and ignored"]
 
 
 MISTAKES = {
