@@ -34,7 +34,8 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--stop", action="append", metavar="TEXT", help="ends an answer, and is cut off; repeatable")
     add("--save-prompt", metavar="FILE", help="prefill the prompt and save what the cache holds")
     add("--load-prompt", metavar="FILE", help="continue a saved prompt, with its method and budget")
-    add("--out", metavar="FILE", help="append each answer to this JSONL file as soon as it is complete")
+    out = "append each answer to this JSONL file as soon as it is complete; a batch skips the ids that it answers"
+    add("--out", metavar="FILE", help=out)
     add("--kv", metavar="NAME", help="KV method (default: full); see --list-kv")
     add("--budget", type=number, help="tokens per KV head, or a share of the prompt between 0 and 1")
     add("--kv-opt", action="append", metavar="K=V", help="an option of the method; repeatable")
@@ -81,7 +82,8 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
     """The prompts by id; a line without an id gets its line number. Without any, --chat asks for one at a terminal;
     {} if the conversation ends there."""
     if args.batch_file is not None:
-        return parse_batch(args.batch_file, read_text(args.batch_file))
+        name = "stdin" if args.batch_file == "-" else args.batch_file
+        return parse_batch(name, read_text(args.batch_file))
     if args.prompt_file is not None:
         return {1: read_text(args.prompt_file)}
     if args.prompt is not None:
@@ -175,10 +177,7 @@ def given_options(args: argparse.Namespace) -> dict:
 def encode(
     engine: Engine, args: argparse.Namespace, prompts: dict[str | int, str], saved: prefix.Header | None
 ) -> tuple[dict[str | int, list[int]], dict[str | int, str]]:
-    """The ids of each prompt, or of what follows a saved one, and the errors of those that the engine rejects.
-
-    Raises ValueError if it rejects all.
-    """
+    """The ids of each prompt, or of what follows a saved one, and the errors of those that the engine rejects."""
     ids, failed, chat = {}, {}, engine.tokenizer.chat if args.save_prompt is None else engine.tokenizer.chat_begin
     for name, text in prompts.items():
         try:
@@ -190,7 +189,11 @@ def encode(
                 ids[name] = prompt
         except ValueError as error:
             failed[name] = str(error)
-    if not ids:
-        name, error = next(iter(failed.items()))
-        raise ValueError(error if len(prompts) == 1 else f"no prompt can be answered; prompt {name}: {error}")
+    for name in sorted(ids, key=lambda name: -len(ids[name])) if saved is None else ():
+        try:
+            plan.check_caches(engine, len(ids[name]))
+            break  # shorter prompts need no more
+        except ValueError as error:
+            failed[name] = str(error)
+            del ids[name]
     return ids, failed

@@ -189,6 +189,101 @@ def test_a_prompt_that_is_too_long_fails_alone(text_checkpoint, tmp_path):
     assert sorted(line["id"] for line in written) == [1, 3, 4]
 
 
+def test_a_prompt_whose_caches_cannot_be_fails_alone(text_checkpoint, tmp_path):
+    folder = shutil.copytree(text_checkpoint, tmp_path / "windowed")
+    edit_model(folder / "config.json", window=64)
+    (tmp_path / "batch.txt").write_text("fog\n" + "fog and light " * 50 + "\nlight\n")
+    flags = ("--batch-file", tmp_path / "batch.txt", "--json", "--kv", "streaming", "--budget", 16, *SHORT)
+    result = run("--checkpoint", folder, *flags)
+    report = json.loads(result.stdout)
+    assert [completion["id"] for completion in report["completions"]] == [1, 3]
+    assert result.returncode == 2 and "does not honour this model's sliding window" in report["failed"][0]["error"]
+
+
+@pytest.mark.parametrize("rows", (1, 2, 8))
+def test_a_question_about_a_saved_prompt_that_does_not_fit_fails_alone(text_checkpoint, tmp_path, rows):
+    common, out = ("--checkpoint", text_checkpoint, "--no-compile"), tmp_path / "out.jsonl"
+    run(*common, "--prompt", "The keeper", "--save-prompt", tmp_path / "book.kv", "--max-new-tokens", 30)
+    questions = {"a": "Who?", 2: "x " * 60, "c": "Where?", "d": "y " * 60, "e": "When?"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in questions.items()]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+    flags = ("--load-prompt", tmp_path / "book.kv", "--batch-file", tmp_path / "q.jsonl", "--batch", rows)
+    result = run(*common, *flags, "--out", out, "--json", "--max-new-tokens", 4)
+    report, written = json.loads(result.stdout), {line["id"]: line for line in lines_of(out)}
+    assert result.returncode == 2 and result.stderr.endswith("error: 2 of 5 prompts failed: 2, d\n")
+    assert set(written) == set(questions) and [written[name] for name in "ace"] == report["completions"]
+    assert [written[2], written["d"]] == report["failed"] and "--max-new-tokens" in written[2]["error"]
+    for completion in report["completions"]:
+        flags = ("--load-prompt", tmp_path / "book.kv", "--prompt", questions[completion["id"]], "--max-new-tokens", 4)
+        assert run(*common, *flags).stdout == completion["text"] + "\n"
+
+
+def test_a_rerun_answers_what_the_file_of_out_does_not(text_checkpoint, tmp_path, monkeypatch):
+    """Ids are texts and numbers; a line of a killed run is cut off, and a line with an error is no answer."""
+    prompts = {"a": "The keeper", 7: "fog", "7": "light", "long": "a b c d " * 9000, "e": "At low tide"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+    batch, out = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    batch.write_text("\n".join(lines))
+    flags = ("--checkpoint", text_checkpoint, "--batch-file", batch, "--out", out, "--json", *SHORT)
+    whole = json.loads(run(*flags).stdout)["completions"]
+    by_id = {line["id"]: json.dumps(line) for line in lines_of(out)}
+    kept = [by_id[7], by_id["long"], by_id[7], '{"id": "other", "text": ""}', "not JSON", by_id["a"][:-9]]
+    out.write_text("\n".join(kept))
+    result = run(*flags)
+    report = json.loads(result.stdout)
+    assert f"-- {out} answers 1 of 5 prompts: skipped\n" in result.stderr and report["skipped"] == 1
+    assert report["completions"] == [completion for completion in whole if completion["id"] != 7]
+    assert out.read_text().splitlines()[: len(kept)] == kept
+    assert sorted(json.loads(line)["id"] for line in out.read_text().splitlines()[len(kept) :]) == [
+        "7",
+        "a",
+        "e",
+        "long",
+    ]
+
+    batch.write_text("\n".join(line for line in lines if "long" not in line))
+    before = out.read_bytes()
+    monkeypatch.setattr("generate.Engine.load", lambda *_, **__: pytest.fail("loaded"))
+    result = run(*flags)
+    assert result.returncode == 0 and json.loads(result.stdout) == {"completions": [], "failed": [], "skipped": 4}
+    assert "answers 4 of 4 prompts" in result.stderr and out.read_bytes() == before
+    batch.write_text('{"id": "a", "prompt": "Another one"}')
+    assert_refused(run(*flags), "answers another prompt with the id 'a'", "name another --out")
+    assert out.read_bytes() == before
+
+
+def test_ctrl_c_in_a_batch_counts_what_is_kept_and_prints_it(text_checkpoint, tmp_path, monkeypatch):
+    batch, out = tmp_path / "batch.txt", tmp_path / "out.jsonl"
+    batch.write_text("fog\nlight\nThe keeper\nAt low tide\n")
+    flags = ("--checkpoint", text_checkpoint, "--batch-file", batch, "--out", out, "--batch", 1, *SHORT)
+    write = generate.write
+
+    def then_stop(file, entry):
+        write(file, entry)
+        if entry["id"] == answered:
+            signal.raise_signal(signal.SIGINT)
+
+    for answered in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, "write", then_stop)
+            result = run(*flags)
+        assert result.returncode == 130 and len(lines_of(out)) == answered
+        said = f"-- {answered} of 4 answers are in {out}: the same command continues\ninterrupted\n"
+        assert result.stderr.endswith(said) and result.stdout.splitlines()[-1].startswith(f"{answered}: ")
+    assert run(*flags).returncode == 0 and [line["id"] for line in lines_of(out)] == [1, 2, 3, 4]
+
+
+def test_a_batch_prints_each_prompt_in_one_line_after_its_id(text_checkpoint, tmp_path):
+    prompts = {"a": "\nTwo\tlines,\n\nand " + "more " * 99, 7: "fog\x1b[2J"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+    (tmp_path / "batch.jsonl").write_text("\n".join(lines))
+    flags = ("--batch-file", tmp_path / "batch.jsonl", "--json", tmp_path / "out.json", *SHORT)
+    printed = run("--checkpoint", text_checkpoint, *flags).stdout
+    texts = [completion["text"] for completion in json.loads((tmp_path / "out.json").read_text())["completions"]]
+    first = "Two lines, and " + "more " * 9
+    assert printed == f"a: {first} -> {texts[0]}\n7: fog\\x1b[2J -> {texts[1]}\n"
+
+
 BATCHES = {
     "not JSON": ('{"prompt": "x"}\n{"prompt"', ["line 2", "prompt"]),
     "no prompt": ('{"prompt": "x"}\n\n{"text": "x"}', ["line 3", "prompt"]),
@@ -197,6 +292,13 @@ BATCHES = {
     "an odd id": ('{"id": [1], "prompt": "x"}', ["line 1", "id"]),
     "nothing": ("\n\n", ["no prompt"]),
 }
+VALUES = (["x", "y"], [{"id": 1, "prompt": "x"}], {"prompts": ["x", "y"]}, {"id": 1, "prompt": "x"})
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_batch_that_is_one_json_value_is_refused_and_not_answered_as_text(text_checkpoint, value):
+    flags = ("--checkpoint", text_checkpoint, "--batch-file", "-")
+    assert_refused(run(*flags, stdin=json.dumps(value, indent=1)), "stdin is one JSON value", "JSONL")
 
 
 @pytest.mark.parametrize("what", BATCHES)
