@@ -37,7 +37,7 @@ def test_every_method_budget_and_task_is_a_row_with_the_bytes_it_takes(result):
     tasks = ["niah_multikey_1", "two_stage", "needle", "fidelity", "perplexity"]
     assert set(found) == {(kv, budget, task) for kv, budget in budgets for task in tasks}
     full, small = found["full", None, "needle"], found["streaming", 64, "needle"]
-    assert full["n"] == small["n"] == 2 and full["share_of_full"] == pytest.approx(1, abs=0.01)
+    assert full["n"] == small["n"] == 2 and full["share_of_full"] == 1
     assert small["kv_device_bytes"] < full["kv_device_bytes"] / 5 and small["share_of_full"] < 0.2
     assert small["step_device_bytes"] == 2 * 2 * 64 * 2 * 16 * 4  # layers, KV heads, slots, K and V, head dim, fp32
 
