@@ -523,7 +523,9 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
         ids += answer["tokens"]
 
 
-@pytest.mark.parametrize("typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"/exit\n", 0), (b"\x04", 0)))
+@pytest.mark.parametrize(
+    "typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"Who?\n/quit\n", 1), (b"/bye\n", 0), (b"\x04", 0))
+)
 def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, typed, answers):
     terminal, stdin = pty.openpty()
     os.write(terminal, typed)
@@ -535,6 +537,20 @@ def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, 
     assert result.stderr.count("/exit or Ctrl-D") == 1
     given = json.loads(result.stdout)["completions"][0]["answers"] if answers else []
     assert len(given) == answers
+
+
+def test_a_conversation_that_fills_its_caches_names_the_flag(chat_checkpoint, monkeypatch):
+    monkeypatch.setattr(generate, "CHAT_TURNS", 3)
+    terminal, stdin = pty.openpty()
+    typed = iter(["And " + "then " * 40, "never read"])
+    monkeypatch.setattr("terminal.conversation.typed", lambda *_: next(typed))
+    flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
+    with open(stdin) as keyboard, redirect_stderr(io.StringIO()) as err, redirect_stdout(io.StringIO()):
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        generate.main(flags)
+    os.close(terminal)
+    [line] = [line for line in err.getvalue().splitlines() if "no room" in line]
+    assert "the caches hold 36 tokens" in line and "--max-new-tokens" in line and next(typed) == "never read"
 
 
 def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monkeypatch, capsys):
