@@ -524,7 +524,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
 
 
 @pytest.mark.parametrize(
-    "typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"Who?\n/quit\n", 1), (b"/bye\n", 0), (b"\x04", 0))
+    "typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"Who?\n/quit\n\x04", 1), (b"/bye\n\x04", 0), (b"\x04", 0))
 )
 def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, typed, answers):
     terminal, stdin = pty.openpty()
