@@ -535,7 +535,7 @@ def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, 
     os.close(stdin)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("/exit or Ctrl-D") == 1
-    given = json.loads(result.stdout)["completions"][0]["answers"] if answers else []
+    given = json.loads(result.stdout)["completions"][0]["answers"] if result.stdout else []
     assert len(given) == answers
 
 
