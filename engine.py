@@ -57,7 +57,7 @@ class Sampling:
 
     repetition_penalty: logits of tokens that the row holds are divided by it if positive, and multiplied if negative.
     Temperature 0 or top_k 1 is greedy; else top_k, top_p and min_p cut the distribution: min_p cuts tokens less
-    probable than min_p times the most probable one.
+    probable than min_p times the most probable one. None, and top_k 0 or -1, top_p 1 and min_p 0, cut nothing.
     """
 
     temperature: float = 0.0
@@ -71,16 +71,20 @@ class Sampling:
         arguments.check_sampling(**vars(self))
 
     @property
+    def cuts(self) -> tuple[int, float, float]:
+        """top_k, top_p and min_p in numbers."""
+        return min(self.top_k, 2**31) if (self.top_k or 0) > 0 else 2**31, self.top_p or 1.0, self.min_p or 0.0
+
+    @property
     def variant(self) -> str:
         """Which compiled step this needs: greedy, plain or cut, penalized or not. Only `cut` sorts the vocabulary."""
-        kind = "cut" if self.top_k or self.top_p or self.min_p else "plain"
+        kind = "plain" if self.cuts == (2**31, 1, 0) else "cut"
         kind = "greedy" if self.temperature < 1e-6 or self.top_k == 1 else kind  # dividing by less would overflow
         return f"penalized {kind}" if self.repetition_penalty != 1 else kind
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What can change without a recompile: the numbers above, in order, as float64, and the seed."""
-        cut = (self.temperature, min(self.top_k or 2**31, 2**31), self.top_p or 1.0, self.min_p or 0.0)
-        cut = torch.tensor((*cut, self.repetition_penalty), dtype=torch.float64, device=device)
+        cut = torch.tensor((self.temperature, *self.cuts, self.repetition_penalty), dtype=torch.float64, device=device)
         return cut, torch.tensor(self.seed % 2**32, device=device)
 
 

@@ -14,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -25,10 +26,11 @@ from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
 from runtime import parallel, plan
+from runtime.arguments import check_length
 from runtime.checkpoint import COMPANIONS
 from runtime.device import DTYPES
 from tasks import Recipe, shipped_haystack, texts
-from tasks.answers import Job, Journal, answer, digest, force, forced, later_turn, parts, summary
+from tasks.answers import Job, Journal, answer, digest, force, forced, parts, summary, turns
 from tasks.prefill_once import prefill_once
 from tasks.registry import GROUPS, TASKS
 from terminal.cli import (
@@ -118,7 +120,7 @@ def prepare(
 ) -> list[Job]:
     """Every task's samples at every length; `haystack` and `forced_texts` are those of --haystack and --text, if given.
 
-    Raises ValueError or FileNotFoundError if a sample cannot be made.
+    A sample that cannot be made, or is too long, fails alone. Raises ValueError or FileNotFoundError if all do.
     """
     jobs = []
     for task, length in tqdm([(t, n) for n in lengths for t in tasks], unit="task", desc="samples", leave=False):
@@ -137,18 +139,26 @@ def prepare(
         recipe = Recipe(length - around, engine.encode, engine.tokenizer.decode, *how)
         try:
             count = args.samples if graded.size is None else min(args.samples, graded.size(recipe))
-            items = [graded.sample(recipe, i) for i in range(count)]
         except ValueError as error:
             raise ValueError(f"{task}: {error}") from None
-        except KeyError as error:
-            raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
-        if not items:
-            raise ValueError(f"{task}: its file holds no sample")
-        later = 0 if args.blind else 1  # the first question that is fed after the prompt
-        turns = ([later_turn(engine, q, args.chat) for q in s.questions[later:]] for s in items)
-        fed = max(sum(len(engine.encode(turn, bos=False)) for turn in own) for own in turns)
-        new = fed + JOINTS + graded.max_new_tokens * max(len(s.questions) for s in items)
-        jobs.append(Job(task, length, graded, items, -(-new // ROUND) * ROUND, args.chat))
+        job, new = Job(task, length, graded, [], 0, args.chat), 0
+        for i in range(count):
+            try:
+                sample = graded.sample(recipe, i)
+                prompt, later = turns(engine, sample, args.chat, args.blind)
+                check_length(len(engine.encode(prompt)), job.prompt, f"the room for it in a length of {length}")
+                fed = sum(len(engine.encode(turn, bos=False)) for turn in later)
+            except ValueError as error:
+                job.failed[i] = str(error)
+                continue
+            except KeyError as error:
+                raise ValueError(f"{task}: a record of its file has no {error}; fetch the file again") from None
+            job.items.append(sample)
+            new = max(new, fed + JOINTS + graded.max_new_tokens * len(sample.questions))
+        if not job.items:
+            raise ValueError(f"{task}: {next(iter(job.failed.values()), 'its file holds no sample')}")
+        job.new = -(-new // ROUND) * ROUND
+        jobs.append(job)
     return jobs
 
 
@@ -197,7 +207,8 @@ def evaluate(
             about = {"kv": method.kv, "budget": method.budget, "options": method.options}
             about |= {"task": job.task, "length": job.length}
             own = common | about | {"new": job.new}  # which depends on the other samples
-            keys = [json.dumps(own | {"index": i, "sample": s}, sort_keys=True) for i, s in enumerate(job.digests)]
+            named = zip(job.indices, job.digests, strict=True)
+            keys = [json.dumps(own | {"index": i, "sample": s}, sort_keys=True) for i, s in named]
             about["chat"] = job.chat
             missing = [i for i, key in enumerate(keys) if key not in journal.results]
             mine = missing[ranks.rank :: ranks.count]
@@ -235,7 +246,7 @@ def evaluate(
             if engine.speculate:
                 rate["accepted_per_round"] = every["decoded"] / every["fed"] - 1 if every["fed"] else None
             rows.append(about | summary(job, results) | bytes_ | rate)
-            samples += [about | {"index": i} | result for i, result in enumerate(results)]
+            samples += [about | {"index": i} | result for i, result in zip(job.indices, results, strict=True)]
     return rows, samples
 
 
@@ -254,11 +265,12 @@ def use(engine: Engine, caches: tuple) -> dict:
     batch, prompt = caches[3:5]
     known = plan.figures(engine, prompt + 1)
     device, host = known["kv_device_bytes"], known["kv_host_bytes"]
+    full = methods.planned_bytes("full", replace(engine.shape, rewind=0), None, {})
     return {
         "profile": known["profile"],
         "kv_device_bytes": device // batch,
         "kv_host_bytes": host // batch,
-        "share_of_full": (device + host) / known["kv_full_bytes"],
+        "share_of_full": (device + host) / sum(full),
         "step_device_bytes": known["step_device_bytes"],
         "step_host_bytes": known["step_host_bytes"],
     }
@@ -332,12 +344,20 @@ def main(argv: list[str] | None = None) -> None:
     out = sys.stderr if args.json == "-" else sys.stdout
     print("\n".join([accuracy_table(rows, jobs, chosen), *profile_lines(rows)]), file=out)
     arguments = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    result = {"args": arguments, "ranks": ranks.count, "rows": rows, "samples": samples}
+    failed = [
+        {"task": job.task, "length": job.length, "index": i, "error": error}
+        for job in jobs
+        for i, error in job.failed.items()
+    ]
+    result = {"args": arguments, "ranks": ranks.count, "rows": rows, "samples": samples, "failed": failed}
     write_json(args.json, result)
     if args.plot:
         from tasks.plot import draw  # imports matplotlib, which takes a second
 
         draw(rows, samples, args.plot)
+    if failed:
+        names = ", ".join(f"{x['task']}@{x['length']} {x['index']} ({x['error']})" for x in failed)
+        raise ValueError(f"{len(failed)} samples failed, and the others were asked: {names}")
 
 
 if __name__ == "__main__":

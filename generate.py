@@ -14,7 +14,7 @@ from tqdm import tqdm
 from engine import Answer, Engine
 from runtime import cpu, parallel, prefix
 from terminal import options as flags
-from terminal.batch import appended, write
+from terminal.batch import appended, digest, unanswered, write
 from terminal.cli import one_line, progress, run, write_json
 from terminal.conversation import converse
 from terminal.report import completion, measured, print_plan, print_report
@@ -31,16 +31,23 @@ def main(argv: list[str] | None = None) -> None:
     ranks = parallel.join()
     prompts = parallel.first(ranks, lambda: flags.read_prompts(args, ranks.count))
     flags.check(args, prompts, ranks.count)
-    if prompts:
-        answer(args, prompts, ranks)
+    left = parallel.first(ranks, lambda: unanswered(args.out, prompts)) if args.batch_file is not None else prompts
+    skipped = len(prompts) - len(left)
+    if skipped:
+        print(f"-- {args.out} answers {skipped} of {len(prompts)} prompts: skipped", file=sys.stderr)
+    if left:
+        answer(args, left, ranks, skipped)
+    elif skipped and not ranks.rank:
+        write_json(args.json, {"completions": [], "failed": [], "skipped": skipped})
 
 
-def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: parallel.Ranks) -> None:
+def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: parallel.Ranks, skipped: int = 0) -> None:
     """Loads the engine, answers, and prints the measurements. A single answer streams.
 
-    A rejected prompt among several fails alone: after the others are answered, ValueError names it.
+    A rejected prompt among several fails alone: after the others are answered, ValueError names it. skipped: how many
+    more prompts the file of --out answers.
     """
-    demo, single, saved = args.checkpoint is None, len(prompts) == 1, None
+    demo, single, saved = args.checkpoint is None, len(prompts) == 1 and args.batch_file is None, None
     args.kv = args.kv or "full"
     options = flags.given_options(args)
     if args.load_prompt is not None:
@@ -49,7 +56,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         args.dtype = args.dtype or saved.dtype
     how = flags.given_sampling(args, args.checkpoint or flags.NEEDLE)
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
-    typed = single and args.batch_file is None and args.prompt_file != "-" and args.save_prompt is None
+    typed = single and args.prompt_file != "-" and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
     engine = Engine.load(
         args.checkpoint or flags.NEEDLE,
@@ -67,48 +74,64 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         speculate=args.speculate or 0,
         progress=partial(progress, but="" if single else "prefill"),
     )
-    ids, failed = flags.encode(engine, args, prompts, saved)
-    if args.save_prompt is not None:
+    ids, refused = flags.encode(engine, args, prompts, saved)
+    if args.save_prompt is not None and ids:
         return save(engine, next(iter(ids.values())), args)
-    if not saved:
+    if not saved and ids:
         print_plan(engine, max(map(len, ids.values())))
     out = sys.stderr if args.json == "-" else sys.stdout
-    names, completions, streamed, interrupted = list(ids), {}, [], False
+    names, completions, failed, streamed, interrupted = list(ids), {}, {}, [], False
     if single:
         how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
-    with (
-        tqdm(total=len(prompts), unit="prompt", disable=True if single else None) as bar,
-        appended(None if ranks.rank else args.out) as file,
-    ):
+    try:
+        with (
+            tqdm(total=len(prompts), unit="prompt", disable=True if single else None) as bar,
+            appended(None if ranks.rank else args.out) as file,
+        ):
 
-        def done(index: int, *answers: Answer) -> None:
-            prompt_tokens = saved.prompt if saved else len(ids[names[index]])
-            completions[index] = {"id": names[index]} | completion(prompt_tokens, answers)
-            write(file, completions[index])
-            bar.update()
+            def done(index: int, *answers: Answer) -> None:
+                name = names[index]
+                about = {"id": name, "prompt_digest": digest(prompts[name])}
+                completions[index] = about | completion(saved.prompt if saved else len(ids[name]), answers)
+                write(file, completions[index])
+                bar.update()
 
-        for name, error in failed.items():
-            tqdm.write(one_line(f"prompt {name}: {error}"), file=sys.stderr)
-            write(file, {"id": name, "error": error})
-            bar.update()
-        try:
-            if talk:
+            def fail(name: str | int, error: str) -> None:
+                failed[name] = error
+                if not single:
+                    tqdm.write(one_line(f"prompt {name}: {error}"), file=sys.stderr)
+                write(file, {"id": name, "error": error})
+                bar.update()
+
+            for name, error in refused.items():
+                fail(name, error)
+            if talk and ids:
                 answers, interrupted = converse(engine, ids[names[0]], limit, how, out)
                 done(0, *answers)
             elif saved is not None:
-                ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done)
-            else:
+                ask_saved(
+                    engine, args.load_prompt, list(ids.values()), limit, how, done, lambda i, e: fail(names[i], e)
+                )
+            elif ids:
                 engine.generate(list(ids.values()), limit, **how, on_answer=done)
-        finally:
-            if streamed and not talk:
-                print(file=out)  # ends the answer's line, before an error's too
-    if not single:
-        for index, name in enumerate(names):
-            print(f"{prompts[name][:60]} -> {completions[index]['text']}", file=out)
-    report = measured(engine) | {"checkpoint": str(args.checkpoint or flags.NEEDLE)}
-    report["completions"] = [completions[index] for index in range(len(names))]
+    except KeyboardInterrupt:
+        if args.out is not None and not single:
+            kept = f"{skipped + len(completions)} of {skipped + len(prompts)} answers are in {args.out}"
+            print(f"-- {kept}: the same command continues", file=sys.stderr)
+        raise
+    finally:
+        if streamed and not talk:
+            print(file=out)  # ends the answer's line, before an error's too
+        for index in sorted(completions) if not single else ():
+            print(f"{names[index]}: {one_line(prompts[names[index]])[:60]} -> {completions[index]['text']}", file=out)
+    if single and failed:
+        raise ValueError(failed.popitem()[1])
+    report = measured(engine) | {"checkpoint": str(args.checkpoint or flags.NEEDLE)} if completions else {}
+    report["completions"] = [completions[index] for index in sorted(completions)]
     report["failed"] = [{"id": name, "error": error} for name, error in failed.items()]
-    print_report(report)
+    report["skipped"] = skipped
+    if completions:
+        print_report(report)
     for line in cpu.lines(engine.stats.products) if args.verbose else ():
         print(f"{'product':14} {line}", file=sys.stderr)
     if not ranks.rank:

@@ -73,22 +73,22 @@ def check_sampling(
     repetition_penalty: object = 1.0,
     seed: object = None,
 ) -> None:
-    optional = [("top-p", top_p, Real), ("min-p", min_p, Real), ("seed", seed, Integral)]
+    optional = [("top-k", top_k, Integral), ("top-p", top_p, Real), ("min-p", min_p, Real), ("seed", seed, Integral)]
     required = [("temperature", temperature, Real), ("repetition penalty", repetition_penalty, Real)]
     for name, value, kind in required + [x for x in optional if x[1] is not None]:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"the {name} must be a {'whole ' * (kind is Integral)}number, not {shortened(value)}")
     if not 0 <= temperature <= 1e30:
         raise ValueError(f"the temperature must be 0 or more, not {str(temperature)[:9]}")
-    if top_k is not None:
-        check_count("top-k", top_k)
+    if top_k is not None and top_k < -1:
+        raise ValueError(f"top-k must be at least 1, or 0 or -1 for all tokens, not {shortened(top_k)}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top-p must lie between 0 and 1, not {shortened(top_p)}")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValueError(f"min-p must lie between 0 and 1, not {shortened(min_p)}")
     if not 1e-6 <= repetition_penalty <= 1e6:  # beyond, logits could overflow
         raise ValueError(f"the repetition penalty must lie between 1e-6 and 1e6, not {shortened(repetition_penalty)}")
-    if temperature == 0 and (top_p is not None or min_p or top_k not in (None, 1)):
+    if temperature == 0 and (top_p not in (None, 1) or min_p or top_k not in (None, 0, -1, 1)):
         raise ValueError("temperature 0 takes the best token: top-k, top-p and min-p need a --temperature above 0")
 
 

@@ -46,6 +46,19 @@ COMPANIONS = (  # files that accompany the weights, copied unchanged
     "chat_template.json",
     "kv_profile.json",
 )
+# Of generation_config.json: transformers' defaults, values that cut nothing, and keys that the engine does not support,
+# with the values at which they change nothing; SAMPLED: keys that matter only where transformers samples.
+SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,)}
+UNSUPPORTED = {
+    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "stop_strings"), []),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("sequence_bias", "watermarking_config", "constraints", "force_words_ids", "dola_layers")),
+    "token_healing": False,
+}
+SAMPLED = {"top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -240,26 +253,38 @@ def read_eos_ids(folder: Path, config: dict, vocab: int) -> tuple[set[int], set[
     return inside, found - inside
 
 
-def read_sampling(folder: Path) -> dict[str, int | float]:
-    """The sampling that generation_config.json recommends, as arguments of `Engine.generate`; empty if greedy.
+def read_sampling(folder: Path, temperature: float | None = None) -> dict[str, int | float]:
+    """The sampling that transformers takes from generation_config.json, as arguments of `Engine.generate`.
 
-    Raises ValueError for values that the engine would refuse.
+    It samples if `do_sample` is true; else the repetition penalty alone counts. temperature: instead of the file's, and
+    of its `do_sample`. Raises ValueError for values that the engine would refuse.
     """
-    file = folder / "generation_config.json"
-    given = {name: value for name, value in read_json(file, missing={}).items() if value is not None}
-    off = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}  # transformers' values for none
-    found = {name: given[name] for name in off if given.get(name, off[name]) != off[name]}
-    found = {"temperature": given.get("temperature", 1.0)} | found
-    samples = given.get("do_sample", "temperature" in given)
-    if not samples or found["temperature"] == 0:
-        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    given = SAMPLING | _generation_config(folder)
+    samples = given.get("do_sample", False) if temperature is None else temperature > 0
+    given["temperature"] = given["temperature"] if temperature is None else temperature
     try:
         if not isinstance(samples, bool):
             raise ValueError(f"do_sample must be true or false, not {shortened(samples)}")
+        names = SAMPLING if samples and given["temperature"] != 0 else ("repetition_penalty",)
+        found = {name: given[name] for name in names if given[name] not in OFF.get(name, ())}
         check_sampling(**found)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{folder / 'generation_config.json'}: {error}") from None
     return found
+
+
+def unsupported_sampling(folder: Path, samples: bool) -> dict[str, object]:
+    """The keys of generation_config.json with which transformers answers otherwise and the engine does not."""
+    given = _generation_config(folder)
+    contrastive = not samples and given.get("top_k", SAMPLING["top_k"]) not in (0, 1)
+    off = UNSUPPORTED | (SAMPLED if samples else {}) | ({"penalty_alpha": 0} if contrastive else {})
+    return {name: given[name] for name in off if given.get(name, off[name]) != off[name]}
+
+
+def _generation_config(folder: Path) -> dict:
+    """generation_config.json without its nulls, for which transformers takes its defaults; {} if there is no file."""
+    content = read_json(folder / "generation_config.json", missing={})
+    return {name: value for name, value in content.items() if value is not None}
 
 
 def load_checkpoint(

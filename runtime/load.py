@@ -106,7 +106,7 @@ def share(c: ModelConfig, ranks: Ranks) -> ModelConfig:
     """The sizes of one rank's part. Raises ValueError if heads or MLPs do not divide."""
     for size, what in ((c.n_kv_head, "KV heads"), (c.ffn_dim, "MLP channels")):
         if size % ranks.count:
-            fit = [str(n) for n in range(1, ranks.count) if not c.n_kv_head % n and not c.ffn_dim % n]
+            fit = [str(n) for n in range(1, c.n_kv_head + 1) if not c.n_kv_head % n and not c.ffn_dim % n]
             raise ValueError(f"{size} {what} do not divide among {ranks.count} ranks: start {' or '.join(fit)}")
     return replace(
         c, n_head=c.n_head // ranks.count, n_kv_head=c.n_kv_head // ranks.count, ffn_dim=c.ffn_dim // ranks.count

@@ -78,6 +78,12 @@ def check_length(engine, tokens: int) -> None:
     arguments.check_length(tokens, engine.max_prompt, "max_prompt")
 
 
+def check_caches(engine, tokens: int) -> None:
+    """Raises ValueError if the engine has no caches yet and cannot have any for a prompt of `tokens` tokens."""
+    if engine.shape is None:
+        check_memory(engine, plan_of(engine, engine.max_prompt or tokens, engine.max_new_tokens))
+
+
 def needed(engine, length: int, new: int) -> Shape | None:
     """The plan for prompts of `length` tokens and `new` more, for which it frees the caches; None if they suffice.
 
@@ -104,7 +110,8 @@ def room(engine, row, question: list[int]) -> int:
     left = row.prompt_tokens + engine.shape.max_new_tokens - tokens + 1
     if left < 1 and not engine.endless:
         raise ValueError(
-            f"no room for another question: the caches hold {engine.shape.max_new_tokens} tokens after the prompt"
+            f"no room for another question: the caches hold {engine.shape.max_new_tokens} tokens after the prompt, and "
+            f"{1 - left} more are needed: give a larger --max-new-tokens when loading, or when saving the prompt"
         )
     return 2**31 if engine.endless else left
 

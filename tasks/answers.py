@@ -35,11 +35,17 @@ class Job:
     items: list  # Samples, or (prompt, continuation)
     new: int  # the most tokens that a row decodes
     chat: bool = False  # whether prompts go through the checkpoint's chat template
+    failed: dict[int, str] = field(default_factory=dict)  # the indices of samples that cannot be asked, and why
 
     @property
     def prompt(self) -> int:
         """Prompt tokens that the caches are planned for."""
         return self.length - (self.graded.max_new_tokens if self.graded else self.new)
+
+    @property
+    def indices(self) -> list[int]:
+        """The task's index of each item."""
+        return [i for i in range(len(self.items) + len(self.failed)) if i not in self.failed]
 
     @cached_property
     def digests(self) -> list[str]:

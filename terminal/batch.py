@@ -1,5 +1,6 @@
 """Files of prompts and of answers: what --batch-file reads and --out appends to."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
     if not lines:
         raise ValueError(f"{name} holds no prompt")
     if not name.endswith(".jsonl") and "prompt" not in parse_object(next(iter(lines.values()))):
+        if is_json(text):
+            raise ValueError(f'{name} is one JSON value: write a prompt a line, or JSONL of {{"id", "prompt"}}')
         return lines
     prompts = {}
     for i, line in lines.items():
@@ -30,13 +33,46 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
     return prompts
 
 
-def parse_object(line: str) -> dict:
+def is_json(text: str) -> bool:
+    """Whether the whole text is a JSON array or object."""
+    try:
+        return isinstance(parse_json(text, "a text"), list | dict)
+    except ValueError:
+        return False
+
+
+def parse_object(line: str | bytes) -> dict:
     """The JSON object in a line; an empty dict if there is none."""
     try:
         value = parse_json(line, "a line")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def digest(prompt: str) -> str:
+    """What --out keeps of a prompt, to tell it from another one with the same id."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:12]
+
+
+def unanswered(out: str | None, prompts: dict[str | int, str]) -> dict[str | int, str]:
+    """The prompts that the file of --out does not answer; one of which it says an error is not answered.
+
+    Raises ValueError if it answers another prompt under the same id.
+    """
+    if out is None or not Path(out).is_file():
+        return prompts
+    answered = set()
+    with open(out, "rb") as file:
+        for entry in map(parse_object, file):  # a line that a killed run cut off is none
+            name = entry.get("id")
+            failed = "text" not in entry or entry.get("finish_reason") == "error"
+            if failed or not isinstance(name, str | int) or isinstance(name, bool) or name not in prompts:
+                continue
+            if entry.get("prompt_digest", own := digest(prompts[name])) != own:
+                raise ValueError(f"{out} answers another prompt with the id {name!r}: name another --out")
+            answered.add(name)
+    return {name: prompt for name, prompt in prompts.items() if name not in answered}
 
 
 @contextmanager

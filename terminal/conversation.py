@@ -13,6 +13,7 @@ from runtime import parallel
 from terminal.cli import one_line
 
 HELP = "/exit or Ctrl-D ends the conversation, /help says this; Ctrl-C stops an answer, or exits if none is running"
+EXITS = ("/exit", "/quit", "/bye", "/q")  # the last three as in other programs
 
 
 def say_help(alone: bool) -> None:
@@ -39,7 +40,7 @@ def first_question(alone: bool) -> str | None:
     except EOFError:
         line = "/exit"
         print(file=sys.stderr)
-    return None if line == "/exit" else line
+    return None if line in EXITS else line
 
 
 def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> tuple[list[Answer], bool]:
@@ -97,7 +98,7 @@ class Conversation:
         """The ids of the next turn, which a person types; None if the conversation ends."""
         self.reading = True
         try:
-            while (line := command("> ", self.engine.ranks.count == 1)) != "/exit":
+            while (line := command("> ", self.engine.ranks.count == 1)) not in EXITS:
                 try:
                     if line:
                         return self.engine.tokenizer.chat_next(line)

@@ -9,7 +9,7 @@ import kv as methods
 from engine import Engine, Sampling
 from runtime import plan, prefix
 from runtime.arguments import check_penalty
-from runtime.checkpoint import read_config, read_sampling
+from runtime.checkpoint import SAMPLING, read_config, read_sampling, unsupported_sampling
 from runtime.device import DTYPES
 from runtime.load import read_known
 from terminal.batch import parse_batch
@@ -18,7 +18,6 @@ from terminal.conversation import first_question
 from text.tokenizer import load_tokenizer
 
 NEEDLE = Path(__file__).parents[1] / "needle"
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
@@ -35,7 +34,8 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--stop", action="append", metavar="TEXT", help="ends an answer, and is cut off; repeatable")
     add("--save-prompt", metavar="FILE", help="prefill the prompt and save what the cache holds")
     add("--load-prompt", metavar="FILE", help="continue a saved prompt, with its method and budget")
-    add("--out", metavar="FILE", help="append each answer to this JSONL file as soon as it is complete")
+    out = "append each answer to this JSONL file as soon as it is complete; a batch skips the ids that it answers"
+    add("--out", metavar="FILE", help=out)
     add("--kv", metavar="NAME", help="KV method (default: full); see --list-kv")
     add("--budget", type=number, help="tokens per KV head, or a share of the prompt between 0 and 1")
     add("--kv-opt", action="append", metavar="K=V", help="an option of the method; repeatable")
@@ -52,11 +52,11 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--max-prompt", type=int, metavar="N", help="allocate caches for prompts of N tokens (default: the longest)")
     add("--batch", type=int, help="rows decoded together (default: one per prompt, at most 8)")
     add("--temperature", type=float, help="0 (default) is greedy")
-    add("--top-k", type=int)
+    add("--top-k", type=int, help="0 or -1 (default) keeps all tokens")
     add("--top-p", type=float)
     add("--min-p", type=float, help="cuts tokens less probable than this times the most probable one")
     add("--repetition-penalty", type=float, help="above 1, tokens of the prompt and the answer become less likely")
-    recommended = "sample as the checkpoint's generation_config.json recommends, but for the flags above"
+    recommended = "sample as transformers does by the checkpoint's generation_config.json, but for the flags above"
     add("--generation-config", action="store_true", help=recommended)
     add("--seed", type=int, help="of sampling (default: a new one each time)")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
@@ -82,7 +82,8 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
     """The prompts by id; a line without an id gets its line number. Without any, --chat asks for one at a terminal;
     {} if the conversation ends there."""
     if args.batch_file is not None:
-        return parse_batch(args.batch_file, read_text(args.batch_file))
+        name = "stdin" if args.batch_file == "-" else args.batch_file
+        return parse_batch(name, read_text(args.batch_file))
     if args.prompt_file is not None:
         return {1: read_text(args.prompt_file)}
     if args.prompt is not None:
@@ -130,26 +131,33 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
 
 
 def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
-    """Sampling's arguments of `Engine.generate`, and `stop`; prints what the checkpoint recommends beyond them.
+    """Sampling's arguments of `Engine.generate`, and `stop`; notes what transformers takes from the checkpoint beyond.
 
     Raises ValueError for arguments that cannot be met.
     """
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    decides = args.generation_config or args.temperature == 0  # else the file alone says what is recommended
+    how, notes = given, []
     try:
-        used = read_sampling(folder) | given
-        if used.get("temperature", 0) == 0:  # greedy: what would cut a distribution does not matter
-            used = {name: value for name, value in used.items() if name in given or name == "repetition_penalty"}
-        beyond = ", ".join(f"{name} {shortened(value)}" for name, value in used.items() if name not in given)
-        note = f"note: generation_config.json recommends {beyond}; --generation-config applies it" if beyond else ""
+        used = read_sampling(folder, args.temperature if decides else None) | given
+        if args.generation_config:
+            how = used
+        elif beyond := {name: value for name, value in used.items() if name not in given}:
+            notes.append(f"generation_config.json recommends {listed(beyond)}; --generation-config applies it")
+        if ignored := unsupported_sampling(folder, used.get("temperature", 0) > 0):
+            notes.append(f"generation_config.json also sets {listed(ignored)}: not supported, and ignored")
     except ValueError as error:
         if args.generation_config:
             raise
-        note = f"note: {error}"
-    how, note = (used, "") if args.generation_config else (given, note)
+        notes = [str(error)]
     check_penalty(Sampling(**how).repetition_penalty, args.speculate)
-    if note and args.save_prompt is None:
-        print(note, file=sys.stderr)
+    for note in notes if args.save_prompt is None else ():
+        print("note:", note, file=sys.stderr)
     return how | {"stop": args.stop}
+
+
+def listed(values: dict[str, object]) -> str:
+    return ", ".join(f"{name} {shortened(value)}" for name, value in values.items())
 
 
 def given_options(args: argparse.Namespace) -> dict:
@@ -169,10 +177,7 @@ def given_options(args: argparse.Namespace) -> dict:
 def encode(
     engine: Engine, args: argparse.Namespace, prompts: dict[str | int, str], saved: prefix.Header | None
 ) -> tuple[dict[str | int, list[int]], dict[str | int, str]]:
-    """The ids of each prompt, or of what follows a saved one, and the errors of those that the engine rejects.
-
-    Raises ValueError if it rejects all.
-    """
+    """The ids of each prompt, or of what follows a saved one, and the errors of those that the engine rejects."""
     ids, failed, chat = {}, {}, engine.tokenizer.chat if args.save_prompt is None else engine.tokenizer.chat_begin
     for name, text in prompts.items():
         try:
@@ -184,7 +189,11 @@ def encode(
                 ids[name] = prompt
         except ValueError as error:
             failed[name] = str(error)
-    if not ids:
-        name, error = next(iter(failed.items()))
-        raise ValueError(error if len(prompts) == 1 else f"no prompt can be answered; prompt {name}: {error}")
+    for name in sorted(ids, key=lambda name: -len(ids[name])) if saved is None else ():
+        try:
+            plan.check_caches(engine, len(ids[name]))
+            break  # shorter prompts need no more
+        except ValueError as error:
+            failed[name] = str(error)
+            del ids[name]
     return ids, failed

@@ -5,7 +5,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from engine import Engine
+from engine import Answer, Engine
+from runtime import plan
 from terminal.cli import write_json
 
 
@@ -30,20 +31,39 @@ def save(engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
     seconds = f"{report['save_s']:.2f} s"
     print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size / 1e6:.1f} MB, {seconds}", file=sys.stderr)
     print(f"-- the full cache takes {full / 1e6:.1f} MB; room for {report['room']} more tokens", file=sys.stderr)
+    if size >= full and engine.method != "full":
+        print("warning: this file is as large as the full cache or larger", file=sys.stderr)
     write_json(args.json, report)
 
 
-def ask_saved(engine: Engine, path: str, questions: list[list[int]], limit: int, how: dict, done: Callable) -> None:
-    """Answers questions about a saved prompt, each in a row of its own; `done` takes an index and an answer."""
-    stats = engine.stats.next_call()
+def ask_saved(
+    engine: Engine,
+    path: str,
+    questions: list[list[int]],
+    limit: int,
+    how: dict,
+    done: Callable[[int, Answer], None],
+    fail: Callable[[int, str], None],
+) -> None:
+    """Answers questions about a saved prompt, each in a row of its own.
+
+    `done` takes a question's index and answer, `fail` the index and the error of one for which a row has no room.
+    """
+    stats, answered = engine.stats.next_call(), 0
     for start in range(0, len(questions), engine.batch):
-        group = questions[start : start + engine.batch]
-        rows = [engine.load_row(path)]
-        rows += [rows[0].fork() for _ in group[1:]]
+        row, asked = engine.load_row(path), {}
+        for index, question in enumerate(questions[start : start + engine.batch], start):
+            try:
+                plan.room(engine, row, question)
+                asked[index] = question
+            except ValueError as error:
+                fail(index, str(error))
+        rows, indices = [row, *(row.fork() for _ in list(asked)[1:])], list(asked)
         stats = stats.then(engine.stats)
-        for i, answer in enumerate(engine.ask(rows, group, limit, **how), start):
-            done(i, answer)
-        stats = stats.then(engine.stats)
+        if asked:
+            engine.ask(rows, list(asked.values()), limit, **how, on_answer=lambda i, a: done(indices[i], a))  # noqa: B023
+            engine.stats.past_context = [answered + i for i in engine.stats.past_context]
+            stats, answered = stats.then(engine.stats), answered + len(asked)
         for row in rows:
             row.close()
     engine.stats = stats

@@ -25,7 +25,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 import generate
 from engine import Engine
 from model import Transformer
-from runtime.checkpoint import open_weights, write_checkpoint
+from runtime.checkpoint import SAMPLING, open_weights, write_checkpoint
 from runtime.compile import compile_errors
 from runtime.hf_config import from_hf
 from terminal import cli, options
@@ -189,6 +189,101 @@ def test_a_prompt_that_is_too_long_fails_alone(text_checkpoint, tmp_path):
     assert sorted(line["id"] for line in written) == [1, 3, 4]
 
 
+def test_a_prompt_whose_caches_cannot_be_fails_alone(text_checkpoint, tmp_path):
+    folder = shutil.copytree(text_checkpoint, tmp_path / "windowed")
+    edit_model(folder / "config.json", window=64)
+    (tmp_path / "batch.txt").write_text("fog\n" + "fog and light " * 50 + "\nlight\n")
+    flags = ("--batch-file", tmp_path / "batch.txt", "--json", "--kv", "streaming", "--budget", 16, *SHORT)
+    result = run("--checkpoint", folder, *flags)
+    report = json.loads(result.stdout)
+    assert [completion["id"] for completion in report["completions"]] == [1, 3]
+    assert result.returncode == 2 and "does not honour this model's sliding window" in report["failed"][0]["error"]
+
+
+@pytest.mark.parametrize("rows", (1, 2, 8))
+def test_a_question_about_a_saved_prompt_that_does_not_fit_fails_alone(text_checkpoint, tmp_path, rows):
+    common, out = ("--checkpoint", text_checkpoint, "--no-compile"), tmp_path / "out.jsonl"
+    run(*common, "--prompt", "The keeper", "--save-prompt", tmp_path / "book.kv", "--max-new-tokens", 30)
+    questions = {"a": "Who?", 2: "x " * 60, "c": "Where?", "d": "y " * 60, "e": "When?"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in questions.items()]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+    flags = ("--load-prompt", tmp_path / "book.kv", "--batch-file", tmp_path / "q.jsonl", "--batch", rows)
+    result = run(*common, *flags, "--out", out, "--json", "--max-new-tokens", 4)
+    report, written = json.loads(result.stdout), {line["id"]: line for line in lines_of(out)}
+    assert result.returncode == 2 and result.stderr.endswith("error: 2 of 5 prompts failed: 2, d\n")
+    assert set(written) == set(questions) and [written[name] for name in "ace"] == report["completions"]
+    assert [written[2], written["d"]] == report["failed"] and "--max-new-tokens" in written[2]["error"]
+    for completion in report["completions"]:
+        flags = ("--load-prompt", tmp_path / "book.kv", "--prompt", questions[completion["id"]], "--max-new-tokens", 4)
+        assert run(*common, *flags).stdout == completion["text"] + "\n"
+
+
+def test_a_rerun_answers_what_the_file_of_out_does_not(text_checkpoint, tmp_path, monkeypatch):
+    """Ids are texts and numbers; a line of a killed run is cut off, and a line with an error is no answer."""
+    prompts = {"a": "The keeper", 7: "fog", "7": "light", "long": "a b c d " * 9000, "e": "At low tide"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+    batch, out = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
+    batch.write_text("\n".join(lines))
+    flags = ("--checkpoint", text_checkpoint, "--batch-file", batch, "--out", out, "--json", *SHORT)
+    whole = json.loads(run(*flags).stdout)["completions"]
+    by_id = {line["id"]: json.dumps(line) for line in lines_of(out)}
+    kept = [by_id[7], by_id["long"], by_id[7], '{"id": "other", "text": ""}', "not JSON", by_id["a"][:-9]]
+    out.write_text("\n".join(kept))
+    result = run(*flags)
+    report = json.loads(result.stdout)
+    assert f"-- {out} answers 1 of 5 prompts: skipped\n" in result.stderr and report["skipped"] == 1
+    assert report["completions"] == [completion for completion in whole if completion["id"] != 7]
+    assert out.read_text().splitlines()[: len(kept)] == kept
+    assert sorted(json.loads(line)["id"] for line in out.read_text().splitlines()[len(kept) :]) == [
+        "7",
+        "a",
+        "e",
+        "long",
+    ]
+
+    batch.write_text("\n".join(line for line in lines if "long" not in line))
+    before = out.read_bytes()
+    monkeypatch.setattr("generate.Engine.load", lambda *_, **__: pytest.fail("loaded"))
+    result = run(*flags)
+    assert result.returncode == 0 and json.loads(result.stdout) == {"completions": [], "failed": [], "skipped": 4}
+    assert "answers 4 of 4 prompts" in result.stderr and out.read_bytes() == before
+    batch.write_text('{"id": "a", "prompt": "Another one"}')
+    assert_refused(run(*flags), "answers another prompt with the id 'a'", "name another --out")
+    assert out.read_bytes() == before
+
+
+def test_ctrl_c_in_a_batch_counts_what_is_kept_and_prints_it(text_checkpoint, tmp_path, monkeypatch):
+    batch, out = tmp_path / "batch.txt", tmp_path / "out.jsonl"
+    batch.write_text("fog\nlight\nThe keeper\nAt low tide\n")
+    flags = ("--checkpoint", text_checkpoint, "--batch-file", batch, "--out", out, "--batch", 1, *SHORT)
+    write = generate.write
+
+    def then_stop(file, entry):
+        write(file, entry)
+        if entry["id"] == answered:
+            signal.raise_signal(signal.SIGINT)
+
+    for answered in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, "write", then_stop)
+            result = run(*flags)
+        assert result.returncode == 130 and len(lines_of(out)) == answered
+        said = f"-- {answered} of 4 answers are in {out}: the same command continues\ninterrupted\n"
+        assert result.stderr.endswith(said) and result.stdout.splitlines()[-1].startswith(f"{answered}: ")
+    assert run(*flags).returncode == 0 and [line["id"] for line in lines_of(out)] == [1, 2, 3, 4]
+
+
+def test_a_batch_prints_each_prompt_in_one_line_after_its_id(text_checkpoint, tmp_path):
+    prompts = {"a": "\nTwo\tlines,\n\nand " + "more " * 99, 7: "fog\x1b[2J"}
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+    (tmp_path / "batch.jsonl").write_text("\n".join(lines))
+    flags = ("--batch-file", tmp_path / "batch.jsonl", "--json", tmp_path / "out.json", *SHORT)
+    printed = run("--checkpoint", text_checkpoint, *flags).stdout
+    texts = [completion["text"] for completion in json.loads((tmp_path / "out.json").read_text())["completions"]]
+    first = "Two lines, and " + "more " * 9
+    assert printed == f"a: {first} -> {texts[0]}\n7: fog\\x1b[2J -> {texts[1]}\n"
+
+
 BATCHES = {
     "not JSON": ('{"prompt": "x"}\n{"prompt"', ["line 2", "prompt"]),
     "no prompt": ('{"prompt": "x"}\n\n{"text": "x"}', ["line 3", "prompt"]),
@@ -197,6 +292,13 @@ BATCHES = {
     "an odd id": ('{"id": [1], "prompt": "x"}', ["line 1", "id"]),
     "nothing": ("\n\n", ["no prompt"]),
 }
+VALUES = (["x", "y"], [{"id": 1, "prompt": "x"}], {"prompts": ["x", "y"]}, {"id": 1, "prompt": "x"})
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_batch_that_is_one_json_value_is_refused_and_not_answered_as_text(text_checkpoint, value):
+    flags = ("--checkpoint", text_checkpoint, "--batch-file", "-")
+    assert_refused(run(*flags, stdin=json.dumps(value, indent=1)), "stdin is one JSON value", "JSONL")
 
 
 @pytest.mark.parametrize("what", BATCHES)
@@ -421,7 +523,9 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
         ids += answer["tokens"]
 
 
-@pytest.mark.parametrize("typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"/exit\n", 0), (b"\x04", 0)))
+@pytest.mark.parametrize(
+    "typed, answers", ((b"\n  \nWho?\nAnd then?\n\x04", 2), (b"Who?\n/quit\n\x04", 1), (b"/bye\n\x04", 0), (b"\x04", 0))
+)
 def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, typed, answers):
     terminal, stdin = pty.openpty()
     os.write(terminal, typed)
@@ -431,8 +535,22 @@ def test_chat_without_a_prompt_asks_for_the_first_question_too(chat_checkpoint, 
     os.close(stdin)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("/exit or Ctrl-D") == 1
-    given = json.loads(result.stdout)["completions"][0]["answers"] if answers else []
+    given = json.loads(result.stdout)["completions"][0]["answers"] if result.stdout else []
     assert len(given) == answers
+
+
+def test_a_conversation_that_fills_its_caches_names_the_flag(chat_checkpoint, monkeypatch):
+    monkeypatch.setattr(generate, "CHAT_TURNS", 3)
+    terminal, stdin = pty.openpty()
+    typed = iter(["And " + "then " * 40, "never read"])
+    monkeypatch.setattr("terminal.conversation.typed", lambda *_: next(typed))
+    flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
+    with open(stdin) as keyboard, redirect_stderr(io.StringIO()) as err, redirect_stdout(io.StringIO()):
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        generate.main(flags)
+    os.close(terminal)
+    [line] = [line for line in err.getvalue().splitlines() if "no room" in line]
+    assert "the caches hold 36 tokens" in line and "--max-new-tokens" in line and next(typed) == "never read"
 
 
 def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monkeypatch, capsys):
@@ -477,10 +595,11 @@ RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95
 SAMPLINGS = {  # name -> generation_config.json, flags, what --generation-config adds to the flags' sampling
     "all": (RECOMMENDED | {"min_p": 0.01}, [], RECOMMENDED | {"min_p": 0.01}),
     "flags win": (RECOMMENDED, ["--temperature", "0.9", "--top-k", "3"], {"top_p": 0.95, "repetition_penalty": 1.05}),
+    "no cut": (RECOMMENDED, ["--top-k", "0"], {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.05}),
     "a greedy flag": (RECOMMENDED, ["--temperature", "0"], {"repetition_penalty": 1.05}),
     "greedy": (RECOMMENDED | {"do_sample": False}, [], {"repetition_penalty": 1.05}),
-    "temperature alone": ({"temperature": 0.7}, [], {"temperature": 0.7}),
-    "sampling alone": ({"do_sample": True}, [], {"temperature": 1.0}),
+    "temperature alone": ({"temperature": 0.7}, [], {}),
+    "sampling alone": ({"do_sample": True}, [], {"temperature": 1.0, "top_k": 50}),
     "a cut alone": ({"top_p": 0.9}, [], {}),
     "nothing": ({"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1.0}, [], {}),
     "no file": (None, [], {}),
@@ -496,7 +615,7 @@ def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(tiny_ch
     common = ["--checkpoint", folder, "--prompt", "The keeper", "--seed", 1, "--json", *SHORT, *flags]
     plain, applied = run(*common), run(*common, "--generation-config")
     notes = [line for line in plain.stderr.splitlines() if "generation_config" in line]
-    added = {name: added[name] for name in options.SAMPLING if name in added}
+    added = {name: added[name] for name in SAMPLING if name in added}
     listed = ", ".join(f"{name} {value}" for name, value in added.items())
     said = f"note: generation_config.json recommends {listed}; --generation-config applies it"
     assert notes == [said] * bool(added) and "generation_config" not in applied.stderr
@@ -505,6 +624,25 @@ def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(tiny_ch
     how = {name: value for name, value in used["sampling"].items() if value is not None}
     expected = Engine.load(folder, compile=False, seed=1).generate("The keeper", 6, **how)[0].tokens
     assert used["completions"][0]["tokens"] == expected
+
+
+def test_a_temperature_applies_the_cuts_of_a_generation_config_that_is_greedy(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"top_p": 0.9}')
+    common = ["--checkpoint", folder, "--prompt", "The keeper", "--json", *SHORT, "--temperature", "0.5"]
+    used = [json.loads(run(*common, *more).stdout)["sampling"] for more in ([], ["--generation-config"])]
+    assert [(how["temperature"], how["top_k"], how["top_p"]) for how in used] == [(0.5, None, None), (0.5, 50, 0.9)]
+
+
+@pytest.mark.parametrize("more", ([], ["--generation-config"]))
+def test_what_is_not_supported_of_a_generation_config_is_named_in_one_note(tiny_checkpoint, tmp_path, more):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    content = {"num_beams": 4, "suppress_tokens": [1, 2], "typical_p": 0.9, "min_length": 0, "max_length": 4096}
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    said = run("--checkpoint", folder, "--prompt", "The keeper", *SHORT, *more).stderr
+    notes = [line for line in said.splitlines() if line.startswith("note:")]
+    ignored = "num_beams 4, suppress_tokens [1, 2]"
+    assert notes == [f"note: generation_config.json also sets {ignored}: not supported, and ignored"]
 
 
 MISTAKES = {

@@ -37,7 +37,7 @@ def test_every_method_budget_and_task_is_a_row_with_the_bytes_it_takes(result):
     tasks = ["niah_multikey_1", "two_stage", "needle", "fidelity", "perplexity"]
     assert set(found) == {(kv, budget, task) for kv, budget in budgets for task in tasks}
     full, small = found["full", None, "needle"], found["streaming", 64, "needle"]
-    assert full["n"] == small["n"] == 2 and full["share_of_full"] == pytest.approx(1, abs=0.01)
+    assert full["n"] == small["n"] == 2 and full["share_of_full"] == 1
     assert small["kv_device_bytes"] < full["kv_device_bytes"] / 5 and small["share_of_full"] < 0.2
     assert small["step_device_bytes"] == 2 * 2 * 64 * 2 * 16 * 4  # layers, KV heads, slots, K and V, head dim, fp32
 
@@ -301,6 +301,23 @@ def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monke
     arguments(tiny_checkpoint, "--samples", 2, "--questions", 4, "--json", tmp_path / "o", tasks="odd", kv="full")
     row = rows(tmp_path / "o")["full", None, "odd"]
     assert (row["score"], row["first"], row["later"]) == (50, 0, pytest.approx(200 / 3))
+
+
+def test_a_sample_that_cannot_be_asked_fails_alone_and_keeps_its_number(tiny_checkpoint, tmp_path, monkeypatch):
+    def sample(recipe, index):
+        if index == 1:
+            raise ValueError("no needle")
+        return Sample("x " * (900 if index == 2 else index + 1), (Question("?", ("x",)),))
+
+    monkeypatch.setitem(TASKS, "odd", Task("odd", 3, sample, lambda answer, q: 0.0))
+    failed = r"^2 samples failed.*: odd@600 1 \(no needle\), odd@600 2 \(the prompt has"
+    for _ in range(2):  # the second run takes its answers from the first one's progress
+        with pytest.raises(ValueError, match=failed):
+            arguments(tiny_checkpoint, "--samples", 4, "--json", tmp_path / "o", tasks="odd", kv="full,streaming")
+        found = json.loads((tmp_path / "o").read_text())
+        assert [(row["n"], row["kv"]) for row in found["rows"]] == [(2, "full"), (2, "streaming"), (0, "streaming")]
+        assert [(s["index"], s["prompt_tokens"] < 20) for s in found["samples"]] == [(0, True), (3, True)] * 2
+        assert [failed["index"] for failed in found["failed"]] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,12 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["saved_full_bytes"] == 2 * 2 * 2 * 16 * 4 * report["prompt_tokens"]  # one row's
     assert report["saved_bytes"] < report["saved_full_bytes"] and report["room"] == 50
-    assert f"in {file}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"in {file}" in said and "as large as" not in said
+    main([*common, *save[:2], "--kv", "sparq", "--budget", "24", "--save-prompt", str(tmp_path / "large.kv")])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["saved_bytes"] >= report["saved_full_bytes"]
+    assert "warning: this file is as large as the full cache or larger" in capsys.readouterr().err
     for question in ("Who lived?", "Where?"):
         main([*common, "--load-prompt", file, "--prompt", question, "--seed", "3"])
         report = json.loads((tmp_path / "out.json").read_text())

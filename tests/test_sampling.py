@@ -1,11 +1,14 @@
-"""Sampling: temperature, top-k, top-p, min-p, the repetition penalty and the noise."""
+"""Sampling: temperature, top-k, top-p, min-p, the repetition penalty, generation_config.json and the noise."""
+
+import json
 
 import pytest
 import torch
 from test_model import LLAMA, converted, hf_model
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from engine import FAILED, Engine, Sampling, sample
+from runtime.checkpoint import read_sampling, unsupported_sampling
 
 VOCAB = 50
 PROMPTS = [[(7 * i) % 90 + 3 for i in range(n)] for n in (40, 3, 97)]
@@ -135,6 +138,92 @@ def test_a_penalty_is_refused_where_several_tokens_are_verified_at_once(pair):
     assert engine.generate(PROMPTS[0], 20, **how) == full.generate(PROMPTS[0], 20, **how)
 
 
+def hf_processors(model, config: dict, monkeypatch, **given):
+    """Whether transformers samples, how it searches, and its logits processors, under a generation_config.json."""
+    monkeypatch.setattr(model, "generation_config", GenerationConfig.from_dict(config | {"eos_token_id": 2}))
+    merged, _ = model._prepare_generation_config(None, **given)
+    model._prepare_special_tokens(merged, device="cpu")
+    ids = torch.tensor([[3, 4]])
+    processors = model._get_logits_processor(merged, input_ids_seq_length=2, encoder_input_ids=ids, device="cpu")
+    return merged.do_sample, merged.get_generation_mode(), processors
+
+
+def written(folder, config: dict):
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return folder
+
+
+CONFIGS = (
+    {},
+    {"temperature": 0.7},
+    {"do_sample": None, "temperature": 0.7, "top_p": 0.5},
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    {"do_sample": True, "top_k": None, "top_p": None, "temperature": None, "min_p": 0.2},
+    {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1.0},
+    {"do_sample": True, "top_k": 5, "repetition_penalty": 1.7},
+    {"do_sample": False, "top_k": 5, "repetition_penalty": 1.7},
+)
+
+
+@pytest.mark.parametrize("flag", (None, 0.0, 0.5))
+@pytest.mark.parametrize("config", CONFIGS)
+def test_generation_config_means_what_transformers_makes_of_it(pair, tmp_path, monkeypatch, config, flag):
+    given = {} if flag is None else {"do_sample": flag > 0} | ({"temperature": flag} if flag else {})
+    samples, _, processors = hf_processors(pair[0], config, monkeypatch, **given)
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(3)) * 2  # more tokens than the default top_k
+    expected = processors(torch.tensor([[3, 4]]), logits[None])[0]
+    expected = expected.softmax(-1) if samples else torch.eye(len(logits))[expected.argmax()]
+    seen = (torch.arange(len(logits)) == 3) | (torch.arange(len(logits)) == 4)
+    found = draw(logits, 20000, seen=seen, **read_sampling(written(tmp_path, config), flag))
+    share = found.bincount(minlength=len(logits)) / 20000
+    assert not share[expected == 0].any() and (share - expected).abs().max() < 0.015
+
+
+UNSUPPORTED = {  # values that change what transformers does, and one that does not
+    "num_beams": (4, 1),
+    "guidance_scale": (1.5, 1.0),
+    "no_repeat_ngram_size": (3, 0),
+    "encoder_no_repeat_ngram_size": (3, 0),
+    "encoder_repetition_penalty": (1.2, 1.0),
+    "min_length": (9, 0),
+    "min_new_tokens": (9, 0),
+    "suppress_tokens": ([5], None),
+    "begin_suppress_tokens": ([5], None),
+    "bad_words_ids": ([[5]], None),
+    "forced_bos_token_id": (5, None),
+    "forced_eos_token_id": (2, None),
+    "exponential_decay_length_penalty": ([5, 1.1], None),
+    "sequence_bias": ([[[5], 2.0]], None),
+    "watermarking_config": ({"bias": 2.0}, None),
+    "penalty_alpha": (0.6, 0),
+    "top_h": (0.5, None),
+    "typical_p": (0.9, 1.0),
+    "epsilon_cutoff": (3e-4, 0.0),
+    "eta_cutoff": (3e-4, 0.0),
+}
+
+
+@pytest.mark.parametrize("samples", (False, True))
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_key_that_changes_what_transformers_does_is_named_and_no_other(pair, tmp_path, monkeypatch, name, samples):
+    def done(**config) -> tuple:
+        _, mode, processors = hf_processors(pair[0], {"do_sample": samples} | config, monkeypatch)
+        return mode, [type(x) for x in processors]
+
+    for value in UNSUPPORTED[name]:
+        config = {"do_sample": samples, name: value}
+        changes = {name: value} if done(**config) != done() else {}
+        assert unsupported_sampling(written(tmp_path, config), samples) == changes
+
+
+def test_values_that_cut_nothing_are_taken_at_every_temperature():
+    for off in ({"top_k": 0}, {"top_k": -1}, {"top_p": 1}, {"top_p": 1.0}, {"min_p": 0}, {"top_k": 0, "top_p": 1.0}):
+        assert Sampling(**off).variant == "greedy" and Sampling(1.0, **off).variant == "plain"
+        one, other = (Sampling(0.7, seed=3, **how).tensors(torch.device("cpu")) for how in (off, {}))
+        assert torch.equal(one[0], other[0])
+
+
 def test_noise_is_a_function_of_seed_request_and_position(logits):
     one = draw(logits, temperature=1.0)
     assert torch.equal(one, draw(logits, temperature=1.0))
@@ -167,7 +256,8 @@ def test_top_k_top_p_and_min_p_are_refused_at_temperature_zero(cut):
         Sampling(temperature=0, **cut)
 
 
-BAD = [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}]
+BAD = [{"temperature": -1}, {"top_k": -2}, {"top_k": 1.5}, {"top_k": True}, {"top_p": 0}, {"top_p": 1.1}]
+BAD += [{"min_p": -0.1}, {"min_p": 1.1}]
 BAD += [{"min_p": torch.nan}, *({"repetition_penalty": x} for x in (0, -1.0, torch.nan, torch.inf, 10**400, "1", None))]
 
 

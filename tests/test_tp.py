@@ -279,7 +279,12 @@ def test_groups_that_a_rank_would_cut_are_refused(folders):
 @pytest.mark.parametrize(
     ("world", "changes", "expected"),
     [
-        (3, {}, "4 KV heads do not divide among 3 ranks: start 1 or 2"),
+        (3, {}, "4 KV heads do not divide among 3 ranks: start 1 or 2 or 4"),
+        (
+            2,
+            {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 96},
+            "start 1 or 3",
+        ),
         (4, {"intermediate_size": 98}, "98 MLP channels do not divide among 4 ranks: start 1 or 2"),
     ],
 )
