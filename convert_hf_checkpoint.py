@@ -160,7 +160,7 @@ def choose_dtype(config: dict, stored: dict[str, Stored]) -> torch.dtype:
 
 
 def plan(
-    config: dict, model: ModelConfig, stored: dict[str, Stored], folder: Path, dtype: str | None
+    config: dict, model: ModelConfig, stored: dict[str, Stored], origin: Path, dtype: str | None
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
     """The converted tensors without data, and what reads one. Raises ValueError if the source's do not match."""
     with torch.device("meta"):
@@ -170,7 +170,7 @@ def plan(
     for name, tensor in layout.items():
         parts = sources(name)
         expected.update(zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True))
-    check_weights(stored, expected, folder)
+    check_weights(stored, expected, origin)
     for tensor in stored.values():
         if not tensor.dtype.is_floating_point:
             raise ValueError(
@@ -226,13 +226,15 @@ def convert(
     if Path(src).is_file():
         with tempfile.TemporaryDirectory() as folder:
             stored = unpack(Path(src), Path(folder))
-            return write(Path(folder), stored, out, dtype or "bfloat16", force)
+            return write(Path(folder), Path(src), stored, out, dtype or "bfloat16", force)
     folder = Path(src) if local else download(str(src), revision)
-    write(folder, None, out, dtype, force)
+    write(folder, folder, None, out, dtype, force)
 
 
-def write(folder: Path, stored: dict[str, Stored] | None, out: str | Path, dtype: str | None, force: bool) -> None:
-    """Writes the checkpoint of a Hugging Face folder; `stored`: its tensors, if they are not in the folder."""
+def write(
+    folder: Path, origin: Path, stored: dict[str, Stored] | None, out: str | Path, dtype: str | None, force: bool
+) -> None:
+    """Writes the checkpoint of a Hugging Face folder; `stored`: the tensors of `origin`, if they are not in it."""
     config, model = read_source(folder)
     stored, quantization = stored or open_source(folder), None
     if "kv_fast" in config:  # of format 1, which has the same tensors
@@ -246,7 +248,7 @@ def write(folder: Path, stored: dict[str, Stored] | None, out: str | Path, dtype
     else:
         stored = {name: t for name, t in stored.items() if not name.endswith("rotary_emb.inv_freq")}
         config, model = settle_head(config, model, stored)
-        layout, read = plan(config, model, stored, folder, dtype)
+        layout, read = plan(config, model, stored, origin, dtype)
     write_checkpoint(out, config, model, layout, read, folder, quantization, force)
     _, outside = read_eos_ids(folder, config, model.vocab_size)
     if outside:

@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> None:
     ranks = parallel.join()
     prompts = parallel.first(ranks, lambda: flags.read_prompts(args, ranks.count))
     flags.check(args, prompts, ranks.count)
-    left = parallel.first(ranks, lambda: unanswered(args.out, prompts)) if args.batch_file is not None else prompts
+    left = prompts
+    if args.batch_file is not None:
+        left = parallel.first(ranks, lambda: unanswered(args.out, prompts, flags.asked(args)))
     skipped = len(prompts) - len(left)
     if skipped:
         print(f"-- {args.out} answers {skipped} of {len(prompts)} prompts: skipped", file=sys.stderr)
@@ -48,6 +50,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     more prompts the file of --out answers.
     """
     demo, single, saved = args.checkpoint is None, len(prompts) == 1 and args.batch_file is None, None
+    digests = {name: digest(prompt, flags.asked(args)) for name, prompt in prompts.items()}
     args.kv = args.kv or "full"
     options = flags.given_options(args)
     if args.load_prompt is not None:
@@ -74,6 +77,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         speculate=args.speculate or 0,
         progress=partial(progress, but="" if single else "prefill"),
     )
+    if saved and args.max_new_tokens is not None and limit > saved.max_new_tokens and not engine.endless:
+        print(f"note: the prompt was saved with room for {saved.max_new_tokens} more tokens", file=sys.stderr)
     ids, refused = flags.encode(engine, args, prompts, saved)
     if args.save_prompt is not None and ids:
         return save(engine, next(iter(ids.values())), args)
@@ -91,7 +96,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
 
             def done(index: int, *answers: Answer) -> None:
                 name = names[index]
-                about = {"id": name, "prompt_digest": digest(prompts[name])}
+                about = {"id": name, "request_digest": digests[name]}
                 completions[index] = about | completion(saved.prompt if saved else len(ids[name]), answers)
                 write(file, completions[index])
                 bar.update()

@@ -141,7 +141,7 @@ def check_weights(stored: dict[str, Stored], layout: dict[str, Tensor], folder: 
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             some = ", ".join(sorted(names)[:4])
-            raise ValueError(f"the weights in {folder} are not those of its config.json: they {what} {some}{more}")
+            raise ValueError(f"the weights in {folder} are not those of its configuration: they {what} {some}{more}")
     for name, tensor in layout.items():
         if (found := stored[name]).shape != tensor.shape:
             needed = list(tensor.shape)

@@ -260,13 +260,16 @@ def _write_tokenizer(file: Path, fields: dict, folder: Path) -> None:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {key: get(f"{name}_token_id") for key, name in names.items()}
     config = {key: tokens[i] for key, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    for key in ids.keys() - config.keys():
+        if ids[key] is not None:
+            print(f"{file}: {key} {ids[key]} is outside the vocabulary, and left out", file=sys.stderr)
     config["chat_template"] = get("tokenizer.chat_template", "")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     vocab = {token: i for i, token in enumerate(tokens)}
     if model == "gpt2" and pre in SPLITS:
         if pre == "default":
             note = "texts are split as llama.cpp does by default, perhaps not as the model was trained"
-            print(f"{file} has no tokenizer.ggml.pre: {note}", file=sys.stderr)
+            print(f"{file} does not say how its tokenizer splits (tokenizer.ggml.pre): {note}", file=sys.stderr)
         try:
             merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
             library = _from_merges(vocab, merges, pre)

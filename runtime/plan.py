@@ -111,7 +111,7 @@ def room(engine, row, question: list[int]) -> int:
     if left < 1 and not engine.endless:
         raise ValueError(
             f"no room for another question: the caches hold {engine.shape.max_new_tokens} tokens after the prompt, and "
-            f"{1 - left} more are needed: give a larger --max-new-tokens when loading, or when saving the prompt"
+            f"{1 - left} more are needed: load with a larger --max-new-tokens, or save a saved prompt again with one"
         )
     return 2**31 if engine.endless else left
 

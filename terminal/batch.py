@@ -50,15 +50,15 @@ def parse_object(line: str | bytes) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def digest(prompt: str) -> str:
-    """What --out keeps of a prompt, to tell it from another one with the same id."""
-    return hashlib.sha256(prompt.encode()).hexdigest()[:12]
+def digest(prompt: str, asked: str) -> str:
+    """What --out keeps of a request, to tell it from another one with the same id; asked: what the flags say of it."""
+    return hashlib.sha256(json.dumps([prompt, asked]).encode()).hexdigest()[:12]
 
 
-def unanswered(out: str | None, prompts: dict[str | int, str]) -> dict[str | int, str]:
+def unanswered(out: str | None, prompts: dict[str | int, str], asked: str) -> dict[str | int, str]:
     """The prompts that the file of --out does not answer; one of which it says an error is not answered.
 
-    Raises ValueError if it answers another prompt under the same id.
+    Raises ValueError if it answers another request under the same id.
     """
     if out is None or not Path(out).is_file():
         return prompts
@@ -69,8 +69,10 @@ def unanswered(out: str | None, prompts: dict[str | int, str]) -> dict[str | int
             failed = "text" not in entry or entry.get("finish_reason") == "error"
             if failed or not isinstance(name, str | int) or isinstance(name, bool) or name not in prompts:
                 continue
-            if entry.get("prompt_digest", own := digest(prompts[name])) != own:
-                raise ValueError(f"{out} answers another prompt with the id {name!r}: name another --out")
+            if entry.get("request_digest", own := digest(prompts[name], asked)) != own:
+                raise ValueError(
+                    f"{out} answers the id {name!r}, but for another prompt or other flags: name another --out"
+                )
             answered.add(name)
     return {name: prompt for name, prompt in prompts.items() if name not in answered}
 

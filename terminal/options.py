@@ -1,6 +1,7 @@
 """What generate.py is asked: its options, the prompts, and their ids."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from reprlib import repr as shortened
@@ -18,6 +19,7 @@ from terminal.conversation import first_question
 from text.tokenizer import load_tokenizer
 
 NEEDLE = Path(__file__).parents[1] / "needle"
+FILES = ("checkpoint", "load_prompt")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
@@ -115,6 +117,8 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
     for flag in ("--json", "--out", "--save-prompt"):
         check_output(getattr(args, flag[2:].replace("-", "_")), flag)
+    if args.out and args.batch_file and Path(args.out).resolve() == Path(args.batch_file).resolve():
+        raise ValueError("--out names the --batch-file itself: name another file")
     saves, loads = args.save_prompt is not None, args.load_prompt is not None
     if ranks > 1 and (saves or loads):
         raise ValueError("--save-prompt and --load-prompt need one process: start it with python, not torchrun")
@@ -128,6 +132,14 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
             "--load-prompt brings method, sizes and format: leave out --kv, --budget, options, --speculate, "
             "--max-prompt, --chat"
         )
+
+
+def asked(args: argparse.Namespace) -> str:
+    """The flags that decide an answer, so that one is not taken for that of other flags."""
+    names = ("kv", "budget", "kv_opt", "speculate", "chat", "system", "stop", "max_new_tokens", "generation_config")
+    given = {name: getattr(args, name) for name in (*names, *SAMPLING)}
+    files = {name: getattr(args, name) and str(Path(getattr(args, name)).resolve()) for name in FILES}
+    return json.dumps(given | files)
 
 
 def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
@@ -150,6 +162,8 @@ def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
         if args.generation_config:
             raise
         notes = [str(error)]
+    if args.generation_config and not (folder / "generation_config.json").exists():
+        notes.append(f"{folder} has no generation_config.json, so --generation-config changes nothing")
     check_penalty(Sampling(**how).repetition_penalty, args.speculate)
     for note in notes if args.save_prompt is None else ():
         print("note:", note, file=sys.stderr)

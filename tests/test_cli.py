@@ -247,9 +247,12 @@ def test_a_rerun_answers_what_the_file_of_out_does_not(text_checkpoint, tmp_path
     result = run(*flags)
     assert result.returncode == 0 and json.loads(result.stdout) == {"completions": [], "failed": [], "skipped": 4}
     assert "answers 4 of 4 prompts" in result.stderr and out.read_bytes() == before
+    for more in (("--kv", "streaming", "--budget", 32), ("--stop", "x"), ("--temperature", 0.5)):
+        assert_refused(run(*flags, *more), "but for another prompt or other flags: name another --out")
     batch.write_text('{"id": "a", "prompt": "Another one"}')
-    assert_refused(run(*flags), "answers another prompt with the id 'a'", "name another --out")
+    assert_refused(run(*flags), f"{out} answers the id 'a', but for another prompt or other flags")
     assert out.read_bytes() == before
+    assert_refused(run(*flags[:4], "--out", batch), "--out names the --batch-file itself")
 
 
 def test_ctrl_c_in_a_batch_counts_what_is_kept_and_prints_it(text_checkpoint, tmp_path, monkeypatch):

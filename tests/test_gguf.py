@@ -216,6 +216,11 @@ def test_metadata_that_config_json_cannot_say_is_refused_by_name(tmp_path, capsy
     refused(capsys, [file, "--out", tmp_path / "out"], f"llama.{key}", watch=tmp_path)
 
 
+def test_a_file_without_all_tensors_is_named(tmp_path, capsys):
+    file = write_gguf(tmp_path / "model.gguf", hf_model(), metadata={"block_count": 9})
+    refused(capsys, [file, "--out", tmp_path / "out"], f"the weights in {file} ", "they lack", watch=tmp_path)
+
+
 def test_a_size_that_is_missing_is_named(tmp_path, capsys):
     writer = GGUFWriter(tmp_path / "model.gguf", "qwen2")
     writer.add_block_count(2)
@@ -372,7 +377,7 @@ def test_a_file_that_does_not_say_how_texts_are_split_is_named(tmp_path, capsys,
     add = byte_level(tmp_path / "original", pre_tokenizers.ByteLevel(False), ["<s>", "</s>"], pre, None)
     damaged = lambda writer: add(Without(writer, "add_tokenizer_pre") if pre is None else writer)  # noqa: E731
     convert(write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=damaged), tmp_path / "out")
-    assert "has no tokenizer.ggml.pre" in capsys.readouterr().err
+    assert "does not say how its tokenizer splits (tokenizer.ggml.pre)" in capsys.readouterr().err
     assert load_tokenizer(tmp_path / "out").decode(load_tokenizer(tmp_path / "out").encode(TEXT)) == TEXT
 
 

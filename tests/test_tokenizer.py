@@ -805,6 +805,14 @@ def test_a_sentencepiece_model_puts_the_tokens_around_a_text_that_its_config_say
     )
 
 
+@pytest.mark.parametrize("name", ["llama-2", "llama-2-json", "ranks", "qwen"])
+def test_an_added_token_with_the_id_of_another_is_refused(folders, tmp_path, name):
+    folder = shutil.copytree(folders[name], tmp_path / "clash")
+    write(folder, added_tokens={"<|user|>": 99})
+    with pytest.raises(ValueError, match=r"'<\|user\|>'.* id"):
+        load_tokenizer(folder)
+
+
 def slow_folder(source: Path, folder: Path, name: str | None, **config) -> Path:
     """vocab.json and merges.txt of a tokenizer.json, as a class of transformers 4 saves them."""
     model, added = read(source)["model"], read(source)["added_tokens"]

@@ -422,6 +422,8 @@ class ByteTokenizer(Tokenizer):
         self.ids = vocab | self.given
         free = count(max(self.ids.values()) + 1)
         self.ids |= {token.content: next(free) for token in tokens if token.content not in self.ids}
+        if clash := [t for t in self.given if self.given[t] in pieces and vocab.get(t) != self.given[t]]:
+            raise ValueError(f"the files in {folder} give {clash[0]!r} the id {self.given[clash[0]]} of another token")
         super().__init__(folder, self.ids, {token.content for token in tokens if token.special})
         self.pieces = pieces | {self.ids[token.content]: token.content.encode() for token in tokens}
         # The package tokenizers finds added tokens, with a model that knows no other token.
