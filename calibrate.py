@@ -273,7 +273,8 @@ def best_filters(sparse_error: list[list[float]], most: int) -> list[tuple[int, 
 
 def excerpts_of(engine: Engine, text: str, length: int) -> list[list[int]]:
     """Excerpts of at most `length` tokens from the end of a text, each with the tokenizer's BOS."""
-    text_ids, (bos, _) = engine.encode(text, bos=False), engine.tokenizer.around
+    ids = engine.encode(text)
+    text_ids, (bos, _) = engine.tokenizer.inner(ids), engine.tokenizer.around
     size = max(1, min(length, engine.config.max_length) - len(bos))
     count = min(EXCERPTS, max(1, len(text_ids) // size))
     return [bos + text_ids[-size * i :][:size] for i in range(count, 0, -1)]

@@ -130,7 +130,8 @@ def prepare(
         if graded is None:
             items = []
             for text in forced_texts or [haystack or shipped_haystack()]:
-                ids, (bos, _) = engine.encode(text, bos=False), engine.tokenizer.around
+                ids = engine.encode(text)
+                ids, (bos, _) = engine.tokenizer.inner(ids), engine.tokenizer.around
                 items += texts.excerpts(ids, length, args.forced, args.samples, bos)
             jobs.append(Job(task, length, None, items, args.forced))
             continue

@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
 
 def prompts(engine: Engine, args: argparse.Namespace) -> dict[str, tuple[list[list[int]], int]]:
     """Prompts of --length tokens or fewer, and the most tokens of an answer, by kind."""
-    ids = engine.encode(read_text(args.text) if args.text else shipped_haystack(), bos=False)
+    ids = engine.encode(read_text(args.text) if args.text else shipped_haystack())
+    ids = engine.tokenizer.inner(ids)
     starts = range(0, len(ids) - args.length, args.length)[: args.samples]
     if not starts:
         raise ValueError(f"the text has {len(ids)} tokens; shorten --length")

@@ -168,6 +168,11 @@ class Tokenizer:
         """
         raise NotImplementedError
 
+    def inner(self, ids: list[int]) -> list[int]:
+        """A text's ids without those around it."""
+        before, after = self.around
+        return ids[len(before) : len(ids) - len(after)]
+
     def encode_special(self, text: str) -> list[int]:
         """Ids of a text in which special tokens are meant, as in a conversation that another program rendered."""
         return self._join(self._split(_without_surrogates(text), special=True), True)
