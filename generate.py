@@ -9,15 +9,13 @@ import argparse
 import sys
 from functools import partial
 
-from tqdm import tqdm
-
 from engine import Answer, Engine
 from runtime import cpu, parallel, prefix
 from terminal import options as flags
-from terminal.batch import appended, digest, unanswered, write
-from terminal.cli import one_line, progress, run, write_json
+from terminal.batch import Results, unanswered
+from terminal.cli import progress, run, write_json
 from terminal.conversation import converse
-from terminal.report import completion, measured, print_plan, print_report
+from terminal.report import measured, print_plan, print_report
 from terminal.saved import ask_saved, save
 
 CHAT_TURNS = 16  # a conversation's caches hold this many answers, and as many questions of the same length
@@ -50,7 +48,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     more prompts the file of --out answers.
     """
     demo, single, saved = args.checkpoint is None, len(prompts) == 1 and args.batch_file is None, None
-    digests = {name: digest(prompt, flags.asked(args)) for name, prompt in prompts.items()}
+    results = Results(prompts, flags.asked(args), skipped, single)
     args.kv = args.kv or "full"
     options = flags.given_options(args)
     if args.load_prompt is not None:
@@ -85,63 +83,43 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     if not saved and ids:
         print_plan(engine, max(map(len, ids.values())))
     out = sys.stderr if args.json == "-" else sys.stdout
-    names, completions, failed, streamed, interrupted = list(ids), {}, {}, [], False
+    names, streamed, interrupted = list(ids), [], False
     if single:
         how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
+
+    def done(index: int, *answers: Answer) -> None:
+        results.done(names[index], saved.prompt if saved else len(ids[names[index]]), answers)
+
+    def fail(index: int, error: str) -> None:
+        results.fail(names[index], error)
+
     try:
-        with (
-            tqdm(total=len(prompts), unit="prompt", disable=True if single else None) as bar,
-            appended(None if ranks.rank else args.out) as file,
-        ):
-
-            def done(index: int, *answers: Answer) -> None:
-                name = names[index]
-                about = {"id": name, "request_digest": digests[name]}
-                completions[index] = about | completion(saved.prompt if saved else len(ids[name]), answers)
-                write(file, completions[index])
-                bar.update()
-
-            def fail(name: str | int, error: str) -> None:
-                failed[name] = error
-                if not single:
-                    tqdm.write(one_line(f"prompt {name}: {error}"), file=sys.stderr)
-                write(file, {"id": name, "error": error})
-                bar.update()
-
+        with results.kept(None if ranks.rank else args.out):
             for name, error in refused.items():
-                fail(name, error)
+                results.fail(name, error)
             if talk and ids:
                 answers, interrupted = converse(engine, ids[names[0]], limit, how, out)
                 done(0, *answers)
             elif saved is not None:
-                ask_saved(
-                    engine, args.load_prompt, list(ids.values()), limit, how, done, lambda i, e: fail(names[i], e)
-                )
+                ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done, fail)
             elif ids:
                 engine.generate(list(ids.values()), limit, **how, on_answer=done)
-    except KeyboardInterrupt:
-        if args.out is not None and not single:
-            kept = f"{skipped + len(completions)} of {skipped + len(prompts)} answers are in {args.out}"
-            print(f"-- {kept}: the same command continues", file=sys.stderr)
-        raise
     finally:
         if streamed and not talk:
             print(file=out)  # ends the answer's line, before an error's too
-        for index in sorted(completions) if not single else ():
-            print(f"{names[index]}: {one_line(prompts[names[index]])[:60]} -> {completions[index]['text']}", file=out)
-    if single and failed:
-        raise ValueError(failed.popitem()[1])
-    report = measured(engine) | {"checkpoint": str(args.checkpoint or flags.NEEDLE)} if completions else {}
-    report["completions"] = [completions[index] for index in sorted(completions)]
-    report["failed"] = [{"id": name, "error": error} for name, error in failed.items()]
-    report["skipped"] = skipped
-    if completions:
+        if not single:
+            results.show(out)
+    if single and results.failed:
+        raise ValueError(results.failed.popitem()[1])
+    report = results.report()
+    if results.completions:
+        report = measured(engine) | {"checkpoint": str(args.checkpoint or flags.NEEDLE)} | report
         print_report(report)
     for line in cpu.lines(engine.stats.products) if args.verbose else ():
         print(f"{'product':14} {line}", file=sys.stderr)
     if not ranks.rank:
         write_json(args.json, report)
-    if failed:
+    if failed := results.failed:
         raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
     if interrupted:
         raise KeyboardInterrupt

@@ -2,11 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
+from tqdm import tqdm
+
+from engine import Answer
+from terminal.cli import one_line
+from terminal.report import completion
 from text.files import parse_json
 
 
@@ -92,8 +98,55 @@ def appended(name: str | None) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def write(file: BinaryIO | None, entry: dict) -> None:
-    """Appends an answer to the file of --out."""
-    if file is not None:
-        file.write(json.dumps(entry).encode() + b"\n")
-        file.flush()
+class Results:
+    """What became of each prompt of a call: its answers or its error, also in the file of --out."""
+
+    def __init__(self, prompts: dict[str | int, str], asked: str, skipped: int, single: bool):
+        """asked: as in `digest`. skipped: how many more prompts the file answers. single: no batch, so no progress."""
+        self.prompts, self.asked, self.skipped, self.single = prompts, asked, skipped, single
+        self.completions: dict[str | int, dict] = {}
+        self.failed: dict[str | int, str] = {}
+
+    @contextmanager
+    def kept(self, out: str | None) -> Iterator[None]:
+        """While it is open, results are appended to the file `out`; Ctrl-C says how many answers the file has."""
+        hidden = True if self.single else None  # None: where stderr is no terminal
+        with tqdm(total=len(self.prompts), unit="prompt", disable=hidden) as self.bar, appended(out) as self.file:
+            try:
+                yield
+            except KeyboardInterrupt:
+                if out is not None and not self.single:
+                    count = f"{self.skipped + len(self.completions)} of {self.skipped + len(self.prompts)}"
+                    tqdm.write(f"-- {count} answers are in {out}: the same command continues", file=sys.stderr)
+                raise
+
+    def done(self, name: str | int, prompt_tokens: int, answers: Sequence[Answer]) -> None:
+        about = {"id": name, "request_digest": digest(self.prompts[name], self.asked)}
+        self.completions[name] = about | completion(prompt_tokens, answers)
+        self.write(self.completions[name])
+
+    def fail(self, name: str | int, error: str) -> None:
+        self.failed[name] = error
+        if not self.single:
+            tqdm.write(one_line(f"prompt {name}: {error}"), file=sys.stderr)
+        self.write({"id": name, "error": error})
+
+    def write(self, entry: dict) -> None:
+        """Appends an entry to the file."""
+        if self.file is not None:
+            self.file.write(json.dumps(entry).encode() + b"\n")
+            self.file.flush()
+        self.bar.update()
+
+    def show(self, out: TextIO) -> None:
+        """Prints a line for each answer, which may have several lines."""
+        for name, found in self.in_order().items():
+            print(f"{name}: {one_line(self.prompts[name])[:60]} -> {found['text']}", file=out)
+
+    def in_order(self) -> dict[str | int, dict]:
+        """The completions in the order of the prompts."""
+        return {name: self.completions[name] for name in self.prompts if name in self.completions}
+
+    def report(self) -> dict:
+        failed = [{"id": name, "error": error} for name, error in self.failed.items()]
+        return {"completions": [*self.in_order().values()], "failed": failed, "skipped": self.skipped}
