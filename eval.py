@@ -14,7 +14,6 @@ import json
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -266,12 +265,11 @@ def use(engine: Engine, caches: tuple) -> dict:
     batch, prompt = caches[3:5]
     known = plan.figures(engine, prompt + 1)
     device, host = known["kv_device_bytes"], known["kv_host_bytes"]
-    full = methods.planned_bytes("full", replace(engine.shape, rewind=0), None, {})
     return {
         "profile": known["profile"],
         "kv_device_bytes": device // batch,
         "kv_host_bytes": host // batch,
-        "share_of_full": (device + host) / sum(full),
+        "share_of_full": (device + host) / known["kv_full_bytes"],
         "step_device_bytes": known["step_device_bytes"],
         "step_host_bytes": known["step_host_bytes"],
     }

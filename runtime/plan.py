@@ -183,9 +183,15 @@ def smaller(engine, shape: Shape) -> str | None:
     for flag, (budget, more) in flags.items():
         with suppress(ValueError):  # a budget that is too small, or bits that the method has not
             device, _ = methods.planned_bytes(engine.method, shape, budget, engine.options | more, engine.profile)
-            if device < shape.full_bytes():
+            if device < full_bytes(shape):
                 return flag
     return None
+
+
+def full_bytes(shape: Shape) -> int:
+    """Bytes of the full cache as it is allocated for the same plan, all layers and rows."""
+    device, _ = methods.planned_bytes("full", replace(shape, rewind=0), None, {})
+    return device
 
 
 def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
@@ -226,7 +232,7 @@ def figures(engine, length: int) -> dict:
         "profile": methods.from_profile(engine.method, engine.options, engine.profile),
         "kv_device_bytes": device,
         "kv_host_bytes": host,
-        "kv_full_bytes": engine.shape.full_bytes(),
+        "kv_full_bytes": full_bytes(engine.shape),
         "step_device_bytes": read_device,
         "step_host_bytes": read_host,
     }

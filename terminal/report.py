@@ -20,7 +20,7 @@ def print_plan(engine: Engine, longest: int) -> None:
     """
     shape = engine.shape or plan.plan_of(engine, engine.max_prompt or longest, engine.max_new_tokens)
     device, host = plan.planned_bytes(engine, shape)
-    full, tokens = shape.full_bytes(), f"{shape.max_prompt} + {shape.max_new_tokens} tokens"
+    full, tokens = plan.full_bytes(shape), f"{shape.max_prompt} + {shape.max_new_tokens} tokens"
     tokens += f" in each of {shape.batch} rows" if shape.batch > 1 else ""
     plain = engine.method == "full" and not engine.options
     of_full = "" if plain else f", {device / full:.0%} of the full cache's {mb(full)}"
