@@ -3,11 +3,11 @@
 A CPU reads a weight up to three times as fast with one product as with another, and which one wins differs between
 CPUs and between sizes. For the few rows of a decode step there are up to three: "kernel" (F.linear, or torch's kernel
 for int8), "mv" (torch.mv, one row) and "fused", products and sums that Inductor compiles into one loop, which reads the
-weight once, as stored, for all rows. Each choice is timed once per machine: every size of weight, on the
-model's own weights and for the rows of a step; a compiled step's attention by torch's kernel and fused; that kernel
-with the only query of a KV head given once and twice; and prefill's products, with 16-bit weights as they are and
-widened to fp32. The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel,
-mv or fused fixes the choice for compiled steps.
+weight once, as stored, for all rows. Each choice is timed once per machine: every size of weight, on the model's own
+weights and for the rows of a step; a compiled step's attention by torch's kernel and fused; that kernel with the only
+query of a KV head given once and twice; and prefill's products, with 16-bit weights as they are and widened to fp32.
+The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused
+fixes the choice for compiled steps.
 """
 
 import hashlib

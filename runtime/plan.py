@@ -174,7 +174,7 @@ def planned_bytes(engine, shape: Shape) -> tuple[int, int]:
 
 def smaller(engine, shape: Shape) -> str | None:
     """The first flag found with which the engine's caches would take less of the device than the full cache."""
-    budget, flags = engine.budget, {}
+    budget, flags, full = engine.budget, {}, full_bytes(shape)
     while isinstance(budget, int) and (budget := budget // 2):
         flags[f"--budget {budget}"] = budget, {}
     options = set(vars(methods.parse_options(engine.method, {})))
@@ -183,7 +183,7 @@ def smaller(engine, shape: Shape) -> str | None:
     for flag, (budget, more) in flags.items():
         with suppress(ValueError):  # a budget that is too small, or bits that the method has not
             device, _ = methods.planned_bytes(engine.method, shape, budget, engine.options | more, engine.profile)
-            if device < full_bytes(shape):
+            if device < full:
                 return flag
     return None
 
