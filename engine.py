@@ -534,7 +534,7 @@ class Engine:
         plan.check_budget(self, shape)
         plan.check_memory(self, shape)
         self.model.set_rows(shape.batch)
-        self.shape = replace(shape, inv_freq=self.model.inv_freq)
+        self.shape = replace(shape, inv_freq=self.model.inv_freq, key_biases=self.model.key_biases())
         self.layers = methods.build(self.method, self.shape, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers)
         self.state = RowState(self.model, shape.batch, self.eos)
@@ -641,6 +641,7 @@ class Engine:
         ids = torch.tensor(prompt, device=self.device)
         row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress)
         self.rows[row.index] = row
+        plan.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin
         self.stats.prefill_tokens += len(prompt)
         return row

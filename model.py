@@ -150,6 +150,13 @@ class Transformer(nn.Module):
         inv_freq = inv_freq.to(self.norm.weight.device)
         self.register_buffer("inv_freq", inv_freq.repeat(batch, 1), persistent=False)  # [B,D/2]
 
+    def key_biases(self) -> Tensor | None:
+        """What projections add to every key before RoPE, [L,Hk,D] fp32, times RoPE's factor; None: nothing."""
+        if not self.config.qkv_bias or self.config.qk_norm:
+            return None
+        parts = [a.wqkv.bias.float().view(-1, a.head_dim).split(a.heads) for a in (x.attention for x in self.layers)]
+        return torch.stack([k for _, k, _ in parts]) * self.rope_factor
+
     def set_kv(self, modules: list[nn.Module]) -> None:
         """Gives every layer its KV module."""
         for layer, module in zip(self.layers, modules, strict=True):

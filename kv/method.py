@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
@@ -48,11 +48,17 @@ class Shape:
     rewind: int = 0  # how many of its newest tokens a row may give back
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
     inv_freq: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
+    key_biases: Tensor | None = field(default=None, compare=False)  # [L,Hk,D] fp32, what every key has before RoPE
+    key_bias: Tensor | None = field(default=None, compare=False)  # [Hk,D], a layer's: see `layer`
 
     @property
     def planned(self) -> int:
         """S: the largest number of tokens a row will hold."""
         return self.max_prompt + self.max_new_tokens
+
+    def layer(self, index: int) -> "Shape":
+        """The shape for one layer, with its own key bias: for caches that pack keys."""
+        return self if self.key_biases is None else replace(self, key_bias=self.key_biases[index])
 
     def row_budget(self, budget: int, prompt: int) -> int:
         """The budget of a row with `prompt` prompt tokens, where that of the longest prompt is `budget`."""

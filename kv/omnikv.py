@@ -177,12 +177,9 @@ class ContextBank(Buffers):
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 
-    def decoded(self, entries: Tensor) -> Tensor:
-        return quant.decode(entries, self.bits, self.shape.head_dim, self.shape.dtype)
-
     def take(self, column: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [B,Hk,k,D] of the chosen tokens in one layer's `column` [1]; undefined where index is -1."""
-        entries = self.decoded(self.pool.take(self.ticket, column))  # [B k,2,Hk,D]
+        """K and V [B,Hk,k,...] of the chosen tokens in one layer's `column` [1]; undefined where index is -1."""
+        entries = self.pool.take(self.ticket, column)  # [B k,2,Hk,...]
         return entries.unflatten(0, (-1, self.k)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -192,6 +189,7 @@ class BankSparse(Parts):
     def __init__(self, shape: Shape, chooser: Filter, layer: int):
         super().__init__(shape, chooser.most, prompt=chooser.prompt)
         self.bank, self.chunks = chooser.bank, chooser.chunks
+        self.stored, self.rounds = quant.Vectors(shape, self.bank.bits), self.bank.bits < 16
         self.exact_prompt = self.chunks is None
         self.hold("index", chooser.index)
         self.at = self.bank.layers.index(layer)  # of the layer in an entry of the pool
@@ -203,21 +201,25 @@ class BankSparse(Parts):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         step = k.shape[2] if self.bank.bits == 16 else quant.SLICE
-        for i, x in enumerate((k, v)):
-            for n, part in enumerate(x[0].transpose(0, 1).split(step)):
-                self.bank.pool.write(row, n * step, quant.encode(part, self.bank.bits), self.at, i)
+        for first in range(0, k.shape[2], step):
+            keys, values = (x[:, :, first : first + step] for x in (k, v))
+            position = torch.arange(first, first + keys.shape[2], device=k.device)
+            for i, x in enumerate((self.stored.keys(keys, position, row), self.stored.values(values))):
+                self.bank.pool.write(row, first, x[0].transpose(0, 1), self.at, i)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        entries = self.bank.pool.read(row, prompt)[:, self.at]  # [T,2,Hk,D]
-        return self.bank.decoded(entries).permute(1, 2, 0, 3).unbind(0)
+        k, v = self.bank.pool.read(row, prompt)[:, self.at].permute(1, 2, 0, 3)[:, None]  # [1,Hk,T,...]
+        position = torch.arange(prompt, device=k.device)
+        return self.stored.read_keys(k, position, row)[0], self.stored.read_values(v)[0]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         bank = self.bank
         if self.first:
             bank.ticket.copy_(bank.pool.wait(bank.ticket, q))
-        for buffer, x in zip((self.k, self.v), bank.take(self.column), strict=True):
-            self.store_chosen(buffer, x, active)
+        k, v = bank.take(self.column)
+        self.store_chosen(self.k, self.stored.read_keys(k, self.index[:, None]), active)
+        self.store_chosen(self.v, self.stored.read_values(v), active)
         return self.attend_parts(q, pos, (self.index >= 0)[:, None].expand(-1, k.shape[1], -1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
@@ -329,5 +331,5 @@ class OmniKVMethod(offload.OffloadMethod):
                 bank = ContextBank(shape, sparse, plan.k, self, workers) if self.offload or self.bits < 16 else None
                 chooser = layers[first] = Filter(shape, plan, self, bank)
                 for layer in sparse:
-                    layers[layer] = BankSparse(shape, chooser, layer) if bank else Sparse(shape, chooser)
-        return [layers.get(layer) or full_layer(shape, self.bits) for layer in range(shape.n_layer)]
+                    layers[layer] = BankSparse(shape.layer(layer), chooser, layer) if bank else Sparse(shape, chooser)
+        return [layers.get(layer) or full_layer(shape.layer(layer), self.bits) for layer in range(shape.n_layer)]

@@ -99,10 +99,11 @@ class RocketKV(SnapKV):
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count + 1)
         self.contents["bounds"] = 2, self.page
 
-    def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
-        super().write(row, first, k, v)
+    def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
+        super().write(row, first, k, v, position)
         page = first // self.page
-        keys = self.decoded(self.k[row, :, page * self.page : first + k.shape[1]])  # of the pages that change, [Hk,n,D]
+        slots = torch.arange(page * self.page, first + k.shape[1], device=k.device)  # of the pages that change
+        keys = self.read_keys(self.k[row, None, :, slots], slots.expand(1, len(k), -1), row)[0]  # [Hk,n,D]
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
 
@@ -113,12 +114,16 @@ class RocketKV(SnapKV):
         if self.newest:
             scores = ops.newest_first(scores, slot // self.page)
         best = ops.top(scores, self.pages, count=self.count)
-        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.decoded)
+        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.numbers)
+
+    def numbers(self, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What slots [B,Hk,n] store, k and v [B,Hk,n,...], as numbers."""
+        return self.read_keys(k, slots), self.stored.read_values(v)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
         super().insert(k, v, pos, active)
-        at, (low, high) = ops.newest_pages(self.k, self.page, self.slot(pos), k.shape[2], self.decoded)
+        at, (low, high) = ops.newest_pages(self.k, self.page, self.slot(pos), k.shape[2], self.read_keys)
         row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
         at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
         bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
@@ -140,7 +145,7 @@ class RocketKV(SnapKV):
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-self.slots_to_read(length, max(0, length - self.shape.max_prompt)) // self.page)
         choose = self.channels * pages * self.shape.dtype.itemsize
-        attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.bits)
+        attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.stored.bits)
         return self.shape.n_kv_head * (choose + attend), 0
 
 
@@ -171,9 +176,11 @@ class MultiTurn(RocketKV):
         self.choose_anew(row, q, keys, values, keys.shape[2] - int(self.prompt[row]))
         return attention.suffix_attention(q, keys, values)
 
-    def record(self, row: int, pos: int, *kv: Tensor) -> None:
+    def record(self, row: int, pos: int, k: Tensor, v: Tensor) -> None:
         """Adds n tokens to the history, the first at `pos`: k and v [Hk,n,D]."""
-        self.history.write(row, pos, torch.stack([quant.encode(x, self.bits) for x in kv]).permute(2, 0, 1, 3))
+        position = torch.arange(pos, pos + k.shape[1], device=k.device)[None, None]
+        stored = self.stored.keys(k[None], position, row)[0], self.stored.values(v)
+        self.history.write(row, pos, torch.stack(stored).permute(2, 0, 1, 3))
 
     def join(self, row: int, length: int) -> None:
         """Adds the tokens that were generated since the last turn to the history of a row of `length` tokens."""
@@ -187,7 +194,8 @@ class MultiTurn(RocketKV):
 
     def everything(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of a row's history of `length` tokens, on the device: [1,Hk,length,D] each."""
-        return self.decoded(self.history.read(row, length).permute(1, 2, 0, 3))[:, None].unbind(0)
+        k, v = self.history.read(row, length).permute(1, 2, 0, 3)[:, None]
+        return self.stored.read_keys(k, torch.arange(length, device=k.device), row), self.stored.read_values(v)
 
     def choose_anew(self, row: int, q: Tensor, k: Tensor, v: Tensor, later: int) -> None:
         """Stage 1: fills the slots from the whole history, k and v [1,Hk,N,D], by the last of a turn's queries.
@@ -245,8 +253,9 @@ class HybridMethod(Method):
         if budget >= shape.planned:
             return full_layers(shape, self.bits)
         skip = self.skipped(shape)
-        sizes = shape, self.divided(shape, budget), self.bits, self.newest, *self.stage1(shape)
-        return [self.layer(i, *sizes) if i >= skip else full_layer(shape, self.bits) for i in range(shape.n_layer)]
+        sizes = self.divided(shape, budget), self.bits, self.newest, *self.stage1(shape)
+        shapes = map(shape.layer, range(shape.n_layer))
+        return [self.layer(i, x, *sizes) if i >= skip else full_layer(x, self.bits) for i, x in enumerate(shapes)]
 
     def layer(self, layer: int, *args) -> KV:
         return RocketKV(*args)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
+CHECKED = 8  # last queries of a prompt, whose attention to rounded keys and values is compared
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -86,6 +87,23 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Callable[[Tensor, T
         for g in range(groups):
             y[:, g::groups, part] = F.scaled_dot_product_attention(q[:, g::groups, part], k, v, attn_mask=mask)
     return y
+
+
+def error(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> float:
+    """How much rounding changes attention: the relative error of the last queries' outputs.
+
+    q [1,Hq,T,D], k and v [1,Hk,T,D] of a prompt; keys and values [Hk,N,D] are what is stored of its tokens at position
+    [Hk,N], -1: none. Both attend to these tokens alone.
+    """
+    n, at = min(q.shape[2], CHECKED), position.long().clamp(min=0)[..., None].expand_as(keys)
+    rows = q[0, :, -n:].unflatten(0, (len(keys), -1)).flatten(1, 2).float()  # [Hk,G n,D]
+    newest = torch.arange(q.shape[2] - n, q.shape[2], device=q.device).repeat(rows.shape[1] // n)
+    seen = (position >= 0)[:, None] & (position[:, None] <= newest[:, None])
+    stored, exact = (
+        F.scaled_dot_product_attention(rows, x.float(), y.float(), attn_mask=seen)
+        for x, y in ((keys, values), (k[0].gather(1, at), v[0].gather(1, at)))
+    )
+    return float((stored - exact).norm() / exact.norm())
 
 
 def _last_attention(q: Tensor, k: Tensor, n: int) -> Iterator[Tensor]:

@@ -76,12 +76,12 @@ def attend_owned(q: Tensor, k: Tensor, v: Tensor, owner: Tensor, heads: int, use
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:
     """`attend` to chosen slots only: index and mask [B,Hk,N], shared by the queries of a group, or [B,Hq,N].
 
-    `read` decodes the gathered slots if they do not store plain vectors.
+    `read(k, v, slots)` decodes what is gathered, k and v [B,Hk,n,...], if slots do not store plain vectors.
     """
     slots = index.unflatten(1, (k.shape[1], -1)).flatten(2)  # the choices of each KV head, concatenated
-    gathered = (gather(x, slots).unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in (k, v))
-    # Stored: else the sums would gather number by number.
-    keys, values = (inductor.stored(x if read is None else read(x)) for x in gathered)
+    k, v = gather(k, slots), gather(v, slots)
+    kv = (x.unflatten(2, (-1, index.shape[2])).flatten(1, 2) for x in ((k, v) if read is None else read(k, v, slots)))
+    keys, values = (inductor.stored(x) for x in kv)  # else the sums would gather number by number
     return attend_used(q, keys, values, mask, torch.full(q.shape[:1], keys.shape[2], device=q.device))
 
 
@@ -112,15 +112,16 @@ def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | N
     """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
     Returns their indices [B,P], and the minimum and the maximum of each channel over their keys, [B,Hk,P,D]. A row with
-    fewer than P such pages repeats its first one. `read` decodes the keys.
+    fewer than P such pages repeats its first one. `read(keys, slots)` decodes what is gathered, [B,Hk,n,...].
     """
     index = following(first // page, (n + page - 2) // page + 1)
     last = (first + n - 1)[:, None]
     index = torch.where(index <= last // page, index, index[:, :1])
     slot = (index[..., None] * page + torch.arange(page, device=k.device)).flatten(1)  # [B,P page]
     slot = inductor.realized(slot)  # else the gather and what follows would compute it for every channel
-    keys = gather(k, slot.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1))
-    keys = (keys if read is None else read(keys)).unflatten(2, (-1, page))
+    at = slot.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1)
+    keys = gather(k, at)
+    keys = (keys if read is None else read(keys, at)).unflatten(2, (-1, page))
     empty = (slot > last).unflatten(1, (-1, page))[:, None, ..., None]
     low, high = keys.masked_fill(empty, torch.inf).amin(3), keys.masked_fill(empty, -torch.inf).amax(3)
     return index, (low, high)

@@ -4,11 +4,13 @@ Shapes as in kv/base.py. `Packed` stores whole groups of tokens, for attention t
 channel of a group's tokens, in V up to 64 channels of one token. A compiled step multiplies the codes themselves: K's
 scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by token. A
 CPU updates the sums of 16 tokens at once, so their codes must be adjacent: `pack` puts tokens that are far apart in the
-group into one byte, and `pack_words`, where 32 bits hold 16 codes, adjacent tokens into one word. `encode` turns each
+group into one byte, and `pack_words`, where 32 bits hold 16 codes, adjacent tokens into one word. `Vectors` turns each
 vector into bytes of its own, for methods that gather a few tokens.
 """
 
 import math
+from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 import torch
@@ -22,7 +24,8 @@ from kv.parts.buffers import Buffers
 BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]
 EPS = 2.0**-14  # the smallest scale: the smallest normal fp16 number
-CHANNELS = 64  # the most channels of one token that share a scale
+CHANNELS = 64  # the most channels of one token that share a scale in `Packed`
+SPAN = 32  # and in `Vectors`
 SLICE = 4096  # tokens in fp32 at once, in a prompt and in a step that is not compiled
 
 
@@ -77,41 +80,106 @@ def shifts(bits: int, dim: int, device: torch.device, size: int = 8) -> Tensor:
 
 
 def vector_bytes(size: int, bits: int) -> int:
-    """Bytes of one encoded vector of `size` channels."""
-    return -(-size * bits // 8) + 4 * (size // channels(size))
+    """Bytes of one vector of `size` channels as `Vectors` stores it."""
+    return -(-size * bits // 8) + 4 * (size // channels(size, SPAN))
 
 
 def stored_bytes(shape: Shape, bits: int) -> int:
-    """Bytes of one K or V vector, encoded unless bits is 16."""
+    """Bytes of one K or V vector, packed unless bits is 16."""
     return shape.unit_bytes // 2 if bits == 16 else vector_bytes(shape.head_dim, bits)
 
 
-def channels(size: int) -> int:
-    """How many channels of a vector share a scale: CHANNELS, or fewer, so that all scales cover as many."""
-    return math.gcd(size, CHANNELS)
+def channels(size: int, most: int = CHANNELS) -> int:
+    """How many channels of a vector share a scale: `most`, or fewer, so that all scales cover as many."""
+    return math.gcd(size, most)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
-    """Encodes vectors x [..., D] as bytes [..., vector_bytes]: the codes, then each scale and zero point; 16: x."""
-    if bits == 16:
-        return x
-    codes, scale, zero = quantize(x.unflatten(-1, (-1, channels(x.shape[-1]))), bits, -1)
+    """Packs vectors x [..., D] into bytes [..., vector_bytes]: the codes, then each scale and zero point."""
+    codes, scale, zero = quantize(x.unflatten(-1, (-1, channels(x.shape[-1], SPAN))), bits, -1)
     packed = pack(codes.flatten(-2), bits, -1)
     constants = torch.cat([scale, zero], dim=-1).flatten(-2).view(torch.int16).int()
     low, high = constants & 255, (constants >> 8) & 255
     return torch.cat([packed, torch.stack([low, high], dim=-1).flatten(-2).to(torch.uint8)], dim=-1)
 
 
-def decode(x: Tensor, bits: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The approximate inverse of `encode` for vectors of `size` channels: [..., D]; 16: x."""
-    if bits == 16:
-        return x
-    after = 4 * (size // channels(size))  # bytes of scales and zero points
+def decode(x: Tensor, bits: int, size: int) -> Tensor:
+    """The approximate inverse of `encode` for vectors of `size` channels: [..., D] fp32."""
+    span = channels(size, SPAN)
+    after = 4 * (size // span)  # bytes of scales and zero points
     packed, constants = x.split([x.shape[-1] - after, after], -1)
     low, high = constants.int().unflatten(-1, (-1, 2, 2)).unbind(-1)
-    scale, zero = (low | high << 8).to(torch.int16).view(torch.float16).float().unbind(-1)  # [..., D / channels]
-    codes = unpack(packed, bits, -1, size).unflatten(-1, (-1, channels(size)))
-    return (codes * scale[..., None] + zero[..., None]).flatten(-2).to(dtype)
+    scale, zero = (low | high << 8).to(torch.int16).view(torch.float16).float().unbind(-1)  # [..., D / span]
+    codes = unpack(packed, bits, -1, size).unflatten(-1, (-1, span))
+    return (codes * scale[..., None] + zero[..., None]).flatten(-2)
+
+
+@cache
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix [size,size] fp32, in blocks of the largest power of 2 that divides it.
+
+    Rotated by it, a vector's outliers are spread over its channels (QuaRot, arXiv 2404.00456).
+    """
+    block, index = size & -size, torch.arange(size, device=device)
+    sign, shared = torch.ones(size, size, device=device), index[:, None] & index
+    for bit in range(block.bit_length() - 1):
+        sign = torch.where(shared >> bit & 1 == 1, -sign, sign)
+    return torch.where(index[:, None] // block == index // block, sign * block**-0.5, 0)
+
+
+def hold_rotations(holder: Buffers) -> None:
+    """Gives a layer's store the `rotation` of its vectors, its keys' `bias` [1,Hk,1,D], or None, and what turns it."""
+    shape = holder.shape
+    holder.hold("rotation", hadamard(shape.head_dim, shape.device))
+    holder.hold("bias", None if shape.key_bias is None else shape.key_bias[None, :, None])
+    holder.hold("inv_freq", None if shape.key_bias is None else ops.inv_freq(shape))
+
+
+class Vectors(Buffers):
+    """How a method stores the vectors of one layer that it reads one by one: in `bits` bits; 16: as they are.
+
+    A key is stored without the bias that its projection added, turned by the key's position as RoPE turned it: in
+    Qwen2.5 that bias is nearly the whole key. Keys and values are rotated, and SPAN channels share a scale.
+    """
+
+    def __init__(self, shape: Shape, bits: int):
+        super().__init__(shape)
+        self.bits, self.size = bits, shape.head_dim
+        if bits < 16:
+            hold_rotations(self)
+
+    @property
+    def width(self) -> int | None:
+        """Bytes of a stored vector; None: a vector of the cache's dtype."""
+        return None if self.bits == 16 else vector_bytes(self.size, self.bits)
+
+    def keys(self, k: Tensor, position: Tensor, row: int | None = None) -> Tensor:
+        """Keys k [B,H,N,D] at position [B,H,N], broadcastable, as they are stored; with `row`, B is 1 and the row's."""
+        if self.bits < 16 and self.bias is not None:
+            k = k.float() - self.turned_bias(position, row)
+        return self.values(k)
+
+    def values(self, v: Tensor) -> Tensor:
+        """Values v [...,D] as they are stored."""
+        return v if self.bits == 16 else encode(v.float() @ self.rotation, self.bits)
+
+    def read_keys(self, stored: Tensor, position: Tensor, row: int | None = None) -> Tensor:
+        """The approximate inverse of `keys`."""
+        if self.bits == 16 or self.bias is None:
+            return self.read_values(stored)
+        return (self.decoded(stored) + self.turned_bias(position, row)).to(self.shape.dtype)
+
+    def read_values(self, stored: Tensor) -> Tensor:
+        """The approximate inverse of `values`."""
+        return stored if self.bits == 16 else self.decoded(stored).to(self.shape.dtype)
+
+    def decoded(self, stored: Tensor) -> Tensor:
+        return decode(stored, self.bits, self.size) @ self.rotation
+
+    def turned_bias(self, position: Tensor, row: int | None) -> Tensor:
+        """The bias at each position, [B,Hk,N,D] fp32."""
+        inv_freq = self.inv_freq if row is None else self.inv_freq[row, None]
+        return ops.rerotate(self.bias, position, inv_freq)
 
 
 class Packed(Buffers):
@@ -135,6 +203,10 @@ class Packed(Buffers):
     def group_bytes(self) -> int:
         """Bytes of one group of one row and KV head."""
         return sum(x[:1, :1, :1].nbytes for x in self.buffers())
+
+    def views(self, row: int, groups: int) -> Iterator[tuple[str, Tensor]]:
+        """Names and views of what holds a row's first groups."""
+        yield from ((name, x[row, :, :groups]) for name, x in self.named_buffers())
 
     def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Quantizes whole groups k and v [..., group, D]: the contents of each buffer, by name."""

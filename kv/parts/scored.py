@@ -38,7 +38,7 @@ class Scored(KV):
         every: int = 0,
         queries: int = 0,
     ):
-        """kept: of the longest prompt. bits of a stored value (quant.encode); `decode` is then the method's own.
+        """kept: of the longest prompt. bits of a stored value (quant.Vectors); `decode` is then the method's own.
         queries: of the newest tokens, those that `score` takes of generated ones."""
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
         if 0 < every < window:  # a row would be compressed before all queries of the window are known
@@ -51,10 +51,9 @@ class Scored(KV):
         self.gone: dict[int, int] = {}  # `dropped` and `prompt`, where the host reads them
         self.prompts: dict[int, int] = {}
         self.recent = max(1, self.window)
-        self.bits = bits
-        width = None if bits == 16 else quant.vector_bytes(shape.head_dim, bits)
+        self.stored, self.rounds = quant.Vectors(shape, bits), bits < 16
         slots = min(kept + every + LAG, shape.planned) if every else self.kept + shape.max_new_tokens
-        self.allocate_slots(slots, width)
+        self.allocate_slots(slots, self.stored.width)
         self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
         self.allocate_state("position", self.shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
         self.rewinds = not every
@@ -81,15 +80,16 @@ class Scored(KV):
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
         kept, at = index.shape[1], (head * len(tokens.k) // self.shape.n_kv_head, index)
-        self.write(row, 0, tokens.k[at], tokens.v[at])
         self.position[row] = -1
         self.position[row, :, :kept] = tokens.position[at]
+        self.write(row, 0, tokens.k[at], tokens.v[at], tokens.position[at])
         self.rows[row], self.gone[row], self.dropped[row] = kept, end - kept, end - kept
 
-    def write(self, row: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Stores n vectors in a row's slots from `first` on: k and v [H,n,D]."""
+    def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
+        """Stores n tokens in a row's slots from `first` on: k and v [H,n,D], position [H,n]."""
         slots = slice(first, first + k.shape[1])
-        self.k[row, :, slots], self.v[row, :, slots] = quant.encode(k, self.bits), quant.encode(v, self.bits)
+        self.k[row, :, slots] = self.stored.keys(k[None], position[None], row)[0]
+        self.v[row, :, slots] = self.stored.values(v)
 
     def choose(
         self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None
@@ -189,7 +189,8 @@ class Scored(KV):
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), self.slot(pos) + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
-        k, v = (quant.encode(self.copied(x), self.bits) for x in (k, v))
+        position = ops.following(pos, k.shape[2])
+        k, v = self.stored.keys(self.copied(k), position[:, None]), self.stored.values(self.copied(v))
         self.store(k, v, ops.following(self.slot(pos), k.shape[2]), active)
 
     def slot(self, pos: Tensor) -> Tensor:
@@ -197,23 +198,27 @@ class Scored(KV):
         return (pos - self.dropped).clamp(min=0)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        self.write(row, self.filled(row, pos), self.copied(k)[0], self.copied(v)[0])
+        position = torch.arange(pos, pos + k.shape[2], device=k.device).expand(self.shape.n_kv_head, -1)
+        self.write(row, self.filled(row, pos), self.copied(k)[0], self.copied(v)[0], position)
 
     def copied(self, x: Tensor) -> Tensor:
         """K or V [B,Hk,n,D] of new tokens, for each head that stores them."""
         return x if self.copies == 1 else x.repeat_interleave(self.copies, dim=1)
 
-    def decoded(self, x: Tensor) -> Tensor:
-        """Stored vectors as numbers, [..., D]."""
-        return quant.decode(x, self.bits, self.shape.head_dim, self.shape.dtype)
+    def read_keys(self, k: Tensor, slots: Tensor, row: int | None = None) -> Tensor:
+        """What slots [B,H,n] store of keys, k [B,H,n,...], as numbers; with `row`, B is 1 and the row's."""
+        return self.stored.read_keys(k, self.positions(slots, row), row)
+
+    def positions(self, slots: Tensor, row: int | None = None) -> Tensor:
+        """The positions of the tokens in slots [B,H,n]; those of a prompt are in `position`."""
+        known, dropped = (x if row is None else x[row, None] for x in (self.position, self.dropped))
+        known = known.gather(2, slots.clamp(max=known.shape[2] - 1))
+        return torch.where((slots < self.position.shape[2]) & (known >= 0), known, slots + dropped[:, None, None])
 
     def held(self, row: int, length: int) -> Held:
-        dropped = int(self.dropped[row])
-        position = self.position[row, :, : length - dropped]
-        position = position[:, : int((position[0] >= 0).sum())]
-        generated = torch.arange(position.shape[1] + dropped, length, device=position.device)
-        k, v = (self.decoded(x[row, :, : length - dropped]) for x in (self.k, self.v))
-        return Held(k, v, torch.cat([position, generated.expand(len(position), -1)], dim=1))
+        slots = torch.arange(length - int(self.dropped[row]), device=self.k.device).expand(1, self.shape.n_kv_head, -1)
+        k, v = (x[row, :, : slots.shape[2]] for x in (self.k, self.v))
+        return Held(self.read_keys(k[None], slots, row)[0], self.stored.read_values(v), self.positions(slots, row)[0])
 
     def filled(self, row: int, length: int) -> int:
         return length - int(self.dropped[row])

@@ -64,6 +64,9 @@ class Speculation(KV):
     def lookahead(self, q: Tensor, x: Tensor, active: Tensor) -> Tensor:
         return x if q.shape[2] > 1 else self.draft.lookahead(q, x, active)
 
+    def make_room(self, row: int, length: int) -> None:
+        self.draft.make_room(row, length)
+
     def before_step(self, length: int, new: int) -> tuple:
         return self.draft.before_step(length, new), self.full.before_step(length, new)
 
