@@ -18,7 +18,7 @@ if [ "${1-}" = compare ]; then
   mkdir -p "$out"
   methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv:gqa=false,snapkv,snapkv++,pyramidkv,quest
   methods+=,quest:skip_layers=0,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,d2o:merge=paper:ratio=3+1,omnikv,omnikv:offload=true,infllm:block=32
-  methods+=,tailorkv:bits=1,tailorkv,pqcache,kivi,full:bits=4,brute_offload
+  methods+=,tailorkv:bits=1,tailorkv,pqcache,kivi,kvarn,full:bits=4,brute_offload
   .venv/bin/python eval.py --checkpoint needle --tasks niah_multikey_1,niah_multikey_2,two_stage_lookup,perplexity \
     --length 4096 --samples 10 --questions 3 --stepwise --batch 5 --kv "$methods" --budget 128,512 --json "$out/answers.json"
   .venv/bin/python -m bench --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
@@ -33,7 +33,7 @@ if [ "${1-}" = real ]; then
   profile="$model/kv_profile.json"
   [ -e "$profile" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt --length 8000
   methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=8,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest
-  methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
+  methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,kvarn,full:bits=4
   methods+=,full:bits=8,brute_offload,keynorm,keydiff,lagkv,expected,rkv,tova
   every=(--kv "$methods" --budget 128,512,1024)
   cat model.py engine.py kv/*.py > "$out/code.txt"

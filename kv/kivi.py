@@ -8,6 +8,7 @@ Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (
 newest `recent` + `group` tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,53 +24,77 @@ GROUP, RECENT = 64, 128  # tokens
 
 
 class Quantized(KV):
-    """Of n tokens the first P(n) = (n - unpacked) // group * group are packed; the others wait in a ring."""
+    """Of n tokens, (n - sinks - unpacked) // group * group after the sinks are packed; the others wait in a ring."""
 
-    rewinds = True
+    rewinds = rounds = packs_in_step = True
 
-    def __init__(self, shape: Shape, bits: int, group: int = GROUP, recent: int = 0):
+    def __init__(
+        self,
+        shape: Shape,
+        bits: int | tuple[int, int],
+        group: int = GROUP,
+        recent: int = 0,
+        sinks: int = 0,
+        packed: Callable[..., Packed] = Packed,
+    ):
+        """recent: newest tokens, and sinks: first tokens, that are not packed."""
         super().__init__(shape)
         self.group, self.unpacked = group, min(recent, shape.planned)
         self.recent = shape.planned  # every step attends to all tokens
-        waits = self.unpacked + shape.rewind  # a group that was packed may be packed again
-        self.ring = -(-waits // group) * group + group
-        self.packed = Packed(shape, max(0, shape.planned - self.unpacked) // group, group, bits)
+        self.sinks = min(sinks, shape.planned - 1)
+        ring = self.unpacked + shape.rewind + group  # a group that was packed may be packed again
+        self.waits = self.sinks + (min(ring, shape.planned - self.sinks) if sinks else ring)  # slots
+        self.packed = packed(shape, self.groups(shape.planned), group, bits)
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.ring + 1, shape.head_dim)  # one past the end: ops.store
+            self.allocate(name, shape.n_kv_head, self.waits + 1, shape.head_dim)  # one past the end: ops.store
         self.read_groups = inductor.symbol(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
-        """P(length) / group: how many groups are packed."""
-        left = length - self.unpacked
+        """How many groups of a row of `length` tokens are packed."""
+        left = length - self.sinks - self.unpacked
         return (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)) // self.group
 
+    def slot(self, position: Tensor) -> Tensor:
+        """The slots of tokens that wait."""
+        return ops.ring(position, self.waits, self.sinks)
+
+    def waiting(self, first: int, length: int) -> Tensor:
+        """The slots of the tokens from `first` on of a row of `length` tokens."""
+        return self.slot(torch.arange(min(first, length), length, device=self.k.device))
+
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        length, done = pos + k.shape[2], self.groups(pos)
-        waits = torch.arange(done * self.group, pos, device=k.device) % self.ring
-        k, v = (torch.cat([old[row, :, waits], new[0]], dim=1) for old, new in ((self.k, k), (self.v, v)))
+        length, done, k, v = pos + k.shape[2], self.groups(pos), k[0], v[0]
+        start = min(k.shape[1], max(0, self.sinks - pos))  # of the first new token that is no sink
+        if start:
+            self.k[row, :, pos : pos + start], self.v[row, :, pos : pos + start] = k[:, :start], v[:, :start]
+        slot = self.waiting(self.sinks + done * self.group, pos)
+        k, v = (torch.cat([x[row, :, slot], new[:, start:]], 1) for x, new in ((self.k, k), (self.v, v)))
         packs = (self.groups(length) - done) * self.group
         self.packed.fill(row, k[:, :packs], v[:, :packs], done)
-        slot = torch.arange(done * self.group + packs, length, device=k.device) % self.ring
+        slot = self.waiting(self.sinks + done * self.group + packs, length)
         self.k[row, :, slot], self.v[row, :, slot] = k[:, packs:], v[:, packs:]
 
     def views(self, row: int, length: int) -> Views:
-        yield from ((name, x[row, :, : self.groups(length)]) for name, x in self.packed.named_buffers())
-        yield from (("waits_k", self.k[row, :, : self.ring]), ("waits_v", self.v[row, :, : self.ring]))
+        yield from self.packed.views(row, self.groups(length))
+        yield from (("waits_k", self.k[row, :, : self.waits]), ("waits_v", self.v[row, :, : self.waits]))
 
     def held(self, row: int, length: int) -> Held:
-        groups = self.groups(length)
-        slot = torch.arange(groups * self.group, length, device=self.k.device) % self.ring
+        groups, sinks = self.groups(length), min(self.sinks, length)
+        slot = self.waiting(self.sinks + groups * self.group, length)
         packed = (decoded(0, groups, row)[0].to(self.k.dtype) for decoded in (self.packed.keys, self.packed.values))
-        k, v = (torch.cat([old, x[row, :, slot]], dim=1) for old, x in zip(packed, (self.k, self.v), strict=True))
-        return Held.new(k, v)
+        parts = zip(packed, (self.k[row], self.v[row]), strict=True)
+        return Held.new(*(torch.cat([x[:, :sinks], old, x[:, slot]], dim=1) for old, x in parts))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         groups = self.groups(pos + 1)
         queries = ops.grouped(q, k.shape[1]).float() * q.shape[-1] ** -0.5  # [B,Hk,G,D]
-        age = (pos[:, None] - torch.arange(self.ring, device=q.device)) % self.ring  # of the token in each slot
-        waits = age <= (pos - groups * self.group)[:, None]
-        keys, values = (x.narrow(2, 0, self.ring) for x in (self.k, self.v))
+        slot = torch.arange(self.waits, device=q.device)
+        age = (pos[:, None] - slot) % (self.waits - self.sinks)  # of the token in each slot of the ring
+        waits = age <= (pos - self.sinks - groups * self.group)[:, None]
+        if self.sinks:
+            waits = torch.where(slot < self.sinks, slot <= pos[:, None], waits)
+        keys, values = (x.narrow(2, 0, self.waits) for x in (self.k, self.v))
         logits = [ops.dots(queries, keys).masked_fill(~waits[:, None, None], -torch.inf)]
         sums = [lambda weight: ops.weighted_sum(weight, values.float())]
         if self.packed.groups:
@@ -82,11 +107,11 @@ class Quantized(KV):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         n = k.shape[2]  # at most a group's
-        self.store(k, v, ops.following(pos, n) % self.ring, active)
+        self.store(k, v, self.slot(ops.following(pos, n)), active)
         if self.packed.groups:  # one may be full now
             groups = self.groups(pos + n)
             newest = (groups - 1).clamp(min=0)
-            slot = ops.following(newest * self.group, self.group) % self.ring
+            slot = self.slot(ops.following(newest * self.group, self.group))
             index = slot[:, None].expand(-1, self.k.shape[1], -1)
             full = active & (groups > self.groups(pos))
             self.packed.store(ops.gather(self.k, index), ops.gather(self.v, index), newest, full)
@@ -97,8 +122,8 @@ class Quantized(KV):
         return (inductor.value(self.read_groups),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        """Every step reads the whole ring, and a second time the group that it may pack."""
-        waits = self.ring + self.group * (self.packed.groups > 0)
+        """Every step reads all that waits, and a second time the group that it may pack."""
+        waits = self.waits + self.group * (self.packs_in_step and self.packed.groups > 0)
         packed = self.groups(length) * self.packed.group_bytes
         return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
 

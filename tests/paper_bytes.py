@@ -35,6 +35,7 @@ LOSSLESS: dict[str, dict] = {
     "hybrid": {"bits": 16},
     "omnikv": {"bits": 16, "prefill": None},
     "kivi": {"recent": 2**30},
+    "kvarn": {"tile": 1024},
     "tailorkv": {"quant_layers": []},
     "simlayer": {"threshold": 1.0},
 }
@@ -54,6 +55,12 @@ def quantized(shape: Shape, bits: int, group: int = GROUP) -> int:
     vector = shape.head_dim * bits / 8
     unit = 2 * vector + 4 * shape.head_dim / group + 4 * shape.head_dim / channels(shape.head_dim)
     return int(shape.batch * shape.n_kv_head * shape.planned * unit)
+
+
+def kvarn(method: Method, shape: Shape, budget: None) -> int:
+    """(kbits + vbits) / 8 bytes a channel, and 16 bits: three for each token, and for each channel of a tile."""
+    unit = shape.head_dim * (method.kbits + method.vbits) / 8 + 6 + 6 * shape.head_dim / method.tile
+    return int(shape.n_layer * shape.batch * shape.n_kv_head * shape.planned * unit)
 
 
 def kept(method: Method, shape: Shape, budget: int) -> int:
@@ -138,6 +145,7 @@ FORMULAS: dict[str, Callable[[Method, Shape, int | None], int]] = {name: kept fo
     "exact_topk": lambda method, shape, budget: shape.full_bytes(),
     "sparq": lambda method, shape, budget: shape.full_bytes() * 3 // 2,
     "kivi": lambda method, shape, budget: shape.n_layer * quantized(shape, method.bits, method.group),
+    "kvarn": kvarn,
     "rocketkv": rocketkv,
     "hybrid": rocketkv,
     "quest": quest,
@@ -194,6 +202,11 @@ def overhead(layer: KV) -> Counter[str]:
         named[kind] += sum(getattr(layer, name).nbytes for name in names if getattr(layer, name, None) is not None)
 
     buffers("RoPE frequencies", "inv_freq")
+    for part in layer.children():  # a store of packed vectors
+        if getattr(part, "rotation", None) is not None:
+            named["rotation and bias"] += sum(
+                x.nbytes for x in (part.rotation, part.bias, part.inv_freq) if x is not None
+            )
     buffers("random numbers", "salt")
     buffers("owners of cells", "owner")
     if isinstance(layer, Duo):

@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "rocketkv:host": ("rocketkv", {"turns": True, "offload": True, "bits": 8, "window": 8, "kernel": 5}),
     "omnikv:bits": ("omnikv", {"bits": 8, "offload": True, "engine": "threads", "threads": 2}),
     "kivi": ("kivi", {"bits": 2, "group": 8, "recent": 12}),
+    "kvarn": ("kvarn", {"vbits": 2, "tile": 16}),
     "simlayer": ("simlayer", {"sinks": 2, "recent": 6}),
     "infllm": ("infllm", {"block": 6, "reps": 2}),
     "infllm:threads": ("infllm", {"block": 6, "offload": True, "engine": "threads", "threads": 2}),
@@ -261,7 +262,7 @@ def poison(cache: Cache) -> Cache:
         reset(row)
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and name not in (*module.states, "inv_freq"):
+                if buffer.is_floating_point() and name not in (*module.states, "inv_freq", "rotation", "bias"):
                     buffer.unflatten(0, (layer.shape.batch, -1))[row] = 1e4
 
     for layer in cache.layers:

@@ -163,7 +163,7 @@ def test_a_compiled_step_allocates_nothing_larger_than_the_attention_weights(lon
     variable = defaultdict(lambda: layer.read_groups.shape[0])  # the only size that the code leaves open
     sizes = [math.prod(eval(size, {}, variable)) for size in sizes]
     assert len(sizes) > 10
-    assert max(sizes) <= inputs[0].shape[1] * (layer.read_groups.shape[0] * layer.group + layer.ring)
+    assert max(sizes) <= inputs[0].shape[1] * (layer.read_groups.shape[0] * layer.group + layer.waits)
 
 
 # The other methods' bits
@@ -204,13 +204,13 @@ def test_rocketkv_in_8_bits_chooses_nearly_the_pages_of_16(name, monkeypatch):
     monkeypatch.setattr(ops, "attend_pages", noted)
     (exact, *coded), (eight, four) = differences(name, 100)
     a, b = exact.layers[0], coded[0].layers[0]
-    for x, y in ((a.k, b.decoded(b.k)), (a.v, b.decoded(b.v))):
-        assert 0 < (x - y)[:, :, : a.kept].abs().max() < 0.02  # the same tokens, half a step away
+    for x, y in zip(a.held(0, 620)[:2], b.held(0, 620)[:2], strict=True):
+        assert 0 < (x - y).abs().max() < 0.04  # the same tokens, rounded
     runs = torch.arange(len(pages)) // (2 * 2) % 3  # the run of each entry: 2 layers x 2 KV heads per step
     by_run = [[pages[i] for i in (runs == run).nonzero()] for run in range(3)]
     same = [sum(len(x & y) / len(x) for x, y in zip(by_run[0], own, strict=True)) for own in by_run[1:]]
     assert same[0] > 0.99 * len(by_run[0]) > same[1]
-    assert 0 < eight.mean() < 0.005 < four.mean()
+    assert 0 < eight.mean() < 0.006 < four.mean()
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def make_shape(heads: str, new: int = 30) -> Shape:
 
 def test_every_sparse_method_has_cases_and_a_reference():
     elsewhere = {"full", "streaming", "omnikv", "infllm", "brute_offload", "h2o", "d2o", "roco", "cam", "simlayer"}
-    elsewhere |= {"tailorkv", "kivi", "pqcache", "tova"}
+    elsewhere |= {"tailorkv", "kivi", "kvarn", "pqcache", "tova"}
     assert set(CASES) == set(SLOW) == set(METHODS) - elsewhere
 
 

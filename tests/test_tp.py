@@ -48,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "infllm": ("infllm", {"block": 6}),
     "simlayer": ("simlayer", {"sinks": 2, "recent": 6, "threshold": 0.3}),
     "kivi": ("kivi", {"bits": 2, "group": 8, "recent": 4}),
+    "kvarn": ("kvarn", {"tile": 16}),
     "tailorkv": ("tailorkv", {"group": 8, "channels": 4}),
     "tailorkv:threads": ("tailorkv", {"group": 8, "channels": 4, "engine": "threads", "threads": 2}),
     "pqcache": ("pqcache", {"codebits": 3}),

@@ -1,0 +1,281 @@
+"""kvarn: every token's K and V in 2 to 8 bits, rotated and with scales on two sides (KVarN, arXiv 2606.03458).
+
+Tiles of `tile` tokens are rotated by a Hadamard matrix, which spreads outliers over the channels, and divided by scales
+that even out the standard deviations of channels and tokens. Then K is quantized per channel and V per token: one
+outlying token costs the others nothing. A key is packed without its projection's bias (kv/parts/quant.py); a step adds
+the query's product with it, turned by the token's position. The first tile, which holds the sinks, and the tokens of
+the newest one wait in full precision. The host packs a tile before the step after it is full: a static step would
+balance one every time, in 17 passes.
+
+The paper has kbits=4 vbits=2, and 2 and 2; the default here is 4 and 4.
+
+Memory and traffic: bits / 16 of the full cache; three 16-bit numbers for each token, and three for each channel of a
+tile; the first tile and the newest.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kv.base import KV, Views
+from kv.kivi import Quantized
+from kv.method import Method, Shape, option
+from kv.parts import inductor, ops
+from kv.parts.buffers import Buffers
+from kv.parts.quant import EPS, SLICE, hold_rotations, quantize, rounded
+
+TILE = 128  # tokens
+ROUNDS = 16  # of balancing
+PART = 0.25  # of the root mean square: the least standard deviation
+STD, LOG = 1e3, 8.0  # bounds of a standard deviation, or one divided by it, and of the logarithm of a scale
+UNREAD = 2  # newest tokens of a row in a step, of which the host may not know before it
+LANES = 8  # adjacent words, as many as a CPU's register holds
+TERMS = 4  # products that are added up at once: Inductor stores a sum of more
+
+
+def balance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of channels and of tokens, of tiles x [...,tile,D] fp32: [...,1,D] and [...,tile,1], fp16.
+
+    Of the pairs that ROUNDS alternating divisions by the standard deviations over tokens and over channels pass
+    through, the one whose quotient x / (channels * tokens) has the most equal standard deviations on both sides. The
+    tokens' scales have a geometric mean of 1, or channels whose mean is not 0 would shift both without an end.
+    """
+    channel, token = (torch.zeros_like(x.narrow(dim, 0, 1)) for dim in (-2, -1))  # logarithms
+    best = torch.full_like(x[..., :1, :1], torch.inf), channel, token
+    for _ in range(ROUNDS + 1):
+        y = x / (channel + token).exp()
+        own = deviation(y, -2)
+        now = spread(own, -1) + spread(deviation(y, -1), -2), channel, token
+        best = tuple(torch.where(now[0] < best[0], new, old) for new, old in zip(now, best, strict=True))
+        channel = (channel + own.log()).clamp(-LOG, LOG)
+        token = token + deviation(x / (channel + token).exp(), -1).log()
+        token = (token - token.mean(-2, keepdim=True)).clamp(-LOG, LOG)
+    return best[1].exp().clamp(min=EPS).half(), best[2].exp().clamp(min=EPS).half()
+
+
+def deviation(x: Tensor, dim: int) -> Tensor:
+    """The standard deviation over a dimension, which stays with size 1, within bounds.
+
+    It is at least a part of the root mean square: a channel of V that hardly varies over a tile, as where tokens
+    repeat, would otherwise be magnified until its mean takes all of a token's range.
+    """
+    least = PART * x.square().mean(dim, keepdim=True).sqrt()
+    return x.std(dim, correction=0, keepdim=True).maximum(least).clamp(1 / STD, STD)
+
+
+def spread(x: Tensor, dim: int) -> Tensor:
+    """The largest over the smallest value of a dimension, which stays with size 1."""
+    return x.amax(dim, keepdim=True) / x.amin(dim, keepdim=True)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Packs codes [...,R,N], whose sums run over R, into words [...,N/8,R bits/32,8].
+
+    Code j of word i is that of row j R bits/32 + i. The words are 32 bits, held as fp32: see `products`.
+    """
+    codes = codes.int().unflatten(-2, (32 // bits, -1))
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)[:, None, None]
+    words = (codes << shifts).sum(-3, dtype=torch.int32).unflatten(-1, (-1, LANES)).transpose(-3, -2)
+    return words.contiguous().view(torch.float32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """The codes [...,R,N], int32."""
+    codes = torch.stack(parts(words, bits), dim=-3).flatten(-3, -2)  # [...,N/8,R,8]
+    return codes.transpose(-3, -2).flatten(-2)
+
+
+def parts(words: Tensor, bits: int) -> list[Tensor]:
+    """Code j of every word, for each j."""
+    words = words.view(torch.int32)
+    return [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
+
+
+def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
+    """Sums over R of codes, times each of G rows [...,G,R]: G tensors [...,N]; for a compiled step.
+
+    A loop reads LANES words at a time, in the order of memory, and unpacks them once for all rows. They are held as
+    fp32, because Inductor's loads of int32 go through the stack.
+    """
+    codes, sums = parts(words, bits), []
+    for row in rows.unbind(-2):
+        factors = row.unflatten(-1, (len(codes), -1))[..., None, :, :, None].unbind(-3)  # [...,1,R bits/32,1]
+        terms = [factor * code for factor, code in zip(factors, codes, strict=True)]
+        few = [sum(terms[i + 1 : i + TERMS], terms[i]).sum(-2) for i in range(0, len(terms), TERMS)]
+        sums.append(sum(few[1:], few[0]).flatten(-2))
+    return sums
+
+
+class Tiles(Buffers):
+    """`groups` tiles of `group` tokens of each row: R is the side that sums run over, N the other one.
+
+    That is channels and tokens of K, tokens and channels of V. A number is (code scale + zero) norm, scale and zero are
+    R's, norm is N's.
+    """
+
+    def __init__(self, shape: Shape, groups: int, group: int, bits: tuple[int, int]):
+        super().__init__(shape)
+        self.groups, self.group, d = groups, group, shape.head_dim
+        self.sides = {"k": (d, group, bits[0]), "v": (group, d, bits[1])}
+        for name, (r, n, b) in self.sides.items():
+            if r * b % 32 or n % LANES:
+                raise ValueError(
+                    f"kvarn in {b} bits needs a tile and a head size that are multiples of {max(LANES, 32 // b)}"
+                )
+            size = groups + 1, shape.n_kv_head  # one tile past the end: inductor.covering
+            self.allocate(name, *size, n // LANES, r * b // 32, LANES, dtype=torch.float32)
+            for part, count in (("scale", r), ("zero", r), ("norm", n)):
+                self.allocate(f"{name}_{part}", *size, count, dtype=torch.float16)
+        hold_rotations(self)
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one tile of one row and KV head."""
+        return sum(getattr(self, name)[:1, :1, :1].nbytes for name in self.initial)
+
+    def views(self, row: int, groups: int) -> Views:
+        for name in self.initial:
+            part = getattr(self, name)[row, :groups]
+            yield name, part.view(torch.int32) if name in self.sides else part  # words may look like NaN
+
+    def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Packs tokens, k and v [Hk,n group,D], into n tiles of a row, from tile `first` on."""
+        k, v = (x.unflatten(1, (-1, self.group)).transpose(0, 1) for x in (k, v))  # [n,Hk,group,D]
+        step = max(1, SLICE // self.group)
+        for start in range(0, len(k), step):
+            keys, values = k[start : start + step].float(), v[start : start + step].float()
+            at = slice(first + start, first + start + len(keys))
+            if self.bias is not None:
+                keys = keys - self.turned_bias(at.start, len(keys), row)[0]
+            keys, values = keys @ self.rotation, values @ self.rotation
+            for name, x, norm in (("k", keys.mT, balance(keys)[1].mT), ("v", values, balance(values)[0])):
+                bits = self.sides[name][2]
+                codes, scale, zero = quantize(x / rounded(norm), bits, -1)
+                parts = {
+                    "": pack(codes, bits),
+                    "_scale": scale[..., 0],
+                    "_zero": zero[..., 0],
+                    "_norm": norm[..., 0, :],
+                }
+                for part, new in parts.items():
+                    getattr(self, name + part)[row, at] = new
+
+    def numbers(self, name: str, first: int, groups: int, row: int | None) -> Tensor:
+        """What `k` or `v` holds of some tiles, rotated: [B,groups,Hk,R,N] fp32; B is 1 for one row."""
+        buffers = (getattr(self, name + part) for part in ("", "_scale", "_zero", "_norm"))
+        words, scale, zero, norm = ((x if row is None else x[row, None]).narrow(1, first, groups) for x in buffers)
+        codes = unpack(words, self.sides[name][2])
+        return (codes * scale[..., None].float() + zero[..., None].float()) * norm[..., None, :].float()
+
+    def keys(self, first: int, groups: int, row: int | None = None) -> Tensor:
+        """The keys of some tiles, [B,Hk,groups group,D] fp32; B is 1 for one row."""
+        k = self.numbers("k", first, groups, row).mT @ self.rotation
+        k = k if self.bias is None else k + self.turned_bias(first, groups, row)
+        return k.transpose(1, 2).flatten(2, 3)
+
+    def values(self, first: int, groups: int, row: int | None = None) -> Tensor:
+        """The values of some tiles, [B,Hk,groups group,D] fp32; B is 1 for one row."""
+        return (self.numbers("v", first, groups, row) @ self.rotation).transpose(1, 2).flatten(2, 3)
+
+    def turned_bias(self, first: int, groups: int, row: int | None) -> Tensor:
+        """The bias at the positions of some tiles, [B,groups,Hk,group,D] fp32.
+
+        It is turned to a token's place in its tile, then to the tile's place: `bias_dots` turns queries by the latter.
+        """
+        inv_freq = self.inv_freq if row is None else self.inv_freq[row, None]
+        angles = self.start(first, groups)[:, None, None] * inv_freq[:, None, None, None]  # [B,groups,1,1,D/2]
+        return ops.rotate(self.in_tile(inv_freq)[:, None], angles.cos(), angles.sin())
+
+    def in_tile(self, inv_freq: Tensor) -> Tensor:
+        """The bias at each place of a tile that begins at position 0, [B,Hk,group,D]."""
+        return ops.rerotate(self.bias, torch.arange(self.group, device=self.k.device)[None, None], inv_freq)
+
+    def start(self, first: int, groups: int) -> Tensor:
+        """The positions of the first tokens of some tiles, which follow the one in full precision: [groups,1] fp32."""
+        return (torch.arange(first + 1, first + 1 + groups, device=self.k.device) * self.group)[:, None].float()
+
+    def slices(self, groups: int) -> list[tuple[int, int]]:
+        """(first tile, number of tiles) to dequantize at once."""
+        step = max(1, SLICE // self.group)
+        return [(first, min(step, groups - first)) for first in range(0, groups, step)]
+
+    def dots(self, rows: Tensor, groups: int) -> Tensor:
+        """Dot products of rows [B,Hk,G,D] and the keys of the first tiles -> [B,Hk,G,n]."""
+        if not torch.compiler.is_compiling():
+            return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
+        y = self.scaled_sums("k", (rows @ self.rotation)[:, None], groups)
+        if self.bias is not None:
+            y = [a + b for a, b in zip(y, self.bias_dots(rows, groups).unbind(3), strict=True)]
+        return torch.stack(y, dim=3).permute(0, 2, 3, 1, 4).flatten(3)
+
+    def weighted_sum(self, weight: Tensor, groups: int) -> Tensor:
+        """Sums of the first tiles' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
+        if not torch.compiler.is_compiling():
+            weights = weight.unflatten(3, (groups, -1))
+            parts = ((weights[:, :, :, at : at + n].flatten(3), self.values(at, n)) for at, n in self.slices(groups))
+            return sum(ops.weighted_sum(*part) for part in parts)
+        rows = weight.unflatten(3, (groups, self.group)).permute(0, 3, 1, 2, 4)
+        return torch.stack([x.sum(1) for x in self.scaled_sums("v", rows, groups)], dim=2) @ self.rotation
+
+    def scaled_sums(self, name: str, rows: Tensor, groups: int) -> list[Tensor]:
+        """Sums over R of the first tiles' numbers, rotated, times each of G rows [B,groups,Hk,G,R]: G of [...,N]."""
+        buffers = (getattr(self, name + part) for part in ("", "_scale", "_zero", "_norm"))
+        words, scale, zero, norm = (x.narrow(1, 0, groups) for x in buffers)
+        offsets = inductor.stored((rows * zero[..., None, :]).sum(-1)).unbind(-1)
+        sums = products(inductor.realized(rows * scale[..., None, :]), words, self.sides[name][2])
+        return [(y + offset[..., None]) * norm for y, offset in zip(sums, offsets, strict=True)]
+
+    def bias_dots(self, rows: Tensor, groups: int) -> Tensor:
+        """Dot products of rows [B,Hk,G,D] and the turned bias: [B,groups,Hk,G,group]."""
+        angles = self.start(0, groups)[:, None] * self.inv_freq[:, None, None, None]  # [B,1,groups,1,D/2]
+        cos, sin = inductor.stored(angles.cos()), inductor.stored(angles.sin())
+        back = inductor.stored(ops.rotate(rows[:, :, None], cos, -sin))  # [B,Hk,groups,G,D]
+        y = back.flatten(2, 3) @ self.in_tile(self.inv_freq).mT
+        return y.unflatten(2, (groups, -1)).transpose(1, 2)
+
+
+class KVarN(Quantized):
+    """The host packs, at the latest before the step that reads a tile's codes."""
+
+    packs_in_step = False
+
+    def __init__(self, shape: Shape, bits: tuple[int, int], tile: int):
+        super().__init__(shape, bits, tile, UNREAD + shape.rewind, sinks=tile, packed=Tiles)
+        self.done: dict[int, int] = {}  # how many tiles of each row are packed
+
+    def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        super().append(row, k, v, pos)
+        self.done[row] = self.groups(pos + k.shape[2])
+
+    def make_room(self, row: int, length: int) -> None:
+        done, due = self.done.get(row, 0), self.groups(length + self.unpacked)
+        if due > done:
+            slot = self.waiting(self.sinks + done * self.group, self.sinks + due * self.group)
+            self.packed.fill(row, self.k[row, :, slot], self.v[row, :, slot], done)
+            self.done[row] = due
+
+    def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
+        self.store(k, v, self.slot(ops.following(pos, k.shape[2])), active)
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self.done.pop(row, None)
+
+    def views(self, row: int, length: int) -> Views:
+        self.done[row] = self.groups(length)
+        return super().views(row, length)
+
+
+@dataclass(frozen=True)
+class KVarNMethod(Method):
+    help = "every token's K and V in 4 bits, rotated and balanced"
+    budgeted = False
+    kbits: Literal[2, 4, 8] = option(4, "bits of a stored value of K")
+    vbits: Literal[2, 4, 8] = option(4, "bits of a stored value of V")
+    tile: int = option(TILE, "tokens that share a scale in each channel, a multiple of 16", min=16)
+
+    def build(self, shape: Shape, budget: None) -> list[KV]:
+        bits = self.kbits, self.vbits
+        return [KVarN(shape.layer(i), bits, self.tile) for i in range(shape.n_layer)]
