@@ -130,7 +130,7 @@ def ranked(request, cases, tmp_path_factory) -> dict[str, list[dict]]:
 class Apart(nn.Module):
     """KV modules that each have a share of the heads: what ranks compute, in one process."""
 
-    wants_lookahead = False
+    wants_lookahead, error = False, None
 
     def __init__(self, *parts: kv.KV):
         super().__init__()
