@@ -83,11 +83,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """The codes [...,R,N], int32."""
-    codes = torch.stack(parts(words, bits), dim=-3).flatten(-3, -2)  # [...,N/8,R,8]
+    codes = torch.stack(codes_of(words, bits), dim=-3).flatten(-3, -2)  # [...,N/8,R,8]
     return codes.transpose(-3, -2).flatten(-2)
 
 
-def parts(words: Tensor, bits: int) -> list[Tensor]:
+def codes_of(words: Tensor, bits: int) -> list[Tensor]:
     """Code j of every word, for each j."""
     words = words.view(torch.int32)
     return [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
@@ -99,7 +99,7 @@ def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
     A loop reads LANES words at a time, in the order of memory, and unpacks them once for all rows. They are held as
     fp32, because Inductor's loads of int32 go through the stack.
     """
-    codes, sums = parts(words, bits), []
+    codes, sums = codes_of(words, bits), []
     for row in rows.unbind(-2):
         factors = row.unflatten(-1, (len(codes), -1))[..., None, :, :, None].unbind(-3)  # [...,1,R bits/32,1]
         terms = [factor * code for factor, code in zip(factors, codes, strict=True)]
@@ -143,12 +143,11 @@ class Tiles(Buffers):
     def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Packs tokens, k and v [Hk,n group,D], into n tiles of a row, from tile `first` on."""
         k, v = (x.unflatten(1, (-1, self.group)).transpose(0, 1) for x in (k, v))  # [n,Hk,group,D]
-        step = max(1, SLICE // self.group)
-        for start in range(0, len(k), step):
-            keys, values = k[start : start + step].float(), v[start : start + step].float()
-            at = slice(first + start, first + start + len(keys))
+        for start, count in self.slices(len(k)):
+            keys, values = (x[start : start + count].float() for x in (k, v))
+            at = slice(first + start, first + start + count)
             if self.bias is not None:
-                keys = keys - self.turned_bias(at.start, len(keys), row)[0]
+                keys = keys - self.turned_bias(at.start, count, row)[0]
             keys, values = keys @ self.rotation, values @ self.rotation
             for name, x, norm in (("k", keys.mT, balance(keys)[1].mT), ("v", values, balance(values)[0])):
                 bits = self.sides[name][2]
@@ -162,10 +161,14 @@ class Tiles(Buffers):
                 for part, new in parts.items():
                     getattr(self, name + part)[row, at] = new
 
+    def side(self, name: str, first: int, groups: int, row: int | None = None) -> list[Tensor]:
+        """Words, scales, zero points and norms of some tiles of `k` or `v`, of all rows or of one."""
+        buffers = (getattr(self, name + part) for part in ("", "_scale", "_zero", "_norm"))
+        return [(x if row is None else x[row, None]).narrow(1, first, groups) for x in buffers]
+
     def numbers(self, name: str, first: int, groups: int, row: int | None) -> Tensor:
         """What `k` or `v` holds of some tiles, rotated: [B,groups,Hk,R,N] fp32; B is 1 for one row."""
-        buffers = (getattr(self, name + part) for part in ("", "_scale", "_zero", "_norm"))
-        words, scale, zero, norm = ((x if row is None else x[row, None]).narrow(1, first, groups) for x in buffers)
+        words, scale, zero, norm = self.side(name, first, groups, row)
         codes = unpack(words, self.sides[name][2])
         return (codes * scale[..., None].float() + zero[..., None].float()) * norm[..., None, :].float()
 
@@ -197,7 +200,7 @@ class Tiles(Buffers):
         return (torch.arange(first + 1, first + 1 + groups, device=self.k.device) * self.group)[:, None].float()
 
     def slices(self, groups: int) -> list[tuple[int, int]]:
-        """(first tile, number of tiles) to dequantize at once."""
+        """(first tile, number of tiles) to hold in fp32 at once."""
         step = max(1, SLICE // self.group)
         return [(first, min(step, groups - first)) for first in range(0, groups, step)]
 
@@ -221,8 +224,7 @@ class Tiles(Buffers):
 
     def scaled_sums(self, name: str, rows: Tensor, groups: int) -> list[Tensor]:
         """Sums over R of the first tiles' numbers, rotated, times each of G rows [B,groups,Hk,G,R]: G of [...,N]."""
-        buffers = (getattr(self, name + part) for part in ("", "_scale", "_zero", "_norm"))
-        words, scale, zero, norm = (x.narrow(1, 0, groups) for x in buffers)
+        words, scale, zero, norm = self.side(name, 0, groups)
         offsets = inductor.stored((rows * zero[..., None, :]).sum(-1)).unbind(-1)
         sums = products(inductor.realized(rows * scale[..., None, :]), words, self.sides[name][2])
         return [(y + offset[..., None]) * norm for y, offset in zip(sums, offsets, strict=True)]

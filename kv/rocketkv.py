@@ -102,8 +102,9 @@ class RocketKV(SnapKV):
     def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
         super().write(row, first, k, v, position)
         page = first // self.page
-        slots = torch.arange(page * self.page, first + k.shape[1], device=k.device)  # of the pages that change
-        keys = self.read_keys(self.k[row, None, :, slots], slots.expand(1, len(k), -1), row)[0]  # [Hk,n,D]
+        slots = slice(page * self.page, first + k.shape[1])  # of the pages that change
+        index = torch.arange(slots.start, slots.stop, device=k.device).expand(1, len(k), -1)
+        keys = self.read_keys(self.k[row, None, :, slots], index, row)[0]  # [Hk,n,D]
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
 

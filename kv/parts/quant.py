@@ -144,14 +144,14 @@ class Vectors(Buffers):
 
     def __init__(self, shape: Shape, bits: int):
         super().__init__(shape)
-        self.bits, self.size = bits, shape.head_dim
+        self.bits = bits
         if bits < 16:
             hold_rotations(self)
 
     @property
     def width(self) -> int | None:
         """Bytes of a stored vector; None: a vector of the cache's dtype."""
-        return None if self.bits == 16 else vector_bytes(self.size, self.bits)
+        return None if self.bits == 16 else vector_bytes(self.shape.head_dim, self.bits)
 
     def keys(self, k: Tensor, position: Tensor, row: int | None = None) -> Tensor:
         """Keys k [B,H,N,D] at position [B,H,N], broadcastable, as they are stored; with `row`, B is 1 and the row's."""
@@ -174,7 +174,7 @@ class Vectors(Buffers):
         return stored if self.bits == 16 else self.decoded(stored).to(self.shape.dtype)
 
     def decoded(self, stored: Tensor) -> Tensor:
-        return decode(stored, self.bits, self.size) @ self.rotation
+        return decode(stored, self.bits, self.shape.head_dim) @ self.rotation
 
     def turned_bias(self, position: Tensor, row: int | None) -> Tensor:
         """The bias at each position, [B,Hk,N,D] fp32."""

@@ -218,7 +218,8 @@ class Scored(KV):
     def held(self, row: int, length: int) -> Held:
         slots = torch.arange(length - int(self.dropped[row]), device=self.k.device).expand(1, self.shape.n_kv_head, -1)
         k, v = (x[row, :, : slots.shape[2]] for x in (self.k, self.v))
-        return Held(self.read_keys(k[None], slots, row)[0], self.stored.read_values(v), self.positions(slots, row)[0])
+        position = self.positions(slots, row)
+        return Held(self.stored.read_keys(k[None], position, row)[0], self.stored.read_values(v), position[0])
 
     def filled(self, row: int, length: int) -> int:
         return length - int(self.dropped[row])
