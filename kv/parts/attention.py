@@ -95,15 +95,17 @@ def error(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positio
     q [1,Hq,T,D], k and v [1,Hk,T,D] of a prompt; keys and values [Hk,N,D] are what is stored of its tokens at position
     [Hk,N], -1: none. Both attend to these tokens alone.
     """
-    n, at = min(q.shape[2], CHECKED), position.long().clamp(min=0)[..., None].expand_as(keys)
-    rows = q[0, :, -n:].unflatten(0, (len(keys), -1)).flatten(1, 2).float()  # [Hk,G n,D]
-    newest = torch.arange(q.shape[2] - n, q.shape[2], device=q.device).repeat(rows.shape[1] // n)
-    seen = (position >= 0)[:, None] & (position[:, None] <= newest[:, None])
-    stored, exact = (
-        F.scaled_dot_product_attention(rows, x.float(), y.float(), attn_mask=seen)
-        for x, y in ((keys, values), (k[0].gather(1, at), v[0].gather(1, at)))
-    )
-    return float((stored - exact).norm() / exact.norm())
+    n, sums = min(q.shape[2], CHECKED), q.new_zeros(2, dtype=torch.float32)  # of squares: differences, outputs
+    newest = torch.arange(q.shape[2] - n, q.shape[2], device=q.device)
+    rows = q[0, :, -n:].unflatten(0, (len(keys), -1)).float()  # [Hk,G,n,D]
+    for head, at in enumerate(position.long()):  # one at a time: fp32 copies of all would be a prompt's largest
+        seen = (at >= 0) & (at <= newest[:, None])
+        stored, exact = (
+            F.scaled_dot_product_attention(rows[head], *(x.float().expand(len(rows[head]), -1, -1) for x in kv), seen)
+            for kv in ((keys[head], values[head]), (k[0, head, at.clamp(min=0)], v[0, head, at.clamp(min=0)]))
+        )
+        sums += torch.stack([(stored - exact).square().sum(), exact.square().sum()])
+    return float((sums[0] / sums[1]).sqrt())
 
 
 def _last_attention(q: Tensor, k: Tensor, n: int) -> Iterator[Tensor]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kv.method import Shape
 
-from .attention import SlowLayers, Text
-from .quantized import EPS, quantize
+from .attention import Text
+from .quantized import EPS, PackedLayers, quantize
 
 UNREAD = 2  # newest tokens of a row in a step, which are not packed yet
 ROUNDS = 16  # of balancing
@@ -133,7 +133,7 @@ class KVarNText(Text):
         self.values[kv_head, tile] = decode(*self.value_tiles[kv_head][-1]) @ self.hadamard.T
 
 
-class SlowKVarN(SlowLayers):
+class SlowKVarN(PackedLayers):
     """Quantizes every complete tile but the first, its scales balanced over channels and tokens.
 
     Of n tokens, max(0, floor((n - UNREAD) / tile) - 1) tile are packed, from position `tile` on. `biases` holds each
@@ -158,18 +158,6 @@ class SlowKVarN(SlowLayers):
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
         return KVarNText(self, layer, q, k, v)
-
-    def packed(self, layer: int) -> int:
-        """How many tokens are codes."""
-        return self.texts[layer].packed
-
-    def keys(self, layer: int, kv_head: int) -> Tensor:
-        """The keys that attention reads, decoded or as given, in order of position: [n,D]."""
-        return self.texts[layer].keys[kv_head].float()
-
-    def values(self, layer: int, kv_head: int) -> Tensor:
-        """The values that attention reads, decoded or as given, in order of position: [n,D]."""
-        return self.texts[layer].values[kv_head].float()
 
     def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes int64 [P,D]; fp16: scales and zero points [P / tile,D], tokens' scales [P]."""

@@ -146,7 +146,23 @@ class QuantizedText(Text):
         return codes, scales, zeros
 
 
-class SlowQuantized(SlowLayers):
+class PackedLayers(SlowLayers):
+    """Layers whose texts have `packed`, `keys` and `values`."""
+
+    def packed(self, layer: int) -> int:
+        """P(n): how many tokens are codes."""
+        return self.texts[layer].packed
+
+    def keys(self, layer: int, kv_head: int) -> Tensor:
+        """The keys that attention reads, dequantized or in full precision, in order of position: [n,D]."""
+        return self.texts[layer].keys[kv_head].float()
+
+    def values(self, layer: int, kv_head: int) -> Tensor:
+        """The values that attention reads, dequantized or in full precision, in order of position: [n,D]."""
+        return self.texts[layer].values[kv_head].float()
+
+
+class SlowQuantized(PackedLayers):
     """Quantizes every layer except its newest tokens: KIVI with 2 or 4 bits and 128 recent tokens.
 
     Of n tokens, the first max(0, floor((n - recent) / group)) group are packed: at least the `recent` newest and at
@@ -160,18 +176,6 @@ class SlowQuantized(SlowLayers):
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
         return QuantizedText(self.shape, q, k, v, self.bits, self.group, self.channels, self.recent)
-
-    def packed(self, layer: int) -> int:
-        """P(n): how many tokens are codes."""
-        return self.texts[layer].packed
-
-    def keys(self, layer: int, kv_head: int) -> Tensor:
-        """The keys that attention reads, dequantized or in full precision, in order of position: [n,D]."""
-        return self.texts[layer].keys[kv_head].float()
-
-    def values(self, layer: int, kv_head: int) -> Tensor:
-        """The values that attention reads, dequantized or in full precision, in order of position: [n,D]."""
-        return self.texts[layer].values[kv_head].float()
 
     def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes int64 [P,D], scales and zero points fp16 [P / group,D]."""
