@@ -1,7 +1,7 @@
 """full: every token's K and V. The baseline, and the base class of methods that store everything and read a part.
 
-Memory and traffic: one K and one V vector per token and KV head; with bits=8 or 4, bits / 16 of that, 16-bit scales and
-zero points, and the newest tokens unquantized, as in kv/kivi.py. A sliding window makes the slots a ring.
+Memory and traffic: one K and one V vector per token and KV head; with bits=8 or 4 what kvarn takes. A sliding window
+makes the slots a ring.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held
-from kv.kivi import RECENT, Quantized
+from kv.kvarn import TILE, KVarN
 from kv.method import Method, Shape
 from kv.parts import attention, inductor, ops
 from kv.parts.quant import BITS, Bits
@@ -81,12 +81,12 @@ def full_layer(shape: Shape, bits: int) -> KV:
         return Full(shape, shape.window)
     if shape.window is not None and shape.window < shape.planned:
         raise ValueError(f"a cache in {bits} bits does not honour this model's sliding window: leave out --kv-bits")
-    return Quantized(shape, bits, recent=RECENT)
+    return KVarN(shape, (bits, bits), TILE)
 
 
 def full_layers(shape: Shape, bits: int = 16) -> list[KV]:
     """What a method builds whose steps would leave tokens out even if the budget covers all."""
-    return [full_layer(shape, bits) for _ in range(shape.n_layer)]
+    return [full_layer(shape.layer(i), bits) for i in range(shape.n_layer)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from kv.d2o import D2O
 from kv.duo import Duo
 from kv.full import Full
 from kv.infllm import InfLLM
-from kv.kivi import GROUP, Quantized
+from kv.kivi import Quantized
+from kv.kvarn import TILE
 from kv.omnikv import BankSparse, Filter, Plan
 from kv.parts.evicting import Evicting
 from kv.parts.fetched import FetchedTokens, Parts
@@ -46,21 +47,21 @@ LOSSLESS: dict[str, dict] = {
 def full(shape: Shape, bits: int = 16) -> int:
     """2 L B Hk S D values, S at most the model's window."""
     if bits < 16:
-        return shape.n_layer * quantized(shape, bits)
+        return shape.n_layer * tiles(shape, bits, bits, TILE)
     return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
 
 
-def quantized(shape: Shape, bits: int, group: int = GROUP) -> int:
+def tiles(shape: Shape, k_bits: int, v_bits: int, tile: int) -> int:
+    """One layer of kvarn: bits / 8 bytes a channel; three 16-bit numbers for each token and each tile's channel."""
+    unit = shape.head_dim * (k_bits + v_bits) / 8 + 6 + 6 * shape.head_dim / tile
+    return int(shape.batch * shape.n_kv_head * shape.planned * unit)
+
+
+def quantized(shape: Shape, bits: int, group: int) -> int:
     """One layer, by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values if K and V share `group`."""
     vector = shape.head_dim * bits / 8
     unit = 2 * vector + 4 * shape.head_dim / group + 4 * shape.head_dim / channels(shape.head_dim)
     return int(shape.batch * shape.n_kv_head * shape.planned * unit)
-
-
-def kvarn(method: Method, shape: Shape, budget: None) -> int:
-    """(kbits + vbits) / 8 bytes a channel, and 16 bits: three for each token, and for each channel of a tile."""
-    unit = shape.head_dim * (method.kbits + method.vbits) / 8 + 6 + 6 * shape.head_dim / method.tile
-    return int(shape.n_layer * shape.batch * shape.n_kv_head * shape.planned * unit)
 
 
 def kept(method: Method, shape: Shape, budget: int) -> int:
@@ -145,7 +146,7 @@ FORMULAS: dict[str, Callable[[Method, Shape, int | None], int]] = {name: kept fo
     "exact_topk": lambda method, shape, budget: shape.full_bytes(),
     "sparq": lambda method, shape, budget: shape.full_bytes() * 3 // 2,
     "kivi": lambda method, shape, budget: shape.n_layer * quantized(shape, method.bits, method.group),
-    "kvarn": kvarn,
+    "kvarn": lambda method, shape, budget: shape.n_layer * tiles(shape, method.kbits, method.vbits, method.tile),
     "rocketkv": rocketkv,
     "hybrid": rocketkv,
     "quest": quest,
