@@ -76,7 +76,8 @@ class Quantized(KV):
 
     def views(self, row: int, length: int) -> Views:
         yield from self.packed.views(row, self.groups(length))
-        yield from (("waits_k", self.k[row, :, : self.waits]), ("waits_v", self.v[row, :, : self.waits]))
+        filled = min(length, self.waits)
+        yield from (("waits_k", self.k[row, :, :filled]), ("waits_v", self.v[row, :, :filled]))
 
     def held(self, row: int, length: int) -> Held:
         groups, sinks = self.groups(length), min(self.sinks, length)
