@@ -9,8 +9,9 @@ Prints a Markdown table for each length, one line per method and budget, with th
 - ms/token: bench's. A context belongs to the next length that eval.py measured: a length counts the answer too.
 
 --plot draws KL, or answers where no KL was measured, over the bytes read and over the bytes kept. --results writes
-NAME.json for bench.results, or NAME_LENGTH.json for each of several lengths. `bash bench.sh compare` and `bash bench.sh
-real` make the files and call this.
+NAME.json for bench.results, or NAME_LENGTH.json for each of several lengths. Results of several checkpoints become one
+table and one plot: KL, answers, and the bytes kept. `bash bench.sh compare`, `real` and `bits` make the files and call
+this.
 """
 
 import runtime.startup  # noqa: F401
@@ -20,6 +21,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -83,6 +85,11 @@ def join(files: list[dict]) -> dict[int, Results]:
     return results
 
 
+def checkpoint_of(file: dict) -> str:
+    """The name of the folder whose model a JSON object is about."""
+    return Path(file["args"]["checkpoint"]).name if "args" in file else Path(file["rows"][0]["shape"]).parent.name
+
+
 def megabytes(row: dict) -> dict[str, float]:
     """Of one sequence: bench counts its whole batch."""
     read, mega = row["step_device_bytes"] + row["step_host_bytes"], 1e6 * row.get("batch", 1)
@@ -113,30 +120,56 @@ def divergence(own: dict) -> float | None:
     return own.get("kl") or None  # the full cache itself has no place on a logarithmic axis
 
 
-def draw(results: dict[int, Results], path: str) -> None:
-    """Draws KL, or answers, over bytes read and over bytes kept: a row of panels per length, a line per method."""
-    drawn = {}  # length -> whether KL is drawn, and (method, results, height of its mark) for each budget
-    for length, by_method in results.items():
-        diverges = any("kl" in own for own in by_method.values())
-        height = divergence if diverges else answers
-        marks = [(method, own, height(own)) for (method, _), own in by_method.items() if "read" in own]
-        if marks := [mark for mark in marks if mark[2] is not None]:
-            drawn[length] = diverges, marks
+def across(models: dict[str, dict[int, Results]]) -> tuple[dict[str, str], list[list]]:
+    """(title -> format, rows) of a result file on several checkpoints, by name: one row per method and budget."""
+    columns, cells = {"method": ""}, defaultdict(dict)
+    for title, key, form in (("KL", "kl", ".4f"), ("answers, %", "answers", ""), ("KV, MB", "kv", ".1f")):
+        for name, results in models.items():
+            for length, by_method in results.items():
+                if any(key in own for own in by_method.values()):
+                    columns[column := f"{title}: {name} {length}"] = form
+                    for method, own in by_method.items():
+                        cells[method][column] = own.get(key)
+    names = {method: " ".join(str(part) for part in method if part is not None) for method in cells}
+    return columns, [[names[method], *map(own.get, list(columns)[1:])] for method, own in cells.items()]
+
+
+READ: tuple[str, Callable] = "MB of cache read a step", lambda own: own["read"]
+KEPT: tuple[str, Callable] = "MB of cache kept, on the device and the host", lambda own: own["kv"] + own["host"]
+
+
+def draw(models: dict[str, dict[int, Results]], path: str) -> None:
+    """Draws KL, or answers, a row of panels per length, a line per method.
+
+    Of one checkpoint, over bytes read and over bytes kept; of several, over bytes kept, a column for each.
+    """
+    several = len(models) > 1
+    columns = [(name, KEPT) for name in models] if several else [(name, x) for name in models for x in (READ, KEPT)]
+    drawn = defaultdict(dict)  # length -> column -> whether KL is drawn, and (method, results, height) for each mark
+    for at, (name, _) in enumerate(columns):
+        for length, by_method in models[name].items():
+            diverges = any("kl" in own for own in by_method.values())
+            height = divergence if diverges else answers
+            marks = [(method, own, height(own)) for (method, _), own in by_method.items() if "read" in own]
+            if marks := [mark for mark in marks if mark[2] is not None]:
+                drawn[length][at] = diverges, marks
     if not drawn:
         raise ValueError("--plot: no method has both bytes and a divergence or answers")
-    with panels(path, len(drawn), 2, 9, 6.5) as axes:
+    with panels(path, len(drawn), len(columns), *((7, 5.5) if several else (9, 6.5))) as axes:
         named = []
-        for (read_axis, kept_axis), (length, (diverges, marks)) in zip(axes, drawn.items(), strict=True):
-            for axis, label, x in (
-                (read_axis, "MB of cache read a step", lambda own: own["read"]),
-                (kept_axis, "MB of cache kept, on the device and the host", lambda own: own["kv"] + own["host"]),
-            ):
+        for row, (length, found) in zip(axes, sorted(drawn.items()), strict=True):
+            for at, (axis, (name, (label, x))) in enumerate(zip(row, columns, strict=True)):
+                if at not in found:
+                    axis.remove()
+                    continue
+                diverges, marks = found[at]
                 lines = defaultdict(list)
                 for method, own, y in marks:
                     lines[method].append((x(own), y))
                 for points in lines.values():
                     axis.plot(*zip(*points, strict=True))
-                axis.set(xlabel=label, title=f"{length} tokens", yscale="log" if diverges else "linear")
+                title = f"{name}, {length} tokens" if several else f"{length} tokens"
+                axis.set(xlabel=label, title=title, yscale="log" if diverges else "linear")
                 axis.set_ylabel("KL to the full cache, nats" if diverges else "answers right, %")
                 axis.margins(x=0.15, y=0.08)
                 logarithmic(axis, [px for points in lines.values() for px, _ in points])
@@ -182,23 +215,30 @@ def main(argv: list[str] | None = None) -> None:
         check_output(getattr(args, flag), f"--{flag}")
     try:
         files = [parse_json(path.read_bytes(), path) for path in args.files]
-        results = join(files)
+        named = defaultdict(list)
+        for file in files:
+            named[checkpoint_of(file)].append(file)
+        models = {name: join(own) for name, own in named.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{' and '.join(map(str, args.files))} must be the files that eval.py and bench wrote with --json "
             f"({type(error).__name__}: {error})"
         ) from None
     about = {key: next((file[key] for file in files if key in file), "") for key in ("machine", "date")}
-    for length, by_method in results.items():
-        columns, rows = table(by_method)
-        print(f"\n{length} tokens\n\n{markdown(columns, rows)}")
+    tables = (
+        {"": across(models)}
+        if len(models) > 1
+        else {length: table(own) for results in models.values() for length, own in results.items()}
+    )
+    for length, (columns, rows) in tables.items():
+        print(f"\n{length} tokens\n" if length else "", f"\n{markdown(columns, rows)}", sep="")
         if args.results:
-            path = args.results.with_stem(f"{args.results.stem}_{length}") if len(results) > 1 else args.results
+            path = args.results.with_stem(f"{args.results.stem}_{length}") if len(tables) > 1 else args.results
             with replacing(path) as file:
                 content = about | {"command": args.command, "note": args.note, "columns": columns, "rows": rows}
                 file.write_text(json.dumps(content, indent=1) + "\n")
     if args.plot:
-        draw(results, args.plot)
+        draw(models, args.plot)
 
 
 if __name__ == "__main__":

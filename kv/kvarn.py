@@ -24,7 +24,7 @@ from kv.kivi import Quantized
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops
 from kv.parts.buffers import Buffers
-from kv.parts.quant import EPS, SLICE, hold_rotations, quantize, rounded
+from kv.parts.quant import EPS, hold_rotations, quantize, rounded, slices
 
 TILE = 128  # tokens
 ROUNDS = 16  # of balancing
@@ -96,9 +96,14 @@ def codes_of(words: Tensor, bits: int) -> list[Tensor]:
 def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
     """Sums over R of codes, times each of G rows [...,G,R]: G tensors [...,N]; for a compiled step.
 
-    A loop reads LANES words at a time, in the order of memory, and unpacks them once for all rows. They are held as
-    fp32, because Inductor's loads of int32 go through the stack.
+    On a CPU a loop reads LANES words at a time, in the order of memory, and unpacks them once for all rows. They are
+    held as fp32, because Inductor's loads of int32 go through the stack.
     """
+    if words.device.type == "cuda":  # sums of so many terms would be stored in parts
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)[:, None, None]
+        codes = words.view(torch.int32).unsqueeze(-3) >> shifts & 2**bits - 1  # [...,N/8,32/bits,R bits/32,8]
+        factors = rows.unflatten(-1, codes.shape[-3:-1])[..., None, :, :, None]  # [...,G,1,32/bits,R bits/32,1]
+        return [(factor * codes).sum((-3, -2)).flatten(-2) for factor in factors.unbind(-5)]
     codes, sums = codes_of(words, bits), []
     for row in rows.unbind(-2):
         factors = row.unflatten(-1, (len(codes), -1))[..., None, :, :, None].unbind(-3)  # [...,1,R bits/32,1]
@@ -143,7 +148,7 @@ class Tiles(Buffers):
     def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Packs tokens, k and v [Hk,n group,D], into n tiles of a row, from tile `first` on."""
         k, v = (x.unflatten(1, (-1, self.group)).transpose(0, 1) for x in (k, v))  # [n,Hk,group,D]
-        for start, count in self.slices(len(k)):
+        for start, count in slices(len(k), self.group):
             keys, values = (x[start : start + count].float() for x in (k, v))
             at = slice(first + start, first + start + count)
             if self.bias is not None:
@@ -199,15 +204,10 @@ class Tiles(Buffers):
         """The positions of the first tokens of some tiles, which follow the one in full precision: [groups,1] fp32."""
         return (torch.arange(first + 1, first + 1 + groups, device=self.k.device) * self.group)[:, None].float()
 
-    def slices(self, groups: int) -> list[tuple[int, int]]:
-        """(first tile, number of tiles) to hold in fp32 at once."""
-        step = max(1, SLICE // self.group)
-        return [(first, min(step, groups - first)) for first in range(0, groups, step)]
-
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first tiles -> [B,Hk,G,n]."""
         if not torch.compiler.is_compiling():
-            return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
+            return torch.cat([ops.dots(rows, self.keys(*part)) for part in slices(groups, self.group)], dim=3)
         y = self.scaled_sums("k", (rows @ self.rotation)[:, None], groups)
         if self.bias is not None:
             y = [a + b for a, b in zip(y, self.bias_dots(rows, groups).unbind(3), strict=True)]
@@ -216,9 +216,10 @@ class Tiles(Buffers):
     def weighted_sum(self, weight: Tensor, groups: int) -> Tensor:
         """Sums of the first tiles' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
         if not torch.compiler.is_compiling():
-            weights = weight.unflatten(3, (groups, -1))
-            parts = ((weights[:, :, :, at : at + n].flatten(3), self.values(at, n)) for at, n in self.slices(groups))
-            return sum(ops.weighted_sum(*part) for part in parts)
+            return sum(
+                ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
+                for first, n in slices(groups, self.group)
+            )
         rows = weight.unflatten(3, (groups, self.group)).permute(0, 3, 1, 2, 4)
         return torch.stack([x.sum(1) for x in self.scaled_sums("v", rows, groups)], dim=2) @ self.rotation
 

@@ -105,3 +105,24 @@ def test_fidelity_is_a_mean_over_texts_and_each_length_has_a_table(measured, tin
     assert full[1] == 0 and streaming[1] == pytest.approx(sum(kl) / 4) and len(set(kl)) == 4  # two of each text
     assert streaming[4] == streaming[5] and "/" in streaming[4] and all(x is not None for x in streaming)
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_several_checkpoints_share_a_table_and_a_plot(measured, tmp_path, capsys):
+    other, timed = (json.loads(open(path).read()) for path in measured)
+    other["args"]["checkpoint"] = "models/other"
+    for row in other["rows"]:
+        row["first"] = row["first"] and 7
+    timed["rows"] = [row | {"shape": "models/other/config.json"} for row in timed["rows"] if row["kv"] == "full"]
+    for name, file in ("other", other), ("timed", timed):
+        (tmp_path / f"{name}.json").write_text(json.dumps(file))
+    files = [*measured, str(tmp_path / "timed.json"), str(tmp_path / "other.json")]
+    compare.main([*files, "--results", str(tmp_path / "both.json"), "--plot", str(tmp_path / "out.png")])
+    assert capsys.readouterr().out.count("| streaming:sinks=2 64 |") == 1
+    found = json.loads((tmp_path / "both.json").read_text())
+    name = json.loads(open(measured[0]).read())["args"]["checkpoint"].split("/")[-1]
+    titles = [f"{title}: {model} 500" for title in ("answers, %", "KV, MB") for model in (name, "other")]
+    assert list(found["columns"]) == ["method", *titles]
+    full, streaming = (dict(zip(found["columns"], row, strict=True)) for row in found["rows"])
+    assert full["answers, %: other 500"].startswith("7 / ") and full[f"answers, %: {name} 500"][:2] != "7 "
+    assert 0 < streaming["KV, MB: other 500"] < full["KV, MB: other 500"] == full[f"KV, MB: {name} 500"]
+    assert (tmp_path / "out.png").stat().st_size > 10_000

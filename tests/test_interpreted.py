@@ -23,7 +23,7 @@ MORE = (
     ["omnikv:threads", "--drafts", "2"],
     ["d2o", "--ranks"],
     ["rocketkv", "--quantize", "int8"],
-    ["full:bits", "--drafts", "2"],
+    ["kvarn", "--drafts", "2"],
 )
 LIMIT = 1e-5  # in fp32, relative to a tensor's largest value
 

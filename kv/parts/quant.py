@@ -79,6 +79,12 @@ def shifts(bits: int, dim: int, device: torch.device, size: int = 8) -> Tensor:
     return torch.arange(0, size, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
 
 
+def slices(groups: int, group: int) -> list[tuple[int, int]]:
+    """(first group, number of groups) to hold in fp32 at once, of groups of `group` tokens."""
+    step = max(1, SLICE // group)
+    return [(first, min(step, groups - first)) for first in range(0, groups, step)]
+
+
 def vector_bytes(size: int, bits: int) -> int:
     """Bytes of one vector of `size` channels as `Vectors` stores it."""
     return -(-size * bits // 8) + 4 * (size // channels(size, SPAN))
@@ -220,11 +226,9 @@ class Packed(Buffers):
     def fill(self, row: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Packs tokens, k and v [Hk,n group,D], into n groups of a row, from group `first` on."""
         k, v = (x.unflatten(1, (-1, self.group)) for x in (k, v))
-        step = max(1, SLICE // self.group)
-        for start in range(0, k.shape[1], step):
-            at = slice(start, start + step)
-            for name, values in self.pack(k[:, at], v[:, at]).items():
-                getattr(self, name)[row, :, first + start : first + start + values.shape[1]] = values
+        for start, count in slices(k.shape[1], self.group):
+            for name, values in self.pack(*(x.narrow(1, start, count) for x in (k, v))).items():
+                getattr(self, name)[row, :, first + start : first + start + count] = values
 
     def store(self, k: Tensor, v: Tensor, at: Tensor, due: Tensor) -> None:
         """Packs one group per row: k and v [B,Hk,group,D] become group `at` [B] where `due` [B], else the last one."""
@@ -251,17 +255,12 @@ class Packed(Buffers):
         """Some groups of each buffer, of all rows or of one."""
         return [(x if row is None else x[row, None]).narrow(2, first, groups) for x in buffers]
 
-    def slices(self, groups: int) -> list[tuple[int, int]]:
-        """(first group, number of groups) to dequantize at once: in a compiled step, which stores no number, all."""
-        step = groups if torch.compiler.is_compiling() else max(1, SLICE // self.group)
-        return [(first, min(step, groups - first)) for first in range(0, groups, step)]
-
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
-        if (
-            not torch.compiler.is_compiling() or self.k.device.type == "cuda"
-        ):  # a GPU would read 4 scaled queries a code
-            return torch.cat([ops.dots(rows, self.keys(*part)) for part in self.slices(groups)], dim=3)
+        if not torch.compiler.is_compiling():
+            return torch.cat([ops.dots(rows, self.keys(*part)) for part in slices(groups, self.group)], dim=3)
+        if self.k.device.type == "cuda":  # it would read 4 scaled queries a code
+            return ops.dots(rows, self.keys(0, groups))
         packed, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
         codes, y = self.key_codes(packed), []  # [B,Hk,groups,D,group]
         for row in rows.unbind(2):
@@ -275,7 +274,7 @@ class Packed(Buffers):
         if not torch.compiler.is_compiling():
             return sum(
                 ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
-                for first, n in self.slices(groups)
+                for first, n in slices(groups, self.group)
             )
         codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)
         codes, y = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels)), []
