@@ -111,7 +111,7 @@ def test_several_checkpoints_share_a_table_and_a_plot(measured, tmp_path, capsys
     other, timed = (json.loads(open(path).read()) for path in measured)
     other["args"]["checkpoint"] = "models/other"
     for row in other["rows"]:
-        row["first"] = row["first"] and 7
+        row["first"] = 7 if row["first"] is not None else None
     timed["rows"] = [row | {"shape": "models/other/config.json"} for row in timed["rows"] if row["kv"] == "full"]
     for name, file in ("other", other), ("timed", timed):
         (tmp_path / f"{name}.json").write_text(json.dumps(file))
