@@ -14,7 +14,8 @@ share of it, and one pooling kernel serves prompts of every length. split=even i
 compress alike, and long prompts use a wider kernel.
 
 Memory: n1 + n1 / p units of one K and one V vector per KV head (for pages of one token n1 + n1 / 2). Traffic: t units.
-With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to.
+With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to. The newest,
+which most attention goes to, are held unquantized too.
 
 turns=true is the authors' multi-turn form: what a question needs is no longer dropped by the question before it. A row
 also keeps its history, every token of every turn, with offload=true on the host. A later text of several tokens attends
@@ -37,6 +38,8 @@ from kv.method import HALF, Method, Shape, option
 from kv.parts import attention, inductor, ops, quant
 from kv.parts.offload import Pool
 from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
+
+EXACT = 64  # newest tokens that are held unquantized too
 
 
 @dataclass(frozen=True)
@@ -98,15 +101,23 @@ class RocketKV(SnapKV):
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count + 1)
         self.contents["bounds"] = 2, self.page
+        self.ring = EXACT + shape.rewind if bits < 16 else 0  # its slots
+        for name in ("newest_k", "newest_v") if self.ring else ():
+            self.allocate_state(name, shape.n_kv_head, self.ring, shape.head_dim, dtype=shape.dtype)
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
+        page, end = first // self.page, first + k.shape[1]
+        begun = torch.arange(page * self.page, first, device=k.device)  # slots of a page that is not full yet
+        last = torch.full((1,), first - 1, device=k.device)
+        keys = self.keys(self.k[row, None, :, begun], begun.expand(1, len(k), -1), last, row)
         super().write(row, first, k, v, position)
-        page = first // self.page
-        slots = slice(page * self.page, first + k.shape[1])  # of the pages that change
-        index = torch.arange(slots.start, slots.stop, device=k.device).expand(1, len(k), -1)
-        keys = self.read_keys(self.k[row, None, :, slots], index, row)[0]  # [Hk,n,D]
+        keys = torch.cat([keys[0], k.to(keys.dtype)], dim=1)
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
+        if self.ring:
+            slot = torch.arange(max(first, end - self.ring), end, device=k.device)
+            for held, new in ((self.newest_k, k), (self.newest_v, v)):
+                held[row, :, slot % self.ring] = new[:, slot - first]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -115,21 +126,44 @@ class RocketKV(SnapKV):
         if self.newest:
             scores = ops.newest_first(scores, slot // self.page)
         best = ops.top(scores, self.pages, count=self.count)
-        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, self.numbers)
+        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, partial(self.numbers, last=slot))
 
-    def numbers(self, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What slots [B,Hk,n] store, k and v [B,Hk,n,...], as numbers."""
-        return self.read_keys(k, slots), self.stored.read_values(v)
+    def numbers(self, k: Tensor, v: Tensor, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """What slots [B,Hk,n] store, k and v [B,Hk,n,...], as numbers, of rows whose newest slot is last [B]."""
+        return self.keys(k, slots, last), self.exact("v", self.stored.read_values(v), slots, last)
+
+    def keys(self, k: Tensor, slots: Tensor, last: Tensor, row: int | None = None) -> Tensor:
+        return self.exact("k", self.read_keys(k, slots, row), slots, last, row)
+
+    def exact(self, name: str, x: Tensor, slots: Tensor, last: Tensor, row: int | None = None) -> Tensor:
+        """x [B,Hk,n,D], decoded from slots, but the newest up to slot last [B] as they were before."""
+        if not self.ring:
+            return x
+        held, last = getattr(self, f"newest_{name}"), last[:, None, None]
+        held = ops.gather(held if row is None else held[row, None], slots % self.ring)
+        return torch.where(((slots > last - EXACT) & (slots <= last))[..., None], held, x)
+
+    def held(self, row: int, length: int) -> Held:
+        held = super().held(row, length)
+        if self.ring:
+            n = held.k.shape[1]
+            slot = torch.arange(max(0, n - EXACT), n, device=held.k.device)
+            held.k[:, slot], held.v[:, slot] = (x[row, :, slot % self.ring] for x in (self.newest_k, self.newest_v))
+        return held
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
         super().insert(k, v, pos, active)
-        at, (low, high) = ops.newest_pages(self.k, self.page, self.slot(pos), k.shape[2], self.read_keys)
-        row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
-        at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
+        first, n, row = self.slot(pos), k.shape[2], torch.arange(len(pos), device=pos.device)[:, None]
+        for held, new in ((self.newest_k, k), (self.newest_v, v)) if self.ring else ():
+            at = ops.following(first, n) % self.ring
+            held[row, :, at] = torch.where(active[:, None, None, None], new.transpose(1, 2), held[row, :, at])
+        read = partial(self.keys, last=first + n - 1)
+        at, (low, high) = ops.newest_pages(self.k, self.page, first, n, read)
+        at = torch.where(active[:, None], at, self.bounds.shape[3] - 1)[..., None]  # as ops.store does
         bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
         channel = torch.arange(bounds.shape[3], device=pos.device)
-        self.bounds[row, :, channel, at] = bounds.permute(0, 2, 3, 1)  # [B,P,D or 2 D,Hk]
+        self.bounds[row[..., None], :, channel, at] = bounds.permute(0, 2, 3, 1)  # [B,P,D or 2 D,Hk]
 
     def page_scores(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""
@@ -147,7 +181,7 @@ class RocketKV(SnapKV):
         pages = -(-self.slots_to_read(length, max(0, length - self.shape.max_prompt)) // self.page)
         choose = self.channels * pages * self.shape.dtype.itemsize
         attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.stored.bits)
-        return self.shape.n_kv_head * (choose + attend), 0
+        return self.shape.n_kv_head * (choose + attend + min(self.ring, length) * self.shape.unit_bytes), 0
 
 
 class MultiTurn(RocketKV):

@@ -187,6 +187,8 @@ def state_bytes(layer: KV, name: str) -> int:
         each = 4 * shape.n_kv_head * (layer.slots if isinstance(layer, MultiTurn) else layer.kept)
     elif name == "index":
         each = 8 * (layer.most if isinstance(layer, Filter) else shape.n_kv_head * layer.count)
+    elif name in ("newest_k", "newest_v"):
+        each = shape.n_kv_head * layer.ring * shape.unit_bytes // 2
     elif name == "past":
         each = shape.n_head * (layer.queries + LAG) * shape.head_dim * shape.dtype.itemsize
     else:

@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 import kv
 from kv.kvarn import KVarN
 from kv.parts import inductor, ops, quant
+from kv.rocketkv import EXACT
 
 PROMPTS = (100, 61, 16, 9, 5)
 META = torch.device("meta")
@@ -195,7 +196,7 @@ def test_full_in_fewer_bits_is_nearly_full_attention():
 
 
 @pytest.mark.parametrize("name", ("rocketkv", "hybrid"))
-def test_rocketkv_in_8_bits_chooses_nearly_the_pages_of_16(name, monkeypatch):
+def test_rocketkv_in_fewer_bits_chooses_the_pages_of_16(name, monkeypatch):
     pages, attend = [], ops.attend_pages
 
     def noted(q, k, v, best, *args):
@@ -209,9 +210,45 @@ def test_rocketkv_in_8_bits_chooses_nearly_the_pages_of_16(name, monkeypatch):
         assert 0 < (x - y).abs().max() < 0.04  # the same tokens, rounded
     runs = torch.arange(len(pages)) // (2 * 2) % 3  # the run of each entry: 2 layers x 2 KV heads per step
     by_run = [[pages[i] for i in (runs == run).nonzero()] for run in range(3)]
-    same = [sum(len(x & y) / len(x) for x, y in zip(by_run[0], own, strict=True)) for own in by_run[1:]]
-    assert same[0] > 0.99 * len(by_run[0]) > same[1]
+    assert by_run[0] == by_run[1] == by_run[2]  # their bounds are not rounded to fewer bits
     assert 0 < eight.mean() < 0.006 < four.mean()
+
+
+@pytest.mark.parametrize("question", (1, 7, 90))
+def test_the_newest_tokens_of_hybrid_are_attended_to_as_they_were(question, monkeypatch):
+    shape = replace(make_shape(), n_layer=1, max_prompt=150, max_new_tokens=200)
+    run, generator, attend = Run("hybrid", shape, 64, {"bits": 4}), torch.Generator().manual_seed(0), ops.attend_pages
+    given = [tokens(shape, 1, n, generator)[0][1:] for n in (150, question, *[1] * 80)]
+    layer, lengths = run.layers[0], []
+
+    def check(found: tuple, n: int) -> None:
+        for x, parts in zip(found, zip(*given, strict=True), strict=True):
+            same = (x == torch.cat(parts, dim=2)[0, :, :n]).all(-1).all(0)  # of both heads
+            assert same.tolist() == [False] * (n - EXACT) + [True] * EXACT
+
+    def checked(q, k, v, best, page, last, read):
+        lengths.append(n := int(last) + 1)
+        slots = torch.arange(n).expand(1, shape.n_kv_head, -1)
+        check([x[0] for x in read(k[:, :, :n], v[:, :, :n], slots)], n)
+        return attend(q, k, v, best, page, last, read)
+
+    monkeypatch.setattr(ops, "attend_pages", checked)
+    query = torch.randn(1, shape.n_head, 150, shape.head_dim, generator=generator)
+    layer.prefill(0, query, *given[0])
+    pos = 150
+    for k, v in given[1:]:
+        inputs, n = (query[:, :, : k.shape[2]], k, v), k.shape[2]
+        if n > 1:
+            layer.extend(0, *inputs, pos)
+        else:
+            layer.before_step(pos + 1, pos + 1 - 150)
+            layer.decode(*inputs, torch.tensor([pos]), torch.tensor([True]))
+        pos += n
+        check(layer.held(0, pos)[:2], pos)
+    assert len(lengths) >= 80
+    keys = torch.cat([k for k, _ in given], dim=2)
+    low, high = ops.page_bounds(keys[0], layer.page)
+    assert layer.page > 1 and torch.equal(layer.bounds[0, :, :, : low.shape[1]], torch.cat([low, high], dim=2).mT)
 
 
 @pytest.mark.parametrize(
