@@ -204,22 +204,23 @@ class BankSparse(Parts):
         for first in range(0, k.shape[2], step):
             keys, values = (x[:, :, first : first + step] for x in (k, v))
             position = torch.arange(first, first + keys.shape[2], device=k.device)
-            for i, x in enumerate((self.stored.keys(keys, position, row), self.stored.values(values))):
+            for i, x in enumerate(self.stored.pack(keys, values, position, row)):
                 self.bank.pool.write(row, first, x[0].transpose(0, 1), self.at, i)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         k, v = self.bank.pool.read(row, prompt)[:, self.at].permute(1, 2, 0, 3)[:, None]  # [1,Hk,T,...]
         position = torch.arange(prompt, device=k.device)
-        return self.stored.read_keys(k, position, row)[0], self.stored.read_values(v)[0]
+        k, v = self.stored.read(k, v, position, row)
+        return k[0], v[0]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         bank = self.bank
         if self.first:
             bank.ticket.copy_(bank.pool.wait(bank.ticket, q))
-        k, v = bank.take(self.column)
-        self.store_chosen(self.k, self.stored.read_keys(k, self.index[:, None]), active)
-        self.store_chosen(self.v, self.stored.read_values(v), active)
+        k, v = self.stored.read(*bank.take(self.column), self.index[:, None])
+        self.store_chosen(self.k, k, active)
+        self.store_chosen(self.v, v, active)
         return self.attend_parts(q, pos, (self.index >= 0)[:, None].expand(-1, k.shape[1], -1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:

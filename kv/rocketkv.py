@@ -101,17 +101,16 @@ class RocketKV(SnapKV):
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count + 1)
         self.contents["bounds"] = 2, self.page
-        self.ring = EXACT + shape.rewind if bits < 16 else 0  # its slots
+        self.ring = max(EXACT, self.page) + shape.rewind if bits < 16 else 0  # slots of `newest_k` and `newest_v`
         for name in ("newest_k", "newest_v") if self.ring else ():
             self.allocate_state(name, shape.n_kv_head, self.ring, shape.head_dim, dtype=shape.dtype)
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
         page, end = first // self.page, first + k.shape[1]
         begun = torch.arange(page * self.page, first, device=k.device)  # slots of a page that is not full yet
-        last = torch.full((1,), first - 1, device=k.device)
-        keys = self.keys(self.k[row, None, :, begun], begun.expand(1, len(k), -1), last, row)
+        keys = self.newest_k[row, :, begun % self.ring] if self.ring else self.k[row, :, begun]
         super().write(row, first, k, v, position)
-        keys = torch.cat([keys[0], k.to(keys.dtype)], dim=1)
+        keys = torch.cat([keys, k.to(keys.dtype)], dim=1)
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
         if self.ring:
@@ -130,18 +129,14 @@ class RocketKV(SnapKV):
 
     def numbers(self, k: Tensor, v: Tensor, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """What slots [B,Hk,n] store, k and v [B,Hk,n,...], as numbers, of rows whose newest slot is last [B]."""
-        return self.keys(k, slots, last), self.exact("v", self.stored.read_values(v), slots, last)
-
-    def keys(self, k: Tensor, slots: Tensor, last: Tensor, row: int | None = None) -> Tensor:
-        return self.exact("k", self.read_keys(k, slots, row), slots, last, row)
-
-    def exact(self, name: str, x: Tensor, slots: Tensor, last: Tensor, row: int | None = None) -> Tensor:
-        """x [B,Hk,n,D], decoded from slots, but the newest up to slot last [B] as they were before."""
+        k, v = self.stored.read(k, v, self.positions(slots))
         if not self.ring:
-            return x
-        held, last = getattr(self, f"newest_{name}"), last[:, None, None]
-        held = ops.gather(held if row is None else held[row, None], slots % self.ring)
-        return torch.where(((slots > last - EXACT) & (slots <= last))[..., None], held, x)
+            return k, v
+        last = last[:, None, None]
+        newest = ((slots > last - EXACT) & (slots <= last))[..., None]
+        old = zip((k, v), (self.newest_k, self.newest_v), strict=True)
+        k, v = (torch.where(newest, ops.gather(held, slots % self.ring), x) for x, held in old)
+        return k, v
 
     def held(self, row: int, length: int) -> Held:
         held = super().held(row, length)
@@ -158,8 +153,8 @@ class RocketKV(SnapKV):
         for held, new in ((self.newest_k, k), (self.newest_v, v)) if self.ring else ():
             at = ops.following(first, n) % self.ring
             held[row, :, at] = torch.where(active[:, None, None, None], new.transpose(1, 2), held[row, :, at])
-        read = partial(self.keys, last=first + n - 1)
-        at, (low, high) = ops.newest_pages(self.k, self.page, first, n, read)
+        keys = self.newest_k if self.ring else self.k
+        at, (low, high) = ops.newest_pages(keys, self.page, first, n, self.ring)
         at = torch.where(active[:, None], at, self.bounds.shape[3] - 1)[..., None]  # as ops.store does
         bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
         channel = torch.arange(bounds.shape[3], device=pos.device)
@@ -214,8 +209,8 @@ class MultiTurn(RocketKV):
     def record(self, row: int, pos: int, k: Tensor, v: Tensor) -> None:
         """Adds n tokens to the history, the first at `pos`: k and v [Hk,n,D]."""
         position = torch.arange(pos, pos + k.shape[1], device=k.device)[None, None]
-        stored = self.stored.keys(k[None], position, row)[0], self.stored.values(v)
-        self.history.write(row, pos, torch.stack(stored).permute(2, 0, 1, 3))
+        stored = torch.cat(self.stored.pack(k[None], v[None], position, row))
+        self.history.write(row, pos, stored.permute(2, 0, 1, 3))
 
     def join(self, row: int, length: int) -> None:
         """Adds the tokens that were generated since the last turn to the history of a row of `length` tokens."""
@@ -230,7 +225,7 @@ class MultiTurn(RocketKV):
     def everything(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of a row's history of `length` tokens, on the device: [1,Hk,length,D] each."""
         k, v = self.history.read(row, length).permute(1, 2, 0, 3)[:, None]
-        return self.stored.read_keys(k, torch.arange(length, device=k.device), row), self.stored.read_values(v)
+        return self.stored.read(k, v, torch.arange(length, device=k.device), row)
 
     def choose_anew(self, row: int, q: Tensor, k: Tensor, v: Tensor, later: int) -> None:
         """Stage 1: fills the slots from the whole history, k and v [1,Hk,N,D], by the last of a turn's queries.

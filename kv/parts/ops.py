@@ -108,20 +108,19 @@ def following(pos: Tensor, n: int) -> Tensor:
     return pos[:, None] + torch.arange(n, device=pos.device)
 
 
-def newest_pages(k: Tensor, page: int, first: Tensor, n: int, read: Callable | None = None) -> tuple[Tensor, tuple]:
+def newest_pages(k: Tensor, page: int, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, tuple]:
     """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
     Returns their indices [B,P], and the minimum and the maximum of each channel over their keys, [B,Hk,P,D]. A row with
-    fewer than P such pages repeats its first one. `read(keys, slots)` decodes what is gathered, [B,Hk,n,...].
+    fewer than P such pages repeats its first one. If k is a ring of the newest slots, `ring` is its size.
     """
     index = following(first // page, (n + page - 2) // page + 1)
     last = (first + n - 1)[:, None]
     index = torch.where(index <= last // page, index, index[:, :1])
     slot = (index[..., None] * page + torch.arange(page, device=k.device)).flatten(1)  # [B,P page]
     slot = inductor.realized(slot)  # else the gather and what follows would compute it for every channel
-    at = slot.clamp(max=k.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1)
-    keys = gather(k, at)
-    keys = (keys if read is None else read(keys, at)).unflatten(2, (-1, page))
+    at = slot % ring if ring else slot.clamp(max=k.shape[2] - 1)
+    keys = gather(k, at[:, None].expand(-1, k.shape[1], -1)).unflatten(2, (-1, page))
     empty = (slot > last).unflatten(1, (-1, page))[:, None, ..., None]
     low, high = keys.masked_fill(empty, torch.inf).amin(3), keys.masked_fill(empty, -torch.inf).amax(3)
     return index, (low, high)

@@ -159,28 +159,27 @@ class Vectors(Buffers):
         """Bytes of a stored vector; None: a vector of the cache's dtype."""
         return None if self.bits == 16 else vector_bytes(self.shape.head_dim, self.bits)
 
-    def keys(self, k: Tensor, position: Tensor, row: int | None = None) -> Tensor:
-        """Keys k [B,H,N,D] at position [B,H,N], broadcastable, as they are stored; with `row`, B is 1 and the row's."""
-        if self.bits < 16 and self.bias is not None:
-            k = k.float() - self.turned_bias(position, row)
-        return self.values(k)
+    def pack(self, k: Tensor, v: Tensor, position: Tensor, row: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values [B,H,N,D] at position [B,H,N], broadcastable, as they are stored; with `row`, B is 1 and the
+        row's."""
+        if self.bits == 16:
+            return k, v
+        k, v = self.rotated(k.float() if self.bias is None else k.float() - self.turned_bias(position, row), v.float())
+        return encode(k, self.bits), encode(v, self.bits)
 
-    def values(self, v: Tensor) -> Tensor:
-        """Values v [...,D] as they are stored."""
-        return v if self.bits == 16 else encode(v.float() @ self.rotation, self.bits)
+    def read(self, k: Tensor, v: Tensor, position: Tensor, row: int | None = None) -> tuple[Tensor, Tensor]:
+        """The approximate inverse of `pack`."""
+        if self.bits == 16:
+            return k, v
+        k, v = self.rotated(*(decode(x, self.bits, self.shape.head_dim) for x in (k, v)))
+        k = k if self.bias is None else k + self.turned_bias(position, row)
+        return k.to(self.shape.dtype), v.to(self.shape.dtype)
 
-    def read_keys(self, stored: Tensor, position: Tensor, row: int | None = None) -> Tensor:
-        """The approximate inverse of `keys`."""
-        if self.bits == 16 or self.bias is None:
-            return self.read_values(stored)
-        return (self.decoded(stored) + self.turned_bias(position, row)).to(self.shape.dtype)
-
-    def read_values(self, stored: Tensor) -> Tensor:
-        """The approximate inverse of `values`."""
-        return stored if self.bits == 16 else self.decoded(stored).to(self.shape.dtype)
-
-    def decoded(self, stored: Tensor) -> Tensor:
-        return decode(stored, self.bits, self.shape.head_dim) @ self.rotation
+    def rotated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Both by one product, a kernel of its own, where a step is compiled; else the joined copy takes memory."""
+        if torch.compiler.is_compiling():
+            return (torch.stack([k, v]) @ self.rotation).unbind(0)
+        return k @ self.rotation, v @ self.rotation
 
     def turned_bias(self, position: Tensor, row: int | None) -> Tensor:
         """The bias at each position, [B,Hk,N,D] fp32."""

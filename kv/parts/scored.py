@@ -88,8 +88,8 @@ class Scored(KV):
     def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Stores n tokens in a row's slots from `first` on: k and v [H,n,D], position [H,n]."""
         slots = slice(first, first + k.shape[1])
-        self.k[row, :, slots] = self.stored.keys(k[None], position[None], row)[0]
-        self.v[row, :, slots] = self.stored.values(v)
+        k, v = self.stored.pack(k[None], v[None], position[None], row)
+        self.k[row, :, slots], self.v[row, :, slots] = k[0], v[0]
 
     def choose(
         self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None
@@ -190,7 +190,7 @@ class Scored(KV):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         position = ops.following(pos, k.shape[2])
-        k, v = self.stored.keys(self.copied(k), position[:, None]), self.stored.values(self.copied(v))
+        k, v = self.stored.pack(self.copied(k), self.copied(v), position[:, None])
         self.store(k, v, ops.following(self.slot(pos), k.shape[2]), active)
 
     def slot(self, pos: Tensor) -> Tensor:
@@ -205,10 +205,6 @@ class Scored(KV):
         """K or V [B,Hk,n,D] of new tokens, for each head that stores them."""
         return x if self.copies == 1 else x.repeat_interleave(self.copies, dim=1)
 
-    def read_keys(self, k: Tensor, slots: Tensor, row: int | None = None) -> Tensor:
-        """What slots [B,H,n] store of keys, k [B,H,n,...], as numbers; with `row`, B is 1 and the row's."""
-        return self.stored.read_keys(k, self.positions(slots, row), row)
-
     def positions(self, slots: Tensor, row: int | None = None) -> Tensor:
         """The positions of the tokens in slots [B,H,n]; those of a prompt are in `position`."""
         known, dropped = (x if row is None else x[row, None] for x in (self.position, self.dropped))
@@ -219,7 +215,8 @@ class Scored(KV):
         slots = torch.arange(length - int(self.dropped[row]), device=self.k.device).expand(1, self.shape.n_kv_head, -1)
         k, v = (x[row, :, : slots.shape[2]] for x in (self.k, self.v))
         position = self.positions(slots, row)
-        return Held(self.stored.read_keys(k[None], position, row)[0], self.stored.read_values(v), position[0])
+        k, v = self.stored.read(k[None], v[None], position, row)
+        return Held(k[0], v[0], position[0])
 
     def filled(self, row: int, length: int) -> int:
         return length - int(self.dropped[row])
