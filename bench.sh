@@ -6,6 +6,7 @@
 # stopped resumes its answers.
 # bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores. A
 # run that was stopped resumes its answers and begins its timings anew. Both write what bench.compare makes of it.
+# bash bench.sh bits [FOLDER [CHECKPOINT ...]]: divergence, answers and bytes of everything that stores 8, 4 or 2 bits.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -59,6 +60,29 @@ if [ "${1-}" = real ]; then
   questions blind 4096 --budget 512 --blind --kv full,rocketkv,rocketkv:bits=8,rocketkv:bits=4,snapkv,snapkv++,pyramidkv
   exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
     --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"
+fi
+if [ "${1-}" = bits ]; then
+  out=${2:-bits}
+  mkdir -p "$out"
+  [ $# -gt 2 ] || { make --quiet checkpoints/smollm2 && set -- bits "$out" checkpoints/smollm2; }
+  code=$(.venv/bin/python -c "import argparse; print(argparse.__file__)")
+  methods=full,full:bits=8,full:bits=4,kvarn:kbits=8,kvarn:vbits=2,kvarn:kbits=2:vbits=2,kivi,kivi:bits=2
+  methods+=,rocketkv,rocketkv:bits=8,rocketkv:bits=4,rocketkv:turns=true:bits=4,hybrid,hybrid:bits=8,hybrid:bits=4
+  methods+=,omnikv,omnikv:bits=8,omnikv:bits=4
+  for model in "${@:3}"; do
+    name=$(basename "$model")
+    ask=(.venv/bin/python eval.py --checkpoint "$model" --dtype float32 --kv "$methods" --budget 512)
+    for length in 1200 8000; do
+      "${ask[@]}" --tasks fidelity --text "tasks/haystack.txt,$code" --length $length --forced 32 --samples 2 --batch 4 \
+        --json "$out/$name-$length.json"
+      .venv/bin/python -m bench --shape "$model/config.json" --kv "$methods" --budget 512 --context $((length - 32)) \
+        --no-prefill --no-compile --steps 1 --repeats 1 --json "$out/$name-$length-bytes.json" --results "$out/runs.jsonl"
+    done
+    "${ask[@]}" --tasks niah_single_2,niah_multikey_1 --length 2000 --samples 5 --questions 2 --chat --stepwise --batch 5 \
+      --json "$out/$name-answers.json"
+  done
+  exec .venv/bin/python -m bench.compare "$out"/*-*.json --results "$out/bits.json" --plot "$out/bits.png" \
+    --command "bash bench.sh bits"
 fi
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

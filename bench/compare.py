@@ -87,7 +87,9 @@ def join(files: list[dict]) -> dict[int, Results]:
 
 def checkpoint_of(file: dict) -> str:
     """The name of the folder whose model a JSON object is about."""
-    return Path(file["args"]["checkpoint"]).name if "args" in file else Path(file["rows"][0]["shape"]).parent.name
+    shape = next((row["shape"] for row in file["rows"] if "shape" in row), "")  # bench's: the path of a config.json
+    checkpoint = file.get("args", {}).get("checkpoint")
+    return Path(checkpoint).name if checkpoint else Path(shape).parent.name
 
 
 def megabytes(row: dict) -> dict[str, float]:
@@ -121,11 +123,15 @@ def divergence(own: dict) -> float | None:
 
 
 def across(models: dict[str, dict[int, Results]]) -> tuple[dict[str, str], list[list]]:
-    """(title -> format, rows) of a result file on several checkpoints, by name: one row per method and budget."""
+    """(title -> format, rows) of a result file on several checkpoints, by name: one row per method and budget.
+
+    The bytes are those of the lengths with a KL, if there are any: questions may be asked in another dtype.
+    """
     columns, cells = {"method": ""}, defaultdict(dict)
     for title, key, form in (("KL", "kl", ".4f"), ("answers, %", "answers", ""), ("KV, MB", "kv", ".1f")):
         for name, results in models.items():
-            for length, by_method in results.items():
+            diverging = {length: own for length, own in results.items() if any("kl" in x for x in own.values())}
+            for length, by_method in (diverging if key == "kv" and diverging else results).items():
                 if any(key in own for own in by_method.values()):
                     columns[column := f"{title}: {name} {length}"] = form
                     for method, own in by_method.items():
