@@ -85,11 +85,15 @@ def join(files: list[dict]) -> dict[int, Results]:
     return results
 
 
-def checkpoint_of(file: dict) -> str:
-    """The name of the folder whose model a JSON object is about."""
-    shape = next((row["shape"] for row in file["rows"] if "shape" in row), "")  # bench's: the path of a config.json
-    checkpoint = file.get("args", {}).get("checkpoint")
-    return Path(checkpoint).name if checkpoint else Path(shape).parent.name
+def by_checkpoint(files: list[dict]) -> dict[str, dict[int, Results]]:
+    """`join` for each checkpoint that eval.py asked, by its folder's name; where it was one, all files are of it."""
+    names = [Path(file["args"]["checkpoint"]).name if "checkpoint" in file.get("args", {}) else None for file in files]
+    asked = list(dict.fromkeys(filter(None, names)))
+    if len(asked) < 2:
+        return {"": join(files)}
+    shapes = (next((row["shape"] for row in file["rows"] if "shape" in row), "") for file in files)  # bench's
+    names = [name or Path(shape).parent.name for name, shape in zip(names, shapes, strict=True)]
+    return {name: join([file for file, own in zip(files, names, strict=True) if own == name]) for name in asked}
 
 
 def megabytes(row: dict) -> dict[str, float]:
@@ -107,9 +111,12 @@ def table(results: Results) -> tuple[dict[str, str], list[list]]:
     used = {title: entry for title, entry in COLUMNS.items() if any(entry[0] in own for own in results.values())}
     rows = []
     for (method, budget), own in results.items():
-        name = method if budget is None else f"{method} {budget}"
-        rows.append([name, *(own.get(key) for key, _ in used.values())])
+        rows.append([name_of(method, budget), *(own.get(key) for key, _ in used.values())])
     return {"method": ""} | {title: form for title, (_, form) in used.items()}, rows
+
+
+def name_of(method: str, budget: int | float | None) -> str:
+    return method if budget is None else f"{method} {budget}"
 
 
 def answers(own: dict) -> float | None:
@@ -136,8 +143,7 @@ def across(models: dict[str, dict[int, Results]]) -> tuple[dict[str, str], list[
                     columns[column := f"{title}: {name} {length}"] = form
                     for method, own in by_method.items():
                         cells[method][column] = own.get(key)
-    names = {method: " ".join(str(part) for part in method if part is not None) for method in cells}
-    return columns, [[names[method], *map(own.get, list(columns)[1:])] for method, own in cells.items()]
+    return columns, [[name_of(*method), *map(own.get, list(columns)[1:])] for method, own in cells.items()]
 
 
 READ: tuple[str, Callable] = "MB of cache read a step", lambda own: own["read"]
@@ -221,21 +227,14 @@ def main(argv: list[str] | None = None) -> None:
         check_output(getattr(args, flag), f"--{flag}")
     try:
         files = [parse_json(path.read_bytes(), path) for path in args.files]
-        named = defaultdict(list)
-        for file in files:
-            named[checkpoint_of(file)].append(file)
-        models = {name: join(own) for name, own in named.items()}
+        models = by_checkpoint(files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{' and '.join(map(str, args.files))} must be the files that eval.py and bench wrote with --json "
             f"({type(error).__name__}: {error})"
         ) from None
     about = {key: next((file[key] for file in files if key in file), "") for key in ("machine", "date")}
-    tables = (
-        {"": across(models)}
-        if len(models) > 1
-        else {length: table(own) for results in models.values() for length, own in results.items()}
-    )
+    tables = {"": across(models)} if len(models) > 1 else {length: table(own) for length, own in models[""].items()}
     for length, (columns, rows) in tables.items():
         print(f"\n{length} tokens\n" if length else "", f"\n{markdown(columns, rows)}", sep="")
         if args.results:

@@ -126,3 +126,13 @@ def test_several_checkpoints_share_a_table_and_a_plot(measured, tmp_path, capsys
     assert full["answers, %: other 500"].startswith("7 / ") and full[f"answers, %: {name} 500"][:2] != "7 "
     assert 0 < streaming["KV, MB: other 500"] < full["KV, MB: other 500"] == full[f"KV, MB: {name} 500"]
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_a_shape_that_has_another_name_is_the_only_checkpoints(measured, tmp_path, capsys):
+    timed = json.loads(open(measured[1]).read())
+    timed["rows"] = [row | {"shape": "llama-160m"} for row in timed["rows"]]
+    (tmp_path / "timed.json").write_text(json.dumps(timed))
+    compare.main(measured)
+    expected = capsys.readouterr().out
+    compare.main([measured[0], str(tmp_path / "timed.json")])
+    assert capsys.readouterr().out == expected and "ms/token" in expected
