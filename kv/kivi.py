@@ -1,8 +1,7 @@
 """kivi: every token's K and V in 1 to 8 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
 
 `Packed` (quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
-`recent` tokens, and older ones until they fill a group, wait in full precision. tailorkv, and full with bits=8 or 4,
-use these layers too.
+`recent` tokens, and older ones until they fill a group, wait in full precision. tailorkv uses these layers too.
 
 Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 of a value per value), and the
 newest `recent` + `group` tokens.

@@ -24,7 +24,7 @@ from kv.kivi import Quantized
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops
 from kv.parts.buffers import Buffers
-from kv.parts.quant import EPS, hold_rotations, quantize, rounded, slices
+from kv.parts.quant import EPS, hold_rotations, quantize, rounded, shifts, slices
 
 TILE = 128  # tokens
 ROUNDS = 16  # of balancing
@@ -75,22 +75,19 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Code j of word i is that of row j R bits/32 + i. The words are 32 bits, held as fp32: see `products`.
     """
-    codes = codes.int().unflatten(-2, (32 // bits, -1))
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)[:, None, None]
-    words = (codes << shifts).sum(-3, dtype=torch.int32).unflatten(-1, (-1, LANES)).transpose(-3, -2)
+    codes = codes.int().unflatten(-2, (32 // bits, -1)) << shifts(bits, -2, codes.device, 32)
+    words = codes.sum(-3, dtype=torch.int32).unflatten(-1, (-1, LANES)).transpose(-3, -2)
     return words.contiguous().view(torch.float32)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """The codes [...,R,N], int32."""
-    codes = torch.stack(codes_of(words, bits), dim=-3).flatten(-3, -2)  # [...,N/8,R,8]
-    return codes.transpose(-3, -2).flatten(-2)
+    return codes_of(words, bits).flatten(-3, -2).transpose(-3, -2).flatten(-2)
 
 
-def codes_of(words: Tensor, bits: int) -> list[Tensor]:
-    """Code j of every word, for each j."""
-    words = words.view(torch.int32)
-    return [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
+def codes_of(words: Tensor, bits: int) -> Tensor:
+    """The codes of every word, [...,N/8,32/bits,R bits/32,8] int32."""
+    return words.view(torch.int32).unsqueeze(-3) >> shifts(bits, -2, words.device, 32) & 2**bits - 1
 
 
 def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
@@ -100,11 +97,11 @@ def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
     held as fp32, because Inductor's loads of int32 go through the stack.
     """
     if words.device.type == "cuda":  # sums of so many terms would be stored in parts
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)[:, None, None]
-        codes = words.view(torch.int32).unsqueeze(-3) >> shifts & 2**bits - 1  # [...,N/8,32/bits,R bits/32,8]
+        codes = codes_of(words, bits)
         factors = rows.unflatten(-1, codes.shape[-3:-1])[..., None, :, :, None]  # [...,G,1,32/bits,R bits/32,1]
         return [(factor * codes).sum((-3, -2)).flatten(-2) for factor in factors.unbind(-5)]
-    codes, sums = codes_of(words, bits), []
+    words, sums = words.view(torch.int32), []
+    codes = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
     for row in rows.unbind(-2):
         factors = row.unflatten(-1, (len(codes), -1))[..., None, :, :, None].unbind(-3)  # [...,1,R bits/32,1]
         terms = [factor * code for factor, code in zip(factors, codes, strict=True)]

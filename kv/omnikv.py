@@ -200,12 +200,9 @@ class BankSparse(Parts):
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        step = k.shape[2] if self.bank.bits == 16 else quant.SLICE
-        for first in range(0, k.shape[2], step):
-            keys, values = (x[:, :, first : first + step] for x in (k, v))
-            position = torch.arange(first, first + keys.shape[2], device=k.device)
-            for i, x in enumerate(self.stored.pack(keys, values, position, row)):
-                self.bank.pool.write(row, first, x[0].transpose(0, 1), self.at, i)
+        position = torch.arange(k.shape[2], device=k.device)
+        for i, x in enumerate(self.stored.pack(k, v, position, row)):
+            self.bank.pool.write(row, 0, x[0].transpose(0, 1), self.at, i)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         k, v = self.bank.pool.read(row, prompt)[:, self.at].permute(1, 2, 0, 3)[:, None]  # [1,Hk,T,...]

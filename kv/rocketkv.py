@@ -110,7 +110,7 @@ class RocketKV(SnapKV):
         begun = torch.arange(page * self.page, first, device=k.device)  # slots of a page that is not full yet
         keys = self.newest_k[row, :, begun % self.ring] if self.ring else self.k[row, :, begun]
         super().write(row, first, k, v, position)
-        keys = torch.cat([keys, k.to(keys.dtype)], dim=1)
+        keys = torch.cat([keys, k], dim=1)
         bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
         if self.ring:
@@ -149,16 +149,16 @@ class RocketKV(SnapKV):
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         """Stores the tokens, and the bounds of their pages (section 3.4, step 1)."""
         super().insert(k, v, pos, active)
-        first, n, row = self.slot(pos), k.shape[2], torch.arange(len(pos), device=pos.device)[:, None]
+        first, n = self.slot(pos), k.shape[2]
         for held, new in ((self.newest_k, k), (self.newest_v, v)) if self.ring else ():
-            at = ops.following(first, n) % self.ring
-            held[row, :, at] = torch.where(active[:, None, None, None], new.transpose(1, 2), held[row, :, at])
+            ops.overwrite(held, new, ops.following(first, n) % self.ring, active)
         keys = self.newest_k if self.ring else self.k
         at, (low, high) = ops.newest_pages(keys, self.page, first, n, self.ring)
-        at = torch.where(active[:, None], at, self.bounds.shape[3] - 1)[..., None]  # as ops.store does
+        row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
+        at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
         bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
         channel = torch.arange(bounds.shape[3], device=pos.device)
-        self.bounds[row[..., None], :, channel, at] = bounds.permute(0, 2, 3, 1)  # [B,P,D or 2 D,Hk]
+        self.bounds[row, :, channel, at] = bounds.permute(0, 2, 3, 1)  # [B,P,D or 2 D,Hk]
 
     def page_scores(self, q: Tensor, slot: Tensor) -> Tensor:
         """The approximate attention of the group to every page, [B,Hk,pages] (Algorithm 2, step 2)."""

@@ -288,6 +288,12 @@ def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     buffer[rows, :, torch.where(active[:, None], slot, last)] = new.transpose(1, 2)
 
 
+def overwrite(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
+    """`store` where every slot may hold a token: an inactive row's old values are written back."""
+    rows, active = torch.arange(slot.shape[0], device=slot.device)[:, None], active[:, None, None, None]
+    buffer[rows, :, slot] = torch.where(active, new.transpose(1, 2), buffer[rows, :, slot])
+
+
 def first_rows(module: nn.Module, x: Tensor, rows: int) -> Tensor:
     """Only the first `rows` output channels of a linear module of any kind."""
     if hasattr(module, "first"):

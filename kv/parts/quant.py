@@ -9,7 +9,7 @@ vector into bytes of its own, for methods that gather a few tokens.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Literal
 
@@ -160,26 +160,30 @@ class Vectors(Buffers):
         return None if self.bits == 16 else vector_bytes(self.shape.head_dim, self.bits)
 
     def pack(self, k: Tensor, v: Tensor, position: Tensor, row: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values [B,H,N,D] at position [B,H,N], broadcastable, as they are stored; with `row`, B is 1 and the
-        row's."""
-        if self.bits == 16:
-            return k, v
-        k, v = self.rotated(k.float() if self.bias is None else k.float() - self.turned_bias(position, row), v.float())
-        return encode(k, self.bits), encode(v, self.bits)
+        """Keys and values [B,H,N,D] at position [B,H,N], broadcastable but for N, as they are stored; with `row`, B is
+        1 and the row's."""
+        return (k, v) if self.bits == 16 else self.by_slices(self.packed, k, v, position, row)
 
     def read(self, k: Tensor, v: Tensor, position: Tensor, row: int | None = None) -> tuple[Tensor, Tensor]:
         """The approximate inverse of `pack`."""
-        if self.bits == 16:
-            return k, v
-        k, v = self.rotated(*(decode(x, self.bits, self.shape.head_dim) for x in (k, v)))
+        return (k, v) if self.bits == 16 else self.by_slices(self.unpacked, k, v, position, row)
+
+    def by_slices(self, convert: Callable, k: Tensor, v: Tensor, position: Tensor, row: int | None) -> tuple:
+        """Converts SLICE tokens at once; in a compiled step, which has few, all."""
+        if torch.compiler.is_compiling() or k.shape[2] <= SLICE:
+            return convert(k, v, position, row)
+        slices = zip(k.split(SLICE, 2), v.split(SLICE, 2), position.split(SLICE, -1), strict=True)
+        return tuple(torch.cat(x, dim=2) for x in zip(*(convert(*part, row) for part in slices), strict=True))
+
+    def packed(self, k: Tensor, v: Tensor, position: Tensor, row: int | None) -> tuple[Tensor, Tensor]:
+        k = k.float() if self.bias is None else k.float() - self.turned_bias(position, row)
+        k, v = torch.stack([k, v.float()]) @ self.rotation  # one product: on a GPU it is a kernel of its own
+        return encode(k, self.bits), encode(v, self.bits)
+
+    def unpacked(self, k: Tensor, v: Tensor, position: Tensor, row: int | None) -> tuple[Tensor, Tensor]:
+        k, v = torch.stack([decode(x, self.bits, self.shape.head_dim) for x in (k, v)]) @ self.rotation
         k = k if self.bias is None else k + self.turned_bias(position, row)
         return k.to(self.shape.dtype), v.to(self.shape.dtype)
-
-    def rotated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Both by one product, a kernel of its own, where a step is compiled; else the joined copy takes memory."""
-        if torch.compiler.is_compiling():
-            return (torch.stack([k, v]) @ self.rotation).unbind(0)
-        return k @ self.rotation, v @ self.rotation
 
     def turned_bias(self, position: Tensor, row: int | None) -> Tensor:
         """The bias at each position, [B,Hk,N,D] fp32."""

@@ -184,8 +184,7 @@ class Scored(KV):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         if self.queries:
-            row, at = torch.arange(len(pos), device=pos.device), pos % self.past.shape[2]
-            self.past[row, :, at] = torch.where(active[:, None, None], q[:, :, 0], self.past[row, :, at])
+            ops.overwrite(self.past, q, pos[:, None] % self.past.shape[2], active)
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), self.slot(pos) + 1)
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
