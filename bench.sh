@@ -72,14 +72,14 @@ if [ "${1-}" = bits ]; then
   for model in "${@:3}"; do
     name=$(basename "$model")
     ask=(.venv/bin/python eval.py --checkpoint "$model" --dtype float32 --kv "$methods" --budget 512)
+    "${ask[@]}" --compile --tasks niah_multikey_1 --length 2000 --samples 10 --chat --stepwise --batch 10 \
+      --json "$out/$name-answers.json"
     for length in 1200 8000; do
       "${ask[@]}" --tasks fidelity --text "tasks/haystack.txt,$code" --length $length --forced 32 --samples 2 --batch 4 \
         --json "$out/$name-$length.json"
       .venv/bin/python -m bench --shape "$model/config.json" --kv "$methods" --budget 512 --context $((length - 32)) \
         --no-prefill --no-compile --steps 1 --repeats 1 --json "$out/$name-$length-bytes.json" --results "$out/runs.jsonl"
     done
-    "${ask[@]}" --tasks niah_single_2,niah_multikey_1 --length 2000 --samples 5 --questions 2 --chat --stepwise --batch 5 \
-      --json "$out/$name-answers.json"
   done
   exec .venv/bin/python -m bench.compare "$out"/*-*.json --results "$out/bits.json" --plot "$out/bits.png" \
     --command "bash bench.sh bits"
