@@ -72,8 +72,7 @@ if [ "${1-}" = bits ]; then
   for model in "${@:3}"; do
     name=$(basename "$model")
     ask=(.venv/bin/python eval.py --checkpoint "$model" --dtype float32 --kv "$methods" --budget 512)
-    "${ask[@]}" --compile --tasks niah_multikey_1 --length 2000 --samples 10 --chat --stepwise --batch 10 \
-      --json "$out/$name-answers.json"
+    "${ask[@]}" --tasks niah_multikey_1 --length 2000 --samples 10 --chat --stepwise --batch 10 --json "$out/$name-answers.json"
     for length in 1200 8000; do
       "${ask[@]}" --tasks fidelity --text "tasks/haystack.txt,$code" --length $length --forced 32 --samples 2 --batch 4 \
         --json "$out/$name-$length.json"

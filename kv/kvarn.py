@@ -43,26 +43,34 @@ def balance(x: Tensor) -> tuple[Tensor, Tensor]:
     tokens' scales have a geometric mean of 1, or channels whose mean is not 0 would shift both without an end.
     """
     channel, token = (torch.zeros_like(x.narrow(dim, 0, 1)) for dim in (-2, -1))  # logarithms
-    best = torch.full_like(x[..., :1, :1], torch.inf), channel, token
+    best, square = (torch.full_like(x[..., :1, :1], torch.inf), channel, token), x.square()
     for _ in range(ROUNDS + 1):
-        y = x / (channel + token).exp()
-        own = deviation(y, -2)
-        now = spread(own, -1) + spread(deviation(y, -1), -2), channel, token
-        best = tuple(torch.where(now[0] < best[0], new, old) for new, old in zip(now, best, strict=True))
+        own = deviation(x, square, channel, token, -2)
+        uneven = spread(own, -1) + spread(deviation(x, square, channel, token, -1), -2)
+        now = uneven, channel, token
+        best = tuple(torch.where(uneven < best[0], new, old) for new, old in zip(now, best, strict=True))
         channel = (channel + own.log()).clamp(-LOG, LOG)
-        token = token + deviation(x / (channel + token).exp(), -1).log()
+        token = token + deviation(x, square, channel, token, -1).log()
         token = (token - token.mean(-2, keepdim=True)).clamp(-LOG, LOG)
     return best[1].exp().clamp(min=EPS).half(), best[2].exp().clamp(min=EPS).half()
 
 
-def deviation(x: Tensor, dim: int) -> Tensor:
-    """The standard deviation over a dimension, which stays with size 1, within bounds.
+def deviation(x: Tensor, square: Tensor, channel: Tensor, token: Tensor, dim: int) -> Tensor:
+    """The standard deviation over a dimension, which stays with size 1, of x / exp(channel + token), within bounds.
 
-    It is at least a part of the root mean square: a channel of V that hardly varies over a tile, as where tokens
-    repeat, would otherwise be magnified until its mean takes all of a token's range.
+    square: that of x. It is at least a part of the root mean square: a channel of V that hardly varies over a tile, as
+    where tokens repeat, would otherwise be magnified until its mean takes all of a token's range. So the difference of
+    moments is precise enough, and the moments are matrix products: no quotient is computed.
     """
-    least = PART * x.square().mean(dim, keepdim=True).sqrt()
-    return x.std(dim, correction=0, keepdim=True).maximum(least).clamp(1 / STD, STD)
+    along, across = ((-token).exp().mT, (-channel).exp()) if dim == -2 else ((-channel).exp().mT, (-token).exp())
+
+    def moment(x: Tensor, power: int) -> Tensor:
+        sums = along**power @ x if dim == -2 else x @ along**power
+        return sums / x.shape[dim] * across**power
+
+    of_square = moment(square, 2)
+    variance = (of_square - moment(x, 1).square()).maximum(PART**2 * of_square)
+    return variance.sqrt().clamp(1 / STD, STD)
 
 
 def spread(x: Tensor, dim: int) -> Tensor:
@@ -82,7 +90,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """The codes [...,R,N], int32."""
-    return codes_of(words, bits).flatten(-3, -2).transpose(-3, -2).flatten(-2)
+    words = words.view(torch.int32).transpose(-3, -2).flatten(-2)  # [...,R bits/32,N]
+    return (words.unsqueeze(-3) >> shifts(bits, -2, words.device, 32) & 2**bits - 1).flatten(-3, -2)
 
 
 def codes_of(words: Tensor, bits: int) -> Tensor:
@@ -91,11 +100,14 @@ def codes_of(words: Tensor, bits: int) -> Tensor:
 
 
 def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
-    """Sums over R of codes, times each of G rows [...,G,R]: G tensors [...,N]; for a compiled step.
+    """Sums over R of codes, times each of G rows [B,tiles,Hk,G,R]: G tensors [B,tiles,Hk,N].
 
-    On a CPU a loop reads LANES words at a time, in the order of memory, and unpacks them once for all rows. They are
-    held as fp32, because Inductor's loads of int32 go through the stack.
+    On a CPU a compiled loop reads LANES words at a time, in the order of memory, and unpacks them once for all rows.
+    They are held as fp32, because Inductor's loads of int32 go through the stack.
     """
+    if not torch.compiler.is_compiling():
+        parts = (slice(first, first + n) for first, n in slices(words.shape[1], words.shape[-3] * LANES))
+        return torch.cat([rows[:, part] @ unpack(words[:, part], bits).float() for part in parts], dim=1).unbind(-2)
     if words.device.type == "cuda":  # sums of so many terms would be stored in parts
         codes = codes_of(words, bits)
         factors = rows.unflatten(-1, codes.shape[-3:-1])[..., None, :, :, None]  # [...,G,1,32/bits,R bits/32,1]
@@ -203,8 +215,6 @@ class Tiles(Buffers):
 
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first tiles -> [B,Hk,G,n]."""
-        if not torch.compiler.is_compiling():
-            return torch.cat([ops.dots(rows, self.keys(*part)) for part in slices(groups, self.group)], dim=3)
         y = self.scaled_sums("k", (rows @ self.rotation)[:, None], groups)
         if self.bias is not None:
             y = [a + b for a, b in zip(y, self.bias_dots(rows, groups).unbind(3), strict=True)]
@@ -212,11 +222,6 @@ class Tiles(Buffers):
 
     def weighted_sum(self, weight: Tensor, groups: int) -> Tensor:
         """Sums of the first tiles' values weighted by [B,Hk,G,n] -> [B,Hk,G,D]."""
-        if not torch.compiler.is_compiling():
-            return sum(
-                ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
-                for first, n in slices(groups, self.group)
-            )
         rows = weight.unflatten(3, (groups, self.group)).permute(0, 3, 1, 2, 4)
         return torch.stack([x.sum(1) for x in self.scaled_sums("v", rows, groups)], dim=2) @ self.rotation
 
