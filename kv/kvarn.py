@@ -13,6 +13,7 @@ Memory and traffic: bits / 16 of the full cache; three 16-bit numbers for each t
 tile; the first tile and the newest.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +30,7 @@ from kv.parts.quant import EPS, hold_rotations, quantize, rounded, shifts, slice
 TILE = 128  # tokens
 ROUNDS = 16  # of balancing
 PART = 0.25  # of the root mean square: the least standard deviation
-STD, LOG = 1e3, 8.0  # bounds of a standard deviation, or one divided by it, and of the logarithm of a scale
+STD, MOST = 1e3, math.exp(8)  # bounds of a standard deviation and of a scale, or of 1 divided by them
 UNREAD = 2  # newest tokens of a row in a step, of which the host may not know before it
 LANES = 8  # adjacent words, as many as a CPU's register holds
 TERMS = 4  # products that are added up at once: Inductor stores a sum of more
@@ -42,40 +43,36 @@ def balance(x: Tensor) -> tuple[Tensor, Tensor]:
     through, the one whose quotient x / (channels * tokens) has the most equal standard deviations on both sides. The
     tokens' scales have a geometric mean of 1, or channels whose mean is not 0 would shift both without an end.
     """
-    channel, token = (torch.zeros_like(x.narrow(dim, 0, 1)) for dim in (-2, -1))  # logarithms
-    best, square = (torch.full_like(x[..., :1, :1], torch.inf), channel, token), x.square()
+    by_token, by_channel = ((y, y.square()) for y in (x, x.mT.contiguous()))
+    channel, token = (torch.ones_like(y[..., :1, :]) for y, _ in (by_token, by_channel))  # factors, as rows
+    best = torch.full_like(x[..., :1, :1], torch.inf), channel, token
     for _ in range(ROUNDS + 1):
-        own = deviation(x, square, channel, token, -2)
-        uneven = spread(own, -1) + spread(deviation(x, square, channel, token, -1), -2)
+        own = deviation(*by_token, token, channel)
+        uneven = spread(own) + spread(deviation(*by_channel, channel, token))
         now = uneven, channel, token
         best = tuple(torch.where(uneven < best[0], new, old) for new, old in zip(now, best, strict=True))
-        channel = (channel + own.log()).clamp(-LOG, LOG)
-        token = token + deviation(x, square, channel, token, -1).log()
-        token = (token - token.mean(-2, keepdim=True)).clamp(-LOG, LOG)
-    return best[1].exp().clamp(min=EPS).half(), best[2].exp().clamp(min=EPS).half()
+        channel = (channel / own).clamp(1 / MOST, MOST)
+        token = token / deviation(*by_channel, channel, token)
+        token = (token / token.log().mean(-1, keepdim=True).exp()).clamp(1 / MOST, MOST)
+    channel, token = (factor.reciprocal().clamp(min=EPS).half() for factor in best[1:])
+    return channel, token.mT
 
 
-def deviation(x: Tensor, square: Tensor, channel: Tensor, token: Tensor, dim: int) -> Tensor:
-    """The standard deviation over a dimension, which stays with size 1, of x / exp(channel + token), within bounds.
+def deviation(x: Tensor, square: Tensor, along: Tensor, across: Tensor) -> Tensor:
+    """The standard deviation of each column of along^T x across, within bounds: [...,1,M].
 
-    square: that of x. It is at least a part of the root mean square: a channel of V that hardly varies over a tile, as
-    where tokens repeat, would otherwise be magnified until its mean takes all of a token's range. So the difference of
-    moments is precise enough, and the moments are matrix products: no quotient is computed.
+    x [...,N,M], square: its squares; along [...,1,N], across [...,1,M]. It is at least a part of the root mean square:
+    a channel of V that hardly varies over a tile, as where tokens repeat, would otherwise be magnified until its mean
+    takes all of a token's range. So a difference of moments is precise enough; they are products of a row and a matrix.
     """
-    along, across = ((-token).exp().mT, (-channel).exp()) if dim == -2 else ((-channel).exp().mT, (-token).exp())
-
-    def moment(x: Tensor, power: int) -> Tensor:
-        sums = along**power @ x if dim == -2 else x @ along**power
-        return sums / x.shape[dim] * across**power
-
-    of_square = moment(square, 2)
-    variance = (of_square - moment(x, 1).square()).maximum(PART**2 * of_square)
-    return variance.sqrt().clamp(1 / STD, STD)
+    squares = along.square() @ square
+    variance = squares - (along @ x).square() / x.shape[-2]
+    return (variance.maximum(PART**2 * squares).sqrt() * across * x.shape[-2] ** -0.5).clamp(1 / STD, STD)
 
 
-def spread(x: Tensor, dim: int) -> Tensor:
-    """The largest over the smallest value of a dimension, which stays with size 1."""
-    return x.amax(dim, keepdim=True) / x.amin(dim, keepdim=True)
+def spread(x: Tensor) -> Tensor:
+    """The largest over the smallest value of each row."""
+    return x.amax(-1, keepdim=True) / x.amin(-1, keepdim=True)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -162,8 +159,9 @@ class Tiles(Buffers):
             at = slice(first + start, first + start + count)
             if self.bias is not None:
                 keys = keys - self.turned_bias(at.start, count, row)[0]
-            keys, values = keys @ self.rotation, values @ self.rotation
-            for name, x, norm in (("k", keys.mT, balance(keys)[1].mT), ("v", values, balance(values)[0])):
+            keys, values = rotated = torch.stack([keys, values]) @ self.rotation
+            channel, token = balance(rotated)  # of both at once: on a GPU, launches take most of the time
+            for name, x, norm in (("k", keys.mT, token[0].mT), ("v", values, channel[1])):
                 bits = self.sides[name][2]
                 codes, scale, zero = quantize(x / rounded(norm), bits, -1)
                 parts = {

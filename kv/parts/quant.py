@@ -26,7 +26,7 @@ Bits = Literal[16, 8, 4]
 EPS = 2.0**-14  # the smallest scale: the smallest normal fp16 number
 CHANNELS = 64  # the most channels of one token that share a scale in `Packed`
 SPAN = 32  # and in `Vectors`
-SLICE = 4096  # tokens in fp32 at once, in a prompt and in a step that is not compiled
+SLICE = 8192  # tokens in fp32 at once, in a prompt and in a step that is not compiled
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
