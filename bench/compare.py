@@ -132,16 +132,16 @@ def divergence(own: dict) -> float | None:
 def across(models: dict[str, dict[int, Results]]) -> tuple[dict[str, str], list[list]]:
     """(title -> format, rows) of a result file on several checkpoints, by name: one row per method and budget.
 
-    The bytes are those of the lengths with a KL, if there are any: questions may be asked in another dtype.
+    The bytes are those of the longest texts; of those with a KL, if there are any: questions may have another dtype.
     """
     columns, cells = {"method": ""}, defaultdict(dict)
     for title, key, form in (("KL", "kl", ".4f"), ("answers, %", "answers", ""), ("KV, MB", "kv", ".1f")):
         for name, results in models.items():
-            diverging = {length: own for length, own in results.items() if any("kl" in x for x in own.values())}
-            for length, by_method in (diverging if key == "kv" and diverging else results).items():
-                if any(key in own for own in by_method.values()):
+            diverging = [length for length, own in results.items() if any("kl" in x for x in own.values())]
+            for length in [max(diverging or results)] if key == "kv" else results:
+                if any(key in own for own in results[length].values()):
                     columns[column := f"{title}: {name} {length}"] = form
-                    for method, own in by_method.items():
+                    for method, own in results[length].items():
                         cells[method][column] = own.get(key)
     return columns, [[name_of(*method), *map(own.get, list(columns)[1:])] for method, own in cells.items()]
 
