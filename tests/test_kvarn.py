@@ -73,6 +73,26 @@ def test_the_earliest_of_equally_balanced_scales_is_kept():
         assert torch.equal(scale, torch.ones_like(scale))
 
 
+def test_deviations_by_moments_are_those_of_the_quotient():
+    x = normal(128, 64) * normal(64).exp() + 30 * normal(64)
+    x[:, 7] = 3 + 1e-4 * x[:, 7]
+    along, across = normal(1, 128).exp(), normal(1, 64).exp()
+    found = kvarn.deviation(x, x.square(), along, across)[0]
+    assert (found / slow_kvarn.deviation((along.T * x * across).double(), 0) - 1).abs().max() < 1e-4
+
+
+def test_slices_change_nothing(monkeypatch):
+    shape, found = biased(make_shape("gqa", new=4), 2), []
+    for slice_ in (quant.SLICE, 2 * TILE, 1):
+        monkeypatch.setattr(quant, "SLICE", slice_)
+        run, generator = Run("kvarn", shape, None, {"tile": TILE}), torch.Generator().manual_seed(0)
+        run.prefill(0, tokens(shape, 1, 90, generator))
+        words = [layer.packed.k.view(torch.int32) for layer in run.layers]
+        found.append((run.step(tokens(shape, 1, 1, generator)), torch.stack(words)))
+    for y, words in found[1:]:
+        assert torch.equal(words, found[0][1]) and (y - found[0][0]).abs().max() < 1e-5
+
+
 def biased(shape: kv.Shape, norm: float) -> kv.Shape:
     """A shape whose keys have biases of such a norm."""
     return replace(shape, key_biases=norm * normalize(normal(shape.n_layer, shape.n_kv_head, D), dim=-1))
