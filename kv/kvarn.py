@@ -87,12 +87,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """The codes [...,R,N], int32."""
-    words = words.view(torch.int32).transpose(-3, -2).flatten(-2)  # [...,R bits/32,N]
-    return (words.unsqueeze(-3) >> shifts(bits, -2, words.device, 32) & 2**bits - 1).flatten(-3, -2)
+    return codes_of(words.view(torch.int32).transpose(-3, -2).flatten(-2), bits).flatten(-3, -2)
 
 
 def codes_of(words: Tensor, bits: int) -> Tensor:
-    """The codes of every word, [...,N/8,32/bits,R bits/32,8] int32."""
+    """The codes of every word: [...,M,N] -> [...,32/bits,M,N] int32."""
     return words.view(torch.int32).unsqueeze(-3) >> shifts(bits, -2, words.device, 32) & 2**bits - 1
 
 
@@ -106,7 +105,7 @@ def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
         parts = (slice(first, first + n) for first, n in slices(words.shape[1], words.shape[-3] * LANES))
         return torch.cat([rows[:, part] @ unpack(words[:, part], bits).float() for part in parts], dim=1).unbind(-2)
     if words.device.type == "cuda":  # sums of so many terms would be stored in parts
-        codes = codes_of(words, bits)
+        codes = codes_of(words, bits)  # [...,N/8,32/bits,R bits/32,8]
         factors = rows.unflatten(-1, codes.shape[-3:-1])[..., None, :, :, None]  # [...,G,1,32/bits,R bits/32,1]
         return [(factor * codes).sum((-3, -2)).flatten(-2) for factor in factors.unbind(-5)]
     words, sums = words.view(torch.int32), []
