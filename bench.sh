@@ -33,9 +33,9 @@ if [ "${1-}" = real ]; then
   make --quiet "$model"
   profile="$model/kv_profile.json"
   [ -e "$profile" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt --length 8000
-  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=8,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest
-  methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,kvarn,full:bits=4
-  methods+=,full:bits=8,brute_offload,keynorm,keydiff,lagkv,expected,rkv,tova
+  methods=full,exact_topk,streaming,rocketkv,hybrid,snapkv,snapkv++,pyramidkv,quest
+  methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
+  methods+=,brute_offload,keynorm,keydiff,lagkv,expected,rkv,tova
   every=(--kv "$methods" --budget 128,512,1024)
   cat model.py engine.py kv/*.py > "$out/code.txt"
   ask() { # NAME LENGTH FLAGS
@@ -57,7 +57,7 @@ if [ "${1-}" = real ]; then
   fi
   questions answers 4096 --questions 2
   questions answers 2048 --budget 512
-  questions blind 4096 --budget 512 --blind --kv full,rocketkv,rocketkv:bits=8,rocketkv:bits=4,snapkv,snapkv++,pyramidkv
+  questions blind 4096 --budget 512 --blind --kv full,rocketkv,snapkv,snapkv++,pyramidkv
   exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
     --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"
 fi
