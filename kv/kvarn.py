@@ -25,7 +25,7 @@ from kv.kivi import Quantized
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops
 from kv.parts.buffers import Buffers
-from kv.parts.quant import EPS, hold_rotations, quantize, rounded, shifts, slices
+from kv.parts.quant import EPS, hold_rotations, quantize, rounded, shifts, slices, step_slices
 
 TILE = 128  # tokens
 ROUNDS = 16  # of balancing
@@ -102,7 +102,7 @@ def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
     They are held as fp32, because Inductor's loads of int32 go through the stack.
     """
     if not torch.compiler.is_compiling():
-        parts = (slice(first, first + n) for first, n in slices(words.shape[1], words.shape[-3] * LANES))
+        parts = (slice(first, first + n) for first, n in step_slices(words, bits, 1, words.shape[1]))
         return torch.cat([rows[:, part] @ unpack(words[:, part], bits).float() for part in parts], dim=1).unbind(-2)
     if words.device.type == "cuda":  # sums of so many terms would be stored in parts
         codes = codes_of(words, bits)  # [...,N/8,32/bits,R bits/32,8]

@@ -83,8 +83,9 @@ def test_deviations_by_moments_are_those_of_the_quotient():
 
 def test_slices_change_nothing(monkeypatch):
     shape, found = biased(make_shape("gqa", new=4), 2), []
-    for slice_ in (quant.SLICE, 2 * TILE, 1):
-        monkeypatch.setattr(quant, "SLICE", slice_)
+    for prompt, step in ((quant.SLICE, quant.CODES), (2 * TILE, 2 * TILE * shape.n_kv_head * D), (1, 1)):
+        monkeypatch.setattr(quant, "SLICE", prompt)
+        monkeypatch.setattr(quant, "CODES", step)
         run, generator = Run("kvarn", shape, None, {"tile": TILE}), torch.Generator().manual_seed(0)
         run.prefill(0, tokens(shape, 1, 90, generator))
         words = [layer.packed.k.view(torch.int32) for layer in run.layers]
@@ -150,6 +151,13 @@ def test_a_bias_that_is_nearly_the_whole_key_costs_nothing(method, options):
         held = run.layers[-1].held(0, 90)
         errors.append((held.k - (k + turned[-1])[0, torch.arange(2)[:, None], held.position.long()]).norm() / k.norm())
     assert 0.01 < errors[1] < 1.01 * errors[0] + 1e-3
+
+
+@pytest.mark.parametrize("v", (torch.zeros(1, 2, 90, D), torch.full((1, 2, 90, D), torch.nan)))
+def test_an_output_of_zero_or_nan_has_no_error(v):
+    layer = kv.build("kvarn", make_shape(), None, {"tile": TILE})[0]
+    layer.prefill(0, normal(1, 6, 90, D), normal(1, 2, 90, D), v)
+    assert layer.error == 0
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

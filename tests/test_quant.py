@@ -31,6 +31,13 @@ def decoded(x: torch.Tensor, bits: int, size: int) -> torch.Tensor:
     return torch.stack(parts).float().view(x.shape)
 
 
+def test_numbers_beyond_fp16_are_clipped():
+    for x in (torch.tensor([[-3e6, 3e6]]), torch.tensor([[1e5, 1e5 + 1]]), torch.tensor([[-2e5, -1e5]])):
+        codes, scale, zero = quant.quantize(x, 4, -1)
+        found = codes * scale.float() + zero.float()
+        assert found.isfinite().all() and ((found - x).abs() <= (x.abs() - 65504).clamp(min=0) + 1e5).all()
+
+
 @every_width
 @pytest.mark.parametrize("dim", (-1, -2))
 def test_codes_survive_packing_into_the_fewest_bytes(dim, bits):
@@ -137,6 +144,7 @@ def test_attention_to_packed_tokens_equals_attention_to_their_dequantized_values
         assert (sums(weight[..., seen], 3) - weight[..., seen] @ values[:, :, seen]).abs().max() <= 1e-4
     for tokens in (4096, 2 * group, group, 1):  # tokens per slice
         monkeypatch.setattr(quant, "SLICE", tokens)
+        monkeypatch.setattr(quant, "CODES", tokens * 2 * 2 * head_dim)  # of two rows and KV heads
         for n in (4, 3, 1):
             seen, part = slice(0, n * group), weight[..., : n * group]
             assert (packed.dots(rows, n) - rows @ keys[:, :, seen].mT).abs().max() <= 1e-4

@@ -23,10 +23,12 @@ from kv.parts.buffers import Buffers
 
 BITS = option(16, "bits of a stored value; 16 is the model's own dtype")  # an option of several methods
 Bits = Literal[16, 8, 4]
-EPS = 2.0**-14  # the smallest scale: the smallest normal fp16 number
+EPS, MOST = 2.0**-14, 65504.0  # bounds of a scale: the smallest normal and the largest fp16 number
 CHANNELS = 64  # the most channels of one token that share a scale in `Packed`
 SPAN = 32  # and in `Vectors`
-SLICE = 8192  # tokens in fp32 at once, in a prompt and in a step that is not compiled
+SLICE = 8192  # tokens of a prompt in fp32 at once
+CODES = 2**18  # of a step that is not compiled in fp32 at once: a CPU's cache holds them
+LAUNCHED = 2**8  # times as many on a GPU, where launches take most of the time
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,8 +39,8 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    scale = ((high - low) / torch.full_like(low, 2**bits - 1)).clamp(min=EPS).half()
-    zero = low.half()
+    scale = ((high - low) / torch.full_like(low, 2**bits - 1)).clamp(EPS, MOST).half()
+    zero = low.clamp(-MOST, MOST).half()
     codes = ((x - rounded(zero)) / rounded(scale)).round().clamp(0, 2**bits - 1)
     return codes.to(torch.uint8), scale, zero
 
@@ -79,10 +81,16 @@ def shifts(bits: int, dim: int, device: torch.device, size: int = 8) -> Tensor:
     return torch.arange(0, size, bits, dtype=torch.int32, device=device).view(-1, *[1] * -dim)
 
 
-def slices(groups: int, group: int) -> list[tuple[int, int]]:
-    """(first group, number of groups) to hold in fp32 at once, of groups of `group` tokens."""
-    step = max(1, SLICE // group)
+def slices(groups: int, group: int, most: int | None = None) -> list[tuple[int, int]]:
+    """(first group, number of groups) to hold in fp32 at once: of groups of `group` tokens, at most SLICE tokens."""
+    step = max(1, (most or SLICE) // group)
     return [(first, min(step, groups - first)) for first in range(0, groups, step)]
+
+
+def step_slices(packed: Tensor, bits: int, dim: int, groups: int) -> list[tuple[int, int]]:
+    """Those of a step that is not compiled, of all rows: dimension `dim` of what holds the codes counts the groups."""
+    most = CODES if packed.device.type == "cpu" else CODES * LAUNCHED
+    return slices(groups, packed.select(dim, 0).nbytes * 8 // bits, most)
 
 
 def vector_bytes(size: int, bits: int) -> int:
@@ -261,7 +269,8 @@ class Packed(Buffers):
     def dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the keys of the first groups -> [B,Hk,G,n]."""
         if not torch.compiler.is_compiling():
-            return torch.cat([ops.dots(rows, self.keys(*part)) for part in slices(groups, self.group)], dim=3)
+            parts = step_slices(self.k, self.bits, 2, groups)
+            return torch.cat([ops.dots(rows, self.keys(*part)) for part in parts], dim=3)
         if self.k.device.type == "cuda":  # it would read 4 scaled queries a code
             return ops.dots(rows, self.keys(0, groups))
         packed, scale, zero = self.part(0, groups, None, self.k, self.k_scale[..., 0], self.k_zero[..., 0])
@@ -277,7 +286,7 @@ class Packed(Buffers):
         if not torch.compiler.is_compiling():
             return sum(
                 ops.weighted_sum(weight.narrow(3, first * self.group, n * self.group), self.values(first, n))
-                for first, n in slices(groups, self.group)
+                for first, n in step_slices(self.v, self.bits, 2, groups)
             )
         codes, scale, zero = self.part(0, groups, None, self.v, self.v_scale, self.v_zero)
         codes, y = unpack(codes, self.bits, -2, self.group).unflatten(-1, (-1, self.channels)), []
