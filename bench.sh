@@ -67,7 +67,7 @@ if [ "${1-}" = bits ]; then
   [ $# -gt 2 ] || { make --quiet checkpoints/smollm2 && set -- bits "$out" checkpoints/smollm2; }
   code=$(.venv/bin/python -c "import argparse; print(argparse.__file__)")
   methods=full,full:bits=8,full:bits=4,kvarn:kbits=8,kvarn:vbits=2,kvarn:kbits=2:vbits=2,kivi,kivi:bits=2
-  methods+=,rocketkv,rocketkv:bits=8,rocketkv:bits=4,rocketkv:turns=true:bits=4,hybrid,hybrid:bits=8,hybrid:bits=4
+  methods+=,rocketkv,rocketkv:bits=8,rocketkv:bits=4,hybrid,hybrid:bits=8,hybrid:bits=4
   methods+=,omnikv,omnikv:bits=8,omnikv:bits=4
   for model in "${@:3}"; do
     name=$(basename "$model")
