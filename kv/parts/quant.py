@@ -82,7 +82,10 @@ def shifts(bits: int, dim: int, device: torch.device, size: int = 8) -> Tensor:
 
 
 def slices(groups: int, group: int, most: int | None = None) -> list[tuple[int, int]]:
-    """(first group, number of groups) to hold in fp32 at once: of groups of `group` tokens, at most SLICE tokens."""
+    """(first group, number of groups) to hold in fp32 at once: groups of `group`, together at most `most`.
+
+    That is by default tokens, SLICE of them.
+    """
     step = max(1, (most or SLICE) // group)
     return [(first, min(step, groups - first)) for first in range(0, groups, step)]
 
