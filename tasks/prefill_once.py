@@ -1,20 +1,59 @@
-"""Prefills each prompt once for all methods."""
+"""Prefills each prompt once for all methods, and what two prompts have in common once for both."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine import Engine
 from kv import KV
+from kv.method import Shape
+from kv.parts.attention import suffix_attention
 from runtime import parallel
+
+Vectors = tuple[Tensor, ...]  # q [1,Hq,n,D], k and v [1,Hk,n,D] of a layer, on the host
+
+
+@dataclass
+class Prompt:
+    """What is kept of a prompt: the vectors of all its tokens, or of those after what it has in common with `base`."""
+
+    tokens: Tensor
+    base: "Prompt | None"
+    common: int  # tokens
+    logits: Tensor
+    inv_freq: Tensor
+    own: list[Vectors]  # of each layer
+    statistics: dict[tuple[int, tuple], Vectors] = field(default_factory=dict)
+
+    def vectors(self, layer: int, n: int) -> Vectors:
+        """Those of the first n tokens."""
+        if self.base is None:
+            return tuple(x[:, :, :n] for x in self.own[layer])
+        before = self.base.vectors(layer, min(n, self.common))
+        return tuple(torch.cat([a, b], dim=2)[:, :, :n] for a, b in zip(before, self.own[layer], strict=True))
+
+    def begins(self, tokens: Tensor) -> int:
+        """How many tokens it has in common with a prompt's beginning, of which one remains."""
+        n = min(len(self.tokens), len(tokens) - 1)
+        return int((self.tokens[:n] == tokens[:n]).long().cumprod(0).sum())
 
 
 class Recorder(KV):
-    """Records on the host the q, k and v of a prompt that a layer's method receives."""
+    """Records on the host the q, k and v of a prompt that a layer's method receives, after `before` if given."""
+
+    def __init__(self, shape: Shape, before: Vectors = ()):
+        super().__init__(shape)
+        self.before = before
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.qkv = q.cpu(), k.cpu(), v.cpu()
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        self.keep(row, q, k, v)
+        k, v = (torch.cat([a.to(b.device), b], dim=2) for a, b in zip(self.before[1:], (k, v), strict=True))
+        return suffix_attention(q, k, v)
 
     def decode(self, *_) -> Tensor:
         raise NotImplementedError("only prompts are recorded")
@@ -26,36 +65,54 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
     Methods attend to a prompt exactly (except with omnikv's option prefill), so the q, k and v that `keep` receives do
     not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the host's free
     memory, stay on the host, by tokens (and by length, where RoPE follows it), until the caller removes them from the
-    result.
+    result. Of a prompt that begins as one of them does, by more than half, only the rest runs through the model.
     """
     model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
     if room is None:
         room = parallel.minimum(engine.ranks, parallel.free_share(torch.device("cpu")) // 2)
+    token_bytes = c.n_layer * (c.n_head + 2 * c.n_kv_head) * c.head_dim * engine.dtype.itemsize
+
+    def record(row: int, tokens: Tensor, length: int, progress: Callable, base: Prompt | None, common: int) -> Prompt:
+        layers = engine.layers
+        recorders = [Recorder(engine.shape, base.vectors(i, common) if base else ()) for i in range(len(layers))]
+        model.set_kv(recorders)
+        try:
+            if base is None:
+                logits = prefill(row, tokens, length, progress)
+            else:
+                model.inv_freq[row] = base.inv_freq
+                logits = model.extend(row, tokens[common:], common)
+        finally:
+            model.set_kv(layers)
+        own = [recorder.qkv for recorder in recorders]
+        return Prompt(tokens, base, common, logits, model.inv_freq[row].clone(), own)
 
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
-        layers, key = engine.layers, (tuple(tokens.tolist()), length if c.rope["rope_type"] == "dynamic" else 0)
-        bytes_ = c.n_layer * (c.n_head + 2 * c.n_kv_head) * tokens.numel() * c.head_dim * engine.dtype.itemsize
-        full = key not in recorded and bytes_ + sum(size for size, *_ in recorded.values()) > room
-        if full or not all(layer.exact_prompt for layer in layers):
+        layers, rope = engine.layers, length if c.rope["rope_type"] == "dynamic" else 0
+        if not all(layer.exact_prompt for layer in layers):
             return prefill(row, tokens, length, progress)
+        key = tuple(tokens.tolist()), rope
         if key not in recorded:
-            recorders = [Recorder(engine.shape) for _ in layers]
-            model.set_kv(recorders)
-            try:
-                logits = prefill(row, tokens, length, progress)
-            finally:
-                model.set_kv(layers)
-            recorded[key] = bytes_, logits, model.inv_freq[row].clone(), [recorder.qkv for recorder in recorders], {}
-        _, logits, model.inv_freq[row], qkv, statistics = recorded[key]
-        for i, (layer, x) in enumerate(zip(layers, qkv, strict=True)):
-            q, k, v = (part.to(engine.device) for part in x)
-            if layer.statistics and (i, layer.statistics) not in statistics:
-                statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
+            alike = [p for (_, own), p in recorded.items() if own == rope and engine.shape.window is None]
+            base = max(alike, key=lambda p: p.begins(tokens), default=None)
+            common = base.begins(tokens) if base else 0
+            if common <= tokens.numel() // 2:
+                base, common = None, 0
+            held = sum(p.tokens.numel() - p.common for p in recorded.values()) + tokens.numel() - common
+            if held * token_bytes > room:
+                return prefill(row, tokens, length, progress)
+            recorded[key] = record(row, tokens, length, progress, base, common)
+        prompt = recorded[key]
+        model.inv_freq[row] = prompt.inv_freq
+        for i, layer in enumerate(layers):
+            q, k, v = (x.to(engine.device) for x in prompt.vectors(i, tokens.numel()))
+            if layer.statistics and (i, layer.statistics) not in prompt.statistics:
+                prompt.statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
             layer.set_sizes(row, tokens.numel())
-            layer.keep(row, q, k, v, *statistics.get((i, layer.statistics), ()))
+            layer.keep(row, q, k, v, *prompt.statistics.get((i, layer.statistics), ()))
         for layer in layers:
             layer.finish(row)
-        return logits
+        return prompt.logits
 
     model.prefill = once
     return recorded

@@ -391,6 +391,26 @@ def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, tex
         assert all(torch.equal(a, b) for a, b in zip(own, shared, strict=True))
 
 
+@pytest.mark.parametrize("kv", ["full", "rocketkv", "h2o", "full:bits=4"])
+def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkpoint, monkeypatch):
+    text = torch.randint(3, 1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [text[:150], text[:160], text[:120], text[:155] + text[:9], text[:70] + text[100:200]]
+    forced = [text[:5]] * len(prompts)
+    method, ran = cli.choices(kv, [64] * (not kv.startswith("full")))[0], []
+    caches = method.kv, method.budget, method.options, len(prompts), 300, 256
+    own = Engine.load(text_checkpoint, dtype="float32", compile=False)
+    own.use(*caches)
+    engine = Engine.load(text_checkpoint, dtype="float32", compile=False)
+    prefill_once(engine)
+    engine.use(*caches)
+    run = engine.model._run
+    monkeypatch.setattr(engine.model, "_run", lambda row, tokens, *a: ran.append(len(tokens)) or run(row, tokens, *a))
+    shared = engine.logits(prompts, forced)
+    assert ran == [150, 10, 1, 9, 170]  # the last one begins like the others by less than half
+    for a, b in zip(own.logits(prompts, forced), shared, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):
     engine = Engine.load(tiny_checkpoint, compile=False, max_prompt=40)
     recorded = prefill_once(engine, room=0)
