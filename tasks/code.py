@@ -16,7 +16,7 @@ the line is right; here it is difflib's ratio.
 import random
 import re
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import accumulate
@@ -27,7 +27,6 @@ from tasks.ruler import Drawer
 
 FACTS, LINES = 12, 6  # samples of a text
 FAR = 3000  # characters
-MARGIN = 64  # tokens by which the questions about a text may differ
 FACT_TOKENS, LINE_TOKENS = 48, 32  # of an answer
 BEGIN = "Here is the source code of a program.\n\n```python\n"
 STATEMENT = re.compile(r"(?!#|def |class |__).*(\w\(| = )")
@@ -86,20 +85,23 @@ def draw_fact(kind: int, drawer: Drawer) -> Fact:
 
 
 def facts(recipe: Recipe, index: int) -> Sample:
-    fact, text = index % FACTS, index // FACTS
+    text, asked = divmod(index, FACTS)
+    rng = recipe.rng("code_facts", text)
+    drawer = Drawer(rng, str.isalnum)  # words without a hyphen
+    every = [draw_fact(i % 4, drawer) for i in range(FACTS)]
+    questions = [fact.ask() for fact in every]
+    longest = max(questions, key=lambda question: len(recipe.encode(question.text)))  # the text fits with each
 
     def make(n: int) -> Sample:
-        rng = recipe.rng("code_facts", text)
-        drawer = Drawer(rng, str.isalnum)  # words without a hyphen
-        every = [draw_fact(i % 4, drawer) for i in range(FACTS)]
+        rng = recipe.rng("code_facts places", text)
         lines, starts = excerpt(recipe, rng, n)
         planted = [definition for own in every for definition in own.planted]
         places = [at for own in every for at in sorted(rng.choices(starts, k=len(own.planted)))]
         for at, _, definition in sorted(zip(places, range(len(planted)), planted, strict=True), reverse=True):
             lines[at:at] = [definition, "", ""]
-        return Sample(BEGIN + "\n".join(lines), (every[fact].ask(),))
+        return Sample(BEGIN + "\n".join(lines), (longest,))
 
-    return fill_length(make, recipe, FACT_TOKENS + MARGIN)
+    return replace(fill_length(make, recipe, FACT_TOKENS), questions=(questions[asked],))
 
 
 def first_number(answer: str, question: Question) -> float:
