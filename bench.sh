@@ -7,6 +7,8 @@
 # bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores. A
 # run that was stopped resumes its answers and begins its timings anew. Both write what bench.compare makes of it.
 # bash bench.sh bits [FOLDER [CHECKPOINT ...]]: divergence, answers and bytes of everything that stores 8, 4 or 2 bits.
+# bash bench.sh long CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: facts and next lines in long source code, divergence, bytes
+# and speed, for a model of 0.5 billion parameters a night on two cores; resumes as `real` does.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -82,6 +84,32 @@ if [ "${1-}" = bits ]; then
   done
   exec .venv/bin/python -m bench.compare "$out"/*-*.json --results "$out/bits.json" --plot "$out/bits.png" \
     --command "bash bench.sh bits"
+fi
+if [ "${1-}" = long ]; then
+  model=${2:?the folder of a checkpoint} out=${3:-long} lengths=${4:-8000,16000,30000} name=$(basename "$2")
+  methods=full,full:bits=8,full:bits=4,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest,sparq
+  methods=${5:-$methods,duo,omnikv,infllm:block=32,tailorkv,pqcache,kivi,expected,keydiff,lagkv,simlayer:recent=64}
+  mkdir -p "$out"
+  library=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+  cat "$library"/{email,http,json,logging,unittest}/*.py > "$out/code.txt"
+  for length in ${lengths//,/ }; do
+    large=$((length > 20000 ? 2048 : 1024))
+    ask() { # NAME FLAGS
+      .venv/bin/python eval.py --checkpoint "$model" --kv "$methods" --budget "512,$large" --length "$length" \
+        --dtype float32 --stepwise --batch 6 "${@:2}" --json "$out/$name-$length-$1.json"
+    }
+    ask facts --tasks code_facts --samples 24
+    ask forked --tasks code_facts --samples 2 --questions 12 --fork
+    ask lines --tasks code_line --samples 12
+    ask fidelity --tasks fidelity --text "$out/code.txt" --samples 2
+    if [ ! -e "$out/$name-$length-speed.json" ]; then # renamed when it is whole, as above
+      .venv/bin/python -m bench --shape "$model/config.json" --context $((length - 128)) --no-prefill --kv "$methods" \
+        --budget "512,$large" --json "$out/speed.part"
+      mv "$out/speed.part" "$out/$name-$length-speed.json"
+    fi
+  done
+  exec .venv/bin/python -m bench.compare "$out/$name"-*.json --results "$out/$name.json" --plot "$out/$name.png" \
+    --command "bash bench.sh long"
 fi
 [ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

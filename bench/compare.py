@@ -3,7 +3,9 @@
 Prints a Markdown table for each length, one line per method and budget, with the columns for which there are results:
 
 - KL, same token, perplexity: eval.py's fidelity, or its perplexity alone; means over texts.
-- answers, blind: eval.py's questions, the mean over tasks in percent, of first / later ones; without and with --blind.
+- answers, blind: eval.py's questions, the mean over tasks in percent, of first / later ones; without and with --blind;
+  with --fork, of all.
+- next line: eval.py's code_line, how many lines are right, and the mean similarity, in percent.
 - KV, host, read a step: a row's cache on the device and on the host, and what a step reads of both: those of the
   questions or, where none were asked, bench's. Fidelity may be measured in another dtype.
 - ms/token: bench's. A context belongs to the next length that eval.py measured: a length counts the answer too.
@@ -37,6 +39,7 @@ COLUMNS = {  # title -> its key in a result, and its format
     "perplexity": ("perplexity", ".2f"),
     "answers, %": ("answers", ""),
     "blind, %": ("blind", ""),
+    "next line, %": ("line", ""),
     "KV, MB": ("kv", ".2f"),
     "host, MB": ("host", ".2f"),
     "read a step, MB": ("read", ".2f"),
@@ -49,7 +52,12 @@ def join(files: list[dict]) -> dict[int, Results]:
     """The JSON objects that eval.py and bench wrote -> length -> results."""
     measured, timed = defaultdict(lambda: defaultdict(lambda: defaultdict(list))), []
     for file in files:
-        asked = "blind" if file.get("args", {}).get("blind") else "answers"
+        args = file.get("args", {})
+        asked = "blind" if args.get("blind") else "answers"
+        right = defaultdict(list)  # whether a next line is right
+        for sample in file.get("samples", ()):
+            if sample["task"] == "code_line":
+                right[sample["length"], method_of(sample)].append(100 * (sample["score"] == 100))
         for row in file["rows"]:
             if "task" not in row:
                 timed.append(row)
@@ -59,9 +67,14 @@ def join(files: list[dict]) -> dict[int, Results]:
                     own["same"].append(row["score"])
                 for key in {"kl", "perplexity"} & row.keys():
                     own["alone" if row["task"] == "perplexity" else key].append(row[key])
-                for when in ("first", "later"):
-                    if row[when] is not None:
-                        own[asked, when].append(row[when])
+                if row["task"] == "code_line":
+                    own["right"], own["similar"] = right[row["length"], method_of(row)], [row["score"]]
+                elif args.get("fork"):
+                    own[asked, "first"].append(row["score"])
+                else:
+                    for when in ("first", "later"):
+                        if row[when] is not None:
+                            own[asked, when].append(row[when])
                 if row["first"] is not None:
                     for key, value in megabytes(row).items():
                         own[key] = [value]
@@ -75,6 +88,8 @@ def join(files: list[dict]) -> dict[int, Results]:
         for asked in ("answers", "blind"):
             scores = [own[asked, when] for when in ("first", "later") if (asked, when) in own]
             own |= {asked: " / ".join(f"{score:.0f}" for score in scores)} if scores else {}
+        if "similar" in own:
+            own["line"] = f"{own.pop('right'):.0f} / {own.pop('similar'):.0f}"
     for row in timed:
         length = min((length for length in results if length >= row["context"]), default=None)
         if (own := results.get(length, {}).get(method_of(row))) is None:

@@ -1,7 +1,8 @@
 """Long source code: facts planted between its definitions, and its next line.
 
 The text is a file of code (`--haystack`) or Python's standard library. A text serves several samples, so that one
-prefill can serve them all (tasks/prefill_once.py). The samples of code_facts ask in turn for
+prefill can serve them all (tasks/prefill_once.py). A sample of code_facts asks for `--questions` of a text's facts, and
+the next sample for the next ones. They are in turn
 
 - the number that a function returns;
 - the number that one of three functions returns whose names begin alike;
@@ -85,11 +86,13 @@ def draw_fact(kind: int, drawer: Drawer) -> Fact:
 
 
 def facts(recipe: Recipe, index: int) -> Sample:
-    text, asked = divmod(index, FACTS)
+    count = min(recipe.questions, FACTS)
+    text, first = divmod(index * count, FACTS)
     rng = recipe.rng("code_facts", text)
     drawer = Drawer(rng, str.isalnum)  # words without a hyphen
     every = [draw_fact(i % 4, drawer) for i in range(FACTS)]
     questions = [fact.ask() for fact in every]
+    asked = [questions[i % FACTS] for i in range(first, first + count)]
     longest = max(questions, key=lambda question: len(recipe.encode(question.text)))  # the text fits with each
 
     def make(n: int) -> Sample:
@@ -101,7 +104,7 @@ def facts(recipe: Recipe, index: int) -> Sample:
             lines[at:at] = [definition, "", ""]
         return Sample(BEGIN + "\n".join(lines), (longest,))
 
-    return replace(fill_length(make, recipe, FACT_TOKENS), questions=(questions[asked],))
+    return replace(fill_length(make, recipe, FACT_TOKENS), questions=tuple(asked))
 
 
 def first_number(answer: str, question: Question) -> float:

@@ -63,6 +63,15 @@ def test_each_kind_of_fact_is_as_hard_as_it_says():
         assert first != last
 
 
+def test_several_questions_about_a_text_are_its_facts_in_turn():
+    alone = [sample("code_facts", i) for i in range(24)]
+    for index, made in enumerate(sample("code_facts", i, questions=6) for i in range(4)):
+        own = alone[6 * index : 6 * index + 6]
+        assert made.questions == tuple(other.questions[0] for other in own)
+        assert all(other.text == made.text for other in own)
+    assert len(sample("code_facts", 0, questions=50).questions) == 12
+
+
 def test_facts_stand_between_definitions_all_over_a_text_that_is_otherwise_the_source():
     made = sample("code_facts", length=20_000)
     begin, code = made.text.split("```python\n")

@@ -31,7 +31,8 @@ def test_every_method_and_budget_is_a_row_with_all_measurements(measured, capsys
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     head, _, *rows = lines
     assert [row[0] for row in rows] == ["full", "streaming:sinks=2 64"]
-    assert head == ["method", *(title for title in compare.COLUMNS if title not in ("KL", "same token, %", "blind, %"))]
+    others = {"KL", "same token, %", "blind, %", "next line, %"}
+    assert head == ["method", *(title for title in compare.COLUMNS if title not in others)]
     assert all(len(row) == len(head) and "" not in row for row in rows)
     answers, speed = (json.loads(open(path).read())["rows"] for path in measured)
     of = {(r["kv"], r["budget"], r["task"]): r for r in answers}
@@ -55,6 +56,18 @@ def test_perplexity_is_fidelitys_and_benchs_bytes_are_divided_by_its_batch(measu
         ((own,),) = (found.values() for found in compare.join([{"rows": [*rows, timed | both]}]).values())
         assert own["perplexity"] == fidelity["perplexity"]
         assert own["kv"] == timed["kv_device_bytes"] / 1e6 and own["read"] == timed["step_device_bytes"] / 1e6
+
+
+def test_questions_of_forks_count_alike_and_lines_are_counted_beside_their_similarity(measured):
+    row = json.loads(open(measured[0]).read())["rows"][0] | {"score": 60, "first": 20, "later": 68}
+    ((own,),) = (
+        found.values() for found in compare.join([{"args": {"blind": True, "fork": True}, "rows": [row]}]).values()
+    )
+    assert own["blind"] == "60"
+    lines = row | {"task": "code_line", "score": 71.4, "later": None}
+    samples = [lines | {"score": score} for score in (100, 100, 100, 0)]
+    ((own,),) = (found.values() for found in compare.join([{"rows": [lines], "samples": samples}]).values())
+    assert own["line"] == "75 / 71" and "answers" not in own
 
 
 def test_names_do_not_overlap_even_where_marks_coincide(measured, tmp_path):
@@ -97,7 +110,8 @@ def test_fidelity_is_a_mean_over_texts_and_each_length_has_a_table(measured, tin
     compare.main([*files, "--results", str(tmp_path / "real.json"), "--plot", str(tmp_path / "out.png")])
     assert capsys.readouterr().out.count("| streaming:sinks=2 64 |") == 2
     found = [json.loads((tmp_path / f"real_{length}.json").read_text()) for length in (500, 600)]
-    assert list(found[0]["columns"]) == ["method", *compare.COLUMNS] and found[0]["machine"]
+    assert list(found[0]["columns"]) == ["method", *(x for x in compare.COLUMNS if x != "next line, %")]
+    assert found[0]["machine"]
     assert list(found[1]["columns"]) == ["method", "KL", "same token, %", "perplexity"]
     kept = json.loads((tmp_path / "fidelity.json").read_text())["samples"]
     kl = [sample["kl"] for sample in kept if (sample["kv"], sample["length"]) == ("streaming", 500)]
