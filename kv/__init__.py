@@ -149,7 +149,9 @@ def parse_options(name: str, given: dict) -> Method:
     options, values = {x.name: x for x in fields(method)}, {}
     for key, value in given.items():
         if key not in options:
-            raise ValueError(f"{name} has no option {key!r}; it has: {', '.join(options) or 'none'}")
+            others = [other for other, known in METHODS.items() if key in {x.name for x in fields(known)}]
+            which = f", which {', '.join(others)} have" if others else ""
+            raise ValueError(f"{name} has no option {key!r}{which}; it has: {', '.join(options) or 'none'}")
         bounds = map(options[key].metadata.get, ("min", "max"))
         try:
             values[key] = convert(value, options[key].type, *bounds)
@@ -159,6 +161,8 @@ def parse_options(name: str, given: dict) -> Method:
 
 
 def _method(name: str) -> type[Method]:
+    if name.partition(":")[0] in METHODS and name not in METHODS:
+        raise ValueError(f"KV method {name!r}: give its options apart, with --kv-opt or `options`")
     if name not in METHODS:
         raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
     return METHODS[name]

@@ -1,9 +1,9 @@
-"""kivi: every token's K and V in 1 to 8 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
+"""kivi: every token's K and V in 8, 4, 2 or 1 bits, except the newest tokens (KIVI, Liu et al., arXiv 2402.02750).
 
 `Packed` (quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
 `recent` tokens, and older ones until they fill a group, wait in full precision. tailorkv uses these layers too.
 
-Memory and traffic: bits / 16 of the full cache, 16-bit scales and zero points (2 / 64 of a value per value), and the
+Memory and traffic: the bits, 16-bit scales and zero points (2 / 64 of a value per value), and the
 newest `recent` + `group` tokens.
 """
 
@@ -42,7 +42,7 @@ class Quantized(KV):
         self.recent = shape.planned  # every step attends to all tokens
         self.sinks = min(sinks, shape.planned - 1)
         ring = self.unpacked + shape.rewind + group  # a group that was packed may be packed again
-        self.waits = self.sinks + (min(ring, shape.planned - self.sinks) if sinks else ring)  # slots
+        self.waits = self.sinks + min(ring, shape.planned - self.sinks)  # slots
         self.packed = packed(shape, self.groups(shape.planned), group, bits)
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.waits + 1, shape.head_dim)  # one past the end: ops.store
@@ -130,10 +130,10 @@ class Quantized(KV):
 
 @dataclass(frozen=True)
 class KIVIMethod(Method):
-    help = "every token's K and V in 4 bits"
+    help = "every token's K and V in 8, 4, 2 or 1 bits"
     budgeted = False
     bits: Literal[1, 2, 4, 8] = option(4, "bits of a stored value")
-    group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
+    group: int = option(GROUP, "tokens that share a scale in each channel of K, a multiple of 8", min=8, max=1024)
     recent: int = option(RECENT, "newest tokens that are not quantized", min=0)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:

@@ -1,16 +1,16 @@
-"""kvarn: every token's K and V in 2 to 8 bits, rotated and with scales on two sides (KVarN, arXiv 2606.03458).
+"""kvarn: every token's K and V in 8, 4 or 2 bits, rotated and with scales on two sides (KVarN, arXiv 2606.03458).
 
 Tiles of `tile` tokens are rotated by a Hadamard matrix, which spreads outliers over the channels, and divided by scales
 that even out the standard deviations of channels and tokens. Then K is quantized per channel and V per token: one
 outlying token costs the others nothing. A key is packed without its projection's bias (kv/parts/quant.py); a step adds
 the query's product with it, turned by the token's position. The first tile, which holds the sinks, and the tokens of
-the newest one wait in full precision. The host packs a tile before the step after it is full: a static step would
-balance one every time, in 17 passes.
+the newest one wait in full precision. A step does not pack: it would balance a tile every time, in 17 passes. The host
+packs a full tile between two steps, `make_room` before the first step that reads its codes (`UNREAD`).
 
 The paper has kbits=4 vbits=2, and 2 and 2; the default here is 4 and 4.
 
-Memory and traffic: bits / 16 of the full cache; three 16-bit numbers for each token, and three for each channel of a
-tile; the first tile and the newest.
+Memory and traffic: the bits of K and V; three 16-bit numbers for each token, and three for each channel of a tile; the
+first tile and the newest in the cache's dtype.
 """
 
 import math
@@ -76,7 +76,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes [...,R,N], whose sums run over R, into words [...,N/8,R bits/32,8].
+    """Packs codes [...,R,N], of which a step sums over R, into words [...,N/8,R bits/32,8].
 
     Code j of word i is that of row j R bits/32 + i. The words are 32 bits, held as fp32: see `products`.
     """
@@ -131,10 +131,9 @@ class Tiles(Buffers):
         self.sides = {"k": (d, group, bits[0]), "v": (group, d, bits[1])}
         for name, (r, n, b) in self.sides.items():
             if r * b % 32 or n % LANES:
-                raise ValueError(
-                    f"kvarn in {b} bits needs a tile and a head size that are multiples of {max(LANES, 32 // b)}"
-                )
-            size = groups + 1, shape.n_kv_head  # one tile past the end: inductor.covering
+                what = f"kvarn in {bits[0]} and {bits[1]} bits: a tile of {group} tokens and a head of {d} channels"
+                raise ValueError(f"{what} must be multiples of {max(LANES, 32 // min(bits))}")
+            size = groups and groups + 1, shape.n_kv_head  # one tile past the end: inductor.covering
             self.allocate(name, *size, n // LANES, r * b // 32, LANES, dtype=torch.float32)
             for part, count in (("scale", r), ("zero", r), ("norm", n)):
                 self.allocate(f"{name}_{part}", *size, count, dtype=torch.float16)
@@ -272,11 +271,11 @@ class KVarN(Quantized):
 
 @dataclass(frozen=True)
 class KVarNMethod(Method):
-    help = "every token's K and V in 4 bits, rotated and balanced"
+    help = "every token's K and V in 8, 4 or 2 bits, rotated and balanced"
     budgeted = False
     kbits: Literal[2, 4, 8] = option(4, "bits of a stored value of K")
     vbits: Literal[2, 4, 8] = option(4, "bits of a stored value of V")
-    tile: int = option(TILE, "tokens that share a scale in each channel, a multiple of 16", min=16)
+    tile: int = option(TILE, "tokens that share a scale in each channel, a multiple of 16", min=16, max=1024)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         bits = self.kbits, self.vbits

@@ -9,13 +9,14 @@ Selectors weight the attention of the observation window: `last` uses only the c
 queries equally, `exp` gives each query twice the weight of the one before. uniform and exp always choose the window's
 own prompt positions.
 
-Memory: the full cache. With `offload` the sparse layers' prompt is in a context bank on the host, whose entries hold
-one token's K and V for all layers that share a choice. With engine=threads a whole segment is fetched as soon as its
-filter layer has chosen, a layer before it is needed, into a buffer on the device; the direct engine lets each sparse
-layer read its own part from the host. `mem` is the device's share of the full cache and sets k by section 5: mem = a +
-(1 - a) k / S, a the share of full layers, S the prompt's tokens. With threads a chosen token takes a slot and an entry
-of the buffer, which halves k (at 16 bits). k follows each row's prompt; generated tokens stay on the device and come on
-top. Traffic: full and filter layers read everything, sparse layers k and the generated tokens.
+Memory: the full cache; with bits=8 or 4, the prompt's vectors in sparse layers have as many. With `offload` the sparse
+layers' prompt is in a context bank on the host, whose entries hold one token's K and V for all layers that share a
+choice. With engine=threads a whole segment is fetched as soon as its filter layer has chosen, a layer before it is
+needed, into a buffer on the device; the direct engine lets each sparse layer read its own part from the host. `mem` is
+the device's share of the full cache and sets k by section 5: mem = a + (1 - a) k / S, a the share of full layers, S the
+prompt's tokens. With threads a chosen token takes a slot and an entry of the buffer, which halves k (at 16 bits). k
+follows each row's prompt; generated tokens stay on the device and come on top. Traffic: full and filter layers read
+everything, sparse layers k and the generated tokens.
 
 With prefill=r (appendix D.10) sparse layers read a part of a long prompt too. It is cut into chunks of C tokens; for
 each, the filter layer chooses r C of the tokens before it, by the selector `uniform` over the chunk's last queries, and

@@ -14,8 +14,8 @@ share of it, and one pooling kernel serves prompts of every length. split=even i
 compress alike, and long prompts use a wider kernel.
 
 Memory: n1 + n1 / p units of one K and one V vector per KV head (for pages of one token n1 + n1 / 2). Traffic: t units.
-With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to. The newest,
-which most attention goes to, are held unquantized too.
+With bits=8 or 4, the n1 vectors are quantized one by one, and a step unpacks only those it attends to. The bounds, and
+a second copy of the newest tokens, which most attention goes to, stay in the cache's dtype.
 
 turns=true is the authors' multi-turn form: what a question needs is no longer dropped by the question before it. A row
 also keeps its history, every token of every turn, with offload=true on the host. A later text of several tokens attends

@@ -181,7 +181,7 @@ def _read(path: str | Path, whole: bool = True) -> tuple[Header, dict[str, Tenso
                 raise ValueError("its tensors")
             tensors = {name: file.get_tensor(name) for name in checksums if whole}
         if bad := [name for name, x in tensors.items() if checksum(x) != checksums[name]]:
-            raise ValueError(bad[0])
+            raise ValueError(f"its tensor {bad[0]}")
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a saved prompt, or is damaged ({error}): save the prompt again") from None
     return header, tensors

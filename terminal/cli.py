@@ -198,6 +198,8 @@ def choices(text: str, budgets: list) -> list[Choice]:
             key, equals, value = option.partition("=")
             if not equals:
                 raise ValueError(f"--kv {part}: write options as name:option=value")
+            if options.get(key, value) != value:
+                raise ValueError(f"--kv {part}: the option {key} is given twice: {options[key]} and {value}")
             options[key] = value
         takes = methods.parse_options(name, options).takes_budget  # rejects unknown names and options
         if takes and not budgets:

@@ -44,7 +44,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--mem", dest="kv_opt", action="append", type="mem={}".format, help="short for --kv-opt mem=...")
     short = {"dest": "kv_opt", "help": "short for --kv-opt offload=true: keep the rest on the host"}
     add("--offload", action="append_const", const="offload=true", **short)
-    bits = "short for --kv-opt bits=...: store K and V in 8 or 4 bits"
+    bits = "short for --kv-opt bits=...: store K and V in 8 or 4 bits (kivi, tailorkv: also fewer)"
     add("--kv-bits", dest="kv_opt", action="append", type="bits={}".format, metavar="N", help=bits)
     drafts = "the method drafts N tokens at a time, and the full cache verifies them (in 16 bits but for near ties)"
     add("--speculate", type=int, metavar="N", help=drafts)

@@ -10,7 +10,7 @@ import kv as methods
 from engine import Answer, Engine
 from runtime import plan
 from runtime.device import resident_bytes
-from terminal.cli import profile_lines
+from terminal.cli import Choice, profile_lines
 
 
 def print_plan(engine: Engine, longest: int) -> None:
@@ -26,10 +26,15 @@ def print_plan(engine: Engine, longest: int) -> None:
     of_full = "" if plain else f", {device / full:.0%} of the full cache's {mb(full)}"
     on_host = f" and {mb(host)} on the host" if host else ""
     print(f"-- cache for {tokens}: {mb(device)}{on_host}{of_full}", file=sys.stderr, flush=True)
-    if device < full or engine.method == "full" or engine.speculate:
+    if device < full or plain or engine.speculate:
         return
-    flag = plan.smaller(engine, shape)
-    helps = f"{flag} takes less" if flag else "it saves reads, not memory"
+    longer = replace(shape, max_prompt=engine.config.max_length)
+    if flag := plan.smaller(engine, shape):
+        helps = f"{flag} takes less"
+    elif plan.planned_bytes(engine, longer)[0] < plan.full_bytes(longer):
+        helps = "that of a longer prompt takes less"
+    else:
+        helps = "it saves reads, not memory"
     new = device - plan.planned_bytes(engine, replace(shape, max_new_tokens=1))[0]
     room = f"; {mb(new)} of it are for new tokens, see --max-new-tokens" if new > device / 2 else ""
     plan.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")
@@ -122,7 +127,8 @@ def print_report(r: dict) -> None:
     if r["past_context"]:
         passed = ", ".join(str(answers[i]["id"]) for i in r["past_context"][:8])
         lines.append(("past context", f"prompts {passed}" + ", ..." * (len(r["past_context"]) > 8)))
-    name = f"full, with drafts by {r['kv']}" if r["speculate"] else r["kv"]
+    name = Choice(r["kv"], r["budget"], r["options"]).label
+    name = f"full, with drafts by {name}" if r["speculate"] else name
     print(f"-- {name}, {r['dtype']}, {r['device']}", file=sys.stderr)
     lines += [("profile", line) for line in profile_lines([r])]
     for name, value in lines:

@@ -349,6 +349,8 @@ def test_the_planned_cache_is_a_share_of_the_full_one_and_too_large_a_one_names_
     line, warnings = shown("--kv", "rocketkv", *flag)
     assert not warnings and "100%" not in line
     assert "it saves reads, not memory" in shown("--kv", "quest", "--budget", "64")[1][0]
+    for packed in (["full", "--kv-bits", "8"], ["kvarn"]):  # a longer prompt fills more tiles
+        assert "that of a longer prompt takes less" in shown("--kv", *packed, words=3)[1][0]
     line, [warning] = shown("--kv", "rocketkv", "--budget", "64", "--max-new-tokens", "900", words=3)
     assert "are for new tokens, see --max-new-tokens" in warning
 
@@ -363,7 +365,7 @@ def test_the_step_is_compiled_if_many_tokens_are_asked_for(text_checkpoint, flag
 def test_drafts_are_reported_under_the_name_of_the_full_cache(text_checkpoint):
     flags = ("--kv", "streaming", "--budget", "64", "--speculate", "2")
     result = run("--checkpoint", text_checkpoint, "--prompt", "fog " * 100, *SHORT, *flags)
-    assert "\n-- full, with drafts by streaming, bfloat16, " in result.stderr
+    assert "\n-- full, with drafts by streaming 64, bfloat16, " in result.stderr
 
 
 def test_progress_is_a_bar_on_a_terminal_and_otherwise_a_line_but_for_some():
@@ -677,6 +679,14 @@ MISTAKES = {
     "out nowhere": (["--prompt", "x", "--out", "/nowhere/x.jsonl"], ["--out", "/nowhere/x.jsonl"]),
     "two bits": (["--prompt", "x", "--kv-bits", "8", "--kv-opt", "bits=4"], ["option bits is given twice: 8 and 4"]),
     "two options": (["--prompt", "x", "--kv-opt", "bits=4", "--kv-opt", "bits=8"], ["option bits is given twice"]),
+    "options of a list": (
+        ["--prompt", "x", "--kv", "kvarn:kbits=8"],
+        ["KV method 'kvarn:kbits=8': give its options apart, with --kv-opt"],
+    ),
+    "no bits": (
+        ["--prompt", "x", "--kv", "tova", "--budget", "9", "--kv-bits", "4"],
+        ["'bits', which full, rocketkv,"],
+    ),
     "offload or not": (
         ["--prompt", "x", "--kv", "omnikv", "--budget", "9", "--offload", "--kv-opt", "offload=false"],
         ["option offload is given twice: true and false"],

@@ -153,6 +153,25 @@ def test_a_bias_that_is_nearly_the_whole_key_costs_nothing(method, options):
     assert 0.01 < errors[1] < 1.01 * errors[0] + 1e-3
 
 
+@pytest.mark.parametrize("name, options", (("kvarn", {"tile": 1024}), ("kivi", {"group": 1024})))
+def test_a_plan_too_short_for_a_tile_takes_what_the_full_cache_takes(name, options):
+    """Beside the rotation of a head's channels."""
+    shape = replace(make_shape(), max_prompt=100)
+    rotations = shape.n_layer * D * D * 4 * (name == "kvarn")
+    full, own = (kv.planned_bytes(*args)[0] for args in (("full", shape, None, {}), (name, shape, None, options)))
+    assert own <= full + rotations
+    with pytest.raises(ValueError, match="must lie between"):
+        kv.build(name, shape, None, dict.fromkeys(options, 1032))
+
+
+@pytest.mark.parametrize("tile, vbits, least", ((17, 4, 8), (24, 2, 16)))
+def test_a_tile_that_words_do_not_divide_is_refused(tile, vbits, least):
+    with pytest.raises(
+        ValueError, match=f"a tile of {tile} tokens and a head of {D} channels must be multiples of {least}"
+    ):
+        kv.build("kvarn", make_shape(), None, {"tile": tile, "vbits": vbits})
+
+
 @pytest.mark.parametrize("v", (torch.zeros(1, 2, 90, D), torch.full((1, 2, 90, D), torch.nan)))
 def test_an_output_of_zero_or_nan_has_no_error(v):
     layer = kv.build("kvarn", make_shape(), None, {"tile": TILE})[0]

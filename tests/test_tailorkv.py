@@ -372,7 +372,7 @@ def test_options_that_do_not_fit_the_model_or_the_method_are_refused_in_one_line
     assert refused(24, {"quant_layers": "-1"}) == "tailorkv: option quant_layers=-1: must be at least 0"
     assert refused(7, {}) == "tailorkv needs a budget of at least 8 tokens, not 7"
     assert refused(12, {"initial": 12}) == "tailorkv needs a budget of at least 13 tokens, not 12"
-    assert refused(24, {"group": 12}).startswith("group must be a multiple of 8 tokens, not 12")
+    assert refused(24, {"group": 12}).startswith("a group must be a multiple of 8 tokens, not 12")
 
 
 def test_the_default_quantized_layers_depend_on_the_model():

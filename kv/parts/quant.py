@@ -1,11 +1,11 @@
-"""K and V quantized to 1 to 8 bits and packed, with 16-bit scales and zero points (TailorKV, Equation 4).
+"""K and V quantized to 8, 4, 2 or 1 bits and packed, with 16-bit scales and zero points (TailorKV, Equation 4).
 
 Shapes as in kv/base.py. `Packed` stores whole groups of tokens, for attention to all of them. In K a scale covers one
-channel of a group's tokens, in V up to 64 channels of one token. A compiled step multiplies the codes themselves: K's
-scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by token. A
-CPU updates the sums of 16 tokens at once, so their codes must be adjacent: `pack` puts tokens that are far apart in the
-group into one byte, and `pack_words`, where 32 bits hold 16 codes, adjacent tokens into one word. `Vectors` turns each
-vector into bytes of its own, for methods that gather a few tokens.
+channel of a group's tokens, in V up to 64 channels of one token. A CPU's compiled step multiplies the codes themselves:
+K's scales go into the query, once per group, and V's into the weights. K is stored channel by channel, V token by
+token. Such a step updates the sums of 16 adjacent tokens at once. Their 8- or 4-bit codes therefore lie in adjacent
+bytes, and those that share a byte are far apart (`pack`); their 2- or 1-bit codes fill one word (`pack_words`).
+`Vectors` turns each vector into bytes of its own, for methods that gather a few tokens.
 """
 
 import math
@@ -35,7 +35,7 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes x along one dimension: codes (uint8), and scale and zero point (fp16, `dim` of size 1).
 
     Equation 4. The codes are computed from the rounded scale and zero point, so the error is at most half a step, plus
-    what the rounded zero point clips.
+    what the rounded zero point clips; fp16's range clips the zero point and the scale.
     """
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
@@ -91,7 +91,7 @@ def slices(groups: int, group: int, most: int | None = None) -> list[tuple[int, 
 
 
 def step_slices(packed: Tensor, bits: int, dim: int, groups: int) -> list[tuple[int, int]]:
-    """Those of a step that is not compiled, of all rows: dimension `dim` of what holds the codes counts the groups."""
+    """`slices` of a step that is not compiled, of all rows: dimension `dim` of what holds codes counts the groups."""
     most = CODES if packed.device.type == "cpu" else CODES * LAUNCHED
     return slices(groups, packed.select(dim, 0).nbytes * 8 // bits, most)
 
@@ -208,9 +208,9 @@ class Packed(Buffers):
     def __init__(self, shape: Shape, groups: int, group: int, bits: int):
         super().__init__(shape)
         if group % 8:
-            raise ValueError(f"group must be a multiple of 8 tokens, not {group}")
+            raise ValueError(f"a group must be a multiple of 8 tokens, not {group}")
         self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
-        size, d = (shape.n_kv_head, groups + 1), shape.head_dim  # one group past the end, see `store`
+        size, d = (shape.n_kv_head, groups and groups + 1), shape.head_dim  # one group past the end, see `store`
         row = group * bits // 8  # bytes of one channel
         self.words = bits <= 2 and row % 4 == 0  # of K: else bytes
         keys = ("k", (d, row // 4), torch.int32, (d, 1)) if self.words else ("k", (d, row), torch.uint8, (d, 1))
