@@ -30,7 +30,7 @@ from statistics import fmean
 from bench.results import markdown
 from runtime.device import replacing
 from terminal.cli import Choice, Parser, check_output, run
-from terminal.plots import logarithmic, panels
+from terminal.plots import MARKERS, logarithmic, panels
 from text.files import parse_json
 
 COLUMNS = {  # title -> its key in a result, and its format
@@ -168,7 +168,8 @@ KEPT: tuple[str, Callable] = "MB of cache kept, on the device and the host", lam
 def draw(models: dict[str, dict[int, Results]], path: str) -> None:
     """Draws KL, or answers, a row of panels per length, a line per method.
 
-    Of one checkpoint, over bytes read and over bytes kept; of several, over bytes kept, a column for each.
+    Of one checkpoint, over bytes read and over bytes kept; of several, over bytes kept, a column for each. A method has
+    one color in all panels, and its options differ in marker. A dashed line stands at the full cache's bytes.
     """
     several = len(models) > 1
     columns = [(name, KEPT) for name in models] if several else [(name, x) for name in models for x in (READ, KEPT)]
@@ -182,6 +183,8 @@ def draw(models: dict[str, dict[int, Results]], path: str) -> None:
                 drawn[length][at] = diverges, marks
     if not drawn:
         raise ValueError("--plot: no method has both bytes and a divergence or answers")
+    labels = {label for by_column in drawn.values() for _, marks in by_column.values() for label, *_ in marks}
+    how = styles(sorted(labels))
     with panels(path, len(drawn), len(columns), *((7, 5.5) if several else (9, 6.5))) as axes:
         named = []
         for row, (length, found) in zip(axes, sorted(drawn.items()), strict=True):
@@ -193,17 +196,32 @@ def draw(models: dict[str, dict[int, Results]], path: str) -> None:
                 lines = defaultdict(list)
                 for method, own, y in marks:
                     lines[method].append((x(own), y))
-                for points in lines.values():
-                    axis.plot(*zip(*points, strict=True))
+                for method, points in lines.items():
+                    axis.plot(*zip(*points, strict=True), **how[method])
+                if "read" in (full := models[name][length].get(("full", None), {})):
+                    axis.axvline(x(full), color="0.6", linestyle="--", zorder=0)
                 title = f"{name}, {length} tokens" if several else f"{length} tokens"
                 axis.set(xlabel=label, title=title, yscale="log" if diverges else "linear")
                 axis.set_ylabel("KL to the full cache, nats" if diverges else "answers right, %")
                 axis.margins(x=0.15, y=0.08)
-                logarithmic(axis, [px for points in lines.values() for px, _ in points])
+                logarithmic(axis)
                 named.append((axis, [(method, *points[-1]) for method, points in lines.items()]))
         axes[0, 0].figure.draw_without_rendering()  # settles the layout, since names are placed in pixels
         for axis, points in named:
             name_marks(axis, points)
+
+
+def styles(labels: list[str]) -> dict[str, dict]:
+    """A color for each method, and a marker for each of its options."""
+    variants = defaultdict(list)
+    for label in labels:
+        variants[label.partition(":")[0]].append(label)
+    colors = {method: f"C{i}" for i, method in enumerate(variants)}
+    return {
+        label: {"color": colors[method], "marker": MARKERS[i % len(MARKERS)]}
+        for method, own in variants.items()
+        for i, label in enumerate(own)
+    }
 
 
 def name_marks(axis, points: list[tuple[str, float, float]]) -> None:

@@ -26,13 +26,17 @@ def panels(path: str, down: int, across: int, width: float = 6, height: float = 
     pyplot.close(figure)
 
 
-def logarithmic(axis, values: Iterable[float]) -> None:
-    """Makes the x axis logarithmic, with ticks at the values; where they are dense, at some of them."""
+def logarithmic(axis, values: Iterable[float] | None = None) -> None:
+    """Makes the x axis logarithmic, with ticks at the values, at some of them where they are dense; else at 1, 2, 5."""
     ticks = []
-    for x in sorted(values):
+    for x in sorted(values or ()):
         if not ticks or x > 1.4 * ticks[-1]:
             ticks.append(x)
-    if ticks:
+    if ticks or values is None:
         axis.set_xscale("log")
         axis.minorticks_off()
+    if values is None:
+        axis.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.xaxis.set_major_formatter("{x:g}")
+    if ticks:
         axis.set_xticks(ticks, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in ticks])
