@@ -14,6 +14,7 @@ from kv.method import Shape
 from kv.parts import inductor
 
 LEAST = 1e-30  # what a sum that may be zero is divided by
+SPAN = "where the bounds of a page lie between its mean key, 0, and its extremes, 1 (the paper's)"  # an option
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
@@ -108,11 +109,11 @@ def following(pos: Tensor, n: int) -> Tensor:
     return pos[:, None] + torch.arange(n, device=pos.device)
 
 
-def newest_pages(k: Tensor, page: int, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, tuple]:
+def newest_pages(k: Tensor, page: int, span: float, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, tuple]:
     """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
-    Returns their indices [B,P], and the minimum and the maximum of each channel over their keys, [B,Hk,P,D]. A row with
-    fewer than P such pages repeats its first one. If k is a ring of the newest slots, `ring` is its size.
+    Returns their indices [B,P], and their bounds, two of [B,Hk,P,D]. A row with fewer than P such pages repeats its
+    first one. If k is a ring of the newest slots, `ring` is its size.
     """
     index = following(first // page, (n + page - 2) // page + 1)
     last = (first + n - 1)[:, None]
@@ -121,9 +122,7 @@ def newest_pages(k: Tensor, page: int, first: Tensor, n: int, ring: int = 0) -> 
     slot = inductor.realized(slot)  # else the gather and what follows would compute it for every channel
     at = slot % ring if ring else slot.clamp(max=k.shape[2] - 1)
     keys = gather(k, at[:, None].expand(-1, k.shape[1], -1)).unflatten(2, (-1, page))
-    empty = (slot > last).unflatten(1, (-1, page))[:, None, ..., None]
-    low, high = keys.masked_fill(empty, torch.inf).amin(3), keys.masked_fill(empty, -torch.inf).amax(3)
-    return index, (low, high)
+    return index, bounds(keys, (slot > last).unflatten(1, (-1, page))[:, None, ..., None], span)
 
 
 def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
@@ -132,11 +131,24 @@ def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
     return scores.masked_fill((page == newest[:, None])[:, None], torch.inf)
 
 
-def page_bounds(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """The minimum and maximum of each channel in every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
-    rest = (0, 0, 0, -k.shape[1] % page)
-    low, high = (F.pad(k, rest, value=empty).unflatten(1, (-1, page)) for empty in (torch.inf, -torch.inf))
-    return low.amin(2), high.amax(2)
+def page_bounds(k: Tensor, page: int, span: float) -> tuple[Tensor, Tensor]:
+    """The bounds of every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
+    keys = F.pad(k, (0, 0, 0, -k.shape[1] % page)).unflatten(1, (-1, page))
+    slot = torch.arange(keys.shape[1] * page, device=k.device).view(-1, page, 1)
+    return bounds(keys, slot >= k.shape[1], span)
+
+
+def bounds(keys: Tensor, empty: Tensor, span: float) -> tuple[Tensor, Tensor]:
+    """The minimum and maximum of each channel of pages, moved towards the page's mean key by all but `span` of the way.
+
+    keys [...,page,D], empty [...,page,1] -> two of [...,D]
+    """
+    low, high = keys.masked_fill(empty, torch.inf).amin(-2), keys.masked_fill(empty, -torch.inf).amax(-2)
+    if span == 1:
+        return low, high
+    count = keys.shape[-2] - empty.sum(-2)
+    mean = keys.masked_fill(empty, 0).sum(-2, dtype=torch.float32) / count
+    return tuple((mean + span * (x.float() - mean)).to(x.dtype) for x in (low, high))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -140,10 +140,11 @@ def split_pages(count: int, page: int) -> list[range]:
     return [range(start, min(start + page, count)) for start in range(0, count, page)]
 
 
-def bounds(keys: Tensor, tokens: range) -> tuple[Tensor, Tensor]:
-    """Element-wise minimum and maximum of a page's keys: [D], [D]."""
+def bounds(keys: Tensor, tokens: range, span: float) -> tuple[Tensor, Tensor]:
+    """Element-wise minimum and maximum of a page's keys, or nearer to their mean by `span`: [D], [D]."""
     rows = keys[tokens.start : tokens.stop]
-    return rows.min(0).values, rows.max(0).values
+    mean = rows.mean(0)
+    return mean - span * (mean - rows.min(0).values), mean + span * (rows.max(0).values - mean)
 
 
 def largest_channels(q: Tensor, channels: int) -> list[int]:
@@ -300,11 +301,11 @@ class SlowRocket(SlowSnapPlus):
     n1 follows from each prompt's own length, the sizes of stage 2 from the longest prompt of the plan.
 
     A page holds consecutive stored tokens. Its bound is the maximum of its keys in channels where sum_G q >= 0, and
-    their minimum in the others. With the channels r of the largest sum_G |q|, its score is the sum over the group of
-    the softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
+    their minimum in the others, or lies nearer to the mean key. With the channels r of the largest sum_G |q|, its
+    score is the sum over the group of the softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
     """
 
-    defaults = {**SlowSnapPlus.stage, "newest": True}
+    defaults = {**SlowSnapPlus.stage, "newest": True, "span": 0.5}
 
     def sizes(self, prompt: int | None = None) -> dict[str, int]:
         """The sizes of both stages."""
@@ -323,7 +324,7 @@ class SlowRocket(SlowSnapPlus):
         q_sum = q.sum(0)
         bound = torch.zeros(len(pages), q.shape[1], dtype=torch.float64)
         for i, tokens in enumerate(pages):
-            low, high = bounds(keys, tokens)
+            low, high = bounds(keys, tokens, self.option["span"])
             bound[i] = torch.where(q_sum >= 0, high, low)
         scores = sum(partial_weights(one, bound, channels) for one in q)
         if self.option["newest"]:
@@ -525,7 +526,7 @@ class SlowExactTopK(Slow):
 class SlowQuest(Slow):
     """Quest: the newest page and the best others by the upper bound sum_i max(q_i min_i, q_i max_i)."""
 
-    defaults = {"page": 16, "skip_layers": 2}
+    defaults = {"page": 16, "span": 0.75, "skip_layers": 2}
 
     def sizes(self) -> tuple[int, int]:
         """(tokens per page, pages that a step attends to)"""
@@ -543,7 +544,7 @@ class SlowQuest(Slow):
         for one in q:
             logits = torch.zeros(len(pages), dtype=torch.float64)
             for i, tokens in enumerate(pages):
-                low, high = bounds(keys, tokens)
+                low, high = bounds(keys, tokens, self.option["span"])
                 logits[i] = torch.maximum(one * low, one * high).sum() / math.sqrt(one.shape[0])
             scores += softmax(logits)
         chosen = best(scores[:-1], count - 1) + [len(pages) - 1]
