@@ -3,8 +3,8 @@
 `Packed` (quant.py) quantizes K per channel over a group of tokens, V per token over up to 64 channels. The newest
 `recent` tokens, and older ones until they fill a group, wait in full precision. tailorkv uses these layers too.
 
-Memory and traffic: the bits, 16-bit scales and zero points (2 / 64 of a value per value), and the
-newest `recent` + `group` tokens.
+Memory and traffic: the bits, 16-bit scales and zero points (2 / 64 of a value per value), and the newest `recent` +
+`group` tokens.
 """
 
 from collections.abc import Callable

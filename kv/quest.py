@@ -1,9 +1,9 @@
 """quest: attends to the pages of tokens whose scores have the highest bounds (Quest, Tang et al., arXiv 2406.10774).
 
 Each page stores the minimum and maximum of each channel over its keys, which bound any key's product with a query. No
-key has all extremes, so bounds that lie nearer to the page's mean choose better pages (`span`). A step scores all pages
-by that bound and attends to the tokens of the best pages, always including the newest page. A budget that covers every
-token builds the full cache.
+key has all extremes, so bounds that lie nearer to the page's mean choose better pages (`reach`). A step scores all
+pages by that bound and attends to the tokens of the best pages, always including the newest page. A budget that covers
+every token builds the full cache.
 Memory: the full cache and two vectors per page. Traffic: the bounds, and the budget.
 """
 
@@ -24,7 +24,7 @@ class Quest(Full):
         super().__init__(shape)
         self.attends_to_all, self.recent = False, 1
         self.page = page = options.page_of(shape, budget)
-        self.span = options.span
+        self.reach = options.reach
         count = -(-self.size // page)
 
         def pages(tokens: int) -> int:
@@ -40,7 +40,7 @@ class Quest(Full):
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
         begins = pos // self.page * self.page  # the first token of the newest page
-        low, high = ops.page_bounds(self.k[row, :, begins : pos + k.shape[2]], self.page, self.span)
+        low, high = ops.page_bounds(self.k[row, :, begins : pos + k.shape[2]], self.page, self.reach)
         pages = slice(begins // self.page, begins // self.page + low.shape[1])
         self.low[row, :, pages], self.high[row, :, pages] = low, high
 
@@ -51,7 +51,7 @@ class Quest(Full):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         super().insert(k, v, pos, active)
-        newest, (low, high) = ops.newest_pages(self.k, self.page, self.span, pos, k.shape[2])
+        newest, (low, high) = ops.newest_pages(self.k, self.page, self.reach, pos, k.shape[2])
         ops.store(self.low, low, newest, active)
         ops.store(self.high, high, newest, active)
 
@@ -75,7 +75,7 @@ class Quest(Full):
 class QuestMethod(Method):
     help = "the pages with the highest bounds on their scores"
     page: int | None = option(16, "tokens per page; auto: half of the budget is for the bounds", min=1)
-    span: float = option(0.75, ops.SPAN, min=0, max=1)
+    reach: float = option(0.75, ops.REACH, min=0, max=1)
     skip_layers: int = option(2, "first layers that stay full", min=0)
 
     def page_of(self, shape: Shape, budget: int) -> int:

@@ -4,8 +4,8 @@ Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S, a row's prompt and max_
 the minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
 query's r largest channels and attends to the tokens of the best pages, here always including the newest page (the paper
 leaves it out if it is not among the best: newest=false). The bounds lie nearer to a page's mean key than its extremes,
-which chooses better pages (kv/quest.py; the paper's: span=1). Half of the budget t is read to select, half to attend; a
-budget that covers every token builds the full cache. `hybrid` is stage 2 alone, n1 = S.
+which chooses better pages (kv/quest.py; the paper's: reach=1). Half of the budget t is read to select, half to attend;
+a budget that covers every token builds the full cache. `hybrid` is stage 2 alone, n1 = S.
 
 p and r follow from the compression ratio S / t, and all rows share them: those of the longest prompt, or of the share
 if the budget is a share of the prompt.
@@ -86,10 +86,12 @@ class Split:
 class RocketKV(SnapKV):
     """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
-    def __init__(self, shape: Shape, split: Split, bits: int, newest: bool, span: float, window: int, kernels: Kernels):
+    def __init__(
+        self, shape: Shape, split: Split, bits: int, newest: bool, reach: float, window: int, kernels: Kernels
+    ):
         super().__init__(shape, partial(split.kept, window=window), kernels, bits=bits)
         self.page, self.channels = split.sizes()
-        self.newest, self.recent, self.span, self.attends_to_all = newest, int(newest), span, False
+        self.newest, self.recent, self.reach, self.attends_to_all = newest, int(newest), reach, False
         self.holds_all = self.slots == shape.planned and bits == 16
         count = -(-self.slots // self.page)
 
@@ -112,7 +114,7 @@ class RocketKV(SnapKV):
         keys = self.newest_k[row, :, begun % self.ring] if self.ring else self.k[row, :, begun]
         super().write(row, first, k, v, position)
         keys = torch.cat([keys, k], dim=1)
-        bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page, self.span), dim=2)
+        bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page, self.reach), dim=2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
         if self.ring:
             slot = torch.arange(max(first, end - self.ring), end, device=k.device)
@@ -154,7 +156,7 @@ class RocketKV(SnapKV):
         for held, new in ((self.newest_k, k), (self.newest_v, v)) if self.ring else ():
             ops.overwrite(held, new, ops.following(first, n) % self.ring, active)
         keys = self.newest_k if self.ring else self.k
-        at, (low, high) = ops.newest_pages(keys, self.page, self.span, first, n, self.ring)
+        at, (low, high) = ops.newest_pages(keys, self.page, self.reach, first, n, self.ring)
         row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
         at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
         bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
@@ -261,7 +263,7 @@ class HybridMethod(Method):
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
     newest: bool = option(True, "the newest page is always read; false, as in the paper: if it is among the best")
-    span: float = option(0.5, ops.SPAN, min=0, max=1)
+    reach: float = option(0.5, ops.REACH, min=0, max=1)
 
     def skipped(self, shape: Shape) -> int:
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
@@ -285,7 +287,7 @@ class HybridMethod(Method):
         if budget >= shape.planned:
             return full_layers(shape, self.bits)
         skip = self.skipped(shape)
-        sizes = self.divided(shape, budget), self.bits, self.newest, self.span, *self.stage1(shape)
+        sizes = self.divided(shape, budget), self.bits, self.newest, self.reach, *self.stage1(shape)
         shapes = map(shape.layer, range(shape.n_layer))
         return [self.layer(i, x, *sizes) if i >= skip else full_layer(x, self.bits) for i, x in enumerate(shapes)]
 

@@ -41,9 +41,8 @@ def lines_of(code: str | None) -> tuple[list[str], list[int]]:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         code = "\n\n\n".join(path.read_text(encoding="utf-8") for path in modules)
     lines = code.splitlines()
-    return lines, [i for i in range(2, len(lines)) if lines[i][:1].strip() and not (lines[i - 1] or lines[i - 2])] or [
-        0
-    ]
+    starts = [i for i in range(2, len(lines)) if lines[i][:1].strip() and not (lines[i - 1] or lines[i - 2])]
+    return lines, starts or [0]
 
 
 def excerpt(recipe: Recipe, rng: random.Random, n: int) -> tuple[list[str], list[int]]:

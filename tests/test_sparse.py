@@ -28,7 +28,7 @@ CASES = {  # method: options, and budgets that make the choice hard
         ({"kernel": 5, "split": "even"}, (24, 60)),
         ({"kernel": 3, "long_kernel": 9, "threshold": 50, "window": 4}, (24,)),
     ],
-    "hybrid": [({}, (8, 24, 60)), ({"span": 1.0}, (24,))],
+    "hybrid": [({}, (8, 24, 60)), ({"reach": 1.0}, (24,))],
     "snapkv": [
         ({"kernel": 5, "window": 8, "heads": "adaptive"}, (24, 60)),
         ({"gqa": False, "window": 4, "heads": "adaptive", "alpha": 0.5}, (48,)),
@@ -62,7 +62,7 @@ CASES = {  # method: options, and budgets that make the choice hard
     "rkv": [({}, (24, 60)), ({"weight": 0.8, "kernel": 5, "window": 6}, (10, 24)), ({"heads": "adaptive"}, (24, 60))],
     "exact_topk": [({}, (1, 24, 60)), ({"shared": True}, (24,))],
     "quest": [
-        ({"page": 4, "skip_layers": 0, "span": 1.0}, (8, 24)),
+        ({"page": 4, "skip_layers": 0, "reach": 1.0}, (8, 24)),
         ({"page": 4, "skip_layers": 0}, (8, 24, 60)),
         ({"page": None, "skip_layers": 0}, (48,)),
     ],
@@ -262,11 +262,11 @@ def test_pages_of_one_token_add_one_copy_of_k():
     assert units * 2 == 3 * layer.slots * shape.n_kv_head * shape.unit_bytes
 
 
-@pytest.mark.parametrize("span", (None, 1.0))
+@pytest.mark.parametrize("reach", (None, 1.0))
 @pytest.mark.parametrize("name, options", [("rocketkv", {}), ("hybrid", {}), ("quest", {"page": 4, "skip_layers": 0})])
-def test_bounds_are_those_of_the_stored_keys(name, options, span, monkeypatch):
-    shape, options = make_shape("gqa", new=40), options | ({"span": span} if span else {})
-    span = span or {"quest": 0.75}.get(name, 0.5)
+def test_bounds_are_those_of_the_stored_keys(name, options, reach, monkeypatch):
+    shape, options = make_shape("gqa", new=40), options | ({"reach": reach} if reach else {})
+    reach = reach or {"quest": 0.75}.get(name, 0.5)
     for prompt in (1, 3, 50, 99, 100):
         both = Both(name, shape, 16, options, monkeypatch)
         both.prefill(prompt, seed=prompt)
@@ -282,7 +282,7 @@ def test_bounds_are_those_of_the_stored_keys(name, options, span, monkeypatch):
                     low, high = layer.bounds[0, :, :, page].chunk(2, dim=1)
                 mean = lanes.mean(1)
                 for bound, extreme in ((low, lanes.amin(1)), (high, lanes.amax(1))):
-                    torch.testing.assert_close(bound, span * extreme + (1 - span) * mean, rtol=0, atol=1e-6)
+                    torch.testing.assert_close(bound, reach * extreme + (1 - reach) * mean, rtol=0, atol=1e-6)
 
 
 # What several methods share

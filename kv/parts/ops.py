@@ -14,7 +14,7 @@ from kv.method import Shape
 from kv.parts import inductor
 
 LEAST = 1e-30  # what a sum that may be zero is divided by
-SPAN = "where the bounds of a page lie between its mean key, 0, and its extremes, 1 (the paper's)"  # an option
+REACH = "where the bounds of a page lie between its mean key, 0, and its extremes, 1 (the paper's)"  # an option
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
@@ -109,7 +109,7 @@ def following(pos: Tensor, n: int) -> Tensor:
     return pos[:, None] + torch.arange(n, device=pos.device)
 
 
-def newest_pages(k: Tensor, page: int, span: float, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, tuple]:
+def newest_pages(k: Tensor, page: int, reach: float, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, tuple]:
     """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
     Returns their indices [B,P], and their bounds, two of [B,Hk,P,D]. A row with fewer than P such pages repeats its
@@ -122,7 +122,7 @@ def newest_pages(k: Tensor, page: int, span: float, first: Tensor, n: int, ring:
     slot = inductor.realized(slot)  # else the gather and what follows would compute it for every channel
     at = slot % ring if ring else slot.clamp(max=k.shape[2] - 1)
     keys = gather(k, at[:, None].expand(-1, k.shape[1], -1)).unflatten(2, (-1, page))
-    return index, bounds(keys, (slot > last).unflatten(1, (-1, page))[:, None, ..., None], span)
+    return index, bounds(keys, (slot > last).unflatten(1, (-1, page))[:, None, ..., None], reach)
 
 
 def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
@@ -131,24 +131,24 @@ def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
     return scores.masked_fill((page == newest[:, None])[:, None], torch.inf)
 
 
-def page_bounds(k: Tensor, page: int, span: float) -> tuple[Tensor, Tensor]:
+def page_bounds(k: Tensor, page: int, reach: float) -> tuple[Tensor, Tensor]:
     """The bounds of every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
     keys = F.pad(k, (0, 0, 0, -k.shape[1] % page)).unflatten(1, (-1, page))
     slot = torch.arange(keys.shape[1] * page, device=k.device).view(-1, page, 1)
-    return bounds(keys, slot >= k.shape[1], span)
+    return bounds(keys, slot >= k.shape[1], reach)
 
 
-def bounds(keys: Tensor, empty: Tensor, span: float) -> tuple[Tensor, Tensor]:
-    """The minimum and maximum of each channel of pages, moved towards the page's mean key by all but `span` of the way.
+def bounds(keys: Tensor, empty: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+    """The minimum and maximum of each channel of pages, at the share `reach` of their way from the page's mean key.
 
     keys [...,page,D], empty [...,page,1] -> two of [...,D]
     """
     low, high = keys.masked_fill(empty, torch.inf).amin(-2), keys.masked_fill(empty, -torch.inf).amax(-2)
-    if span == 1:
+    if reach == 1:
         return low, high
     count = keys.shape[-2] - empty.sum(-2)
     mean = keys.masked_fill(empty, 0).sum(-2, dtype=torch.float32) / count
-    return tuple((mean + span * (x.float() - mean)).to(x.dtype) for x in (low, high))
+    return tuple((mean + reach * (x.float() - mean)).to(x.dtype) for x in (low, high))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -140,11 +140,11 @@ def split_pages(count: int, page: int) -> list[range]:
     return [range(start, min(start + page, count)) for start in range(0, count, page)]
 
 
-def bounds(keys: Tensor, tokens: range, span: float) -> tuple[Tensor, Tensor]:
-    """Element-wise minimum and maximum of a page's keys, or nearer to their mean by `span`: [D], [D]."""
+def bounds(keys: Tensor, tokens: range, reach: float) -> tuple[Tensor, Tensor]:
+    """Element-wise minimum and maximum of a page's keys, or nearer to their mean by `reach`: [D], [D]."""
     rows = keys[tokens.start : tokens.stop]
     mean = rows.mean(0)
-    return mean - span * (mean - rows.min(0).values), mean + span * (rows.max(0).values - mean)
+    return mean - reach * (mean - rows.min(0).values), mean + reach * (rows.max(0).values - mean)
 
 
 def largest_channels(q: Tensor, channels: int) -> list[int]:
@@ -305,7 +305,7 @@ class SlowRocket(SlowSnapPlus):
     score is the sum over the group of the softmax over the pages of q_r . bound_r / sqrt(D |q_r|_1 / |q|_1).
     """
 
-    defaults = {**SlowSnapPlus.stage, "newest": True, "span": 0.5}
+    defaults = {**SlowSnapPlus.stage, "newest": True, "reach": 0.5}
 
     def sizes(self, prompt: int | None = None) -> dict[str, int]:
         """The sizes of both stages."""
@@ -324,7 +324,7 @@ class SlowRocket(SlowSnapPlus):
         q_sum = q.sum(0)
         bound = torch.zeros(len(pages), q.shape[1], dtype=torch.float64)
         for i, tokens in enumerate(pages):
-            low, high = bounds(keys, tokens, self.option["span"])
+            low, high = bounds(keys, tokens, self.option["reach"])
             bound[i] = torch.where(q_sum >= 0, high, low)
         scores = sum(partial_weights(one, bound, channels) for one in q)
         if self.option["newest"]:
@@ -526,7 +526,7 @@ class SlowExactTopK(Slow):
 class SlowQuest(Slow):
     """Quest: the newest page and the best others by the upper bound sum_i max(q_i min_i, q_i max_i)."""
 
-    defaults = {"page": 16, "span": 0.75, "skip_layers": 2}
+    defaults = {"page": 16, "reach": 0.75, "skip_layers": 2}
 
     def sizes(self) -> tuple[int, int]:
         """(tokens per page, pages that a step attends to)"""
@@ -544,7 +544,7 @@ class SlowQuest(Slow):
         for one in q:
             logits = torch.zeros(len(pages), dtype=torch.float64)
             for i, tokens in enumerate(pages):
-                low, high = bounds(keys, tokens, self.option["span"])
+                low, high = bounds(keys, tokens, self.option["reach"])
                 logits[i] = torch.maximum(one * low, one * high).sum() / math.sqrt(one.shape[0])
             scores += softmax(logits)
         chosen = best(scores[:-1], count - 1) + [len(pages) - 1]
