@@ -183,17 +183,22 @@ def planned_bytes(engine, shape: Shape) -> tuple[int, int]:
 
 
 def smaller(engine, shape: Shape) -> str | None:
-    """The first flag found with which the engine's caches would take less of the device than the full cache."""
-    budget, flags, full = engine.budget, {}, full_bytes(shape)
+    """The first flag found with which the engine's caches would take less of the device than the full cache.
+
+    If there is none, but they do for the longest prompt: that of a longer prompt.
+    """
+    budget, flags = engine.budget, {}
     while isinstance(budget, int) and (budget := budget // 2):
         flags[f"--budget {budget}"] = budget, {}
     options = set(vars(methods.parse_options(engine.method, {})))
     flags |= {f"--kv-bits {n}": (engine.budget, {"bits": str(n)}) for n in (8, 4) if "bits" in options}
     flags |= {"--offload": (engine.budget, {"offload": "true"})} if "offload" in options else {}
-    for flag, (budget, more) in flags.items():
+    longer = replace(shape, max_prompt=longest_prompt(engine.config, shape.max_new_tokens))
+    tried = [(flag, shape, *how) for flag, how in flags.items()]
+    for flag, own, budget, more in [*tried, ("that of a longer prompt", longer, engine.budget, {})]:
         with suppress(ValueError):  # a budget that is too small, or bits that the method has not
-            device, _ = methods.planned_bytes(engine.method, shape, budget, engine.options | more, engine.profile)
-            if device < full:
+            device, _ = methods.planned_bytes(engine.method, own, budget, engine.options | more, engine.profile)
+            if device < full_bytes(own):
                 return flag
     return None
 

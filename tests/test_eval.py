@@ -409,7 +409,7 @@ def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkp
     shared = engine.logits(prompts, forced)
     assert ran == [150, 10, 1, 9, 170]  # the last one begins like the others by less than half
     for a, b in zip(own.logits(prompts, forced), shared, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
 def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):

@@ -122,7 +122,8 @@ def newest_pages(k: Tensor, page: int, reach: float, first: Tensor, n: int, ring
     slot = inductor.realized(slot)  # else the gather and what follows would compute it for every channel
     at = slot % ring if ring else slot.clamp(max=k.shape[2] - 1)
     keys = gather(k, at[:, None].expand(-1, k.shape[1], -1)).unflatten(2, (-1, page))
-    return index, bounds(keys, (slot > last).unflatten(1, (-1, page))[:, None, ..., None], reach)
+    empty, count = (slot > last).unflatten(1, (-1, page)), (last + 1 - index * page).clamp(max=page)
+    return index, bounds(keys, empty[:, None, ..., None], count[:, None, :, None], reach)
 
 
 def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
@@ -135,18 +136,17 @@ def page_bounds(k: Tensor, page: int, reach: float) -> tuple[Tensor, Tensor]:
     """The bounds of every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
     keys = F.pad(k, (0, 0, 0, -k.shape[1] % page)).unflatten(1, (-1, page))
     slot = torch.arange(keys.shape[1] * page, device=k.device).view(-1, page, 1)
-    return bounds(keys, slot >= k.shape[1], reach)
+    return bounds(keys, slot >= k.shape[1], (k.shape[1] - slot[:, 0]).clamp(max=page), reach)
 
 
-def bounds(keys: Tensor, empty: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+def bounds(keys: Tensor, empty: Tensor, count: Tensor, reach: float) -> tuple[Tensor, Tensor]:
     """The minimum and maximum of each channel of pages, at the share `reach` of their way from the page's mean key.
 
-    keys [...,page,D], empty [...,page,1] -> two of [...,D]
+    keys [...,page,D], of which `count` [...,1] are not empty [...,page,1] -> two of [...,D]
     """
     low, high = keys.masked_fill(empty, torch.inf).amin(-2), keys.masked_fill(empty, -torch.inf).amax(-2)
     if reach == 1:
         return low, high
-    count = keys.shape[-2] - empty.sum(-2)
     mean = keys.masked_fill(empty, 0).sum(-2, dtype=torch.float32) / count
     return tuple((mean + reach * (x.float() - mean)).to(x.dtype) for x in (low, high))
 
