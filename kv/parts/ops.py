@@ -147,8 +147,8 @@ def bounds(keys: Tensor, empty: Tensor, count: Tensor, reach: float) -> tuple[Te
     low, high = keys.masked_fill(empty, torch.inf).amin(-2), keys.masked_fill(empty, -torch.inf).amax(-2)
     if reach == 1:
         return low, high
-    mean = keys.masked_fill(empty, 0).sum(-2, dtype=torch.float32) / count
-    return tuple((mean + reach * (x.float() - mean)).to(x.dtype) for x in (low, high))
+    rest = keys.masked_fill(empty, 0).sum(-2, dtype=torch.float32) * ((1 - reach) / count)
+    return tuple((reach * x.float() + rest).to(x.dtype) for x in (low, high))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
