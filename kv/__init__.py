@@ -161,9 +161,9 @@ def parse_options(name: str, given: dict) -> Method:
 
 
 def _method(name: str) -> type[Method]:
-    if name.partition(":")[0] in METHODS and name not in METHODS:
-        raise ValueError(f"KV method {name!r}: give its options apart, with --kv-opt or `options`")
     if name not in METHODS:
+        if name.partition(":")[0] in METHODS:
+            raise ValueError(f"KV method {name!r}: give its options apart, with --kv-opt or `options`")
         raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
     return METHODS[name]
 

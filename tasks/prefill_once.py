@@ -94,6 +94,8 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
             alike = [p for (_, own), p in recorded.items() if own == rope and engine.shape.window is None]
+            there = [None, *map(id, recorded.values())]  # else a chain of prompts that were removed stays in memory
+            alike = [p for p in alike if (p.base and id(p.base)) in there]
             base = max(alike, key=lambda p: p.begins(tokens), default=None)
             common = base.begins(tokens) if base else 0
             if common <= tokens.numel() // 2:
