@@ -5,7 +5,8 @@ CPUs and between sizes. For the few rows of a decode step there are up to three:
 for int8), "mv" (torch.mv, one row) and "fused", products and sums that Inductor compiles into one loop, which reads the
 weight once, as stored, for all rows. Each choice is timed once per machine: every size of weight, on the model's own
 weights and for the rows of a step; a compiled step's attention by torch's kernel and fused; that kernel with the only
-query of a KV head given once and twice; and prefill's products, with 16-bit weights as they are and widened to fp32.
+query of a KV head given once and twice; prefill's products, with 16-bit weights as they are and widened to fp32; and
+fp32 products of a few rows by F.linear and turned, as the weight times the rows' transpose.
 The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused
 fixes the choice for compiled steps.
 """
@@ -35,14 +36,15 @@ Times = dict[str, float]  # milliseconds by product
 Products = tuple[str, str]  # for one row and for 2 to FEW
 FEW = 8  # most rows for which a step chooses among the products
 MANY = 8  # fewest rows for which a dtype in WIDENED is widened
-WIDENED: list[torch.dtype] = []  # dtypes whose large products are faster in fp32 on this CPU
+TURNED = 32  # most rows for which an fp32 product may be turned
+BETTER_FORM: dict[torch.dtype, str] = {}  # what is faster than F.linear on this CPU: widened in 16 bits, turned in fp32
 PRODUCTS = ("auto", "kernel", "mv", "fused")
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
 READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
 VERSIONS = 1000  # of a part, at most: layers may all have different sizes
-FORMS = 3  # to raise when a form changes, so that its old times are measured again
+FORMS = 4  # to raise when a form changes, so that its old times are measured again
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
 
@@ -56,7 +58,7 @@ _library.impl("mv", lambda weight, x: x.new_empty(weight.shape[0]), "Meta")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = ("mv", "kernel")) -> Tensor:
-    """x [...,I] times weight [O,I] -> [...,O]; on a CPU, in fp32 for MANY rows or more of a dtype in WIDENED."""
+    """x [...,I] times weight [O,I] -> [...,O]; on a CPU, widened for many rows or turned for a few, if faster."""
     rows = x.numel() // x.shape[-1]
     if x.device.type == "cpu" and rows <= FEW:
         product = products[0] if rows == 1 else products[1]
@@ -64,7 +66,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
             return finish(fused(x, weight), x, bias)
         if product == "mv" and rows == 1 and x.dtype == torch.bfloat16:
             return finish(torch.ops.kv_fast.mv(weight, x.flatten()), x, bias)
-    if x.device.type == "cpu" and x.dtype in WIDENED and rows >= MANY:
+    form = BETTER_FORM.get(x.dtype) if x.device.type == "cpu" else None
+    if form == "turned" and 1 < rows <= TURNED:
+        return finish((weight @ x.reshape(rows, -1).t()).t().contiguous(), x, bias)
+    if form == "widened" and rows >= MANY:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 
@@ -108,11 +113,11 @@ class Linear(nn.Linear):
 
 
 def prepare(model: nn.Module) -> None:
-    """Gives a loaded model this room's linear layers, and decides whether prefill widens its weights."""
+    """Gives a loaded model this room's linear layers, and decides how it multiplies."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear  # in place, so that weights and hooks stay
-    widen(model.norm.weight.dtype)
+    choose_form(model.norm.weight.dtype)
     double(model.norm.weight.dtype, model.config.head_dim)
 
 
@@ -241,13 +246,13 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
     return decide([name], lambda _: measure_attention(shape, rows, tokens), choose, small)
 
 
-def widen(dtype: torch.dtype) -> None:
-    """Decides whether prefill widens weights of this dtype on this CPU."""
-    if dtype == torch.float32 or dtype in WIDENED:
-        return
-    name = f"{dtype_name(dtype)}, many rows"
-    if fastest(recalled([name], lambda _: measure_widening(dtype))[name]) == "widened":
-        WIDENED.append(dtype)
+def choose_form(dtype: torch.dtype) -> None:
+    """Decides whether this CPU widens weights of a 16-bit dtype for many rows, and turns products of a few fp32 rows."""
+    name = f"{dtype_name(dtype)}, {'few' if dtype == torch.float32 else 'many'} rows"
+    form = fastest(recalled([name], lambda _: measure_form(dtype))[name])
+    BETTER_FORM.pop(dtype, None)
+    if form != "kernel":
+        BETTER_FORM[dtype] = form
 
 
 def double(dtype: torch.dtype, dim: int) -> None:
@@ -352,8 +357,12 @@ def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
     return {form: ms / count for form, ms in times.items()}
 
 
-def measure_widening(dtype: torch.dtype) -> Times:
-    """Milliseconds of a product as it is and widened."""
+def measure_form(dtype: torch.dtype) -> Times:
+    """Milliseconds of a product as it is and widened, or turned if in fp32."""
+    if dtype == torch.float32:
+        x, weight = torch.ones(4, 1024), torch.ones(4096, 1024)
+        forms = {"kernel": lambda: F.linear(x, weight), "turned": lambda: (weight @ x.t()).t().contiguous()}
+        return least_ms(forms, 3 * ROUNDS)  # with all threads: F.linear gains little by the second
     x, weight = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
     forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: F.linear(x.float(), weight.float()).to(dtype)}
     return undisturbed(forms)
@@ -412,7 +421,7 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
         known = parse_json(file.read_bytes(), file) if file.is_file() else {}
         for sizes in known.values():
             for times in sizes.values():
-                if not set(times) <= {*PRODUCTS, "widened", "twice"} or not min(times.values()) > 0:
+                if not set(times) <= {*PRODUCTS, "widened", "turned", "twice"} or not min(times.values()) > 0:
                     return {}
         return known
     except (OSError, ValueError, AttributeError, TypeError):

@@ -182,20 +182,26 @@ def test_a_models_size_is_that_of_its_weights_whatever_its_caches_have(tmp_path)
         assert cpu.is_small(engine.model), name
 
 
-@pytest.mark.parametrize("faster", ("kernel", "widened"))
-def test_prefill_widens_a_dtype_where_that_is_faster(monkeypatch, faster):
-    times = {"kernel": 2.0, "widened": 1.0 if faster == "widened" else 3.0}
-    monkeypatch.setattr(cpu, "WIDENED", found := [])
-    monkeypatch.setattr(cpu, "measure_widening", lambda dtype: times)
-    cpu.widen(torch.bfloat16)
-    cpu.widen(torch.float32)
-    assert found == [torch.bfloat16] * (faster == "widened")
-    monkeypatch.setattr(cpu, "measure_widening", None)
-    cpu.widen(torch.bfloat16)
-    monkeypatch.setattr(cpu, "WIDENED", again := [])
-    cpu.widen(torch.bfloat16)  # from the file
+@pytest.mark.parametrize("dtype, other", ((torch.bfloat16, "widened"), (torch.float32, "turned")))
+@pytest.mark.parametrize("faster", (False, True))
+def test_products_have_another_form_where_that_is_faster(monkeypatch, dtype, other, faster):
+    times = {"kernel": 2.0, other: 1.0 if faster else 3.0}
+    monkeypatch.setattr(cpu, "BETTER_FORM", found := {})
+    monkeypatch.setattr(cpu, "measure_form", lambda dtype: times)
+    cpu.choose_form(dtype)
+    assert found == ({dtype: other} if faster else {})
+    monkeypatch.setattr(cpu, "measure_form", None)
+    monkeypatch.setattr(cpu, "BETTER_FORM", again := {})
+    cpu.choose_form(dtype)  # from the file
     assert again == found
-    assert json.loads(cpu.cache_file().read_text())[cpu.where()] == {"bfloat16, many rows": times}
+    rows = "few" if other == "turned" else "many"
+    assert json.loads(cpu.cache_file().read_text())[cpu.where()] == {f"{cpu.dtype_name(dtype)}, {rows} rows": times}
+
+
+def test_the_forms_of_a_product_are_timed():
+    for dtype, other in ((torch.float16, "widened"), (torch.float32, "turned")):
+        times = cpu.measure_form(dtype)
+        assert list(times) == ["kernel", other] and min(times.values()) > 0
 
 
 @pytest.mark.parametrize("faster", ("kernel", "twice"))

@@ -268,20 +268,22 @@ def test_bfloat16_stays_close_to_fp32(tmp_path):
     assert gap(rounded, exact) > TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("widened", (False, True), ids=("as it is", "widened"))
+FORMS = [(dtype, form) for dtype in (torch.bfloat16, torch.float16) for form in (None, "widened")]
+
+
+@pytest.mark.parametrize("dtype, form", [*FORMS, (torch.float32, "turned")])
 @pytest.mark.parametrize("compiled", (False, True))
-def test_a_linear_layer_is_exact_to_rounding_for_any_number_of_tokens(dtype, widened, compiled, monkeypatch):
-    monkeypatch.setattr(cpu, "WIDENED", [dtype] if widened else [])
+def test_a_linear_layer_is_exact_to_rounding_for_any_number_of_tokens(dtype, form, compiled, monkeypatch):
+    monkeypatch.setattr(cpu, "BETTER_FORM", {dtype: form} if form else {})
     torch._dynamo.reset()
     run = torch.compile(cpu.linear, fullgraph=True) if compiled else cpu.linear
     weight, bias = torch.randn(24, 64).to(dtype), torch.randn(24).to(dtype)
-    for tokens in (1, 7, 8, 50):
-        x = torch.randn(1, tokens, 64).to(dtype)
+    for tokens in (1, 2, 7, 8, 50):
+        x = torch.randn(tokens, 1, 64).to(dtype)
         for b in (None, bias):
             y, exact = run(x, weight, b), F.linear(x.double(), weight.double(), None if b is None else b.double())
-            assert y.dtype == dtype
-            roundings = 1 if widened and tokens >= cpu.MANY else 3  # the product, the bias and their sum
+            assert y.dtype == dtype and y.is_contiguous()
+            roundings = 1 if form == "widened" and tokens >= cpu.MANY else 3  # the product, the bias and their sum
             close = exact.abs() + exact.abs().amax() / 8
             assert ((y.double() - exact).abs() <= roundings * torch.finfo(dtype).eps / 2 * close + 1e-5).all()
 
