@@ -115,7 +115,7 @@ def first_number(answer: str, question: Question) -> float:
 
 
 def cuts(lines: list[str], rng: random.Random) -> list[int]:
-    """LINES lines of the last quarter, or fewer, that need a name from far above."""
+    """LINES lines of the last quarter, or fewer, that need a name from far above; the last first, whose text has all."""
     ends = [0, *accumulate(len(line) + 1 for line in lines)]
     text, found = "\n".join(lines), []
     for i in range(len(lines) * 3 // 4, len(lines)):
@@ -123,7 +123,7 @@ def cuts(lines: list[str], rng: random.Random) -> list[int]:
         names = LONG_NAME.findall(line) if 20 <= len(line) <= 72 and STATEMENT.match(line) else ()
         if any(name in text[:near] and name not in text[near : ends[i]] for name in names):
             found.append(i)
-    return sorted(rng.sample(found, min(LINES, len(found))))
+    return sorted(rng.sample(found, min(LINES, len(found))), reverse=True)
 
 
 def next_line(recipe: Recipe, index: int) -> Sample:

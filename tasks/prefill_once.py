@@ -17,27 +17,48 @@ Vectors = tuple[Tensor, ...]  # q [1,Hq,n,D], k and v [1,Hk,n,D] of a layer, on 
 
 @dataclass
 class Prompt:
-    """What is kept of a prompt: the vectors of all its tokens, or of those after what it has in common with `base`."""
+    """What is kept of a prompt: the vectors of its tokens or, of one that begins as `base` does, of those after that.
+
+    They are written over the base's when they are wanted: to copy all of them would take longer than most methods do.
+    """
 
     tokens: Tensor
     base: "Prompt | None"
-    common: int  # tokens
+    common: int  # tokens that `whole` always has: those before any that is overwritten
     logits: Tensor
     inv_freq: Tensor
-    own: list[Vectors]  # of each layer
+    own: list[Vectors]  # of each layer, after the common ones
+    whole: list[Vectors] = field(default_factory=list)  # of each layer; empty if there is a base
     statistics: dict[tuple[int, tuple], Vectors] = field(default_factory=dict)
 
     def vectors(self, layer: int, n: int) -> Vectors:
-        """Those of the first n tokens."""
-        if self.base is None:
-            return tuple(x[:, :, :n] for x in self.own[layer])
-        before = self.base.vectors(layer, min(n, self.common))
-        return tuple(torch.cat([a, b], dim=2)[:, :, :n] for a, b in zip(before, self.own[layer], strict=True))
+        """Those of the first n tokens, until the next call."""
+        base = self.base or self
+        for prompt in (base, self):
+            pairs = zip(base.whole[layer], prompt.own[layer], strict=True)
+            base.whole[layer] = tuple(write(x, own, prompt.common) for x, own in pairs)
+        return tuple(x[:, :, :n] for x in base.whole[layer])
+
+    def share(self, n: int) -> None:
+        """Keeps what is overwritten by a prompt that has only the first n tokens in common with it."""
+        if n < self.common:
+            for layer in range(len(self.whole)):
+                own = (x[:, :, n:].clone() for x in self.vectors(layer, len(self.tokens)))
+                self.own[layer] = tuple(own)
+            self.common = n
 
     def begins(self, tokens: Tensor) -> int:
         """How many tokens it has in common with a prompt's beginning, of which one remains."""
         n = min(len(self.tokens), len(tokens) - 1)
         return int((self.tokens[:n] == tokens[:n]).long().cumprod(0).sum())
+
+
+def write(whole: Tensor, part: Tensor, at: int) -> Tensor:
+    """whole [1,H,n,D] with `part` from token `at` on; a longer one if that is too short."""
+    if (end := at + part.shape[2]) > whole.shape[2]:
+        return torch.cat([whole[:, :, :at], part], dim=2)
+    whole[:, :, at:end] = part
+    return whole
 
 
 class Recorder(KV):
@@ -84,8 +105,12 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 logits = model.extend(row, tokens[common:], common)
         finally:
             model.set_kv(layers)
-        own = [recorder.qkv for recorder in recorders]
-        return Prompt(tokens, base, common, logits, model.inv_freq[row].clone(), own)
+        vectors, inv_freq = [recorder.qkv for recorder in recorders], model.inv_freq[row].clone()
+        if base is not None:
+            base.share(common)
+            return Prompt(tokens, base, common, logits, inv_freq, vectors)
+        nothing = [tuple(x[:, :, :0] for x in own) for own in vectors]
+        return Prompt(tokens, None, len(tokens), logits, inv_freq, nothing, vectors)
 
     def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
         layers, rope = engine.layers, length if c.rope["rope_type"] == "dynamic" else 0
@@ -93,15 +118,13 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
             return prefill(row, tokens, length, progress)
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
-            alike = [p for (_, own), p in recorded.items() if own == rope and engine.shape.window is None]
-            there = [None, *map(id, recorded.values())]  # else a chain of prompts that were removed stays in memory
-            alike = [p for p in alike if (p.base and id(p.base)) in there]
-            base = max(alike, key=lambda p: p.begins(tokens), default=None)
+            alike = [p for (_, own), p in recorded.items() if own == rope and p.base is None]
+            base = max(alike if engine.shape.window is None else [], key=lambda p: p.begins(tokens), default=None)
             common = base.begins(tokens) if base else 0
             if common <= tokens.numel() // 2:
                 base, common = None, 0
-            held = sum(p.tokens.numel() - p.common for p in recorded.values()) + tokens.numel() - common
-            if held * token_bytes > room:
+            held = sum(p.tokens.numel() - (p.common if p.base else 0) for p in recorded.values())
+            if (held + tokens.numel() - common) * token_bytes > room:
                 return prefill(row, tokens, length, progress)
             recorded[key] = record(row, tokens, length, progress, base, common)
         prompt = recorded[key]

@@ -406,9 +406,11 @@ def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkp
     engine.use(*caches)
     run = engine.model._run
     monkeypatch.setattr(engine.model, "_run", lambda row, tokens, *a: ran.append(len(tokens)) or run(row, tokens, *a))
-    shared = engine.logits(prompts, forced)
-    assert ran == [150, 10, 1, 9, 170]  # the last one begins like the others by less than half
-    for a, b in zip(own.logits(prompts, forced), shared, strict=True):
+    shared, expected = engine.logits(prompts, forced), own.logits(prompts, forced)
+    assert ran == [150, 10, 1, 14, 170]  # the last one begins like the others by less than half
+    shared += engine.logits(prompts[::-1], forced)[::-1]  # each is still what it was
+    assert len(ran) == 5
+    for a, b in zip(expected * 2, shared, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
