@@ -395,7 +395,8 @@ def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, tex
 @pytest.mark.parametrize("kv", ["full", "rocketkv", "h2o", "full:bits=4"])
 def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkpoint, monkeypatch):
     text = torch.randint(3, 1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [text[:150], text[:160], text[:120], text[:155] + text[:9], text[:70] + text[100:200]]
+    prompts = [text[:150], text[:160], text[:120], text[:155] + text[:9], text[:90] + text[:40]]
+    prompts += [text[:130] + text[:50], text[:70] + text[100:200]]
     forced = [text[:5]] * len(prompts)
     method, ran = cli.choices(kv, [64] * (not kv.startswith("full")))[0], []
     caches = method.kv, method.budget, method.options, len(prompts), 300, 256
@@ -407,9 +408,9 @@ def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkp
     run = engine.model._run
     monkeypatch.setattr(engine.model, "_run", lambda row, tokens, *a: ran.append(len(tokens)) or run(row, tokens, *a))
     shared, expected = engine.logits(prompts, forced), own.logits(prompts, forced)
-    assert ran == [150, 10, 1, 14, 170]  # the last one begins like the others by less than half
+    assert ran == [150, 10, 1, 14, 40, 50, 170]  # the last one begins like the others by less than half
     shared += engine.logits(prompts[::-1], forced)[::-1]  # each is still what it was
-    assert len(ran) == 5
+    assert len(ran) == 7
     for a, b in zip(expected * 2, shared, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
