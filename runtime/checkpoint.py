@@ -356,7 +356,7 @@ def write_checkpoint(
     copy_from: str | Path | None = None,
     quantization: dict | None = None,
     force: bool = False,
-    shard_bytes: int = 2_000_000_000,
+    shard_bytes: int = 1_000_000_000,
 ) -> None:
     """Writes a checkpoint folder, one shard in memory at a time.
 

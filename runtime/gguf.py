@@ -71,6 +71,7 @@ ALLOWED = {
 # What these architectures do not use:
 UNUSED = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
 
+BLOCK = 2**24  # values that are dequantized at a time
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -105,7 +106,12 @@ class StoredInGGUF(Stored):
     def read(self, *index: slice) -> Tensor:
         from gguf import dequantize
 
-        values = torch.tensor(dequantize(self.data, self.kind))
+        if self.data.ndim == 1:
+            values = torch.tensor(dequantize(self.data, self.kind))
+        else:
+            values, rows = torch.empty(self.shape), max(1, BLOCK // self.shape[1])
+            for at in range(0, len(values), rows):  # the package takes several times the memory of its result
+                values[at : at + rows] = torch.tensor(dequantize(self.data[at : at + rows], self.kind))
         if self.heads:  # rows [heads, D/2, 2] -> [heads, 2, D/2]
             values = values.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return values[index or ...]
