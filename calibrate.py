@@ -42,7 +42,7 @@ from kv.method import Shape
 from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES, replacing
 from runtime.plan import shape_of
-from terminal.cli import Parser, check_output, read_text, run, table
+from terminal.cli import Parser, check_output, progress, read_text, run, table
 from terminal.plots import panels
 from text.files import read_json
 
@@ -123,13 +123,13 @@ def error(y: Tensor, exact: Tensor) -> float:
     return ((y - exact).norm() / exact.norm()).item()
 
 
-def probes_of(engine: Engine, ids: list[int], sinks: int, recent: int) -> list[Probe]:
-    """Every layer's probe, after the excerpt's prefill."""
+def probes_of(engine: Engine, ids: list[int], sinks: int, recent: int, name: str) -> list[Probe]:
+    """Every layer's probe, after the prefill of the excerpt of this name."""
     shape, probes = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0), []
     for layer in range(engine.config.n_layer):
         probes.append(Probe(shape, sinks, recent, probes[:layer]))
     engine.model.set_kv(probes)
-    engine.model.prefill(0, torch.tensor(ids, device=engine.device))
+    engine.model.prefill(0, torch.tensor(ids, device=engine.device), progress=lambda x: engine.progress(x, name))
     return probes
 
 
@@ -189,7 +189,8 @@ def calibrate(
         )
     engine.close()
     engine.model.set_rows(1)
-    measured = [probes_of(engine, ids, sinks, recent) for ids in excerpts]
+    names = [f"measure excerpt {i} of {len(excerpts)}, {len(ids)} tokens" for i, ids in enumerate(excerpts, 1)]
+    measured = [probes_of(engine, ids, sinks, recent, name) for ids, name in zip(excerpts, names, strict=True)]
 
     def mean(name: str) -> list:
         """What each layer's probes measured, the mean over the excerpts."""
@@ -213,7 +214,8 @@ def calibrate(
 
     n_layer, default = len(sparse), tuple(default_filters(measured[0][0].shape))
     most = full_layers(default, n_layer) if full is None else full
-    tried = {filters: divergence(filters) for filters in (default, *best_filters(sparse, most))}
+    choices = engine.progress((default, *best_filters(sparse, most)), "try filter layers")
+    tried = {filters: divergence(filters) for filters in choices}
     proposed = propose(tried, default, most, n_layer)
     profile = {
         "format": 1,
@@ -353,7 +355,7 @@ def main(argv: list[str] | None = None) -> None:
     if not text.strip():
         raise ValueError(f"--text {args.text}: the text is empty")
     old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
-    engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False)
+    engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False, progress=progress)
     excerpts = excerpts_of(engine, text, args.length)
     profile = calibrate(engine, excerpts, args.sinks, args.recent, args.tau, args.tolerance, args.full)
     for name in ("filter_layers", "filters"):  # an earlier run's, if this one proposes none
