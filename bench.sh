@@ -2,10 +2,9 @@
 # bash bench.sh [ARGUMENTS]: runs python -m bench; the defaults suit this machine.
 # bash bench.sh paper: the settings of the methods' papers, beside their figures.
 # bash bench.sh gpu: tests and measures a GPU, the most telling first; see bench/gpu.py.
-# bash bench.sh compare [FOLDER]: answers, bytes and speed of every method on the needle checkpoint. A run that was
-# stopped resumes its answers.
-# bash bench.sh real [FOLDER]: the same on SmolLM2-135M-Instruct (make checkpoints/smollm2), a night on two cores. A
-# run that was stopped resumes its answers and begins its timings anew. Both write what bench.compare makes of it.
+# bash bench.sh real [FOLDER]: answers, divergence, bytes and speed of every method on SmolLM2-135M-Instruct (make
+# checkpoints/smollm2), a night on two cores. A run that was stopped resumes its answers and begins its timings anew. It
+# writes what bench.compare makes of them.
 # bash bench.sh bits [FOLDER [CHECKPOINT ...]]: divergence, answers and bytes of everything that stores 8, 4 or 2 bits.
 # bash bench.sh long CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: facts and next lines in long source code, divergence, bytes
 # and speed, for a model of 0.5 billion parameters a night on two cores; resumes as `real` does.
@@ -16,19 +15,6 @@ if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null
 fi
 make --quiet .venv/requirements
 [ "${1-}" != gpu ] || exec .venv/bin/python -m bench.gpu "${@:2}"
-if [ "${1-}" = compare ]; then
-  out=${2:-comparison}
-  mkdir -p "$out"
-  methods=full,exact_topk,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv:gqa=false,snapkv,snapkv++,pyramidkv,quest
-  methods+=,quest:skip_layers=0,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,d2o:merge=paper:ratio=3+1,omnikv,omnikv:offload=true,infllm:block=32
-  methods+=,tailorkv:bits=1,tailorkv,pqcache,kivi,kvarn,full:bits=4,brute_offload
-  .venv/bin/python eval.py --checkpoint needle --tasks niah_multikey_1,niah_multikey_2,two_stage_lookup,perplexity \
-    --length 4096 --samples 10 --questions 3 --stepwise --batch 5 --kv "$methods" --budget 128,512 --json "$out/answers.json"
-  .venv/bin/python -m bench --shape needle/config.json --context 3968 --kv "$methods" --budget 128,512 --no-prefill \
-    --json "$out/speed.json"
-  exec .venv/bin/python -m bench.compare "$out"/{answers,speed}.json --results "$out/methods.json" \
-    --command "bash bench.sh compare" --plot "$out/comparison.png"
-fi
 if [ "${1-}" = real ]; then
   out=${2:-real} model=checkpoints/smollm2
   mkdir -p "$out"
