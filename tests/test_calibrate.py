@@ -133,7 +133,7 @@ def test_a_replay_without_filter_layers_is_the_model(deep):
     (ids,) = texts(1)
     deep.close()
     deep.model.set_rows(1)
-    probes = calibrate.probes_of(deep, ids, 4, 16)
+    probes = calibrate.probes_of(deep, ids, 4, 16, "")
     logits = calibrate.replay(deep, ids, probes, ())
     exact = Engine.use(deep, "full", max_prompt=160, max_new_tokens=160).logits(ids[:1], ids[1:] + [0])
     assert torch.allclose(logits, exact[probes[0].at], rtol=1e-3, atol=1e-3)
@@ -200,7 +200,9 @@ def test_the_plot_is_drawn_and_omnikv_finds_its_filter_layers(text_checkpoint, t
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     more = ["--text", str(tmp_path / "text.txt"), "--sinks", "4", "--recent", "16", "--plot", str(tmp_path / "p.png")]
     calibrate.main(["--checkpoint", str(folder), *more])
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "proposed" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "proposed" in said.out
+    assert said.err.splitlines()[0].startswith("-- measure excerpt 1 of") and "-- try filter layers" in said.err
     engine = Engine.load(folder, "omnikv", 24, max_prompt=96, max_new_tokens=8, compile=False)
     chosen = json.loads((folder / "kv_profile.json").read_text())["filter_layers"]
     assert {type(engine.layers[layer]).__name__ for layer in chosen} >= {"Filter"}
