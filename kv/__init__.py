@@ -233,6 +233,7 @@ def fetched(layers: Iterable[KV]) -> tuple[int, int]:
 # Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
 # file or changes how much is kept.
 PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores": list[list[float]]}
+GUESSED = "filter_layers", "quant_layers"  # those with a default
 
 
 def read_profile(content: dict) -> dict:
@@ -246,6 +247,12 @@ def read_profile(content: dict) -> dict:
             pass
         raise ValueError(f"kv_profile.json: {key} must be a {PROFILE[key]}; delete the file, then run calibrate.py")
     return options
+
+
+def guessed(name: str, options: dict, profile: dict) -> str | None:
+    """An option for which a method takes its default, though calibrate.py measures what suits the model."""
+    method = parse_options(name, from_profile(name, options, profile) | options)
+    return next((option for option in GUESSED if getattr(method, option, ()) is None), None)
 
 
 def from_profile(name: str, options: dict, profile: dict) -> dict:

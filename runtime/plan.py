@@ -159,7 +159,9 @@ def power_of_two(n: int) -> int:
 
 
 def check_budget(engine, shape: Shape) -> None:
-    """Warns of a budget whose sizes are too small for such long prompts."""
+    """Warns of a budget whose sizes are too small for such long prompts, and of layers that nobody chose for a model."""
+    if engine.fingerprint and (name := methods.guessed(engine.method, engine.options, engine.profile)):
+        warn(engine, f"{engine.method}'s default {name} suit some models only: calibrate.py measures this one's")
     if enough := methods.enough(engine.method, shape, engine.budget, engine.options, engine.profile):
         sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, shape).items())
         warn(

@@ -70,3 +70,18 @@ def test_reports_say_what_the_profile_set(text_checkpoint, tmp_path, monkeypatch
     (row,) = json.loads(out.read_text())["rows"]
     assert line in capsys.readouterr().out and row["profile"] == {"filter_layers": [1]}
     assert kv.from_profile("omnikv", {"filter_layers": [3]}, PROFILE) == {}
+
+
+@pytest.mark.parametrize("method, option", [("omnikv", "filter_layers"), ("tailorkv", "quant_layers")])
+def test_layers_that_nobody_chose_for_the_model_are_named(method, option, text_checkpoint, capsys):
+    def said(options: dict, profile: dict) -> str:
+        engine = Engine.load(text_checkpoint, compile=False)
+        engine.profile = profile
+        engine.use(method, 64, options, max_prompt=100)
+        return capsys.readouterr().err
+
+    assert (
+        said({}, {})
+        == f"warning: {method}'s default {option} suit some models only: calibrate.py measures this one's\n"
+    )
+    assert not said({option: "0"}, {}) and not said({}, {option: [0]})
