@@ -35,7 +35,8 @@ from text.files import parse_json
 Times = dict[str, float]  # milliseconds by product
 Products = tuple[str, str]  # for one row and for 2 to FEW
 FEW = 8  # most rows for which a step chooses among the products
-MANY = 8  # fewest rows for which a dtype in WIDENED is widened
+MANY = 8  # fewest rows for which 16-bit weights are widened
+SPLIT, PART = 256, 2**19  # the most rows for which they are widened in parts, and the numbers of a part
 TURNED = 32  # most rows for which an fp32 product may be turned
 BETTER_FORM: dict[torch.dtype, str] = {}  # what is faster than F.linear on this CPU: widened in 16 bits, turned in fp32
 PRODUCTS = ("auto", "kernel", "mv", "fused")
@@ -50,11 +51,30 @@ BETTER = 0.95  # share of the default's time below which another product replace
 
 # Products
 
-# The custom op keeps Inductor from decomposing torch.mv.
+# A custom op keeps Inductor from decomposing torch.mv, and from unrolling a loop over parts of a weight.
 _library = torch.library.Library("kv_fast", "DEF")
 _library.define("mv(Tensor weight, Tensor x) -> Tensor")
 _library.impl("mv", torch.mv, "CPU")
 _library.impl("mv", lambda weight, x: x.new_empty(weight.shape[0]), "Meta")
+
+
+def widened(weight: Tensor, x: Tensor) -> Tensor:
+    """x [n,I] times weight [O,I] of 16 bits -> [n,O] fp32.
+
+    For up to SPLIT rows, parts of the weight are widened one by one, so that they stay in the CPU's caches.
+    """
+    if len(x) > SPLIT:
+        return F.linear(x.float(), weight.float())
+    x, size = x.float().t(), max(1, PART // x.shape[1])
+    y = x.new_empty(len(weight), x.shape[1])
+    for part, out in zip(weight.split(size), y.split(size), strict=True):
+        torch.mm(part.float(), x, out=out)
+    return y.t().contiguous()
+
+
+_library.define("widened(Tensor weight, Tensor x) -> Tensor")
+_library.impl("widened", widened, "CPU")
+_library.impl("widened", lambda weight, x: x.new_empty(len(x), len(weight), dtype=torch.float32), "Meta")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = ("mv", "kernel")) -> Tensor:
@@ -70,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
     if form == "turned" and 1 < rows <= TURNED:
         return finish((weight @ x.reshape(rows, -1).t()).t().contiguous(), x, bias)
     if form == "widened" and rows >= MANY:
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return finish(torch.ops.kv_fast.widened(weight, x.reshape(rows, -1)), x, bias)
     return F.linear(x, weight, bias)
 
 
@@ -364,7 +384,7 @@ def measure_form(dtype: torch.dtype) -> Times:
         forms = {"kernel": lambda: F.linear(x, weight), "turned": lambda: (weight @ x.t()).t().contiguous()}
         return least_ms(forms, 3 * ROUNDS)  # with all threads: F.linear gains little by the second
     x, weight = torch.ones(128, 1024, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
-    forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: F.linear(x.float(), weight.float()).to(dtype)}
+    forms = {"kernel": lambda: F.linear(x, weight), "widened": lambda: widened(weight, x).to(dtype)}
     return undisturbed(forms)
 
 
