@@ -220,6 +220,8 @@ def convert(
     Raises ValueError, FileNotFoundError or OSError, each with one line that says what is wrong and what to do.
     """
     local = Path(src).exists()
+    if not local and str(src).endswith((".gguf", ".safetensors", ".bin")):
+        raise FileNotFoundError(f"there is no file {src}")
     check_output(out, src if local else None, force)
     if local and revision is not None:
         raise ValueError(f"{src} is on this disk; --revision is for a repository on huggingface.co")

@@ -57,7 +57,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         args.dtype = args.dtype or saved.dtype
     how = flags.given_sampling(args, args.checkpoint or flags.NEEDLE)
     limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
-    typed = single and args.prompt_file != "-" and args.save_prompt is None
+    typed = single and "-" not in (args.prompt, args.prompt_file) and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
     engine = Engine.load(
         args.checkpoint or flags.NEEDLE,

@@ -162,6 +162,9 @@ def fingerprint(config: dict) -> str:
 def read_hf_config(folder: str | Path) -> dict:
     """config.json of any checkpoint folder. Raises FileNotFoundError if the folder or the file is missing."""
     folder = Path(folder)
+    if folder.is_file():
+        command = f"python convert_hf_checkpoint.py {folder} --out DIR"
+        raise ValueError(f"{folder} is a file, not a checkpoint's folder; convert it first: {command}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder {folder}")
     if not present(folder / "config.json"):

@@ -267,7 +267,7 @@ def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Ti
 
 
 def choose_form(dtype: torch.dtype) -> None:
-    """Decides whether this CPU widens weights of a 16-bit dtype for many rows, and turns products of a few fp32 rows."""
+    """Decides whether this CPU widens 16-bit weights for many rows, and turns products of a few fp32 rows."""
     name = f"{dtype_name(dtype)}, {'few' if dtype == torch.float32 else 'many'} rows"
     form = fastest(recalled([name], lambda _: measure_form(dtype))[name])
     BETTER_FORM.pop(dtype, None)

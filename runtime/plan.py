@@ -159,7 +159,7 @@ def power_of_two(n: int) -> int:
 
 
 def check_budget(engine, shape: Shape) -> None:
-    """Warns of a budget whose sizes are too small for such long prompts, and of layers that nobody chose for a model."""
+    """Warns of a budget whose sizes are too small for such prompts, and of layers that nobody chose for the model."""
     if engine.fingerprint and (name := methods.guessed(engine.method, engine.options, engine.profile)):
         warn(engine, f"{engine.method}'s default {name} suit some models only: calibrate.py measures this one's")
     if enough := methods.enough(engine.method, shape, engine.budget, engine.options, engine.profile):

@@ -115,7 +115,7 @@ def first_number(answer: str, question: Question) -> float:
 
 
 def cuts(lines: list[str], rng: random.Random) -> list[int]:
-    """LINES lines of the last quarter, or fewer, that need a name from far above; the last first, whose text has all."""
+    """At most LINES lines of the last quarter that need a name from far above, the one with the longest text first."""
     ends = [0, *accumulate(len(line) + 1 for line in lines)]
     text, found = "\n".join(lines), []
     for i in range(len(lines) * 3 // 4, len(lines)):

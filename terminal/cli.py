@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from runtime import parallel, startup
 from runtime.device import memory_errors, replacing
 
 LINE = 1_000  # characters shown of an error
+SILENT = 10  # seconds after which a line says how far something is
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,12 +105,24 @@ def one_line(error: object) -> str:
 
 
 def progress(items: Iterable, what: str, but: str = "") -> Iterable:
-    """Shows on stderr that `what` is going on: a bar on a terminal, otherwise a line, unless it begins with `but`."""
+    """Shows on stderr that `what` is going on: a bar on a terminal; otherwise lines, unless it begins with `but`."""
     if sys.stderr.isatty():
         return tqdm(items, what, leave=False)
-    if not but or not what.startswith(but):
-        print(f"-- {what}", file=sys.stderr, flush=True)
-    return items
+    if but and what.startswith(but):
+        return items
+    print(f"-- {what}", file=sys.stderr, flush=True)
+    return told(items, what)
+
+
+def told(items: Iterable, what: str) -> Iterable:
+    """The items; says how far they are when SILENT seconds have passed without a line."""
+    begin = last = time.monotonic()
+    for i, item in enumerate(items, 1):
+        yield item
+        if (now := time.monotonic()) > last + SILENT and i < len(items):
+            left = (now - begin) / i * (len(items) - i)
+            print(f"-- {what}: {i} of {len(items)}, about {left:.0f} seconds left", file=sys.stderr, flush=True)
+            last = now
 
 
 def check_output(name: str | None, flag: str) -> None:

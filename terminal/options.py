@@ -89,7 +89,7 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
     if args.prompt_file is not None:
         return {1: read_text(args.prompt_file)}
     if args.prompt is not None:
-        return {1: args.prompt}
+        return {1: read_text("-") if args.prompt == "-" else args.prompt}
     if args.checkpoint is not None:
         if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
             args.kv = args.kv or "full"
@@ -126,12 +126,10 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         raise ValueError("--save-prompt takes one text: leave out --batch-file and --load-prompt")
     if saves and args.out is not None:
         raise ValueError("--save-prompt answers nothing: leave out --out")
-    given = (args.kv, args.budget, args.kv_opt, args.speculate, args.max_prompt, args.chat or None)
-    if loads and any(value is not None for value in given):
-        raise ValueError(
-            "--load-prompt brings method, sizes and format: leave out --kv, --budget, options, --speculate, "
-            "--max-prompt, --chat"
-        )
+    brought = {"--kv": args.kv, "--budget": args.budget, "options": args.kv_opt, "--speculate": args.speculate}
+    brought |= {"--max-prompt": args.max_prompt, "--chat": args.chat or None}
+    if loads and (given := [flag for flag, value in brought.items() if value is not None]):
+        raise ValueError(f"--load-prompt brings method, sizes and format: leave out {', '.join(given)}")
 
 
 def asked(args: argparse.Namespace) -> str:

@@ -107,8 +107,9 @@ def test_prompts_come_from_files_and_stdin(text_checkpoint, tmp_path):
     (tmp_path / "batch.txt").write_text("The keeper\n\nA much longer line about the sea and the light\nfog\n")
     common = ("--checkpoint", text_checkpoint, "--json", *SHORT)
     from_file = json.loads(run("--prompt-file", tmp_path / "prompt.txt", *common).stdout)
-    from_stdin = json.loads(run("--prompt-file", "-", *common, stdin="The keeper\nand the light").stdout)
-    assert from_file["completions"] == from_stdin["completions"]
+    for flag in ("--prompt-file", "--prompt"):
+        from_stdin = json.loads(run(flag, "-", *common, stdin="The keeper\nand the light").stdout)
+        assert from_file["completions"] == from_stdin["completions"]
     batch = json.loads(run("--batch-file", tmp_path / "batch.txt", "--batch", 2, *common).stdout)
     assert len(batch["completions"]) == 3 and batch["batch"] == 2
     alone = json.loads(run("--prompt", "fog", *common).stdout)
@@ -378,6 +379,17 @@ def test_progress_is_a_bar_on_a_terminal_and_otherwise_a_line_but_for_some():
             assert "prefill 9000 tokens:   0%" in err.getvalue() and "0/7" in err.getvalue()
         else:
             assert err.getvalue() == ("" if but == "prefill" else "-- prefill 9000 tokens\n")
+
+
+def test_progress_that_takes_long_says_how_far_it_is(monkeypatch):
+    now = iter([0, 6, 12, 18, 24, 48])
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(now))
+    with redirect_stderr(err := io.StringIO()):
+        assert list(cli.progress("abcde", "prefill")) == [*"abcde"]
+    assert err.getvalue().splitlines()[1:] == [
+        "-- prefill: 2 of 5, about 18 seconds left",
+        "-- prefill: 4 of 5, about 6 seconds left",
+    ]
 
 
 def test_a_batch_prints_no_lines_for_single_prefills(text_checkpoint, tmp_path):
@@ -738,8 +750,10 @@ def test_a_prompt_that_is_not_text_is_refused(text_checkpoint, tmp_path):
 
 def break_checkpoint(folder: Path, how: str) -> None:
     config, weights = folder / "config.json", folder / "model.safetensors"
-    if how == "no folder":
+    if how in ("no folder", "a file"):
         shutil.rmtree(folder)
+        if how == "a file":
+            folder.touch()
     elif how == "no config":
         config.unlink()
     elif how == "no weights":
@@ -794,6 +808,7 @@ def edit_model(config: Path, **changes) -> None:
 
 BROKEN = {
     "no folder": ["no checkpoint folder"],
+    "a file": ["is a file", "convert it first"],
     "no config": ["config.json"],
     "no weights": ["model.safetensors"],
     "missing shard": ["model-00002-of-", "is missing"],

@@ -463,6 +463,7 @@ def test_a_source_that_cannot_be_converted_is_refused_before_anything_is_written
 def test_a_missing_folder_and_a_revision_of_a_folder_are_refused(tmp_path, capsys):
     args = [tmp_path / "absent", "--out", tmp_path / "out"]
     refused(capsys, args, "absent is neither a folder here nor a repository", watch=tmp_path)
+    refused(capsys, [tmp_path / "absent.gguf", *args[1:]], "there is no file", "absent.gguf", watch=tmp_path)
     src = save(hf_model(), tmp_path / "hf")
     refused(capsys, [src, "--out", tmp_path / "out", "--revision", "main"], "--revision", watch=tmp_path)
 

@@ -243,6 +243,7 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
     capsys.readouterr()
     for flags, message in (
         (["--load-prompt", file, "--prompt", "x", "--kv", "full"], "leave out --kv"),
+        (["--load-prompt", file, "--prompt", "x", "--chat", "--offload"], "leave out options, --chat"),
         (["--load-prompt", file, "--prompt", "x" * 400], "no room for another question"),
         (["--load-prompt", str(tmp_path / "cut.kv"), "--prompt", "x"], "cut.kv"),
         (["--load-prompt", str(tmp_path / "none.kv"), "--prompt", "x"], "there is no file"),
