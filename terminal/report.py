@@ -28,8 +28,11 @@ def print_plan(engine: Engine, longest: int) -> None:
     print(f"-- cache for {tokens}: {mb(device)}{on_host}{of_full}", file=sys.stderr, flush=True)
     if device < full or plain or engine.speculate:
         return
-    smaller = plan.smaller(engine, shape)
-    helps = f"{smaller} takes less" if smaller else "it saves reads, not memory"
+    if isinstance(engine.budget, int) and engine.budget >= shape.max_prompt:
+        helps = "the budget covers the whole prompt"
+    else:
+        smaller = plan.smaller(engine, shape)
+        helps = f"{smaller} takes less" if smaller else "it saves reads, not memory"
     new = device - plan.planned_bytes(engine, replace(shape, max_new_tokens=1))[0]
     room = f"; {mb(new)} of it are for new tokens, see --max-new-tokens" if new > device / 2 else ""
     plan.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")

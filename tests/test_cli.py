@@ -345,7 +345,8 @@ def test_the_planned_cache_is_a_share_of_the_full_one_and_too_large_a_one_names_
     line, warnings = shown("--kv", "snapkv", "--budget", "64")
     share = int(re.search(r", (\d+)% of the full cache's \d+\.\d MB$", line)[1])
     assert 4 < share < 50 and not warnings
-    line, [warning] = shown("--kv", "rocketkv", "--budget", "2000")
+    assert "the budget covers the whole prompt" in shown("--kv", "rocketkv", "--budget", "2000")[1][0]
+    line, [warning] = shown("--kv", "rocketkv", "--budget", "580")
     flag = re.search(r"(--budget \d+) takes less", warning)[1].split()
     line, warnings = shown("--kv", "rocketkv", *flag)
     assert not warnings and "100%" not in line
