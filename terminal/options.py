@@ -99,7 +99,10 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
             question = first_question(ranks == 1)
             return {} if question is None else {1: question}
         read_config(args.checkpoint)
-        raise ValueError("nothing to answer: give --prompt, --prompt-file or --batch-file")
+        raise ValueError(
+            "nothing to answer: give --prompt, --prompt-file or --batch-file"
+            + "; a conversation needs a terminal" * args.chat
+        )
     demo = (NEEDLE / "demo.txt").read_text()
     print("...", demo.splitlines()[-1], file=sys.stderr)
     return {1: demo}

@@ -572,6 +572,10 @@ def test_a_conversation_that_fills_its_caches_names_the_flag(chat_checkpoint, mo
     assert "the caches hold 36 tokens" in line and "--max-new-tokens" in line and next(typed) == "never read"
 
 
+def test_a_conversation_from_a_pipe_is_refused(text_checkpoint):
+    assert_refused(run("--checkpoint", text_checkpoint, "--chat", stdin="hi"), "a conversation needs a terminal")
+
+
 def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("terminal.options.first_question", lambda *_: pytest.fail("asked"))
