@@ -18,7 +18,8 @@ def warm_up(engine, length: int) -> None:
         return
     begin = time.perf_counter()
     with compile_errors():
-        for _ in engine.progress([None], f"compile the {variant} decode step, a minute or more the first time"):  # only shows the text
+        what = f"compile the {variant} decode step, a minute or more the first time"
+        for _ in engine.progress([None], what):  # only shows the text
             # Verification first: drafts, of which there are more, decide last.
             for tokens in [] if engine.warm else sorted({1, engine.speculate + 1}, reverse=True):
                 engine.stats.products |= cpu.tune(engine.model, engine.shape, tokens)
