@@ -82,7 +82,7 @@ if [ "${1-}" = long ]; then
     large=$((length > 20000 ? 2048 : 1024))
     ask() { # NAME FLAGS
       .venv/bin/python eval.py --checkpoint "$model" --kv "$methods" --budget "512,$large" --length "$length" \
-        --dtype float32 --stepwise --batch 6 "${@:2}" --json "$out/$name-$length-$1.json"
+        --dtype float32 --stepwise --batch 4 "${@:2}" --json "$out/$name-$length-$1.json"
     }
     ask facts --tasks code_facts --samples 24
     ask forked --tasks code_facts --samples 2 --questions 12 --fork
