@@ -137,8 +137,10 @@ def prepare(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear  # in place, so that weights and hooks stay
-    choose_form(model.norm.weight.dtype)
-    double(model.norm.weight.dtype, model.config.head_dim)
+    dtype = model.norm.weight.dtype
+    if dtype != torch.float32 or not is_small(model):  # a small fp32 model's products take no time
+        choose_form(dtype)
+    double(dtype, model.config.head_dim)
 
 
 # A step by its parts

@@ -416,7 +416,7 @@ def test_bench_sh_passes_its_arguments_on(tmp_path):
         return subprocess.run(["bash", tmp_path / "bench.sh", *args], capture_output=True, text=True).stdout.split("\n")
 
     assert lines("paper", "--steps", "3") == ["installed", "-m bench --paper --steps 3", ""]
-    _, answers, speed, table, _ = lines("compare", tmp_path / "out")
+    _, answers, fidelity, speed, *_, table, _ = lines("bits", tmp_path / "out", "DIR")
     methods = answers.split(" --kv ")[1].split()[0]
-    assert f" --kv {methods} " in speed and table.startswith("-m bench.compare")
-    assert {"full", "tailorkv", "tailorkv:bits=1", "brute_offload"} <= set(methods.split(","))
+    assert all(f" --kv {methods} " in line for line in (fidelity, speed)) and table.startswith("-m bench.compare")
+    assert {"full", "kivi:bits=2", "omnikv:bits=4"} <= set(methods.split(","))
