@@ -34,7 +34,7 @@ class Prompt:
     def vectors(self, layer: int, n: int) -> Vectors:
         """Those of the first n tokens, until the next call."""
         base = self.base or self
-        for prompt in (base, self):
+        for prompt in (base,) if base is self else (base, self):
             pairs = zip(base.whole[layer], prompt.own[layer], strict=True)
             base.whole[layer] = tuple(write(x, own, prompt.common) for x, own in pairs)
         return tuple(x[:, :, :n] for x in base.whole[layer])
