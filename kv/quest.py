@@ -40,7 +40,7 @@ class Quest(Full):
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
         begins = pos // self.page * self.page  # the first token of the newest page
-        low, high = ops.page_bounds(self.k[row, :, begins : pos + k.shape[2]], self.page, self.reach)
+        low, high = ops.page_bounds(self.k[row, :, begins : pos + k.shape[2]], self.page, self.reach).unbind(2)
         pages = slice(begins // self.page, begins // self.page + low.shape[1])
         self.low[row, :, pages], self.high[row, :, pages] = low, high
 
@@ -51,9 +51,9 @@ class Quest(Full):
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         super().insert(k, v, pos, active)
-        newest, (low, high) = ops.newest_pages(self.k, self.page, self.reach, pos, k.shape[2])
-        ops.store(self.low, low, newest, active)
-        ops.store(self.high, high, newest, active)
+        newest, bounds = ops.newest_pages(self.k, self.page, self.reach, pos, k.shape[2])
+        ops.store(self.low, bounds[..., 0, :], newest, active)
+        ops.store(self.high, bounds[..., 1, :], newest, active)
 
     def score(self, q: Tensor, pos: Tensor) -> Tensor:
         """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""

@@ -114,7 +114,7 @@ class RocketKV(SnapKV):
         keys = self.newest_k[row, :, begun % self.ring] if self.ring else self.k[row, :, begun]
         super().write(row, first, k, v, position)
         keys = torch.cat([keys, k], dim=1)
-        bounds = keys if self.page == 1 else torch.cat(ops.page_bounds(keys, self.page, self.reach), dim=2)
+        bounds = keys if self.page == 1 else ops.page_bounds(keys, self.page, self.reach).flatten(2)
         self.bounds[row, :, :, page : page + bounds.shape[1]] = bounds.mT
         if self.ring:
             slot = torch.arange(max(first, end - self.ring), end, device=k.device)
@@ -156,10 +156,10 @@ class RocketKV(SnapKV):
         for held, new in ((self.newest_k, k), (self.newest_v, v)) if self.ring else ():
             ops.overwrite(held, new, ops.following(first, n) % self.ring, active)
         keys = self.newest_k if self.ring else self.k
-        at, (low, high) = ops.newest_pages(keys, self.page, self.reach, first, n, self.ring)
+        at, bounds = ops.newest_pages(keys, self.page, self.reach, first, n, self.ring)
         row, at = (x[..., None] for x in (torch.arange(len(pos), device=pos.device)[:, None], at))
         at = torch.where(active[:, None, None], at, self.bounds.shape[3] - 1)  # as ops.store does
-        bounds = low if self.page == 1 else torch.cat((low, high), dim=3)
+        bounds = bounds[:, :, :, 0] if self.page == 1 else bounds.flatten(3)
         channel = torch.arange(bounds.shape[3], device=pos.device)
         self.bounds[row, :, channel, at] = bounds.permute(0, 2, 3, 1)  # [B,P,D or 2 D,Hk]
 

@@ -253,7 +253,7 @@ def test_the_newest_tokens_of_hybrid_are_attended_to_as_they_were(question, monk
         check(layer.held(0, pos)[:2], pos)
     assert len(lengths) >= 80
     keys = torch.cat([k for k, _ in given], dim=2)
-    low, high = ops.page_bounds(keys[0], layer.page, layer.reach)
+    low, high = ops.page_bounds(keys[0], layer.page, layer.reach).unbind(2)
     assert layer.page > 1 and torch.equal(layer.bounds[0, :, :, : low.shape[1]], torch.cat([low, high], dim=2).mT)
 
 

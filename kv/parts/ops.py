@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kv.method import Shape
 from kv.parts import inductor
 
+BLOCK = 4096  # tokens whose pages' bounds are computed at once
 LEAST = 1e-30  # what a sum that may be zero is divided by
 REACH = "where the bounds of a page lie between its mean key, 0, and its extremes, 1 (the paper's)"  # an option
 
@@ -109,10 +110,10 @@ def following(pos: Tensor, n: int) -> Tensor:
     return pos[:, None] + torch.arange(n, device=pos.device)
 
 
-def newest_pages(k: Tensor, page: int, reach: float, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, tuple]:
+def newest_pages(k: Tensor, page: int, reach: float, first: Tensor, n: int, ring: int = 0) -> tuple[Tensor, Tensor]:
     """The pages that hold each row's n newest slots, which begin at `first` [B]: k [B,Hk,S,D].
 
-    Returns their indices [B,P], and their bounds, two of [B,Hk,P,D]. A row with fewer than P such pages repeats its
+    Returns their indices [B,P], and their bounds [B,Hk,P,2,D]. A row with fewer than P such pages repeats its
     first one. If k is a ring of the newest slots, `ring` is its size.
     """
     index = following(first // page, (n + page - 2) // page + 1)
@@ -132,23 +133,29 @@ def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
     return scores.masked_fill((page == newest[:, None])[:, None], torch.inf)
 
 
-def page_bounds(k: Tensor, page: int, reach: float) -> tuple[Tensor, Tensor]:
-    """The bounds of every page of `page` tokens: k [Hk,n,D] -> two of [Hk,pages,D]."""
+def page_bounds(k: Tensor, page: int, reach: float) -> Tensor:
+    """The bounds of every page of `page` tokens: k [Hk,n,D] -> [Hk,pages,2,D]."""
     keys = F.pad(k, (0, 0, 0, -k.shape[1] % page)).unflatten(1, (-1, page))
     slot = torch.arange(keys.shape[1] * page, device=k.device).view(-1, page, 1)
-    return bounds(keys, slot >= k.shape[1], (k.shape[1] - slot[:, 0]).clamp(max=page), reach)
+    empty, count = slot >= k.shape[1], (k.shape[1] - slot[:, 0]).clamp(max=page)
+    pages = max(1, BLOCK // page)  # at once: `bounds` copies the keys four times
+    parts = zip(keys.split(pages, dim=1), empty.split(pages), count.split(pages), strict=True)
+    return torch.cat([bounds(*part, reach) for part in parts], dim=1)
 
 
-def bounds(keys: Tensor, empty: Tensor, count: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+def bounds(keys: Tensor, empty: Tensor, count: Tensor, reach: float) -> Tensor:
     """The minimum and maximum of each channel of pages, at the share `reach` of their way from the page's mean key.
 
-    keys [...,page,D], of which `count` [...,1] are not empty [...,page,1] -> two of [...,D]
+    keys [...,page,D], of which `count` [...,1] are not empty [...,page,1] -> [...,2,D]. One expression computes both,
+    so that one kernel does: a minimum is the negative of the negatives' maximum.
     """
-    low, high = keys.masked_fill(empty, torch.inf).amin(-2), keys.masked_fill(empty, -torch.inf).amax(-2)
+    sign = torch.arange(-1, 2, 2, device=keys.device, dtype=keys.dtype)[:, None]  # [2,1]
+    extremes = sign * (sign * keys[..., None, :]).masked_fill(empty[..., None], -torch.inf).amax(-3)
     if reach == 1:
-        return low, high
-    rest = keys.masked_fill(empty, 0).sum(-2, dtype=torch.float32) * ((1 - reach) / count)
-    return tuple((reach * x.float() + rest).to(x.dtype) for x in (low, high))
+        return extremes
+    both = keys[..., None, :].expand(*keys.shape[:-1], 2, -1)
+    rest = both.masked_fill(empty[..., None], 0).sum(-3, dtype=torch.float32) * ((1 - reach) / count[..., None])
+    return (reach * extremes.float() + rest).to(keys.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
