@@ -32,7 +32,7 @@ ROUNDS = 16  # of balancing
 PART = 0.25  # of the root mean square: the least standard deviation
 STD, MOST = 1e3, math.exp(8)  # bounds of a standard deviation and of a scale, or of 1 divided by them
 UNREAD = 2  # newest tokens of a row in a step, of which the host may not know before it
-LANES = 8  # adjacent words, as many as a CPU's register holds
+LANES = 16  # adjacent words, as many as the widest register of a CPU holds
 TERMS = 4  # products that are added up at once: Inductor stores a sum of more
 
 
@@ -76,7 +76,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes [...,R,N], of which a step sums over R, into words [...,N/8,R bits/32,8].
+    """Packs codes [...,R,N], of which a step sums over R, into words [...,N/16,R bits/32,16].
 
     Code j of word i is that of row j R bits/32 + i. The words are 32 bits, held as fp32: see `products`.
     """
@@ -105,7 +105,7 @@ def products(rows: Tensor, words: Tensor, bits: int) -> list[Tensor]:
         parts = (slice(first, first + n) for first, n in step_slices(words, bits, 1, words.shape[1]))
         return torch.cat([rows[:, part] @ unpack(words[:, part], bits).float() for part in parts], dim=1).unbind(-2)
     if words.device.type == "cuda":  # sums of so many terms would be stored in parts
-        codes = codes_of(words, bits)  # [...,N/8,32/bits,R bits/32,8]
+        codes = codes_of(words, bits)  # [...,N/16,32/bits,R bits/32,16]
         factors = rows.unflatten(-1, codes.shape[-3:-1])[..., None, :, :, None]  # [...,G,1,32/bits,R bits/32,1]
         return [(factor * codes).sum((-3, -2)).flatten(-2) for factor in factors.unbind(-5)]
     words, sums = words.view(torch.int32), []
@@ -129,10 +129,9 @@ class Tiles(Buffers):
         super().__init__(shape)
         self.groups, self.group, d = groups, group, shape.head_dim
         self.sides = {"k": (d, group, bits[0]), "v": (group, d, bits[1])}
+        if d % LANES or group % LANES:
+            raise ValueError(f"kvarn: a tile of {group} tokens and a head of {d} channels must be multiples of {LANES}")
         for name, (r, n, b) in self.sides.items():
-            if r * b % 32 or n % LANES:
-                what = f"kvarn in {bits[0]} and {bits[1]} bits: a tile of {group} tokens and a head of {d} channels"
-                raise ValueError(f"{what} must be multiples of {max(LANES, 32 // min(bits))}")
             size = groups and groups + 1, shape.n_kv_head  # one tile past the end: inductor.covering
             self.allocate(name, *size, n // LANES, r * b // 32, LANES, dtype=torch.float32)
             for part, count in (("scale", r), ("zero", r), ("norm", n)):

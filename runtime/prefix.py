@@ -22,7 +22,7 @@ from runtime.device import replacing
 from runtime.plan import check_length, plan_of
 from text.files import parse_json
 
-FORMAT = "kv-fast prompt 10"
+FORMAT = "kv-fast prompt 11"
 
 
 @dataclass(frozen=True)
