@@ -10,6 +10,7 @@ import torch
 from conftest import write_random
 from references.kvarn import SlowKVarN
 from runs import LAYERS, D, Run, generations, make_shape, prefill_both, tokens, with_heads
+from torch._inductor.utils import run_and_get_cpp_code
 from torch.nn.functional import normalize
 
 import kv
@@ -167,6 +168,14 @@ def test_a_plan_too_short_for_a_tile_takes_what_the_full_cache_takes(name, optio
 def test_a_tile_that_words_do_not_divide_is_refused():
     with pytest.raises(ValueError, match=f"a tile of 24 tokens and a head of {D} channels must be multiples of 16"):
         kv.build("kvarn", make_shape(), None, {"tile": 24})
+
+
+def test_a_compiled_loop_over_tiles_runs_in_threads_not_each_of_its_sums():
+    """Inductor starts threads for every sum of a row that is shorter than this CPU's vectors."""
+    tiles = torch.randint(16, (1, 64, 2, 64, 128))
+    _, code = run_and_get_cpp_code(torch.compile(kvarn.products), torch.ones(1, 64, 2, 3, 64), kvarn.pack(tiles, 4), 4)
+    kernel = code[code.index('extern "C"') :]
+    assert "#pragma omp parallel" not in kernel[kernel.index("for(") :]
 
 
 @pytest.mark.parametrize("v", (torch.zeros(1, 2, 90, D), torch.full((1, 2, 90, D), torch.nan)))
