@@ -6,8 +6,8 @@ Prints a Markdown table for each length, one line per method and budget, with th
 - answers, blind: eval.py's questions, the mean over tasks in percent, of first / later ones; without and with --blind;
   with --fork, of all.
 - next line: eval.py's code_line, how many lines are right, and the mean similarity, in percent.
-- KV, host, read a step: a row's cache on the device and on the host, and what a step reads of both: those of the
-  questions or, where none were asked, bench's. Fidelity may be measured in another dtype.
+- KV, host, read a step: a row's cache on the device and on the host, and what a step reads of both: bench's or, where
+  it timed nothing, those of the questions, whose dtype may differ.
 - ms/token: bench's. A context belongs to the next length that eval.py measured: a length counts the answer too.
 
 --plot draws KL, or answers where no KL was measured, over the bytes read and over the bytes kept. --results writes
@@ -96,7 +96,7 @@ def join(files: list[dict]) -> dict[int, Results]:
             continue
         if "ms" in own:
             raise ValueError(f"{' '.join(map(str, method_of(row)))} was timed more than once")
-        own |= ({} if "kv" in own else megabytes(row)) | {"ms": row["ms_per_token"]}
+        own |= megabytes(row) | {"ms": row["ms_per_token"]}
     return results
 
 
