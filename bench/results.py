@@ -1,8 +1,8 @@
 """Writes the results in docs/results/*.json into the tables of the documents: python -m bench.results
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; `<!-- table NAME: ROW, ROW -->` selects rows by their
-first cell. NAME.json holds `machine`, `date`, `command`, optionally `note` and `predicted`, the `columns` as a map from
-a title to the format of its numbers, and the `rows`. An empty cell is null; a text is written as it is.
+first cell. NAME.json holds `machine`, `date`, `command`, optionally `note`, the `columns` as a map from a title to the
+format of its numbers, and the `rows`. An empty cell is null; a text is written as it is.
 """
 
 import json
@@ -30,9 +30,8 @@ def table(name: str, wanted: str | None = None) -> str:
     columns, rows = result["columns"], result["rows"]
     if wanted is not None:
         rows = [{row[0]: row for row in rows}[key] for key in wanted.split(", ")]
-    said = "**Predicted, not measured.** " if result.get("predicted") else ""
     where = ", ".join(filter(None, (result["machine"], result["date"])))
-    said += f"{where}: `{result['command']}`" if result["command"] else where
+    said = f"{where}: `{result['command']}`" if result["command"] else where
     note = f" {result['note']}" if result.get("note") else ""
     return f"{said}.{note}\n\n{markdown(columns, rows)}\n"
 
