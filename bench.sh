@@ -2,12 +2,10 @@
 # bash bench.sh [ARGUMENTS]: runs python -m bench; the defaults suit this machine.
 # bash bench.sh paper: the settings of the methods' papers, beside their figures.
 # bash bench.sh gpu: tests and measures a GPU, the most telling first; see bench/gpu.py.
-# bash bench.sh real [FOLDER]: answers, divergence, bytes and speed of every method on SmolLM2-135M-Instruct (make
-# checkpoints/smollm2), a night on two cores. A run that was stopped resumes its answers and begins its timings anew. It
-# writes what bench.compare makes of them.
 # bash bench.sh bits [FOLDER [CHECKPOINT ...]]: divergence, answers and bytes of everything that stores 8, 4 or 2 bits.
-# bash bench.sh long CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: facts and next lines in long source code, divergence, bytes
-# and speed, for a model of 0.5 billion parameters a night on two cores; resumes as `real` does.
+# bash bench.sh long CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: calibrates a model, then measures facts and next lines in long
+# source code, divergence, bytes and speed: for half a billion parameters a night on two cores. A run that was stopped
+# resumes its answers and begins its timings anew. It writes what bench.compare makes of them.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -15,40 +13,6 @@ if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null
 fi
 make --quiet .venv/requirements
 [ "${1-}" != gpu ] || exec .venv/bin/python -m bench.gpu "${@:2}"
-if [ "${1-}" = real ]; then
-  out=${2:-real} model=checkpoints/smollm2
-  mkdir -p "$out"
-  make --quiet "$model"
-  profile="$model/kv_profile.json"
-  [ -e "$profile" ] || .venv/bin/python calibrate.py --checkpoint "$model" --text tasks/haystack.txt --length 8000
-  methods=full,exact_topk,streaming,rocketkv,hybrid,snapkv,snapkv++,pyramidkv,quest
-  methods+=,sparq,duo,simlayer:recent=64,h2o,roco,cam,d2o,omnikv,infllm:block=32,tailorkv,pqcache,kivi,full:bits=4
-  methods+=,brute_offload,keynorm,keydiff,lagkv,expected,rkv,tova
-  every=(--kv "$methods" --budget 128,512,1024)
-  cat model.py engine.py kv/*.py > "$out/code.txt"
-  ask() { # NAME LENGTH FLAGS
-    .venv/bin/python eval.py --checkpoint "$model" --compile "${every[@]}" --length "$2" "${@:3}" --json "$out/$1_$2.json"
-  }
-  fidelity() { # LENGTH, samples of each text
-    ask fidelity "$1" --dtype float32 --tasks fidelity --text "tasks/haystack.txt,$out/code.txt,tasks/dialogue.txt" \
-      --forced 256 --samples "$2" --batch 9
-  }
-  questions() { # NAME LENGTH FLAGS
-    ask "$1" "$2" --tasks niah_single_1,niah_single_2,niah_multikey_1 --samples 10 --chat --stepwise --batch 10 "${@:3}"
-  }
-  fidelity 4096 3
-  fidelity 8000 2 # the dialogue has 21,000 tokens
-  if [ ! -e "$out/speed.json" ]; then # renamed when it is whole: bench writes it after each context
-    .venv/bin/python -m bench --shape "$model/config.json" --context 4096,8000 --no-prefill "${every[@]}" \
-      --json "$out/speed.part"
-    mv "$out/speed.part" "$out/speed.json"
-  fi
-  questions answers 4096 --questions 2
-  questions answers 2048 --budget 512
-  questions blind 4096 --budget 512 --blind --kv full,rocketkv,snapkv,snapkv++,pyramidkv
-  exec .venv/bin/python -m bench.compare "$out"/{fidelity,answers,blind}_*.json "$out/speed.json" \
-    --results "$out/real.json" --command "bash bench.sh real" --plot "$out/real.png"
-fi
 if [ "${1-}" = bits ]; then
   out=${2:-bits}
   mkdir -p "$out"
@@ -74,10 +38,14 @@ fi
 if [ "${1-}" = long ]; then
   model=${2:?the folder of a checkpoint} out=${3:-long} lengths=${4:-8000,16000,30000} name=$(basename "$2")
   methods=full,full:bits=8,full:bits=4,streaming,rocketkv,rocketkv:bits=4,hybrid,snapkv,snapkv++,pyramidkv,quest,sparq
-  methods=${5:-$methods,duo,omnikv,infllm:block=32,tailorkv,pqcache,kivi,expected,keydiff,lagkv,simlayer:recent=64}
+  methods+=,duo,omnikv,infllm:block=32,tailorkv,pqcache,kivi,expected,keydiff,lagkv,simlayer:recent=64,h2o,tova
+  methods=${5:-$methods}
   mkdir -p "$out"
   library=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
-  cat "$library"/{email,http,json,logging,unittest}/*.py > "$out/code.txt"
+  cat "$library"/{email,http,json,logging,unittest}/*.py > "$out/code.txt" # code_facts and code_line take single modules
+  cat "$library"/{asyncio,multiprocessing,concurrent/futures,xml/dom,ctypes}/*.py > "$out/calibration.txt"
+  [ -e "$model/kv_profile.json" ] ||
+    .venv/bin/python calibrate.py --checkpoint "$model" --text "$out/calibration.txt" --length 8000
   for length in ${lengths//,/ }; do
     large=$((length > 20000 ? 2048 : 1024))
     ask() { # NAME FLAGS
@@ -88,7 +56,7 @@ if [ "${1-}" = long ]; then
     ask forked --tasks code_facts --samples 2 --questions 12 --fork
     ask lines --tasks code_line --samples 12
     ask fidelity --tasks fidelity --text "$out/code.txt" --samples 2
-    if [ ! -e "$out/$name-$length-speed.json" ]; then # renamed when it is whole, as above
+    if [ ! -e "$out/$name-$length-speed.json" ]; then # renamed when it is whole: bench writes it after each context
       .venv/bin/python -m bench --shape "$model/config.json" --context $((length - 128)) --no-prefill --kv "$methods" \
         --budget "512,$large" --json "$out/speed.part"
       mv "$out/speed.part" "$out/$name-$length-speed.json"

@@ -12,8 +12,7 @@ Prints a Markdown table for each length, one line per method and budget, with th
 
 --plot draws KL, or answers where no KL was measured, over the bytes read and over the bytes kept. --results writes
 NAME.json for bench.results, or NAME_LENGTH.json for each of several lengths. Results of several checkpoints become one
-table and one plot: KL, answers, and the bytes kept. `bash bench.sh real`, `bits` and `long` make the files and call
-this.
+table and one plot: KL, answers, and the bytes kept. `bash bench.sh long` and `bits` make the files and call this.
 """
 
 import runtime.startup  # noqa: F401
