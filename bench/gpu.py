@@ -1,7 +1,7 @@
 """Tests and measures a GPU: bash bench.sh gpu [--out DIR] [--from STEP] [--device cpu]
 
 Runs steps of at most 8 minutes, the most telling first, each in processes of its own with a time limit. Their output is
-kept in DIR/STEP.log. When a step ends, its measurements are appended to DIR/report.jsonl, and in readable form to
+kept in DIR/STEP.log, STEP1.log, ... When a step ends, its measurements are appended to DIR/report.jsonl, in readable form to
 DIR/report.md. A step that fails stops no other. With `--device cpu` the steps use small shapes, which tests the steps.
 """
 
@@ -110,11 +110,13 @@ def perform(step: Step, out: Path) -> dict:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/kv-fast-gpu-inductor"
     env = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache} | step.env
-    begin, log, codes = time.monotonic(), out / f"{step.name}.log", []
-    with open(log, "wb") as file:
-        how = {"cwd": out, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-        here = [[str(ROOT / a) if a.startswith(("needle/", "tests/")) else a for a in c] for c in step.commands]
-        processes = [subprocess.Popen([sys.executable, *command], **how) for command in here]
+    begin, codes, processes, logs = time.monotonic(), [], [], []
+    how = {"cwd": out, "env": env, "stderr": subprocess.STDOUT, "start_new_session": True}
+    for number, command in enumerate(step.commands):  # a log each, or lines would run into each other
+        logs.append(out / f"{step.name}{number or ''}.log")
+        here = [str(ROOT / a) if a.startswith(("needle/", "tests/")) else a for a in command]
+        with open(logs[-1], "wb") as file:
+            processes.append(subprocess.Popen([sys.executable, *here], stdout=file, **how))
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
@@ -129,7 +131,7 @@ def perform(step: Step, out: Path) -> dict:
     line |= {"seconds": round(time.monotonic() - begin, 1), "commands": [" ".join(c) for c in step.commands]}
     if (result := out / f"{step.name}.json").exists() and codes == [0]:
         line["result"] = json.loads(result.read_text())
-    said = log.read_text(errors="replace").splitlines()
+    said = [text for log in logs for text in log.read_text(errors="replace").splitlines()]
     if methods := [json.loads(text) for text in said if text.startswith('{"kv"')]:
         line["methods"] = methods
     return line | {"tail": said[-60:]}
