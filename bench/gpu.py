@@ -1,7 +1,7 @@
 """Tests and measures a GPU: bash bench.sh gpu [--out DIR] [--from STEP] [--device cpu]
 
 Runs steps of at most 8 minutes, the most telling first, each in processes of its own with a time limit. Their output
-is kept in DIR/STEP.log, STEP1.log and so on. When a step ends, its measurements are appended to DIR/report.jsonl and, in
+is kept in DIR/STEP.log, STEP1.log, ... When a step ends, its measurements are appended to DIR/report.jsonl and, in
 readable form, to DIR/report.md. A step that fails stops no other. With `--device cpu` the steps use small shapes.
 """
 
