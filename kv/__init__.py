@@ -1,4 +1,4 @@
-"""The registry of KV methods: a new method is one file, its import and its line in METHODS."""
+"""The KV methods: a new one is a file and its name in the first import below."""
 
 import sys
 from bisect import bisect_left
@@ -36,41 +36,9 @@ from kv import (
     tova,
 )
 from kv.base import KV
-from kv.method import Method, Shape, Share, convert, of_share
+from kv.method import METHODS, Method, Shape, Share, convert, of_share
 from kv.parts.offload import Pool
 from kv.parts.speculation import speculative
-
-METHODS: dict[str, type[Method]] = {
-    "full": full.FullMethod,
-    "streaming": streaming.StreamingMethod,
-    "rocketkv": rocketkv.RocketKVMethod,
-    "hybrid": rocketkv.HybridMethod,
-    "snapkv": snapkv.SnapKVMethod,
-    "snapkv++": snapkv.SnapKVPlusMethod,
-    "pyramidkv": snapkv.PyramidKVMethod,
-    "keynorm": keynorm.KeyNormMethod,
-    "keydiff": keydiff.KeyDiffMethod,
-    "lagkv": lagkv.LagKVMethod,
-    "expected": expected.ExpectedMethod,
-    "rkv": rkv.RKVMethod,
-    "tova": tova.TOVAMethod,
-    "exact_topk": exact_topk.ExactTopKMethod,
-    "quest": quest.QuestMethod,
-    "sparq": sparq.SparQMethod,
-    "omnikv": omnikv.OmniKVMethod,
-    "infllm": infllm.InfLLMMethod,
-    "brute_offload": brute_offload.BruteOffloadMethod,
-    "d2o": d2o.D2OMethod,
-    "h2o": h2o.H2OMethod,
-    "roco": h2o.RoCoMethod,
-    "cam": h2o.CaMMethod,
-    "kivi": kivi.KIVIMethod,
-    "kvarn": kvarn.KVarNMethod,
-    "tailorkv": tailorkv.TailorKVMethod,
-    "pqcache": pqcache.PQCacheMethod,
-    "simlayer": simlayer.SimLayerMethod,
-    "duo": duo.DuoMethod,
-}
 
 
 class BudgetTooSmall(ValueError):
@@ -173,6 +141,7 @@ def describe(name: str) -> str:
     method = _method(name)
     takes = "none" if not method.budgeted else "--budget, in tokens per KV head or as a share of the prompt"
     lines = [sys.modules[method.__module__].__doc__.strip(), "", f"budget: {takes}"]
+    lines[2:2] = [f"paper: {method.paper}"] if method.paper else []
     if drafts(name):
         lines.append("--speculate N: drafts for the full cache, and shares its memory if the draft keeps every token")
     for x in fields(method):

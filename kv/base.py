@@ -29,7 +29,8 @@ The laws, for every registered method: tests/test_contract.py (13: test_speculat
 4. The contents of slots that hold no token change no output.
 5. No output depends on a later token.
 6. After `reset`, a row behaves like a row of a fresh cache, even if it held NaN.
-7. The bytes reported are the buffers' and pools', at most the paper's formula plus what tests/paper_bytes.py names.
+7. The bytes reported are the buffers' and pools'. At the size of Llama-3.1-8B and 32,768 tokens they are at most a
+   sixteenth more than `Method.paper_bytes`.
 8. A decode step allocates nothing that outlives it and moves no buffer.
 9. Every step attends to the `recent` newest tokens; generation stays within the allocation, for `endless` methods too.
 10. An inactive row's state does not change, whatever token it is fed.

@@ -80,11 +80,17 @@ class Loaded(Parts):
 
 @dataclass(frozen=True)
 class BruteOffloadMethod(Method):
+    name = "brute_offload"
+    paper = "https://openreview.net/forum?id=ulCAPXYXfa"
     help = "every token; most layers' K and V loaded from the host at every step"
     budgeted = False
     layers: int | None = option(None, "how many of the last layers are on the host; auto: 20 of 32", min=1)
     ahead: int = option(4, "how many layers before its use a load starts", min=1)
     threads: int = option(4, "host threads that load", min=1, max=256)
+
+    def paper_bytes(self, shape: Shape, budget: None) -> int:
+        """The full cache, and the buffers where prompts arrive: those of `ahead` layers, and of the one that reads."""
+        return shape.full_bytes() + (self.ahead + 1) * shape.max_prompt * shape.slot_bytes
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)

@@ -206,6 +206,8 @@ class D2O(H2O):
 
 @dataclass(frozen=True)
 class D2OMethod(Method):
+    name = "d2o"
+    paper = "https://arxiv.org/abs/2406.13035"
     help = "h2o with a budget per layer, and merging of evicted tokens"
     sinks: int = SINKS
     beta: float = option(0.7, "weight of the newest similarity in the moving average", min=0, max=1)
@@ -256,6 +258,11 @@ class D2OMethod(Method):
 
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         return {"fewest slots": self.minimum(shape)} if self.full_layers and shape.share else {}
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """The budget in the layers that it counts, every token in the others."""
+        counted = shape.n_layer - len(set(self.uncounted or []))
+        return (counted * budget + (shape.n_layer - counted) * shape.planned) * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)

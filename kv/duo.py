@@ -86,6 +86,8 @@ class Duo(KV):
 
 @dataclass(frozen=True)
 class DuoMethod(Method):
+    name = "duo"
+    paper = "https://arxiv.org/abs/2410.10819"
     help = "everything in some heads, streaming in the others"
     fewest = 2
     heads: str | None = option(None, "file of head_scores: JSON, or DuoAttention's TSV")
@@ -124,6 +126,14 @@ class DuoMethod(Method):
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         sizes = dict(zip(("retrieval heads", "sinks", "recent"), self.plan(shape, budget), strict=True))
         return sizes if shape.share or sizes["retrieval heads"] else {}
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """Every token in this rank's retrieval heads; in others the recent ones and the sinks, whose keys are twice."""
+        count, sinks, recent = self.plan(shape, budget)
+        count = sum(map(sum, self.choose(shape, count)))
+        rest = shape.n_layer * shape.n_kv_head - count
+        units = count * shape.planned + rest * (min(sinks + recent, shape.planned) + sinks // 2)
+        return shape.batch * units * shape.unit_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         count, sinks, recent = self.plan(shape, budget)

@@ -41,8 +41,12 @@ class ExactTopK(Full):
 
 @dataclass(frozen=True)
 class ExactTopKMethod(Method):
+    name = "exact_topk"
     help = "the best tokens by exact scores: an oracle"
     shared: bool = option(False, "a group's query heads attend to the same tokens")
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        return shape.full_bytes()
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         return [ExactTopK(shape, budget, self.shared) for _ in range(shape.n_layer)]

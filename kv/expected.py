@@ -46,6 +46,8 @@ class Expected(Scored):
 
 @dataclass(frozen=True)
 class ExpectedMethod(ScoredMethod):
+    name = "expected"
+    paper = "https://arxiv.org/abs/2510.00636"
     help = "what queries to come are expected to attend to"
     layer = Expected
     window: int = option(0, "newest prompt tokens that are always kept", min=0)

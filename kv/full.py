@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held
-from kv.kvarn import TILE, KVarN
+from kv.kvarn import TILE, KVarN, KVarNMethod
 from kv.method import Method, Shape
 from kv.parts import attention, inductor, ops
 from kv.parts.quant import BITS, Bits
@@ -91,9 +91,17 @@ def full_layers(shape: Shape, bits: int = 16) -> list[KV]:
 
 @dataclass(frozen=True)
 class FullMethod(Method):
+    name = "full"
     help = "every token's K and V; quantized with --kv-bits"
     budgeted, windowed = False, True
+    lossless = {"bits": 16}
     bits: Bits = BITS
+
+    def paper_bytes(self, shape: Shape, budget: None) -> int:
+        """Every token, or as many as the sliding window."""
+        if self.bits < 16:
+            return KVarNMethod(self.bits, self.bits).paper_bytes(shape, None)
+        return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         return full_layers(shape, self.bits)

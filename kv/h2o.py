@@ -144,6 +144,8 @@ class CaM(H2O):
 
 @dataclass(frozen=True)
 class H2OMethod(Method):
+    name = "h2o"
+    paper = "https://arxiv.org/abs/2306.14048"
     help = "recent tokens, and those that received the most attention"
     fewest = 2
 
@@ -153,6 +155,8 @@ class H2OMethod(Method):
 
 @dataclass(frozen=True)
 class RoCoMethod(Method):
+    name = "roco"
+    paper = "https://arxiv.org/abs/2402.06262"
     help = "h2o by the mean and the deviation of the attention"
     sinks: int = SINKS
 
@@ -166,6 +170,8 @@ class RoCoMethod(Method):
 
 @dataclass(frozen=True)
 class CaMMethod(H2OMethod):
+    name = "cam"
+    paper = "https://openreview.net/forum?id=LCTmppB165"
     help = "h2o that spreads evicted values over kept ones"
     spread: int = option(32, "kept tokens among which an evicted value is divided", min=1)
 

@@ -118,6 +118,8 @@ class InfLLM(Fetched):
 
 @dataclass(frozen=True)
 class InfLLMMethod(offload.OffloadMethod):
+    name = "infllm"
+    paper = "https://arxiv.org/abs/2402.04617"
     help = "blocks by representative keys; --offload"
     block: int = option(128, "tokens per block", min=1)
     reps: int = option(4, "tokens that represent a block", min=1)
@@ -145,6 +147,11 @@ class InfLLMMethod(offload.OffloadMethod):
     def most(self, shape: Shape) -> int:
         """Beyond what covers every token, the sinks and the local tokens still grow, up to a budget of 1,024."""
         return shape.planned + 1024
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """The full cache, and one fp32 vector per block and KV head."""
+        _, blocks = self.blocks(shape, budget)
+        return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         count, _ = self.blocks(shape, budget)

@@ -21,6 +21,8 @@ class KeyDiff(Scored):
 
 @dataclass(frozen=True)
 class KeyDiffMethod(ScoredMethod):
+    name = "keydiff"
+    paper = "https://arxiv.org/abs/2504.15364"
     help = "the keys that differ most from the mean key"
     layer = KeyDiff
     window: int = option(0, "newest prompt tokens that are always kept", min=0)

@@ -9,5 +9,7 @@ class KeyNorm(Scored):
 
 
 class KeyNormMethod(ScoredMethod):
+    name = "keynorm"
+    paper = "https://arxiv.org/abs/2406.11430"
     help = "the shortest keys"
     layer = KeyNorm

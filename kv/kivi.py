@@ -17,7 +17,7 @@ from torch import Tensor
 from kv.base import KV, Held, Views
 from kv.method import Method, Shape, option
 from kv.parts import inductor, ops
-from kv.parts.quant import Packed
+from kv.parts.quant import Packed, channels
 
 GROUP, RECENT = 64, 128  # tokens
 
@@ -128,13 +128,26 @@ class Quantized(KV):
         return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
 
 
+def packed_bytes(shape: Shape, bits: int, group: int) -> int:
+    """One layer by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values if K and V share `group`."""
+    values = 2 * shape.head_dim * bits / 8 + 4 * shape.head_dim / group
+    unit = values + 4 * shape.head_dim / channels(shape.head_dim)
+    return int(shape.batch * shape.n_kv_head * shape.planned * unit)
+
+
 @dataclass(frozen=True)
 class KIVIMethod(Method):
+    name = "kivi"
+    paper = "https://arxiv.org/abs/2402.02750"
     help = "every token's K and V in 8, 4, 2 or 1 bits"
     budgeted = False
+    lossless = {"recent": 2**30}
     bits: Literal[1, 2, 4, 8] = option(4, "bits of a stored value")
     group: int = option(GROUP, "tokens that share a scale in each channel of K, a multiple of 8", min=8, max=1024)
     recent: int = option(RECENT, "newest tokens that are not quantized", min=0)
+
+    def paper_bytes(self, shape: Shape, budget: None) -> int:
+        return shape.n_layer * packed_bytes(shape, self.bits, self.group)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         return [Quantized(shape, self.bits, self.group, self.recent) for _ in range(shape.n_layer)]

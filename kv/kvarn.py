@@ -270,11 +270,19 @@ class KVarN(Quantized):
 
 @dataclass(frozen=True)
 class KVarNMethod(Method):
+    name = "kvarn"
+    paper = "https://arxiv.org/abs/2606.03458"
     help = "every token's K and V in 8, 4 or 2 bits, rotated and balanced"
     budgeted = False
+    lossless = {"tile": 1024}
     kbits: Literal[2, 4, 8] = option(4, "bits of a stored value of K")
     vbits: Literal[2, 4, 8] = option(4, "bits of a stored value of V")
     tile: int = option(TILE, "tokens that share a scale in each channel, a multiple of 16", min=16, max=1024)
+
+    def paper_bytes(self, shape: Shape, budget: None) -> int:
+        """bits / 8 bytes a channel; three 16-bit numbers for each token, and for each tile's channel."""
+        unit = shape.head_dim * (self.kbits + self.vbits) / 8 + 6 + 6 * shape.head_dim / self.tile
+        return int(shape.n_layer * shape.batch * shape.n_kv_head * shape.planned * unit)
 
     def build(self, shape: Shape, budget: None) -> list[KV]:
         bits = self.kbits, self.vbits

@@ -41,6 +41,8 @@ class LagKV(Scored):
 
 @dataclass(frozen=True)
 class LagKVMethod(ScoredMethod):
+    name = "lagkv"
+    paper = "https://arxiv.org/abs/2504.04704"
     help = "what stands out against the tokens that follow"
     layer = LagKV
     window: int = option(0, "newest prompt tokens that are always kept", min=0)

@@ -95,19 +95,40 @@ def option(default: object, help: str, min: float | None = None, max: float | No
     return field(default=default, metadata={"help": help, "min": min, "max": max})
 
 
+METHODS: dict[str, type["Method"]] = {}  # by name: those of the files that kv/__init__.py imports
+
+
 @dataclass(frozen=True)
 class Method(ABC):
-    """A method as the command line names it: its fields are its options, and `build` makes the layers' caches."""
+    """A method as the command line names it: its fields are its options, and `build` makes the layers' caches.
 
+    A subclass with a `name` of its own registers itself.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str | None] = None  # its address
     help: ClassVar[str]  # a line of --list-kv
     budgeted: ClassVar[bool] = True  # it takes a budget
     instead: ClassVar[str | None] = None  # an option that may replace the budget
     fewest: ClassVar[int] = 1  # `minimum`, where no option changes it
     windowed: ClassVar[bool] = False  # it honours the model's sliding window
+    lossless: ClassVar[dict[str, object]] = {}  # options that switch its lossy parts off, for law 1 (kv/base.py)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):
+            METHODS[cls.name] = cls
 
     @abstractmethod
     def build(self, shape: Shape, budget: int | None) -> list[nn.Module]:
         """A KV (kv/base.py) per layer, for a budget in tokens per KV head from `minimum` to `most`."""
+
+    def paper_bytes(self, shape: Shape, budget: int | None) -> int:
+        """Bytes of all layers and rows by the paper's formula, for law 7: by default, the budget in every layer.
+
+        What the method needs beyond that and is not small is part of it, and its docstring says so.
+        """
+        return shape.n_layer * budget * shape.slot_bytes
 
     def minimum(self, shape: Shape) -> int:
         """The smallest budget, in tokens per KV head."""

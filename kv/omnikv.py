@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Views
-from kv.full import Full, full_layer
+from kv.full import Full, FullMethod, full_layer
 from kv.method import Shape, of_share, option
 from kv.parts import attention, inductor, offload, ops, quant
 from kv.parts.buffers import Buffers
@@ -310,8 +310,11 @@ def segments_of(filters: list[int], n_layer: int) -> dict[int, list[int]]:
 
 @dataclass(frozen=True)
 class OmniKVMethod(offload.OffloadMethod):
+    name = "omnikv"
+    paper = "https://openreview.net/forum?id=ulCAPXYXfa"
     help = "a few full layers choose what the others read; --offload"
     instead = "mem"
+    lossless = {"bits": 16, "prefill": None}
     filter_layers: list[int] | None = option(None, "layers that choose", min=0)
     selector: Literal["last", "uniform", "exp"] = option("last", "how the queries in the window are weighted")
     window: int = option(16, "queries in the window of uniform and exp", min=1)
@@ -320,6 +323,15 @@ class OmniKVMethod(offload.OffloadMethod):
     bits: quant.Bits = quant.BITS
     prefill: float | None = option(None, "r: sparse layers prefill with r x chunk chosen tokens; auto: all", min=0)
     chunk: int = option(4096, "tokens per chunk of `prefill`", min=1)
+
+    def paper_bytes(self, shape: Shape, budget: int | None) -> int:
+        """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""
+        plan = Plan.of(shape, budget, self)
+        sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
+        layer = shape.max_prompt * 2 * quant.stored_bytes(shape, self.bits) + shape.max_new_tokens * shape.unit_bytes
+        layers = shape.batch * shape.n_kv_head * sparse * (layer + self.offload * plan.k * shape.unit_bytes)
+        others = (shape.n_layer - sparse - filters) * FullMethod(self.bits).paper_bytes(shape, None)
+        return layers + (filters * shape.full_bytes() + others) // shape.n_layer
 
     def build(self, shape: Shape, budget: int | None) -> list[KV]:
         plan, shape = Plan.of(shape, budget, self), replace(shape, share=None)

@@ -130,11 +130,19 @@ def cluster(x: Tensor, count: int, rounds: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PQCacheMethod(FetchMethod):
+    name = "pqcache"
+    paper = "https://arxiv.org/abs/2407.12820"
     help = "tokens from the host, by codes of their keys"
     newest, any_token = 1, True
     partitions: int = option(2, "equal parts of a key", min=1)
     codebits: int = option(6, "bits per code, n: 2^n centroids per part", min=1, max=8)
     rounds: int = option(8, "rounds of k-means; 1 for prompts beyond 64K tokens", min=0)
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """K and V of the prompt, one byte per part and token, and the centroids in fp32."""
+        codes = self.partitions * shape.planned + 4 * 2**self.codebits * shape.head_dim
+        heads = shape.n_layer * shape.batch * shape.n_kv_head
+        return heads * (shape.max_prompt * shape.unit_bytes + codes)
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         staged = self.staged_tokens(shape, budget)

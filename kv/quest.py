@@ -73,6 +73,8 @@ class Quest(Full):
 
 @dataclass(frozen=True)
 class QuestMethod(Method):
+    name = "quest"
+    paper = "https://arxiv.org/abs/2406.10774"
     help = "the pages with the highest bounds on their scores"
     page: int | None = option(16, "tokens per page; auto: half of the budget is for the bounds", min=1)
     reach: float = option(0.75, ops.REACH, min=0, max=1)
@@ -99,6 +101,11 @@ class QuestMethod(Method):
 
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         return {} if self.page or shape.share else {"page": self.page_of(shape, budget)}
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """The full cache, and a unit for each page."""
+        pages = -(-shape.planned // self.page_of(shape, budget))
+        return shape.full_bytes() + max(0, shape.n_layer - self.skip_layers) * pages * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         if budget >= shape.planned:

@@ -53,6 +53,8 @@ def redundancy(k: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RKVMethod(ScoredMethod):
+    name = "rkv"
+    paper = "https://arxiv.org/abs/2505.24133"
     help = "what is attended to and unlike the other tokens"
     layer = RKV
     window: int = option(8, "last queries of the prompt, whose tokens are always kept", min=1)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.full import full_layer, full_layers
+from kv.full import FullMethod, full_layer, full_layers
 from kv.method import HALF, Method, Shape, option
 from kv.parts import attention, inductor, ops, quant
 from kv.parts.offload import Pool
@@ -257,8 +257,11 @@ class MultiTurn(RocketKV):
 
 @dataclass(frozen=True)
 class HybridMethod(Method):
+    name = "hybrid"
+    paper = "https://arxiv.org/abs/2502.14051"
     help = "rocketkv's page selection alone"
     fewest = 8
+    lossless = {"bits": 16}
     split: ClassVar[str | None] = None  # no stage 1
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
@@ -283,6 +286,18 @@ class HybridMethod(Method):
     def works(self, shape: Shape, budget: int) -> bool:
         return self.divided(shape, budget).sizes()[0] <= 5
 
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """n1 + ceil(n1 / p) units per KV head, n1 + n1 / 2 if p is 1; with turns S more."""
+        full = FullMethod(self.bits).paper_bytes(shape, None)
+        if budget >= shape.planned:
+            return full
+        skip, split = self.skipped(shape), self.divided(shape, budget)
+        slots, (page, _) = split.slots(shape.max_prompt), split.sizes()
+        bounds = (1 if page == 1 else 2) * -(-slots // page) * shape.unit_bytes // 2
+        slots += shape.planned * getattr(self, "turns", False)
+        sparse = shape.batch * shape.n_kv_head * (2 * slots * quant.stored_bytes(shape, self.bits) + bounds)
+        return (shape.n_layer - skip) * sparse + skip * full // shape.n_layer
+
     def build(self, shape: Shape, budget: int) -> list[KV]:
         if budget >= shape.planned:
             return full_layers(shape, self.bits)
@@ -297,6 +312,8 @@ class HybridMethod(Method):
 
 @dataclass(frozen=True)
 class RocketKVMethod(HybridMethod, PoolingMethod):
+    name = "rocketkv"
+    paper = "https://arxiv.org/abs/2502.14051"
     help = "evicts at the prompt, then selects pages at every step"
     split: Literal["adaptive", "even"] = option(
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"

@@ -140,7 +140,10 @@ class SimLayer(KV):
 
 @dataclass(frozen=True)
 class SimLayerMethod(Method):
+    name = "simlayer"
+    paper = "https://arxiv.org/abs/2410.13846"
     help = "everything in some layers, chosen for each prompt; streaming in the others"
+    lossless = {"threshold": 1.0}
     threshold: float | None = option(
         None, "attention above which a layer is lazy; 1: none is; auto: by model", min=0, max=1
     )
@@ -159,6 +162,10 @@ class SimLayerMethod(Method):
 
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         return dict(zip(("full layers", "window"), self.plan(shape, budget), strict=True))
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        large, window = self.plan(shape, budget)
+        return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         regions = Regions(shape, *self.plan(shape, budget), self)

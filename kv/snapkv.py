@@ -111,6 +111,10 @@ class SnapKVBase(HeadBudgets, WindowMethod):
     def most(self, shape: Shape) -> int:
         return shape.planned + self.deduct * shape.max_new_tokens
 
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """The budget, and every generated token, in each head that keeps its own."""
+        return super().paper_bytes(shape, budget + (self.copies(shape) - 1) * shape.max_new_tokens)
+
     def sizes(self, shape: Shape, budget: int, prompt: int) -> tuple[int, int]:
         kept = (shape.row_budget(budget, prompt) - self.deduct * shape.max_new_tokens) // self.copies(shape)
         return kept, min(self.window, kept // 2)
@@ -127,6 +131,8 @@ class SnapKVBase(HeadBudgets, WindowMethod):
 
 @dataclass(frozen=True)
 class SnapKVMethod(SnapKVBase):
+    name = "snapkv"
+    paper = "https://arxiv.org/abs/2404.14469"
     help = "what the prompt's last queries attend to"
     kernel: int = KERNEL
     gqa: bool = option(True, "the query heads of a group share their tokens; false: each keeps budget / G of its own")
@@ -154,14 +160,23 @@ class PoolingMethod(WindowMethod):
 
 @dataclass(frozen=True)
 class SnapKVPlusMethod(PoolingMethod, SnapKVBase):
+    name = "snapkv++"
+    paper = "https://arxiv.org/abs/2502.14051"
     help = "snapkv shared by the heads of a group, with wide pooling"
 
 
 @dataclass(frozen=True)
 class PyramidKVMethod(HeadBudgets, WindowMethod):
+    name = "pyramidkv"
+    paper = "https://arxiv.org/abs/2406.02069"
     help = "snapkv with more tokens in lower layers"
     kernel: int = KERNEL
     every: int = EVERY
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """The budget in layers that would have less, because of shorter prompts; and every generated token."""
+        sizes = pyramid_budgets(shape.n_layer, budget, self.window, shape.max_prompt)
+        return sum(max(size, budget) + shape.max_new_tokens for size in sizes) * shape.slot_bytes
 
     def sizes(self, shape: Shape, budget: int, layer: int, prompt: int) -> tuple[int, int]:
         budget = shape.row_budget(budget, prompt)

@@ -86,6 +86,8 @@ def channels_of(shape: Shape, budget: int) -> int:
 
 @dataclass(frozen=True)
 class SparQMethod(Method):
+    name = "sparq"
+    paper = "https://arxiv.org/abs/2312.04985"
     help = "the best tokens by the query's largest channels"
     fewest = 2
 
@@ -94,6 +96,10 @@ class SparQMethod(Method):
 
     def works(self, shape: Shape, budget: int) -> bool:
         return channels_of(shape, budget) >= min(4, shape.head_dim)
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """K twice."""
+        return shape.full_bytes() * 3 // 2
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         if budget >= shape.planned:

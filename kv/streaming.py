@@ -60,6 +60,8 @@ class Streaming(Full):
 
 @dataclass(frozen=True)
 class StreamingMethod(Method):
+    name = "streaming"
+    paper = "https://arxiv.org/abs/2309.17453"
     help = "sinks and a recent window"
     sinks: int = SINKS
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Views
-from kv.kivi import GROUP, Quantized
+from kv.kivi import GROUP, Quantized, packed_bytes
 from kv.method import Shape, option
 from kv.parts import inductor, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
@@ -103,7 +103,10 @@ class Tailored(FetchedTokens):
 
 @dataclass(frozen=True)
 class TailorKVMethod(FetchMethod):
+    name = "tailorkv"
+    paper = "https://arxiv.org/abs/2505.19586"
     help = "dense layers in two bits, tokens of the others from the host by predicted queries"
+    lossless = {"quant_layers": []}
     quant_layers: list[int] | None = option(None, "layers that are quantized", min=0)
     bits: Literal[1, 2, 4, 8] = option(2, "bits of a stored value in them; 1 can ruin a layer")
     group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
@@ -124,6 +127,15 @@ class TailorKVMethod(FetchMethod):
 
     def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
         return {} if self.channels else {"channels": self.fetched_channels(shape)}
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """Table 2, and K, V and K again on the host."""
+        dense = len(self.quantized_layers(shape))
+        sparse = shape.n_layer - dense
+        buffers = 2 * shape.batch * shape.n_kv_head * self.fetched_channels(shape) * shape.max_prompt
+        host = sparse * shape.max_prompt * shape.slot_bytes * 3 // 2
+        device = dense * packed_bytes(shape, self.bits, self.group) + buffers * shape.dtype.itemsize * (sparse > 0)
+        return device + host
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers: list[KV] = []

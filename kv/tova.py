@@ -19,6 +19,8 @@ class TOVA(Evicting):
 
 
 class TOVAMethod(Method):
+    name = "tova"
+    paper = "https://arxiv.org/abs/2401.06104"
     help = "what the newest query attends to"
     fewest = 2  # the smallest budget
 

@@ -73,7 +73,7 @@ def parser(about: str) -> argparse.ArgumentParser:
 def describe_methods(args: argparse.Namespace) -> bool:
     """Prints what --list-kv or --kv-help asks for; whether one of them was given."""
     if args.list_kv:
-        for name, method in methods.METHODS.items():
+        for name, method in sorted(methods.METHODS.items()):
             print(f"{name:14} {method.help}")
     elif args.kv_help is not None:
         print(methods.describe(args.kv_help))

@@ -18,6 +18,7 @@ import pytest
 import sentencepiece
 import torch
 
+from kv import Shape
 from model import Transformer
 from runtime.checkpoint import write_checkpoint
 from runtime.hf_config import from_hf
@@ -39,6 +40,11 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+
+
+def llama_8b(**plan) -> Shape:
+    """Llama-3.1-8B's, on the meta device: memory can be counted, and nothing is allocated."""
+    return Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), **plan, max_length=131072)
 
 
 def pytest_addoption(parser):

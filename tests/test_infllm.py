@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from paper_bytes import overhead
 from references.infllm import SlowInfLLM
 from runs import Run, compare, generations, make_shape, tokens, with_heads
 
@@ -112,12 +111,3 @@ def test_brute_offload_has_most_layers_on_the_host_and_buffers_for_those_in_flig
 def test_infllm_needs_room_for_a_block():
     with pytest.raises(ValueError, match="infllm needs a budget of at least 339"):
         kv.build("infllm", make_shape(new=1000), 300, {})
-
-
-def test_brute_offload_declares_its_memory_where_layers_share_buffers():
-    shape, options = make_shape(), {"ahead": 1}
-    layers = kv.build("brute_offload", shape, None, options)  # five on the host, and buffers for two
-    over = [overhead(layer) for layer in layers]
-    assert all(n >= 0 for named in over for n in named.values())
-    declared = sum(sum(named.values()) for named in over)
-    assert sum(kv.total_bytes(layers)) == shape.full_bytes() + declared

@@ -93,12 +93,3 @@ def test_a_step_reads_what_the_paper_says(case):
     assert [layers[-1].step_bytes(n) for n in (5, 40, 100, 125)] == [expected(n) for n in (5, 40, 100, 125)]
     for pool in kv.pools(layers):
         pool.close()
-
-
-def test_every_method_that_counts_its_own_bytes_is_here():
-    def below(kind: type) -> set[type]:
-        return {kind}.union(*map(below, kind.__subclasses__()))
-
-    own = {kind.__module__ for kind in below(kv.KV) - {kv.KV} if "step_bytes" in vars(kind)}
-    cases = {kv.METHODS[name].__module__ for name, *_ in CASES.values()}
-    assert own - {"kv.parts.fetched", "kv.parts.speculation"} <= cases

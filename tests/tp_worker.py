@@ -1,16 +1,13 @@
 """What each rank runs for test_tp.py: torchrun ... tests/tp_worker.py CASES RESULTS, both files of torch.save."""
 
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from paper_bytes import overhead, paper_bytes
 
-import kv
 from engine import Engine
 from runtime import parallel
 from terminal.cli import run as run_tool
@@ -33,15 +30,9 @@ def conversations(engine: Engine) -> list[list[int]]:
 
 
 def outcome(engine: Engine) -> dict:
-    """What an engine computes: logits, tokens, and the bytes of its caches."""
+    """What an engine computes: logits and tokens."""
     found = {"logits": [x.clone() for x in engine.logits(PROMPTS, FORCED)]}
-    found["tokens"] = conversations(engine)
-    method = kv.parse_options(engine.method, engine.options)
-    return found | {
-        "bytes": sum(kv.total_bytes(engine.layers)),
-        "paper": 0 if engine.speculate else paper_bytes(engine.method, method, engine.shape, engine.budget),
-        "overhead": sum(map(overhead, engine.layers), Counter()).total(),
-    }
+    return found | {"tokens": conversations(engine)}
 
 
 def run(case: dict, engines: dict[str, Engine]) -> dict:

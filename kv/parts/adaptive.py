@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kv.base import Held
-from kv.method import Method, option
+from kv.method import Method, Shape, option
 from kv.parts import attention, ops
 
 
@@ -96,6 +96,10 @@ class HeadBudgets(Method):
         "equal", "adaptive: the KV heads of a layer share its budget by their scores (Ada-KV)"
     )
     alpha: float = option(0.2, "with heads=adaptive, what each head has at least, of an equal budget", min=0, max=1)
+
+    def paper_bytes(self, shape: Shape, budget: int) -> int:
+        """The budget, and every generated token."""
+        return super().paper_bytes(shape, budget + shape.max_new_tokens)
 
     def layer_type(self, layer: type) -> type | partial:
         """`layer`, or one that stores the tokens of adaptive heads."""
