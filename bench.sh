@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # bash bench.sh [ARGUMENTS]: runs python -m bench; the defaults suit this machine.
-# bash bench.sh paper: the settings of the methods' papers, beside their figures.
 # bash bench.sh gpu: tests and measures a GPU, the most telling first; see bench/gpu.py.
 # bash bench.sh bits [FOLDER [CHECKPOINT ...]]: divergence, answers and bytes of everything that stores 8, 4 or 2 bits.
 # bash bench.sh long CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: calibrates a model, then measures facts and next lines in long
@@ -65,5 +64,4 @@ if [ "${1-}" = long ]; then
   exec .venv/bin/python -m bench.compare "$out/$name"-*.json --results "$out/$name.json" --plot "$out/$name.png" \
     --command "bash bench.sh long"
 fi
-[ "${1-}" != paper ] || set -- --paper "${@:2}"
 exec .venv/bin/python -m bench "$@"

@@ -24,17 +24,17 @@ from typing import TextIO
 import torch
 
 import kv as methods
-from bench import papers, peers, tables
+from bench import peers, tables
 from bench.contenders import SHAPES, Case, checked
 from bench.measure import generations, measure, read_bandwidth
 from bench.side_by_side import side_by_side
 from runtime import cpu, parallel
 from runtime.device import DTYPES, cap_memory, free_bytes, machine, pick_device, pick_dtype
 from runtime.linear import GROUPS, MODES
-from terminal.cli import Choice, Parser, check_output, choices, number, numbers, profile_lines, run, table, write_json
+from terminal.cli import Choice, Parser, check_output, choices, number, numbers, profile_lines, run, write_json
 from text.files import read_json
 
-ALONE = ("generate", "paper", "speculate", "baseline", "peer", "extend", "profile")  # not with --side-by-side
+ALONE = ("generate", "speculate", "baseline", "peer", "extend", "profile")  # not with --side-by-side
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="time a prompt too")
     p.add_argument("--baseline", choices=["naive"], help="the full cache with K and V repeated for every query head")
     p.add_argument("--peer", choices=peers.NEEDED, help="also time another engine's step, in the same shape and dtype")
-    p.add_argument("--paper", action="store_true", help="measure the settings of the papers, beside their figures")
     p.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--memory-cap", type=float, metavar="GB", help="behave as if the device had only this much memory")
@@ -86,9 +85,7 @@ def check(args: argparse.Namespace) -> None:
     for wrong, why in (
         (not 0 <= args.accept <= 1, f"--accept must lie between 0 and 1, not {args.accept}"),
         (args.memory_cap is not None and args.memory_cap <= 0, f"--memory-cap must be positive, not {args.memory_cap}"),
-        (args.speculate and args.paper, "--speculate times single rounds: leave out --paper"),
         (args.speculate and args.generate, "--speculate times single rounds: leave out --generate"),
-        (args.paper and args.generate, "--paper has settings of its own: leave out --generate"),
         (args.batch == "max" and args.generate is None, "--batch max needs --generate N"),
         (
             args.side_by_side and any(getattr(args, name) for name in ALONE),
@@ -99,8 +96,8 @@ def check(args: argparse.Namespace) -> None:
         (unknown, f"--quantize {', '.join(map(str, unknown))}: known are none, {', '.join(MODES)}"),
         (args.embeddings and not any(args.quantize), "--embeddings needs --quantize int8 or int4"),
         (
-            parallel.launched() and (args.peer or args.paper or args.generate),
-            "--peer, --paper and --generate need one process: start it with python, not torchrun",
+            parallel.launched() and (args.peer or args.generate),
+            "--peer and --generate need one process: start it with python, not torchrun",
         ),
     ):
         if wrong:
@@ -140,44 +137,41 @@ def main(argv: list[str] | None = None) -> None:
     about |= {"bandwidth_gbs": bandwidth / 1e9}
     out = sys.stderr if args.json == "-" else sys.stdout
     print(f"{about['machine']}, reads {bandwidth / 1e9:.0f} GB/s; {shape}", file=out)
-    result, lines = about | {"rows": []} | ({"generations": []} if args.paper else {}), []
+    result = about | {"rows": []}
     try:
-        wanted = papers.published(args, base, lines) if args.paper else asked(args, by_mode, contexts, batches, chosen)
-        for key, rows in wanted:
-            result[key] += rows
+        for rows in asked(args, by_mode, contexts, batches, chosen):
+            result["rows"] += rows
             if rows:
                 with open(args.results, "a") as file:
-                    file.write(json.dumps(about | {key: rows}) + "\n")
+                    file.write(json.dumps(about | {"rows": rows}) + "\n")
                 if args.json != "-":
                     write_json(args.json, result)
     finally:  # whatever was measured is shown
-        if lines:
-            print(table(lines), file=out)
         if result["rows"]:
             show(args, result["rows"], out)
         if args.json == "-":
             write_json(args.json, result)
-    if not result["rows"] and not args.paper:
+    if not result["rows"]:
         raise ValueError("nothing was measured: every method was left out")
 
 
 def asked(
     args: argparse.Namespace, by_mode: list[Case], contexts: list[int], batches: list[int] | None, chosen: list[Choice]
-) -> Iterator[tuple[str, list[dict]]]:
-    """Measures the cases that the command line names; yields a key of the JSON object and new rows for it."""
+) -> Iterator[list[dict]]:
+    """Measures the cases that the command line names, and yields rows of the JSON object."""
     if args.side_by_side:
         every = itertools.product(by_mode, contexts, batches)
         cases = [replace(case, context=context, batch=batch) for case, context, batch in every]
-        yield from (("rows", [row]) for row in side_by_side(args, cases, chosen))
+        yield from ([row] for row in side_by_side(args, cases, chosen))
         return
     for case, context in itertools.product(by_mode, contexts):
         case = replace(case, context=context)
         if args.generate:
             for row in generations(case, chosen, batches, args.generate, args.steps):
-                yield "rows", [row]
+                yield [row]
             continue
         for batch in batches:
-            yield "rows", measure(args, replace(case, batch=batch), chosen)
+            yield measure(args, replace(case, batch=batch), chosen)
             torch._dynamo.reset()
 
 

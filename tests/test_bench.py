@@ -13,8 +13,7 @@ from conftest import LLAMA
 
 import bench.__main__ as bench
 import kv
-from bench import acceptance, contenders, papers, tables
-from bench.papers import Published
+from bench import acceptance, contenders, tables
 from kv.full import Full
 from kv.parts.ranks import ALONE
 from kv.parts.scored import Scored
@@ -339,29 +338,6 @@ def test_a_generations_tokens_pay_for_the_room_that_rows_make(here, monkeypatch)
     assert row["ms_per_token"] == pytest.approx(1e3 * 2 * 3 / 8, rel=0.05)  # 2 rows, 3 layers
 
 
-def test_a_papers_setting_is_repeated_where_it_fits(here, monkeypatch, capsys):
-    monkeypatch.setitem(bench.SHAPES, "tiny", LLAMA)
-    figures = {"speedup": 3.0, "memory": 0.7}
-    steps = [
-        Published(Choice("streaming", 16, {}), "Small, Table 1", "H100", context, figures, "tiny")
-        for context in (96, 10**9)
-    ]
-    h2o = Choice("h2o", 16, {})
-    whole = Published(h2o, "Small, Table 2", "H100", 64, {"speedup": 2.0}, "tiny", new=32, memory=2 * 10**6)
-    monkeypatch.setattr(papers, "PUBLISHED", (*steps, whole))
-    found = result("--paper")
-    rows = found["rows"]
-    assert [r["kv"] for r in rows] == ["full", "streaming", "naive"]
-    out = capsys.readouterr().out
-    fits, _, too_large, _ = [line for line in out.splitlines() if "Small, Table 1" in line]
-    assert f"{rows[1]['speedup_vs_full']:.2f}" in fits and f"{rows[1]['speedup_vs_naive']:.2f}" in fits and "3" in fits
-    assert "needs" in too_large and "free" in too_large
-    (line,) = [line for line in out.splitlines() if "Small, Table 2" in line]
-    assert "64 + 32" in line and "max" in line and " 2 " in line and line.split()[-2] != "-"
-    full, h2o = found["generations"]
-    assert f"{h2o['tokens_per_s'] / full['tokens_per_s']:.2f}" in line and h2o["kv"] == "h2o"
-
-
 @pytest.mark.parametrize(
     "args, words",
     [
@@ -415,7 +391,7 @@ def test_bench_sh_passes_its_arguments_on(tmp_path):
     def lines(*args):
         return subprocess.run(["bash", tmp_path / "bench.sh", *args], capture_output=True, text=True).stdout.split("\n")
 
-    assert lines("paper", "--steps", "3") == ["installed", "-m bench --paper --steps 3", ""]
+    assert lines("--steps", "3") == ["installed", "-m bench --steps 3", ""]
     _, answers, fidelity, speed, *_, table, _ = lines("bits", tmp_path / "out", "DIR")
     methods = answers.split(" --kv ")[1].split()[0]
     assert all(f" --kv {methods} " in line for line in (fidelity, speed)) and table.startswith("-m bench.compare")

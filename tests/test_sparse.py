@@ -11,7 +11,6 @@ from references.sparse import SlowRocketTurns, pyramid_budgets, rocket_sizes
 from runs import TensorSizes, generations, with_heads
 
 import kv
-from bench import papers
 from kv import Shape
 from kv.parts import inductor, ops
 from kv.rocketkv import Split
@@ -363,11 +362,6 @@ def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length(
         assert layer.slots == adaptive != even
     layer = kv.build("rocketkv", shape, 24, {"threshold": 50})[-1]
     assert layer.kernels.threshold == 50  # as the user says
-
-
-def test_the_paper_settings_are_those_of_the_first_rocketkv_paper():
-    methods = [p.method for p in papers.PUBLISHED if p.method.kv == "rocketkv"]
-    assert methods and all(method.options == {"split": "even"} for method in methods)
 
 
 def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
