@@ -1,8 +1,9 @@
 """Writes the results in docs/results/*.json into the tables of the documents: python -m bench.results
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; `<!-- table NAME: ROW, ROW -->` selects rows by their
-first cell. NAME.json holds `machine`, `date`, `command`, optionally `note`, the `columns` as a map from a title to the
-format of its numbers, and the `rows`. An empty cell is null; a text is written as it is.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. `<!-- table NAME: ROW, ROW | COLUMN; COLUMN -->`
+selects rows by their first cell and, after the first, columns by their titles. NAME.json holds `machine`, `date`,
+`command`, optionally `note`, the `columns` as a map from a title to the format of its numbers, and the `rows`. An empty
+cell is null; a text is written as it is.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-TABLE = re.compile(r"(<!-- table (\S+?)(?:: (.*?))? -->\n).*?(<!-- end -->)", re.S)
+TABLE = re.compile(r"(<!-- table (\S+?)(?:: ?(.*?))? -->\n).*?(<!-- end -->)", re.S)
 
 
 def documents() -> list[Path]:
@@ -25,11 +26,20 @@ def cell(value: str | int | float | None, form: str) -> str:
 
 
 def table(name: str, wanted: str | None = None) -> str:
-    """Where a result comes from, and its rows, in Markdown. Raises KeyError for a row that does not exist."""
+    """Where a result comes from, and its rows, in Markdown. Raises KeyError for a row or column that does not exist."""
     result = json.loads((RESULTS / f"{name}.json").read_text())
     columns, rows = result["columns"], result["rows"]
-    if wanted is not None:
-        rows = [{row[0]: row for row in rows}[key] for key in wanted.split(", ")]
+    keys, _, titles = (wanted or "").partition(" | ")
+    if keys:
+        named = {row[0]: [] for row in rows}
+        for row in rows:
+            named[row[0]].append(row)
+        rows = [row for key in keys.split(", ") for row in named[key]]
+    if titles:
+        at = {title: i for i, title in enumerate(columns)}
+        shown = [0, *(at[title] for title in titles.split("; "))]
+        columns = {title: columns[title] for title in (list(columns)[i] for i in shown)}
+        rows = [[row[i] for i in shown] for row in rows]
     where = ", ".join(filter(None, (result["machine"], result["date"])))
     said = f"{where}: `{result['command']}`" if result["command"] else where
     note = f" {result['note']}" if result.get("note") else ""
