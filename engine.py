@@ -37,7 +37,6 @@ from runtime import arguments, cpu, plan, prefix, speculate
 from runtime.arguments import Prompt, one_call
 from runtime.compile import compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
-from runtime.forced import forced_logits
 from runtime.load import Loaded, load_model, read_known
 from runtime.parallel import join, minimum, same, together
 from runtime.stats import Stats
@@ -236,27 +235,18 @@ class Request:
     on_token: Callable[[int, int, str], None] | None = None
     on_answer: Callable[[int, Answer], None] | None = None
     closes: bool = False  # the answer closes the row
-    stepwise: bool = False  # the question is fed one token a step
     answer: Answer = field(default_factory=Answer)
-    feed: deque[int] = field(default_factory=deque)  # tokens to feed, one a step, before the answer begins
-    coming: int = 0  # launched steps that will bring tokens of the answer
     unread: int = 0  # launched steps whose tokens the host has not read
     interrupted: bool = False
 
     @property
     def to_launch(self) -> int:
         """How many tokens of the answer no step has been launched for; speculation may bring them sooner."""
-        return self.limit - len(self.answer.tokens) - self.coming
+        return self.limit - len(self.answer.tokens) - self.unread
 
     def interrupt(self) -> None:
         """Makes the next token, which may be on its way, the last."""
         self.interrupted, self.limit = True, len(self.answer.tokens) + 1
-
-    def next_command(self) -> tuple[int, bool]:
-        """The command for the step to launch now, and whether the token that it samples belongs to the answer."""
-        command = self.feed.popleft() if self.feed else CONTINUE
-        self.coming += not self.feed
-        return command, not self.feed
 
     def take(self, token: int, ends: bool) -> None:
         """Adds a sampled token, or an EOS, which ends the answer."""
@@ -278,7 +268,7 @@ class Request:
 class Launched:
     """A step whose tokens the host has not read."""
 
-    requests: list[tuple[Request, int, bool]]  # with their `next_command`
+    requests: list[Request]
     wait: Callable[[], list[list[int]]]  # for the tokens [B][n] that rows gained, NOTHING after the last
 
 
@@ -423,16 +413,14 @@ class Engine:
         questions: Prompt | list[Prompt] | None = None,
         max_new_tokens: int | None = None,
         stop: list[str] | None = None,
-        stepwise: bool = False,
         on_token: Callable[[int, int, str], None] | None = None,
         on_answer: Callable[[int, Answer], None] | None = None,
         **sampling,
     ) -> list[Answer]:
         """Adds a question (text or ids) to each row and answers them all together; without questions, continues rows.
 
-        Each token of a question attends to everything that its row holds. stepwise: feeds questions one token per
-        decode step instead, with the method's own attention, as it does questions of one token. Other arguments and
-        errors as in `generate`; ValueError also if a row has no room for its question.
+        Each token of a question attends to everything that its row holds. Other arguments and errors as in `generate`;
+        ValueError also if a row has no room for its question.
         """
         if questions is None:
             questions = [[] for _ in rows]
@@ -444,7 +432,7 @@ class Engine:
         limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
         for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
             most, text = min(limit, plan.room(self, row, question)), AnswerText(self.tokenizer, stop)
-            requests.append(Request(i, row, question, most, text, on_token, on_answer, stepwise=stepwise))
+            requests.append(Request(i, row, question, most, text, on_token, on_answer))
         if rows:
             warm_up(self, self.shape.max_prompt)
         return self._decode(requests)
@@ -484,7 +472,48 @@ class Engine:
         Prefill computes row 0; decode steps, fed the continuation, compute the others. Lists of prompts and of
         continuations, at most one for each free row, are decoded together and return a list of such tensors.
         """
-        return forced_logits(self, prompts, continuations)
+        single, rows = arguments.is_prompt(prompts), []
+        prompts = [self.encode(prompt) for prompt in arguments.as_prompts(prompts)]
+        continuations = [continuations] if single else arguments.as_prompts(continuations)
+        continuations = [self.encode(ids, bos=False) for ids in continuations]
+        if len(prompts) != len(continuations) or not prompts:
+            raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
+        arguments.check_free(self, len(prompts))
+        new = self._begin_answers(max(map(len, continuations)), None, {})
+        self._reserve(max(map(len, prompts)), new)
+        try:
+            for prompt, ids in zip(prompts, continuations, strict=True):
+                rows.append(self._prefill(prompt, len(ids)))
+            first = [row.logits[None] for row in rows]
+            others = self._feed(rows, [ids[:-1] for ids in continuations])
+        finally:
+            for row in rows:
+                self._free(row)
+        logits = [torch.cat(pair) for pair in zip(first, others, strict=True)]
+        return logits[0] if single else logits
+
+    @one_call
+    def feed(self, rows: list[Row], texts: Prompt | list[Prompt]) -> list[Tensor]:
+        """Adds a text (or ids) to each row, one token per decode step, through the method's own attention.
+
+        Returns the logits [n, vocab] fp32 after each token; without a question, `ask` then answers. For evaluation:
+        `ask` adds a question at once. Raises ValueError as it does.
+        """
+        texts = [self.encode(text, bos=False) for text in arguments.as_prompts(texts)]
+        if len(texts) != len(rows):
+            raise ValueError(f"{len(texts)} texts for {len(rows)} rows")
+        arguments.check_rows(self, rows)
+        for row, ids in zip(rows, texts, strict=True):
+            plan.room(self, row, ids)
+        self._begin_answers(None, None, {})
+        if not rows:
+            return []
+        try:
+            return self._feed(rows, texts)
+        except BaseException:
+            for row in rows:
+                self._free(row)
+            raise
 
     def interrupt(self) -> None:
         """Ends each answer that is being decoded with its next token; waiting prompts are still answered.
@@ -606,20 +635,19 @@ class Engine:
             self._open(running[-1])
 
     def _open(self, request: Request) -> None:
-        """Begins an answer: adds the question to the row, and samples the first token unless steps feed it."""
+        """Begins an answer: adds the question to the row and samples the first token, or continues the last answer."""
         row, tokens = request.row, request.tokens
         if row is None:
             row, tokens = self._prefill(tokens, request.limit), []
             request.row = row
-        begin = time.perf_counter()
+        begin, continues = time.perf_counter(), not tokens and row.pending is not None
         tokens = tokens if row.pending is None else [row.pending, *tokens]
         logits, row.logits, seen = row.logits, None, None
         if self.sampling.repetition_penalty != 1:
             self.state.set_seen(row.index, row.tokens + tokens)
             seen = self.state.seen[row.index, None]
-        if len(tokens) == 1 or (tokens and request.stepwise):
-            request.feed.extend(tokens)
-            self.state.set_row(row.index, pos=len(row.tokens), request=request.index)  # `_launch` sets left
+        if continues:  # the last answer
+            self.state.set_row(row.index, row.pending, len(row.tokens), request.to_launch, request.index)
             return
         if tokens:
             logits = self.model.extend(row.index, torch.tensor(tokens, device=self.device), len(row.tokens))
@@ -661,11 +689,6 @@ class Engine:
         stepping = [request for request in running if request.to_launch > 0]
         if not stepping:
             return None
-        requests, fed = [(request, *request.next_command()) for request in stepping], {}
-        for request, command, counts in requests:
-            if command != CONTINUE:  # this step's token is among those that the row may still sample
-                fed[request.row.index] = command
-                self.state.left[request.row.index] = request.to_launch + 1 if counts else 1
         # As if one token were unread, as on CUDA: what a method drops must not depend on when tokens are read.
         methods.make_room(self.layers, {r.row.index: len(r.row.tokens) + r.unread - 1 for r in stepping})
         for request in stepping:
@@ -673,8 +696,8 @@ class Engine:
         ahead = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
         length = max(len(request.row.tokens) for request in running)
         new = max(len(request.row.tokens) - request.row.prompt_tokens for request in running)
-        tokens, _ = self._step(fed, length + ahead, new + ahead)
-        return Launched(requests, read_later(tokens))
+        tokens, _ = self._step({}, length + ahead, new + ahead)
+        return Launched(stepping, read_later(tokens))
 
     def _step(self, fed: dict[int, int], length: int, new: int) -> tuple[Tensor, Tensor]:
         """Launches a step, after which no row holds more than `length` tokens, `new` of them decoded.
@@ -700,9 +723,9 @@ class Engine:
     def _read(self, step: Launched) -> None:
         """Waits for a step's tokens and adds them to the rows and their answers."""
         tokens, fed, decoded = step.wait(), 0, 0
-        for request, command, counts in step.requests:
+        for request in step.requests:
             row, gained = request.row, [t for t in tokens[request.row.index] if t != NOTHING]
-            request.coming, request.unread = request.coming - counts, request.unread - 1
+            request.unread -= 1
             if request.answer.finish_reason:  # it ended while this step was in flight
                 if gained and not self.speculate:  # which fed the answer's last token
                     row.tokens.append(row.pending)
@@ -710,11 +733,10 @@ class Engine:
                 continue
             fed += bool(gained)
             for token in gained:
-                row.tokens.append(row.pending if command == CONTINUE else command)
-                row.pending, command = token, CONTINUE
+                row.tokens.append(row.pending)
+                row.pending = token
                 decoded += 1
-                if counts:
-                    self._take(request, token)
+                self._take(request, token)
                 if request.answer.finish_reason:
                     break
         self.stats.fed, self.stats.decoded = self.stats.fed + fed, self.stats.decoded + decoded
@@ -737,6 +759,31 @@ class Engine:
             row.pending = None  # it is not fed
         if request.answer.finish_reason:
             self.state.left[row.index] = 0
+
+    def _feed(self, rows: list[Row], texts: list[list[int]]) -> list[Tensor]:
+        """Decode steps that are fed texts: the logits [n, vocab] after each token of each row."""
+        warm_up(self, self.shape.max_prompt)
+        texts = [ids if row.pending is None else [row.pending, *ids] for row, ids in zip(rows, texts, strict=True)]
+        results = [torch.empty(len(ids), self.config.vocab_size, device=self.device) for ids in texts]
+        every, ahead = list(zip(rows, texts, results, strict=True)), 1 + self.speculate
+        for row in rows:
+            row.pending = None
+            self.state.set_row(row.index, pos=len(row.tokens))
+        for i in range(max(map(len, texts), default=0)):
+            longer = [x for x in every if i < len(x[1])]
+            for row, _, _ in longer:
+                self.state.left[row.index] = 1
+            methods.make_room(self.layers, {row.index: len(row.tokens) - 1 for row, _, _ in longer})
+            length = max(len(row.tokens) for row in rows)
+            new = max(len(row.tokens) - row.prompt_tokens for row in rows)
+            _, logits = self._step({row.index: ids[i] for row, ids, _ in longer}, length + ahead, new + ahead)
+            for row, ids, own in longer:
+                own[i] = logits[row.index]
+                row.logits = own[i]
+                row.tokens.append(ids[i])
+        if any(len(row.tokens) > self.context for row in rows):
+            plan.warn_past_context(self)
+        return results
 
     def _free(self, row: Row) -> None:
         if self.rows[row.index : row.index + 1] == [row]:

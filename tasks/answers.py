@@ -90,7 +90,10 @@ def ask(
     """
 
     def answers(rows: list[Row], questions: list | None) -> list[Answer]:
-        given = engine.ask(rows, questions, job.graded.max_new_tokens, stepwise=args.stepwise)
+        if args.stepwise and questions:
+            engine.feed(rows, questions)
+            questions = None
+        given = engine.ask(rows, questions, job.graded.max_new_tokens)
         counts.update(decoded=engine.stats.decoded, fed=engine.stats.fed)
         return given
 

@@ -4,23 +4,35 @@ import torch
 from torch import Tensor
 
 import engine as engine_py
-from engine import Answer, Engine, RowState, Sampling, decode_step
+from engine import Answer, Engine, Row, RowState, Sampling, decode_step
 from model import Transformer
 
 
 def converse(engine: Engine, prompts: list, questions: list[list] | None = None, new: int = 12, **how) -> list[list]:
     """Each prompt's answer, and those to its questions: prompts together, then the first questions, and so on."""
     rows = engine.start(prompts)
-    answers = [[answer] for answer in engine.ask(rows, max_new_tokens=new, **how)]
+    answers = [[answer] for answer in answers_to(engine, rows, None, new, **how)]
     questions = questions or [[] for _ in rows]
     for i in range(max(map(len, questions), default=0)):
         asked = [index for index, own in enumerate(questions) if i < len(own)]
-        found = engine.ask([rows[index] for index in asked], [questions[index][i] for index in asked], new, **how)
+        found = answers_to(
+            engine, [rows[index] for index in asked], [questions[index][i] for index in asked], new, **how
+        )
         for index, answer in zip(asked, found, strict=True):
             answers[index].append(answer)
     for row in rows:
         row.close()
     return outcome(answers)
+
+
+def answers_to(
+    engine: Engine, rows: list[Row], questions: list | None, new: int, stepwise: bool = False, **how
+) -> list[Answer]:
+    """`engine.ask`; stepwise: after questions that are fed one token a step."""
+    if stepwise and questions:
+        engine.feed(rows, questions)
+        questions = None
+    return engine.ask(rows, questions, new, **how)
 
 
 def outcome(found: list) -> list[list[tuple[list[int], str]]]:

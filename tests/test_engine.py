@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_random
-from conversations import converse, number, outcome
+from conversations import answers_to, converse, number, outcome
 
 import kv
 from engine import Engine, decode_step
@@ -43,17 +43,15 @@ def eos(checkpoint):
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("stepwise", (False, True))
-def test_decoded_counts_one_token_per_row_and_step_whether_sampled_fed_or_eos(checkpoint, eos, lag, stepwise):
+def test_decoded_counts_one_token_per_row_and_step_whether_sampled_or_eos(checkpoint, eos, lag):
     engine = load(checkpoint, lag=lag, eos=eos)
     rows = engine.start([PROMPTS[0]])
     (first,) = engine.ask(rows, None, 12)
     assert first.finish_reason == "stop" and len(first.tokens) == 5
     assert engine.stats.steps == engine.stats.decoded == 5  # prefill gives the first token; the EOS is the last
-    (second,) = engine.ask(rows, [[1, 2, 3]], 12, stepwise=stepwise)
-    assert engine.stats.extend_tokens == (0 if stepwise else 3)
-    steps = 3 * stepwise + len(second.tokens) - (second.finish_reason == "length")
-    assert engine.stats.steps == engine.stats.decoded == steps
+    (second,) = engine.ask(rows, [[1, 2, 3]], 12)
+    assert engine.stats.extend_tokens == 3
+    assert engine.stats.steps == engine.stats.decoded == len(second.tokens) - (second.finish_reason == "length")
     together = load(checkpoint, batch=5, lag=lag, eos=eos)
     answers = together.generate(PROMPTS, 12)
     fed = [len(answer.tokens) - (answer.finish_reason == "length") for answer in answers]
@@ -71,10 +69,10 @@ def test_a_row_gives_in_a_ragged_batch_what_it_gives_alone(checkpoint, eos, meth
         number(monkeypatch, i)
         alone = load(checkpoint, **plan)
         rows = alone.start([prompt])
-        answers = [outcome(alone.ask(rows, None, 12, **sampling))[0][0]]
+        answers = [outcome(answers_to(alone, rows, None, 12, **sampling))[0][0]]
         for turn, question in enumerate(questions):
             number(monkeypatch, sum(len(asked) > turn for asked in QUESTIONS[:i]))
-            answers += outcome(alone.ask(rows, [question], 12, **sampling))[0]
+            answers += outcome(answers_to(alone, rows, [question], 12, **sampling))[0]
         assert answers == found[i]
 
 
@@ -381,10 +379,9 @@ def test_an_interrupted_answer_keeps_its_tokens_and_the_conversation_goes_on(che
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("stepwise", (False, True))
-def test_an_interrupted_answer_can_be_continued(checkpoint, lag, stepwise):
+def test_an_interrupted_answer_can_be_continued(checkpoint, lag):
     engine, count = load(checkpoint, batch=2, lag=lag), itertools.count(1)
-    rows, how = engine.start(PROMPTS[:2]), {"stepwise": stepwise, "temperature": 1.0}
+    rows, how = engine.start(PROMPTS[:2]), {"temperature": 1.0}
     found = engine.ask(rows, PROMPTS[3:], 20, on_token=lambda *_: next(count) == 9 and engine.interrupt(), **how)
     assert {answer.finish_reason for answer in found} == {"interrupted"}
     rest = engine.ask(rows, None, 20 - len(found[0].tokens), **how)
@@ -404,25 +401,6 @@ def test_prompts_that_wait_are_answered_after_an_interruption(checkpoint):
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("method", METHODS)
-def test_an_interruption_while_a_question_is_fed_leaves_the_question_whole(checkpoint, method, lag, monkeypatch):
-    """The row beside it, which answers already, takes no further step."""
-    engine, alone = load(checkpoint, method, lag, batch=2, max_prompt=40), load(checkpoint, method, max_prompt=40)
-    rows, questions = engine.start([PROMPTS[0], PROMPTS[0]]), [[1, 2, 3, 4, 5] * 4, [9]]
-    step, steps = engine._step, itertools.count(1)
-    monkeypatch.setattr(engine, "_step", lambda *plan: (next(steps) == 3 and engine.interrupt(), step(*plan))[1])
-    found = engine.ask(rows, questions, 30, stepwise=True)
-    assert [answer.finish_reason for answer in found] == ["interrupted"] * 2 and len(found[0].tokens) == 1
-    assert engine.state.pos.tolist() == [len(row.tokens) for row in rows]
-    last = engine.ask(rows, [[6, 7, 8]] * 2, 4)
-    for question, answer, then in zip(questions, found, last, strict=True):
-        (row,) = alone.start([PROMPTS[0]])
-        assert alone.ask([row], [question], len(answer.tokens), stepwise=True)[0].tokens == answer.tokens
-        assert alone.ask([row], [[6, 7, 8]], 4) == [then]
-        row.close()
-
-
-@pytest.mark.parametrize("lag", (0, 1))
 @pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0, "top_k": 20}))
 def test_a_question_taken_at_once_is_answered_like_one_fed_token_by_token(checkpoint, eos, lag, sampling):
     """With the full cache, greedy or sampled, after answers that end in any way."""
@@ -430,6 +408,25 @@ def test_a_question_taken_at_once_is_answered_like_one_fed_token_by_token(checkp
     engine = load(checkpoint, batch=5, max_new_tokens=90, seed=3, lag=lag, eos=eos)
     once, fed = (converse(engine, PROMPTS, questions, stepwise=stepwise, **sampling) for stepwise in (False, True))
     assert once == fed and len({reason for row in once for _, reason in row}) == 2
+
+
+def test_what_is_fed_gives_the_logits_of_a_whole_prompt(checkpoint):
+    """After an answer too, whose last token is fed first; then `ask` continues, and errors name themselves."""
+    engine, alone = load(checkpoint, batch=2), load(checkpoint)
+    rows = engine.start(PROMPTS[:2])
+    answers = engine.ask(rows, None, 4)
+    fed = engine.feed(rows, [[5, 6, 7], [8]])
+    assert [len(x) for x in fed] == [4, 2]
+    for row, prompt, answer, text, logits in zip(rows, PROMPTS, answers, ([5, 6, 7], [8]), fed, strict=False):
+        assert row.tokens == prompt + answer.tokens + text
+        expected = alone.logits(prompt, answer.tokens + text + [0])[-len(logits) :]
+        assert (logits - expected).abs().max() <= 1e-5
+    held = [list(row.tokens) for row in rows]
+    assert outcome(engine.ask(rows, None, 3)) == outcome(load(checkpoint, batch=2).generate(held, 3))
+    assert engine.feed([], []) == []
+    for texts, words in (([[1]], "1 texts for 2 rows"), ([[1] * 500, [1]], "no room"), ([[], [1]], "empty")):
+        with pytest.raises(ValueError, match=words):
+            engine.feed(rows, texts)
 
 
 def test_extending_the_model_equals_prefilling_the_whole_text(checkpoint):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conversations import answers_to
 from test_model import LLAMA, converted, hf_model
 from transformers import GenerationConfig, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
@@ -111,7 +112,7 @@ def test_the_penalty_knows_what_questions_forks_and_saved_rows_hold(pair, lag, s
     rows.append(engine.load_row(tmp_path / "row.kv"))
     texts = [text] * 3
     for questions in ([[1, 2, 3], [77], [9] * 8], [[5], [4, 150], [8]], None):
-        answers = engine.ask(rows, questions, 12, **how)
+        answers = answers_to(engine, rows, questions, 12, **how)
         texts = [text + question for text, question in zip(texts, questions or [[]] * 3, strict=True)]
         assert [answer.tokens for answer in answers] == [hf_answer(model, text, 12) for text in texts]
         texts = [text + answer.tokens for text, answer in zip(texts, answers, strict=True)]
