@@ -47,18 +47,35 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     A rejected prompt among several fails alone: after the others are answered, ValueError names it. skipped: how many
     more prompts the file of --out answers.
     """
-    demo, single, saved = args.checkpoint is None, len(prompts) == 1 and args.batch_file is None, None
-    results = Results(prompts, flags.asked(args), skipped, single)
+    results = Results(prompts, flags.asked(args), skipped, single=len(prompts) == 1 and args.batch_file is None)
+    typed = results.single and "-" not in (args.prompt, args.prompt_file) and args.save_prompt is None
+    talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
+    saved = None if args.load_prompt is None else prefix.read_header(args.load_prompt)
+    how, limit = flags.given_sampling(args, args.checkpoint or flags.NEEDLE), flags.limit(args)
+    engine = load(args, saved, limit * (2 * CHAT_TURNS if talk else 1), limit * len(prompts) > PAYS, results)
+    ids, refused = flags.encode(engine, args, prompts, saved)
+    if args.save_prompt is not None and ids:
+        return save(engine, next(iter(ids.values())), args)
+    if not saved and ids:
+        print_plan(engine, max(map(len, ids.values())))
+    interrupted = False
+    with results.kept(None if ranks.rank else args.out):
+        for name, error in refused.items():
+            results.fail(name, error)
+        if ids:
+            interrupted = respond(engine, args, ids, saved, limit, how, talk, results)
+    finish(engine, args, results)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def load(args: argparse.Namespace, saved: prefix.Header | None, room: int, pays: bool, results: Results) -> Engine:
+    """The engine that the flags ask for, or the one that saved a prompt; pays: compiling the step."""
     args.kv = args.kv or "full"
     options = flags.given_options(args)
-    if args.load_prompt is not None:
-        saved = prefix.read_header(args.load_prompt)
+    if saved:
         args.kv, args.budget, options, args.speculate = saved.kv, saved.budget, saved.options, saved.speculate
         args.dtype = args.dtype or saved.dtype
-    how = flags.given_sampling(args, args.checkpoint or flags.NEEDLE)
-    limit = args.max_new_tokens if args.max_new_tokens is not None else 64 if demo else 256
-    typed = single and "-" not in (args.prompt, args.prompt_file) and args.save_prompt is None
-    talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
     engine = Engine.load(
         args.checkpoint or flags.NEEDLE,
         args.kv,
@@ -67,24 +84,33 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         device=args.device,
         dtype=args.dtype,
         seed=args.seed,
-        batch=args.batch if args.batch is not None else min(len(prompts), 8),
+        batch=args.batch if args.batch is not None else min(len(results.prompts), 8),
         max_prompt=args.max_prompt,
-        max_new_tokens=limit * (2 * CHAT_TURNS if talk else 1),
-        compile=args.compile if args.compile is not None else limit * len(prompts) > PAYS,
+        max_new_tokens=room,
+        compile=args.compile if args.compile is not None else pays,
         text=True,
         speculate=args.speculate or 0,
-        progress=partial(progress, but="" if single else "prefill"),
+        progress=partial(progress, but="" if results.single else "prefill"),
     )
-    if saved and args.max_new_tokens is not None and limit > saved.max_new_tokens and not engine.endless:
+    if saved and (args.max_new_tokens or 0) > saved.max_new_tokens and not engine.endless:
         print(f"note: the prompt was saved with room for {saved.max_new_tokens} more tokens", file=sys.stderr)
-    ids, refused = flags.encode(engine, args, prompts, saved)
-    if args.save_prompt is not None and ids:
-        return save(engine, next(iter(ids.values())), args)
-    if not saved and ids:
-        print_plan(engine, max(map(len, ids.values())))
+    return engine
+
+
+def respond(
+    engine: Engine,
+    args: argparse.Namespace,
+    ids: dict[str | int, list[int]],
+    saved: prefix.Header | None,
+    limit: int,
+    how: dict,
+    talk: bool,
+    results: Results,
+) -> bool:
+    """Answers prompts, questions about a saved one, or a conversation; whether Ctrl-C ended a conversation."""
     out = sys.stderr if args.json == "-" else sys.stdout
     names, streamed, interrupted = list(ids), [], False
-    if single:
+    if results.single:
         how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
 
     def done(index: int, *answers: Answer) -> None:
@@ -94,22 +120,24 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         results.fail(names[index], error)
 
     try:
-        with results.kept(None if ranks.rank else args.out):
-            for name, error in refused.items():
-                results.fail(name, error)
-            if talk and ids:
-                answers, interrupted = converse(engine, ids[names[0]], limit, how, out)
-                done(0, *answers)
-            elif saved is not None:
-                ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done, fail)
-            elif ids:
-                engine.generate(list(ids.values()), limit, **how, on_answer=done)
+        if talk:
+            answers, interrupted = converse(engine, ids[names[0]], limit, how, out)
+            done(0, *answers)
+        elif saved is not None:
+            ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done, fail)
+        else:
+            engine.generate(list(ids.values()), limit, **how, on_answer=done)
     finally:
         if streamed and not talk:
             print(file=out)  # ends the answer's line, before an error's too
-        if not single:
+        if not results.single:
             results.show(out)
-    if single and results.failed:
+    return interrupted
+
+
+def finish(engine: Engine, args: argparse.Namespace, results: Results) -> None:
+    """Prints the measurements and writes --json. Raises ValueError for prompts that failed."""
+    if results.single and results.failed:
         raise ValueError(results.failed.popitem()[1])
     report = results.report()
     if results.completions:
@@ -117,12 +145,10 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         print_report(report)
     for line in cpu.lines(engine.stats.products) if args.verbose else ():
         print(f"{'product':14} {line}", file=sys.stderr)
-    if not ranks.rank:
+    if not engine.ranks.rank:
         write_json(args.json, report)
     if failed := results.failed:
-        raise ValueError(f"{len(failed)} of {len(prompts)} prompts failed: {', '.join(map(str, failed))}")
-    if interrupted:
-        raise KeyboardInterrupt
+        raise ValueError(f"{len(failed)} of {len(results.prompts)} prompts failed: {', '.join(map(str, failed))}")
 
 
 if __name__ == "__main__":

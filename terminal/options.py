@@ -143,6 +143,13 @@ def asked(args: argparse.Namespace) -> str:
     return json.dumps(given | files)
 
 
+def limit(args: argparse.Namespace) -> int:
+    """The most tokens of an answer."""
+    if args.max_new_tokens is not None:
+        return args.max_new_tokens
+    return 64 if args.checkpoint is None else 256  # 64: the demo's
+
+
 def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
     """Sampling's arguments of `Engine.generate`, and `stop`; notes what transformers takes from the checkpoint beyond.
 

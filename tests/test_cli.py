@@ -700,10 +700,7 @@ MISTAKES = {
         ["--prompt", "x", "--kv", "kvarn:kbits=8"],
         ["KV method 'kvarn:kbits=8': give its options apart, with --kv-opt"],
     ),
-    "no bits": (
-        ["--prompt", "x", "--kv", "tova", "--budget", "9", "--kv-bits", "4"],
-        ["'bits', which full, rocketkv,"],
-    ),
+    "no bits": (["--prompt", "x", "--kv", "tova", "--budget", "9", "--kv-bits", "4"], ["'bits', which full, hybrid,"]),
     "offload or not": (
         ["--prompt", "x", "--kv", "omnikv", "--budget", "9", "--offload", "--kv-opt", "offload=false"],
         ["option offload is given twice: true and false"],
