@@ -34,8 +34,8 @@ from kv.base import KV, Held
 from kv.full import Full
 from kv.h2o import H2O
 from kv.method import Method, Shape, option
-from kv.parts import attention, ops
-from kv.parts.evicting import Region, Slots
+from kv.parts import attention, inductor, ops
+from kv.parts.evicting import Slots
 from kv.streaming import SINKS
 
 FEWEST = 4  # the fewest tokens of a layer besides the sinks
@@ -106,10 +106,12 @@ class D2O(H2O):
     """
 
     def __init__(self, shape: Shape, shared: SharedSlots, index: int, options: "D2OMethod"):
-        most = most_slots(len(shared.sizes), shape, shared.budget, options)
-        region = Region(shared, first=index * (shared.budget + 1), most=most)
-        super().__init__(shape, shared.budget, options.sinks, region=region)  # recent 1: a lower bound, see `newest`
+        super().__init__(shape, shared.budget, options.sinks, slots=shared)  # recent 1: a lower bound, see `newest`
         self.shared, self.index, self.options = shared, index, options
+        self.slots = most_slots(len(shared.sizes), shape, shared.budget, options) + 1
+        self.read_slots = inductor.symbol(self.slots, shape.device)
+        self.allocate_state("first", fill=index * (shared.budget + 1))
+        self.allocate_state("allotted", fill=shared.budget)
         if options.merge != "none":
             self.more_bytes += shape.unit_bytes // 2  # the keys, once more
         # tau (Equation 10); -inf: nothing was evicted
@@ -137,6 +139,31 @@ class D2O(H2O):
         self.compress(row, tokens, sums[0], sums)
         if self.index == len(shared.sizes) - 1:
             shared.parked.clear()
+
+    # Its part of the shared slots
+
+    def region_of(self, row: int) -> slice:
+        first = int(self.first[row])
+        return slice(first, first + int(self.allotted[row]) + 1)
+
+    def in_region(self) -> Tensor:
+        """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""
+        index = self.first[:, None] + torch.arange(inductor.value(self.read_slots), device=self.first.device)
+        return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
+
+    def read(self, buffer: Tensor) -> Tensor:
+        contents = ops.gather(buffer, self.in_region())
+        if buffer is not self.position:
+            return contents
+        beyond = torch.arange(contents.shape[2], device=buffer.device) > self.allotted[:, None]  # another layer's
+        return contents.masked_fill(beyond[:, None], -1)
+
+    def add(self, buffer: Tensor, change: Tensor) -> Tensor:
+        buffer.scatter_add_(2, self.in_region(), change)
+        return ops.gather(buffer, self.in_region())
+
+    def put(self, buffer: Tensor, slot: Tensor, writes: Tensor, new: Tensor | float) -> None:
+        super().put(buffer, slot + self.first[:, None], writes, new)
 
     def newest(self, kept: Tensor | int) -> Tensor | int:
         """M of the N + M tokens besides the sinks (Equation 8)."""

@@ -1,7 +1,5 @@
 """The base of methods that hold a fixed number of tokens and evict the least important one whenever a new one comes."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -23,14 +21,6 @@ class Slots(Buffers):
         self.allocate("position", shape.n_kv_head, count, dtype=torch.int64, fill=-1)
 
 
-class Region(NamedTuple):
-    """A layer's part of slots that layers share: in every row from slot `first` on, until it is moved."""
-
-    slots: Slots
-    first: int
-    most: int  # tokens that a row's part may hold
-
-
 class Evicting(KV):
     """Keeps `size` tokens per KV head, including the first `sinks` and the newest `recent`, in slots in any order.
 
@@ -45,18 +35,16 @@ class Evicting(KV):
     extends_alike = False  # an extension evicts its tokens at once, not one by one
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
-    def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, region: Region | None = None):
+    def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, slots: Slots | None = None):
+        """slots: those of other layers too; the layer then allocates `allotted`, the tokens that each row keeps."""
         super().__init__(shape)
-        self.sinks, self.recent, self.shares = sinks, recent, region is not None
+        self.sinks, self.recent = sinks, recent
         self.endless = size < shape.planned
-        self.slots = (region.most if region else size) + 1  # one is spare
+        self.slots = size + 1  # one is spare
         self.read_slots = inductor.symbol(self.slots, shape.device)
-        for name, buffer in (region.slots if region else Slots(shape, self.slots + 1, self.sums)).named_buffers():
+        for name, buffer in (slots or Slots(shape, self.slots + 1, self.sums)).named_buffers():
             self.hold(name, buffer)
-        if region:
-            self.allocate_state("first", fill=region.first)
-            self.allocate_state("allotted", fill=size)  # tokens that each row keeps
-        else:
+        if slots is None:
             self.allocate_size("allotted", size)
         self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
         self.hold("inv_freq", ops.inv_freq(shape))
@@ -165,28 +153,10 @@ class Evicting(KV):
 
     def region_of(self, row: int) -> slice:
         """A row's slots: one for each token that it keeps, and the spare one."""
-        first = int(self.first[row]) if self.shares else 0
-        return slice(first, first + self.size_of("allotted", row) + 1)
-
-    def in_region(self) -> Tensor:
-        """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""
-        index = self.first[:, None] + torch.arange(inductor.value(self.read_slots), device=self.first.device)
-        return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
-
-    def read(self, buffer: Tensor) -> Tensor:
-        if not self.shares:
-            return super().read(buffer)
-        contents = ops.gather(buffer, self.in_region())
-        if buffer is not self.position:
-            return contents
-        beyond = torch.arange(contents.shape[2], device=buffer.device) > self.allotted[:, None]  # another layer's
-        return contents.masked_fill(beyond[:, None], -1)
+        return slice(0, self.size_of("allotted", row) + 1)
 
     def add(self, buffer: Tensor, change: Tensor) -> Tensor:
         """Adds change [B,Hk,n] to the slots that are read; returns their new contents."""
-        if self.shares:
-            buffer.scatter_add_(2, self.in_region(), change)
-            return ops.gather(buffer, self.in_region())
         old = self.read(buffer)
         new = inductor.realized(old + change)  # else torch 2.11 computes it again from slots that have changed
         old.copy_(new)
@@ -195,7 +165,7 @@ class Evicting(KV):
     def put(self, buffer: Tensor, slot: Tensor, writes: Tensor, new: Tensor | float) -> None:
         """Writes new [B,Hk,...] at slot [B,Hk], where writes [B,Hk]."""
         b, h = (torch.arange(n, device=slot.device) for n in slot.shape)
-        where = (b[:, None], h, slot + self.first[:, None] if self.shares else slot)
+        where = b[:, None], h, slot
         buffer[where] = torch.where(writes.view(*writes.shape, *[1] * (buffer.dim() - 3)), new, buffer[where])
 
     def slots_by_position(self, row: int) -> Tensor:
