@@ -40,11 +40,11 @@ from kv.duo import DuoMethod
 from kv.kivi import Quantized
 from kv.method import Shape
 from kv.omnikv import default_filters, segments_of
-from runtime.device import DTYPES, replacing
+from runtime.device import DTYPES
 from runtime.plan import shape_of
 from terminal.cli import Parser, check_output, progress, read_text, run, table
 from terminal.plots import panels
-from text.files import read_json
+from text.files import read_json, replacing
 
 EXCERPTS, LENGTH = 4, 4096  # the most excerpts, and their tokens
 LAST = 32  # queries of an excerpt for dense_preference and head_scores

@@ -35,12 +35,11 @@ from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
 from runtime import arguments, cpu, plan, prefix, speculate
 from runtime.arguments import Prompt, one_call
-from runtime.compile import compiled, compiled_graphs, cuda_options
+from runtime.compile import compile_errors, compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.load import Loaded, load_model, read_known
 from runtime.parallel import join, minimum, same, together
 from runtime.stats import Stats
-from runtime.warm import warm_up
 from text.answer import AnswerText
 
 NOTHING, FAILED = -1, -2  # instead of a token: the row was asleep; its logits were not finite
@@ -399,7 +398,7 @@ class Engine:
             return []
         arguments.check_free(self, 1)
         self._reserve(max(map(len, ids)), limit)
-        warm_up(self, max(map(len, ids)))
+        self._warm_up(max(map(len, ids)))
         requests = []
         for i, prompt in enumerate(ids):
             text = AnswerText(self.tokenizer, stop)
@@ -434,7 +433,7 @@ class Engine:
             most, text = min(limit, plan.room(self, row, question)), AnswerText(self.tokenizer, stop)
             requests.append(Request(i, row, question, most, text, on_token, on_answer))
         if rows:
-            warm_up(self, self.shape.max_prompt)
+            self._warm_up(self.shape.max_prompt)
         return self._decode(requests)
 
     @one_call
@@ -592,6 +591,28 @@ class Engine:
         self.sizes: list[tuple] = []  # what the next step depends on besides tensors, see KV.before_step
         self.commands, self.command = None, None  # of the last step, as a list and on the device
         self.warm: set[str] = set()  # compiled variants of the step
+
+    def _warm_up(self, length: int) -> None:
+        """Prepares the step for a call's sampling, for rows of `length` tokens, before anything is timed.
+
+        Allocates what a first repetition penalty needs; compiles a new variant (on CUDA captures it), with rows asleep.
+        """
+        variant, state = self.sampling.variant, self.state
+        if self.sampling.repetition_penalty != 1 and state.seen is None:
+            state.seen = torch.zeros(self.batch, self.config.vocab_size, dtype=torch.bool, device=self.device)
+        if not self.compile or variant in self.warm:
+            return
+        begin = time.perf_counter()
+        with compile_errors():
+            what = f"compile the {variant} decode step, a minute or more the first time"
+            for _ in self.progress([None], what):  # only shows the text
+                # Verification first: drafts, of which there are more, decide last.
+                for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
+                    self.stats.products |= cpu.tune(self.model, self.shape, tokens)
+                for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
+                    self._step({}, length + 1, 1)[0].tolist()
+        self.stats.compile_s += time.perf_counter() - begin
+        self.warm.add(variant)
 
     # Decoding: schedule, launch, read
 
@@ -762,7 +783,7 @@ class Engine:
 
     def _feed(self, rows: list[Row], texts: list[list[int]]) -> list[Tensor]:
         """Decode steps that are fed texts: the logits [n, vocab] after each token of each row."""
-        warm_up(self, self.shape.max_prompt)
+        self._warm_up(self.shape.max_prompt)
         texts = [ids if row.pending is None else [row.pending, *ids] for row, ids in zip(rows, texts, strict=True)]
         results = [torch.empty(len(ids), self.config.vocab_size, device=self.device) for ids in texts]
         every, ahead = list(zip(rows, texts, results, strict=True)), 1 + self.speculate

@@ -27,10 +27,9 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.results import markdown
-from runtime.device import replacing
 from terminal.cli import Choice, Parser, check_output, run
 from terminal.plots import MARKERS, logarithmic, panels
-from text.files import parse_json
+from text.files import parse_json, replacing
 
 COLUMNS = {  # title -> its key in a result, and its format
     "KL": ("kl", ".4f"),

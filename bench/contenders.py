@@ -23,7 +23,6 @@ from runtime.device import synchronize
 from runtime.hf_config import from_hf
 from runtime.linear import default_groupsize
 from runtime.plan import figures, shape_of
-from runtime.warm import warm_up
 from terminal.cli import Choice
 
 KEYS = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
@@ -183,7 +182,7 @@ class Ours:
             engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
             model.set_kv(engine.layers)
         engine._begin_answers(None, None, {})
-        warm_up(engine, case.context)
+        engine._warm_up(case.context)
         self.new, self.unread = 0, []
 
     def start(self) -> float | None:

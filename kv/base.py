@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from kv.method import Shape
-from kv.parts import attention, inductor, ops
+from kv.parts import attention, ops
 from kv.parts.buffers import Buffers
 
 Views = Iterator[tuple[str, Tensor]]  # of a row, by name
@@ -157,7 +157,7 @@ class KV(Buffers, ABC):
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: ops.store."""
-        self.slots, self.read_slots = slots, inductor.symbol(slots, self.shape.device)  # those that a step reads
+        self.slots, self.read_slots = slots, ops.symbol(slots, self.shape.device)  # those that a step reads
         for name in ("k", "v"):
             size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
             self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
@@ -179,13 +179,13 @@ class KV(Buffers, ABC):
             return ()
         on_cuda = self.shape.device.type == "cuda"  # where another compile takes long, and block masks follow lengths
         slots = self.slots if on_cuda else max(self.slots_to_read(length, new), self.min_slots)
-        self.read_slots = inductor.covering(self.read_slots, slots, self.slots)
+        self.read_slots = ops.covering(self.read_slots, slots, self.slots)
         self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
-        return inductor.value(self.read_slots), self.past_context
+        return ops.value(self.read_slots), self.past_context
 
     def read(self, buffer: Tensor) -> Tensor:
         """The slots of a buffer [B,Hk,S,...] that the current step reads."""
-        return buffer.narrow(2, 0, inductor.value(self.read_slots))
+        return buffer.narrow(2, 0, ops.value(self.read_slots))
 
     def store(self, k: Tensor, v: Tensor, slot: Tensor, active: Tensor) -> None:
         """Writes n tokens per row, k and v [B,Hk,n,D], to slot [B,n]."""

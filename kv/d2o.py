@@ -34,7 +34,7 @@ from kv.base import KV, Held
 from kv.full import Full
 from kv.h2o import H2O
 from kv.method import Method, Shape, option
-from kv.parts import attention, inductor, ops
+from kv.parts import attention, ops
 from kv.parts.evicting import Slots
 from kv.streaming import SINKS
 
@@ -109,7 +109,7 @@ class D2O(H2O):
         super().__init__(shape, shared.budget, options.sinks, slots=shared)  # recent 1: a lower bound, see `newest`
         self.shared, self.index, self.options = shared, index, options
         self.slots = most_slots(len(shared.sizes), shape, shared.budget, options) + 1
-        self.read_slots = inductor.symbol(self.slots, shape.device)
+        self.read_slots = ops.symbol(self.slots, shape.device)
         self.allocate_state("first", fill=index * (shared.budget + 1))
         self.allocate_state("allotted", fill=shared.budget)
         if options.merge != "none":
@@ -148,7 +148,7 @@ class D2O(H2O):
 
     def in_region(self) -> Tensor:
         """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""
-        index = self.first[:, None] + torch.arange(inductor.value(self.read_slots), device=self.first.device)
+        index = self.first[:, None] + torch.arange(ops.value(self.read_slots), device=self.first.device)
         return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
 
     def read(self, buffer: Tensor) -> Tensor:

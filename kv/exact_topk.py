@@ -13,7 +13,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full
 from kv.method import Method, Shape, option
-from kv.parts import inductor, ops
+from kv.parts import ops
 
 
 class ExactTopK(Full):
@@ -22,7 +22,7 @@ class ExactTopK(Full):
         self.attends_to_all, self.recent, self.shared = False, 0, shared
         self.budget = min(budget, self.size)
         self.allocate_size("count", self.budget)
-        self.min_slots = inductor.min_scores(self.size, self.budget, shape.device)
+        self.min_slots = ops.min_scores(self.size, self.budget, shape.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)

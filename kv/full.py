@@ -12,7 +12,7 @@ from torch import Tensor
 from kv.base import KV, Held
 from kv.kvarn import TILE, KVarN, KVarNMethod
 from kv.method import Method, Shape
-from kv.parts import attention, inductor, ops
+from kv.parts import attention, ops
 from kv.parts.quant import BITS, Bits
 
 
@@ -68,7 +68,7 @@ class Full(KV):
 
     def in_window(self, pos: Tensor) -> Tensor:
         """Which of the slots that are read hold one of the `size` tokens up to pos [B]: [B,S]."""
-        slot, pos = torch.arange(inductor.value(self.read_slots), device=pos.device), pos[:, None]
+        slot, pos = torch.arange(ops.value(self.read_slots), device=pos.device), pos[:, None]
         size, ring = ops.column(self.size), ops.column(self.row_slots)
         age = (pos - slot) % (ring - self.sinks)  # of the newest token up to pos that a slot can hold
         newest = (age < size - self.sinks) & (pos - age >= self.sinks) & (slot < ring)

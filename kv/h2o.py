@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.method import Method, Shape, option
-from kv.parts import attention, inductor, ops
+from kv.parts import attention, ops
 from kv.parts.evicting import Evicting
 from kv.streaming import SINKS
 
@@ -110,7 +110,7 @@ class CaM(H2O):
     def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
         _, values, position = held
         # [B,Hk,1]; realized: else Triton's code cannot be compiled
-        evicted = inductor.realized(position.gather(2, slot[..., None]))
+        evicted = ops.realized(position.gather(2, slot[..., None]))
         later = position.masked_fill(position <= evicted, torch.iinfo(torch.int64).max)
         following = later.topk(self.follow, largest=False)  # the next m kept tokens
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]

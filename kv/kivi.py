@@ -46,7 +46,7 @@ class Quantized(KV):
         self.packed = packed(shape, self.groups(shape.planned), group, bits)
         for name in ("k", "v"):
             self.allocate(name, shape.n_kv_head, self.waits + 1, shape.head_dim)  # one past the end: ops.store
-        self.read_groups = inductor.symbol(max(1, self.packed.groups), shape.device)
+        self.read_groups = ops.symbol(max(1, self.packed.groups), shape.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
         """How many groups of a row of `length` tokens are packed."""
@@ -98,9 +98,9 @@ class Quantized(KV):
         logits = [ops.dots(queries, keys).masked_fill(~waits[:, None, None], -torch.inf)]
         sums = [lambda weight: ops.weighted_sum(weight, values.float())]
         if self.packed.groups:
-            read = inductor.value(self.read_groups)  # groups
+            read = ops.value(self.read_groups)  # groups
             empty = torch.arange(read * self.group, device=q.device) >= (groups * self.group)[:, None]
-            empty = inductor.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
+            empty = ops.stored(empty.float())[:, None, None] > 0  # a CPU compares floats faster than positions
             logits.append(self.packed.dots(queries, read).masked_fill(empty, -torch.inf))
             sums.append(lambda weight: self.packed.weighted_sum(weight, read))
         return ops.attend_stores(logits, sums).view(q.shape).to(q.dtype)
@@ -118,8 +118,8 @@ class Quantized(KV):
 
     def before_step(self, length: int, new: int) -> tuple:
         step, most = max(2, inductor.STEP // self.group), max(1, self.packed.groups)
-        self.read_groups = inductor.covering(self.read_groups, max(1, self.groups(length)), most, step)
-        return (inductor.value(self.read_groups),)
+        self.read_groups = ops.covering(self.read_groups, max(1, self.groups(length)), most, step)
+        return (ops.value(self.read_groups),)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Every step reads all that waits, and a second time the group that it may pack."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from kv.base import KV, Views
 from kv.kivi import Quantized
 from kv.method import Method, Shape, option
-from kv.parts import inductor, ops
+from kv.parts import ops
 from kv.parts.buffers import Buffers
 from kv.parts.quant import EPS, hold_rotations, quantize, rounded, shifts, slices, step_slices
 
@@ -132,7 +132,7 @@ class Tiles(Buffers):
         if d % LANES or group % LANES:
             raise ValueError(f"kvarn: a tile of {group} tokens and a head of {d} channels must be multiples of {LANES}")
         for name, (r, n, b) in self.sides.items():
-            size = groups and groups + 1, shape.n_kv_head  # one tile past the end: inductor.covering
+            size = groups and groups + 1, shape.n_kv_head  # one tile past the end: ops.covering
             self.allocate(name, *size, n // LANES, r * b // 32, LANES, dtype=torch.float32)
             for part, count in (("scale", r), ("zero", r), ("norm", n)):
                 self.allocate(f"{name}_{part}", *size, count, dtype=torch.float16)
@@ -223,15 +223,15 @@ class Tiles(Buffers):
     def scaled_sums(self, name: str, rows: Tensor, groups: int) -> list[Tensor]:
         """Sums over R of the first tiles' numbers, rotated, times each of G rows [B,groups,Hk,G,R]: G of [...,N]."""
         words, scale, zero, norm = self.side(name, 0, groups)
-        offsets = inductor.stored((rows * zero[..., None, :]).sum(-1)).unbind(-1)
-        sums = products(inductor.realized(rows * scale[..., None, :]), words, self.sides[name][2])
+        offsets = ops.stored((rows * zero[..., None, :]).sum(-1)).unbind(-1)
+        sums = products(ops.realized(rows * scale[..., None, :]), words, self.sides[name][2])
         return [(y + offset[..., None]) * norm for y, offset in zip(sums, offsets, strict=True)]
 
     def bias_dots(self, rows: Tensor, groups: int) -> Tensor:
         """Dot products of rows [B,Hk,G,D] and the turned bias: [B,groups,Hk,G,group]."""
         angles = self.start(0, groups)[:, None] * self.inv_freq[:, None, None, None]  # [B,1,groups,1,D/2]
-        cos, sin = inductor.stored(angles.cos()), inductor.stored(angles.sin())
-        back = inductor.stored(ops.rotate(rows[:, :, None], cos, -sin))  # [B,Hk,groups,G,D]
+        cos, sin = ops.stored(angles.cos()), ops.stored(angles.sin())
+        back = ops.stored(ops.rotate(rows[:, :, None], cos, -sin))  # [B,Hk,groups,G,D]
         y = back.flatten(2, 3) @ self.in_tile(self.inv_freq).mT
         return y.unflatten(2, (groups, -1)).transpose(1, 2)
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from kv.base import KV, Views
 from kv.full import Full, FullMethod, full_layer
 from kv.method import Shape, of_share, option
-from kv.parts import attention, inductor, offload, ops, quant
+from kv.parts import attention, offload, ops, quant
 from kv.parts.buffers import Buffers
 from kv.parts.fetched import Parts
 
@@ -141,21 +141,21 @@ class Sparse(Full):
         self.recent, self.attends_to_all = 1, False
         self.hold("index", chooser.index)
         self.hold("prompt", chooser.prompt)
-        self.read_new = inductor.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.read_new = ops.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        generated = ops.following(self.prompt, inductor.value(self.read_new))
+        generated = ops.following(self.prompt, ops.value(self.read_new))
         index = torch.cat([self.index.clamp(min=0), generated.clamp(max=self.slots)], dim=1)
         mask = torch.cat([self.index >= 0, generated <= pos[:, None]], dim=1)
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def before_step(self, length: int, new: int) -> tuple:
-        self.read_new = inductor.covering(self.read_new, max(new, 1), self.shape.max_new_tokens)
-        return (inductor.value(self.read_new),)
+        self.read_new = ops.covering(self.read_new, max(new, 1), self.shape.max_new_tokens)
+        return (ops.value(self.read_new),)
 
     def slots_to_read(self, length: int, new: int) -> int:
         read = self.shape.max_new_tokens if self.shape.device.type == "cuda" else new  # a gather reads masked slots too

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.method import Shape, option
-from kv.parts import attention, inductor, offload, ops
+from kv.parts import attention, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 
 LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
@@ -32,7 +32,7 @@ class PQCache(FetchedTokens):
         heads, size = shape.n_kv_head, shape.head_dim // self.partitions
         self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
         self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
-        self.read_codes = inductor.symbol(shape.planned, shape.device)
+        self.read_codes = ops.symbol(shape.planned, shape.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -46,7 +46,7 @@ class PQCache(FetchedTokens):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        n = inductor.value(self.read_codes)
+        n = ops.value(self.read_codes)
         queries = ops.grouped(q, k.shape[1]).float().sum(2).unflatten(2, (self.partitions, -1))  # [B,Hk,parts,d]
         table = (queries[:, :, :, None] * self.centroids).sum(4)  # [B,Hk,parts,centroids]
         first = torch.arange(table[..., 0].numel(), device=q.device, dtype=torch.int32).view(table.shape[:3])
@@ -97,15 +97,15 @@ class PQCache(FetchedTokens):
         slot, prompt = torch.arange(self.end_slots, device=pos.device), self.prompt[:, None]
         sinks, ends = ops.column(self.sinks), ops.column(self.ends)
         end = torch.where(slot < sinks, slot, slot + (prompt - ends).clamp(min=0))  # positions
-        new = prompt + torch.arange(inductor.value(self.read_slots) - self.first_generated, device=pos.device)
+        new = prompt + torch.arange(ops.value(self.read_slots) - self.first_generated, device=pos.device)
         near_end, near_new = ((x < sinks) | (x > (pos - self.local)[:, None]) for x in (end, new))
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
     def before_step(self, length: int, new: int) -> tuple:
         planned = self.shape.planned
-        fewest = inductor.min_scores(planned, self.count, self.shape.device)
-        self.read_codes = inductor.covering(self.read_codes, max(length, fewest), planned)
-        return *super().before_step(length, new), inductor.value(self.read_codes)
+        fewest = ops.min_scores(planned, self.count, self.shape.device)
+        self.read_codes = ops.covering(self.read_codes, max(length, fewest), planned)
+        return *super().before_step(length, new), ops.value(self.read_codes)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         device, host = super().step_bytes(length)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kv.base import KV
 from kv.full import Full, full_layers
 from kv.method import HALF, Method, Shape, option
-from kv.parts import inductor, ops
+from kv.parts import ops
 
 
 class Quest(Full):
@@ -57,7 +57,7 @@ class Quest(Full):
 
     def score(self, q: Tensor, pos: Tensor) -> Tensor:
         """The group's attention to every page by its bound, [B,Hk,pages]; the newest page comes first."""
-        used = -(-inductor.value(self.read_slots) // self.page)
+        used = -(-ops.value(self.read_slots) // self.page)
         low, high = (buffer.narrow(2, 0, used).float() for buffer in (self.low, self.high))
         queries = ops.grouped(q, low.shape[1])[:, :, :, None].float().unbind(2)  # one query head at a time, [B,Hk,1,D]
         bound = torch.stack([torch.maximum(x * low, x * high).sum(-1) for x in queries], dim=2) * q.shape[-1] ** -0.5

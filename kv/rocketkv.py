@@ -36,7 +36,7 @@ from torch import Tensor
 from kv.base import KV, Held, Views
 from kv.full import FullMethod, full_layer, full_layers
 from kv.method import HALF, Method, Shape, option
-from kv.parts import attention, inductor, ops, quant
+from kv.parts import attention, ops, quant
 from kv.parts.offload import Pool
 from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
@@ -170,7 +170,7 @@ class RocketKV(SnapKV):
         index = channel
         if self.page > 1:  # a page's maximum where the group's q sums to 0 or more, else its minimum
             index = channel + q.shape[-1] * (queries.sum(2) >= 0).gather(2, channel)
-        used = -(-inductor.value(self.read_slots) // self.page)
+        used = -(-ops.value(self.read_slots) // self.page)
         empty = torch.arange(used, device=q.device) > (slot // self.page)[:, None]
         bounds = ops.gather(self.bounds.narrow(3, 0, used), index)
         return ops.sparq_weights(queries, channel, bounds, empty).sum(2)

@@ -81,7 +81,7 @@ class SimLayer(KV):
         super().__init__(shape)
         self.regions, self.index, self.sinks = regions, index, regions.sinks
         self.recent = regions.window - regions.sinks
-        self.slots, self.read_slots = shape.planned, inductor.symbol(shape.planned, shape.device)
+        self.slots, self.read_slots = shape.planned, ops.symbol(shape.planned, shape.device)
         self.allocate_state("first")
         self.most = shape.planned if index < regions.large else regions.window
         self.allocate_state("size", fill=self.most)
@@ -103,7 +103,7 @@ class SimLayer(KV):
         length = torch.minimum(pos + 1, self.size)
         if torch.compiler.is_compiling() and q.device.type == "cuda":
             return inductor.flex_prefix(q, keys, values, length, self.first)
-        offset = torch.arange(inductor.value(self.read_slots), device=q.device)
+        offset = torch.arange(ops.value(self.read_slots), device=q.device)
         index = (self.first[:, None] + offset).clamp(max=keys.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1)
         return ops.attend_rows(q, keys, values, index, (offset < length[:, None])[:, None])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kv.base import KV, Views
 from kv.full import Full, full_layers
 from kv.method import HALF, Method, Shape
-from kv.parts import inductor, ops
+from kv.parts import ops
 
 
 class SparQ(Full):
@@ -24,7 +24,7 @@ class SparQ(Full):
         self.channels = channels_of(shape, budget)
         self.chosen = max(1, budget // 2)
         self.allocate_size("count", budget, lambda t: max(1, t // 2))
-        self.min_slots = inductor.min_scores(self.size, self.chosen, shape.device)
+        self.min_slots = ops.min_scores(self.size, self.chosen, shape.device)
         self.attends_to_all, self.recent = False, self.chosen // 4
         self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
         self.contents["kt"] = 2, 1
@@ -47,7 +47,7 @@ class SparQ(Full):
         self.insert(k, v, pos, active)
         queries = ops.grouped(q, k.shape[1]).float()  # [B,Hk,G,D]
         channel = ops.top(queries.abs().sum(2), self.channels)  # [B,Hk,r]
-        table = self.kt.narrow(3, 0, inductor.value(self.read_slots))
+        table = self.kt.narrow(3, 0, ops.value(self.read_slots))
         position = torch.arange(table.shape[3], device=q.device)
         weight = ops.sparq_weights(queries, channel, ops.gather(table, channel), position > pos[:, None])  # [B,Hk,G,S]
         newest = (position > (pos - self.count // 4)[:, None]) & (position <= pos[:, None])  # [B,S]

@@ -26,7 +26,7 @@ from torch import Tensor
 from kv.base import KV, Views
 from kv.kivi import GROUP, Quantized, packed_bytes
 from kv.method import Shape, option
-from kv.parts import inductor, ops
+from kv.parts import ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 from kv.parts.offload import Staged, Workers
 
@@ -87,7 +87,7 @@ class Tailored(FetchedTokens):
             q = self.lookahead(q, q, active)
         waited = self.channel_pool.wait(self.ticket, q)
         keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
-        query = inductor.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
+        query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.weighted_sum(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
         position = torch.arange(self.shape.max_prompt, device=q.device)
         between = (position >= ops.column(self.sinks)) & (position < (self.prompt - self.local)[:, None])

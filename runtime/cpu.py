@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from kv.method import Shape
 from kv.parts import inductor, ops
 from runtime.compile import compiled
-from runtime.device import machine, replacing
-from text.files import parse_json
+from runtime.device import machine
+from text.files import parse_json, replacing
 
 Times = dict[str, float]  # milliseconds by product
 Products = tuple[str, str]  # for one row and for 2 to FEW

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -120,27 +119,6 @@ def synchronize(device: torch.device) -> None:
     """Waits until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """Gives the path of a file beside `path`, which takes its place after the block; an error leaves nothing behind.
-
-    Only a regular file is replaced. A link, a device or a pipe, such as /dev/stdout, is written to directly, and so is
-    a file in a folder that cannot be written.
-    """
-    path = Path(path)
-    if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK))):
-        yield path
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_later(tokens: Tensor) -> Callable[[], list[list[int]]]:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 import kv as methods
 from runtime.checkpoint import check_fields
-from runtime.device import replacing
 from runtime.plan import check_length, plan_of
-from text.files import parse_json
+from text.files import parse_json, replacing
 
 FORMAT = "kv-fast prompt 11"
 

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 import kv as methods
 from runtime import parallel, startup
-from runtime.device import memory_errors, replacing
+from runtime.device import memory_errors
+from text.files import replacing
 
 LINE = 1_000  # characters shown of an error
 SILENT = 10  # seconds after which a line says how far something is

@@ -16,7 +16,6 @@ from kv.parts import inductor, ops
 from model import Transformer
 from runtime import cpu
 from runtime.linear import Int8Linear, quantize_modules
-from runtime.warm import warm_up
 
 PROMPT = [*range(5, 45)]
 
@@ -172,7 +171,7 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch, tied):
     monkeypatch.setattr(cpu, "measure", None)
     engine.use("full", batch=3, max_prompt=40)
     engine._begin_answers(1, None, {})
-    warm_up(engine, 40)
+    engine._warm_up(40)
 
 
 def test_a_models_size_is_that_of_its_weights_whatever_its_caches_have(tmp_path):

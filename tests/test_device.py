@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from runtime.device import free_bytes, group_free, replacing, resident_bytes
+from runtime.device import free_bytes, group_free, resident_bytes
 from terminal.cli import write_json
+from text.files import replacing
 
 
 def test_a_file_is_replaced_as_a_whole_and_keeps_its_mode(tmp_path):

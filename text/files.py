@@ -1,7 +1,10 @@
-"""Small files that may come from anywhere: those of a checkpoint folder, and JSON."""
+"""Files: those of a checkpoint folder, which may come from anywhere, JSON, and whole ones that replace others."""
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,24 @@ def read_json(path: Path, missing: dict | None = None) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Gives the path of a file beside `path`, which takes its place after the block; an error leaves nothing behind.
+
+    Only a regular file is replaced. A link, a device or a pipe, such as /dev/stdout, is written to directly, and so is
+    a file in a folder that cannot be written.
+    """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK))):
+        yield path
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

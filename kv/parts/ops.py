@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from kv.method import Shape
 from kv.parts import inductor
 
+# What methods need of it: the sizes of a step, which may change, and where a compiled step stores a value.
+from kv.parts.inductor import covering, min_scores, realized, stored, symbol, value  # noqa: F401
+
 BLOCK = 4096  # tokens whose pages' bounds are computed at once
 LEAST = 1e-30  # what a sum that may be zero is divided by
 REACH = "where the bounds of a page lie between its mean key, 0, and its extremes, 1 (the paper's)"  # an option
