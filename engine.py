@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import kv as methods
-from kv import Shape
+from kv import Cache, Shape
 from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
@@ -301,7 +301,7 @@ class Engine:
         self.warnings: set[str] = set()  # printed
         self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
         self.batch, self.max_prompt, self.max_new_tokens = 1, None, 256
-        self.layers: list[methods.KV] = []
+        self.layers = Cache()
         self._release()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
@@ -581,12 +581,11 @@ class Engine:
         return partial(step, run=self.parts[-1])
 
     def _release(self) -> None:
-        for pool in methods.pools(self.layers):
-            pool.close()
+        self.layers.close()
         for layer in self.model.layers:
             layer.attention.kv = None
         self.shape: Shape | None = None  # None: no caches yet
-        self.layers, self.rows = [], [None] * self.batch  # rows: Row | None
+        self.layers, self.rows = Cache(), [None] * self.batch  # rows: Row | None
         self.state, self.run_step, self.parts = None, None, []
         self.sizes: list[tuple] = []  # what the next step depends on besides tensors, see KV.before_step
         self.commands, self.command = None, None  # of the last step, as a list and on the device
@@ -699,8 +698,7 @@ class Engine:
         """An empty row that is to hold these tokens; it stays free until it is entered in `rows`."""
         arguments.check_free(self, 1)
         row = Row(self, self.rows.index(None), tokens)
-        for layer in self.layers:
-            layer.reset(row.index)
+        self.layers.reset(row.index)
         self.state.set_row(row.index)
         self._forget()
         return row
@@ -711,7 +709,7 @@ class Engine:
         if not stepping:
             return None
         # As if one token were unread, as on CUDA: what a method drops must not depend on when tokens are read.
-        methods.make_room(self.layers, {r.row.index: len(r.row.tokens) + r.unread - 1 for r in stepping})
+        self.layers.make_room({r.row.index: len(r.row.tokens) + r.unread - 1 for r in stepping})
         for request in stepping:
             request.unread += 1
         ahead = (self.lag + 1) * (self.speculate + 1)  # the most tokens of launched steps, this one included
@@ -726,7 +724,7 @@ class Engine:
         fed: tokens by row; the other rows continue. Returns what `decode_step` does, valid until the next step.
         """
         commands = [fed.get(row, CONTINUE) for row in range(self.batch)]
-        sizes = [layer.before_step(length, new) for layer in self.layers]
+        sizes = self.layers.before_step(length, new)
         if sizes != self.sizes:
             self._forget()
             self.sizes = sizes
@@ -794,7 +792,7 @@ class Engine:
             longer = [x for x in every if i < len(x[1])]
             for row, _, _ in longer:
                 self.state.left[row.index] = 1
-            methods.make_room(self.layers, {row.index: len(row.tokens) - 1 for row, _, _ in longer})
+            self.layers.make_room({row.index: len(row.tokens) - 1 for row, _, _ in longer})
             length = max(len(row.tokens) for row in rows)
             new = max(len(row.tokens) - row.prompt_tokens for row in rows)
             _, logits = self._step({row.index: ids[i] for row, ids, _ in longer}, length + ahead, new + ahead)

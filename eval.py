@@ -20,7 +20,6 @@ from statistics import fmean
 import torch
 from tqdm import tqdm
 
-import kv as methods
 from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
@@ -225,7 +224,7 @@ def evaluate(
                 bar.update(len(job.items))
                 continue
             bar.update(len(job.items) - len(missing))
-            before, counts, new = methods.fetched(engine.layers), Counter(), {}
+            before, counts, new = engine.layers.fetched(), Counter(), {}
             for part in parts(mine, args.batch):
                 if job.graded:
                     results = answer(engine, job, [job.items[i] for i in part], args, counts)
@@ -235,7 +234,7 @@ def evaluate(
                     journal.add(keys[i], result)
                     new[keys[i]] = result
                 bar.update(len(part))
-            requested, transferred = methods.fetched(engine.layers)
+            requested, transferred = engine.layers.fetched()
             counts.update(wanted=requested - before[0], fetched=transferred - before[1])
             every = Counter()
             for theirs, their_counts in parallel.everyone(ranks, (new, counts)):

@@ -221,7 +221,7 @@ class Ours:
         engine = self.engine
         if engine.speculate:
             engine.state.left.fill_(1)
-        methods.make_room(engine.layers, dict.fromkeys(range(self.case.batch), self.case.context + self.new - 1))
+        engine.layers.make_room(dict.fromkeys(range(self.case.batch), self.case.context + self.new - 1))
         tokens, _ = engine._step({}, self.case.context + self.new, self.new)
         self.unread.append(read_later(tokens))
         while len(self.unread) > engine.lag:
@@ -230,11 +230,11 @@ class Ours:
     def skip(self, length: int) -> float:
         """Moves the rows on to `length` tokens without decoding; returns the seconds in which they made room."""
         rows, first = range(self.case.batch), self.case.context + self.new
-        layers = [layer for layer in self.engine.layers if getattr(layer, "every", 0)]
+        layers = methods.Cache(layer for layer in self.engine.layers if getattr(layer, "every", 0))
 
         def room() -> None:
             for tokens in range(first, length):
-                methods.make_room(layers, dict.fromkeys(rows, tokens))
+                layers.make_room(dict.fromkeys(rows, tokens))
             synchronize(self.case.device)
 
         self.new = length - self.case.context

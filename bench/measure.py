@@ -224,7 +224,7 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
         room_s += contender.skip(length)
         contender.step()  # not timed: warms up
         times.append(1e3 * statistics.median(seconds(contender.step) for _ in range(steps)))
-        device, host = (batch * bytes_ for bytes_ in methods.step_bytes(engine.layers, length + 1))
+        device, host = (batch * bytes_ for bytes_ in engine.layers.step_bytes(length + 1))
         floors.append(case.floor_ms(step_weights(case, weights) + device, host))
     times = [ms + 1e3 * room_s / max(1, skipped) for ms in times]
     row = case.about() | contender.about() | {"new": new, "lengths": lengths, "ms": times}

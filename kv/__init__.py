@@ -36,8 +36,8 @@ from kv import (
     tova,
 )
 from kv.base import KV
+from kv.cache import Cache
 from kv.method import METHODS, Method, Shape, Share, convert, of_share
-from kv.parts.offload import Pool
 from kv.parts.speculation import speculative
 
 
@@ -47,7 +47,7 @@ class BudgetTooSmall(ValueError):
         self.minimum = minimum
 
 
-def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> list[KV]:
+def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> Cache:
     """One KV module per layer; if rows may give tokens back (shape.rewind), the method drafts for the full cache.
 
     `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
@@ -57,7 +57,7 @@ def build(name: str, shape: Shape, budget: int | float | None, options: dict, pr
     """
     method, shape, tokens = _resolve(name, shape, budget, options, profile)
     layers = method.build(shape, tokens)
-    return speculative(name, shape, layers) if shape.rewind else layers
+    return Cache(speculative(name, shape, layers) if shape.rewind else layers)
 
 
 def plan_sizes(name: str, shape: Shape, *args) -> dict[str, int]:
@@ -164,39 +164,7 @@ def drafts(name: str) -> bool:
 
 def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
     """(device, host) bytes that `build` would allocate for the same arguments. Allocates nothing."""
-    return total_bytes(build(name, replace(shape, device=torch.device("meta")), *args))
-
-
-def total_bytes(layers: Iterable[KV]) -> tuple[int, int]:
-    """(device, host) bytes of a whole model's cache; storage that layers share counts once."""
-    layers, device = list(layers), {}
-    for layer in layers:
-        device |= layer.storages()
-    return sum(device.values()), sum(pool.host_bytes for pool in pools(layers))
-
-
-def make_room(layers: Iterable[KV], lengths: dict[int, int]) -> None:
-    """`KV.make_room` in all layers, before a step of rows of so many tokens."""
-    for layer in layers:
-        for row, length in lengths.items():
-            layer.make_room(row, length)
-
-
-def pools(layers: Iterable[KV]) -> list[Pool]:
-    """The pools of a whole model's cache: they count what they fetched, and `close` ends their threads."""
-    return [pool for layer in layers for pool in layer.pools]
-
-
-def step_bytes(layers: Iterable[KV], length: int) -> tuple[int, int]:
-    """(device, host) bytes of the cache that one step reads for a row of `length` tokens."""
-    device, host = zip(*(layer.step_bytes(length) for layer in layers), strict=True)
-    return sum(device), sum(host)
-
-
-def fetched(layers: Iterable[KV]) -> tuple[int, int]:
-    """Pool entries that steps requested from the host since allocation, and how many of them were fetched."""
-    requested, transferred = zip((0, 0), *(pool.counts for pool in pools(layers)), strict=True)
-    return sum(requested), sum(transferred)
+    return build(name, replace(shape, device=torch.device("meta")), *args).bytes()
 
 
 # Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a

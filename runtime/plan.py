@@ -242,8 +242,8 @@ def figures(engine, length: int) -> dict:
     row of `length` tokens; the options that the checkpoint's kv_profile.json set. Raises ValueError without caches."""
     if engine.shape is None:
         raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
-    device, host = methods.total_bytes(engine.layers)
-    read_device, read_host = methods.step_bytes(engine.layers, length)
+    device, host = engine.layers.bytes()
+    read_device, read_host = engine.layers.step_bytes(length)
     return {
         "plan_sizes": sizes_of(engine, engine.shape),
         "profile": methods.from_profile(engine.method, engine.options, engine.profile),

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 
 import torch
 
-import kv as methods
 from engine import Answer, Engine
 from runtime import plan
 from runtime.device import resident_bytes
@@ -55,7 +54,7 @@ def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
 def measured(engine: Engine) -> dict:
     """What --json writes of one method and one call, besides the answers."""
     stats, caches = engine.stats, plan.figures(engine, 1)
-    requested, transferred = methods.fetched(engine.layers)
+    requested, transferred = engine.layers.fetched()
     cuda = engine.device.type == "cuda"
     return {
         "kv": engine.method,

@@ -324,7 +324,7 @@ def as_on_a_gpu(self: offload.OffloadMethod, shape: kv.Shape, early: bool = Fals
 
 def handles(state: nn.Module) -> list[int]:
     """The numbers by which a step's code refers to the pools."""
-    return [pool.handle for pool in kv.pools(caches(state)) if hasattr(pool, "handle")]
+    return [pool.handle for pool in caches(state).pools if hasattr(pool, "handle")]
 
 
 def error(a: Tensor, b: Tensor) -> float:
@@ -426,7 +426,7 @@ class Case:
 
         def run(commands: list[int], new: int) -> list[Tensor]:
             length = max(PROMPTS) + new * (1 + self.drafts)
-            kv.make_room(caches(state), {row: n + new - 1 for row, n in enumerate(PROMPTS[: self.batch])})
+            caches(state).make_room({row: n + new - 1 for row, n in enumerate(PROMPTS[: self.batch])})
             for layer in caches(state):
                 layer.before_step(length, length - max(PROMPTS))
             command = torch.tensor(commands[: self.batch])
@@ -438,7 +438,7 @@ class Case:
         for new, commands in enumerate(STEPS, WARM + 1):
             state.left.fill_(NEW)
             state.left[1:] *= new != WARM + 2
-            for pool in kv.pools(caches(state)):
+            for pool in caches(state).pools:
                 pool.settle()
             held = tensors(state)
             before = {path: x.clone() for path, x in held.items()}

@@ -70,8 +70,7 @@ class Run:
         return torch.stack(found)
 
     def close(self) -> None:
-        for pool in kv.pools(self.layers):
-            pool.close()
+        self.layers.close()
 
 
 def answer(layer: kv.KV, texts: list, prompt: int, questions: tuple[int, ...] = ()) -> torch.Tensor:

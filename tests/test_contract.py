@@ -474,7 +474,7 @@ def test_law_6_a_reset_row_has_forgotten_what_is_not_finite(name, budget, poison
 def test_law_7_bytes_equal_the_buffers(name, shape, budget):
     cache = Cache(name, shape, budget)
     cache.run(make_texts(shape), 3)
-    device, host = kv.total_bytes(cache.layers)
+    device, host = cache.layers.bytes()
     assert device + host == sum(cache.storages().values())
     assert kv.planned_bytes(cache.name, shape, cache.budget, cache.options) == (device, host)
     for length in (1, 40, shape.planned):
@@ -541,7 +541,7 @@ def test_law_9_generation_stays_within_the_allocation(name, shape):
     texts = make_texts(shape, steps)
     found = cache.run(texts, steps)
     assert all(found[row].isfinite().all() for row in texts)
-    assert sum(kv.total_bytes(cache.layers)) == sum(cache.storages().values())
+    assert sum(cache.layers.bytes()) == sum(cache.storages().values())
 
 
 @every_method

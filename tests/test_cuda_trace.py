@@ -79,8 +79,8 @@ def build(
     return generated.build(config, shape, method, budget, options, mode)
 
 
-def caches(state: RowState) -> list[kv.KV]:
-    return [layer.attention.kv for layer in state.model.layers]
+def caches(state: RowState) -> kv.Cache:
+    return kv.Cache(layer.attention.kv for layer in state.model.layers)
 
 
 def trace(run, state: nn.Module, variant: str, device: torch.device, batch: int) -> tuple[torch.fx.GraphModule, object]:
@@ -217,8 +217,7 @@ def test_a_flaw_is_seen(gpu, flaw):
 
 
 def close(state: RowState) -> None:
-    for pool in kv.pools(caches(state)):
-        pool.close()
+    caches(state).close()
 
 
 # Prompts
@@ -268,8 +267,7 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
         module.error = 0.0  # the first prompt's alone is looked at
     with Waits() as found:
         model.prefill(0, torch.arange(tokens) % 100)
-    for pool in kv.pools(modules):
-        pool.close()
+    modules.close()
     return found
 
 

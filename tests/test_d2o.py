@@ -256,7 +256,7 @@ def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
     run, generator = Run("d2o", shape, budget, {}), torch.Generator().manual_seed(0)
     unit = shape.batch * shape.n_kv_head * shape.unit_bytes
     assert run.layers[0].k.nbytes + run.layers[0].v.nbytes == LAYERS * (budget + 1) * unit  # one is spare
-    device, seen = kv.total_bytes(run.layers)[0], set()
+    device, seen = run.layers.bytes()[0], set()
     for _ in range(3):
         for row, prompt in enumerate((100, 40)):
             scales = torch.rand(LAYERS, generator=generator) * 3
@@ -269,7 +269,7 @@ def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
             assert [int(layer.first[row]) for layer in run.layers] == [0, *ends[:-1]]
         for _ in range(60):
             run.step(tokens(shape, 2, 1, generator))
-    assert len(seen) == 6 and kv.total_bytes(run.layers)[0] == device
+    assert len(seen) == 6 and run.layers.bytes()[0] == device
     for layer in run.layers:
         read = min(110, 1 + int(layer.allotted.max()))
         assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes + 12)

@@ -16,7 +16,7 @@ from conversations import converse
 
 import quantize
 from engine import Engine
-from kv import METHODS, parse_options, total_bytes
+from kv import METHODS, parse_options
 from kv.kivi import Quantized
 from kv.parts.evicting import Evicting
 from runtime.plan import plan_of
@@ -120,7 +120,7 @@ def test_a_combination_works_or_is_refused(folders, combination):
         drawn = [*range(NEW), *range(len(said) - NEW, len(said))]
         behind = logits.amax(1) - logits.gather(1, torch.tensor(said)[:, None])[:, 0]
         assert (behind[drawn] >= TIES[dtype]).float().mean() <= FLIPS[dtype]
-    on_host = total_bytes(engine.layers)[1] > 0
+    on_host = engine.layers.bytes()[1] > 0
     engine.close()
     alone.close()
     assert on_host <= ("offload" in storage or name in ("tailorkv", "pqcache", "brute_offload"))

@@ -159,7 +159,7 @@ def test_memory_is_the_papers_share(engine):
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
         layers = kv.build("omnikv", shape, None, options)
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
-        device, host = kv.total_bytes(layers)
+        device, host = layers.bytes()
         unit = shape.n_kv_head * shape.unit_bytes
         generated = LAYERS * shape.max_new_tokens * unit
         assert 1 <= (device - generated) / ((3 * 1000 + 5 * k * copies) * unit) < 1.01  # staging included
@@ -238,7 +238,7 @@ def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path
     for delta in (False, True):
         engine.use("omnikv", 12, {"offload": True, "engine": "threads", "delta": delta}, batch=2, max_new_tokens=40)
         assert answers(engine) == few
-        wanted, fetched = kv.fetched(engine.layers)
+        wanted, fetched = engine.layers.fetched()
         assert wanted > 500 and (fetched < wanted) == delta
     assert offload_threads()
     engine.use("full")

@@ -121,7 +121,7 @@ def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
     generator, sizes = torch.Generator().manual_seed(0), {}
     for budget in (12, 40, shape.planned):
         layers = kv.build("simlayer", shape, budget, WINDOW)
-        sizes[budget] = kv.total_bytes(layers)[0]
+        sizes[budget] = layers.bytes()[0]
         assert sizes[budget] <= 1.1 * 6 * shape.n_kv_head * budget * shape.unit_bytes
     assert 1 <= sizes[shape.planned] / shape.full_bytes() < 1.01
     run = Run("simlayer", shape, shape.planned, WINDOW)

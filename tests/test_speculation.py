@@ -287,7 +287,7 @@ def test_a_sliding_window_is_refused(checkpoint):
 def test_drafts_that_hold_every_token_take_no_memory_for_the_full_cache(name):
     shape = replace(make_shape(), n_layer=3, rewind=ROUND + 1)
     layers = kv.build(name, shape, 32, {"page": 4} if name == "quest" else {})
-    assert kv.total_bytes(layers) == kv.total_bytes(layer.draft for layer in layers)
+    assert layers.bytes() == kv.Cache(layer.draft for layer in layers).bytes()
 
 
 def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
@@ -323,7 +323,7 @@ class Feed:
     def __init__(self, name: str, shape: Shape, budget: int):
         method, options = DRAFTS[name]
         self.layers = kv.build(method, shape, budget if METHODS[method].budgeted else None, options)
-        self.layers = [getattr(layer, "draft", layer) for layer in self.layers]
+        self.layers = kv.Cache(getattr(layer, "draft", layer) for layer in self.layers)
         self.lengths = [96, 41, 7]
         g = torch.Generator().manual_seed(0)
         heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
@@ -340,7 +340,7 @@ class Feed:
     def decode(self, step: int, tokens: list, known: int) -> torch.Tensor:
         """known: how many of the tokens before were accepted."""
         active, out = torch.tensor([True] * 3), []
-        kv.make_room(self.layers, {row: n + known for row, n in enumerate(self.lengths)})
+        self.layers.make_room({row: n + known for row, n in enumerate(self.lengths)})
         for i, layer in enumerate(self.layers):
             layer.before_step(max(self.lengths) + step + 1, step + 1)
             q, k, v = (x[i] for x in tokens)
@@ -384,5 +384,4 @@ def test_tokens_given_back_leave_no_trace(name):
         found = drafting.decode(step, part(tokens, step), step)
         assert (found - expected[step]).abs().max() <= 1e-5, accepted
     for feed in (clean, drafting):
-        for pool in kv.pools(feed.layers):
-            pool.close()
+        feed.layers.close()

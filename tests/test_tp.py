@@ -134,7 +134,7 @@ class Apart(nn.Module):
 
     def __init__(self, *parts: kv.KV):
         super().__init__()
-        self.parts, self.pools = nn.ModuleList(parts), kv.pools(parts)
+        self.parts, self.pools = nn.ModuleList(parts), kv.Cache(parts).pools
 
     def each(self, name: str, *inputs, **more) -> Tensor:
         shares = [
@@ -171,13 +171,12 @@ def per_rank(case: dict, world: int) -> dict:
     engine.use(batch=3, max_prompt=90, max_new_tokens=60, **case["use"])
     small = replace(engine.shape, n_head=8 // world, n_kv_head=4 // world)
     parts = [kv.build(engine.method, small, engine.budget, engine.options) for _ in range(world)]
-    whole, engine.layers[:] = list(engine.layers), [Apart(*layer) for layer in zip(*parts, strict=True)]
+    whole, engine.layers[:] = kv.Cache(engine.layers), [Apart(*layer) for layer in zip(*parts, strict=True)]
     engine.model.set_kv(engine.layers)
     logits = engine.logits(tp_worker.PROMPTS, tp_worker.FORCED)
     tokens = tp_worker.conversations(engine)
     engine.close()
-    for pool in kv.pools(whole):
-        pool.close()
+    whole.close()
     return {"logits": logits, "tokens": tokens}
 
 

@@ -91,5 +91,4 @@ def test_a_step_reads_what_the_paper_says(case):
     name, options, budget, expected = CASES[case]
     layers = kv.build(name, SHAPE, budget, options)
     assert [layers[-1].step_bytes(n) for n in (5, 40, 100, 125)] == [expected(n) for n in (5, 40, 100, 125)]
-    for pool in kv.pools(layers):
-        pool.close()
+    layers.close()
