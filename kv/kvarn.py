@@ -175,7 +175,7 @@ class Tiles(Buffers):
         buffers = (getattr(self, name + part) for part in ("", "_scale", "_zero", "_norm"))
         return [(x if row is None else x[row, None]).narrow(1, first, groups) for x in buffers]
 
-    def numbers(self, name: str, first: int, groups: int, row: int | None) -> Tensor:
+    def dequantized(self, name: str, first: int, groups: int, row: int | None) -> Tensor:
         """What `k` or `v` holds of some tiles, rotated: [B,groups,Hk,R,N] fp32; B is 1 for one row."""
         words, scale, zero, norm = self.side(name, first, groups, row)
         codes = unpack(words, self.sides[name][2])
@@ -183,13 +183,13 @@ class Tiles(Buffers):
 
     def keys(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The keys of some tiles, [B,Hk,groups group,D] fp32; B is 1 for one row."""
-        k = self.numbers("k", first, groups, row).mT @ self.rotation
+        k = self.dequantized("k", first, groups, row).mT @ self.rotation
         k = k if self.bias is None else k + self.turned_bias(first, groups, row)
         return k.transpose(1, 2).flatten(2, 3)
 
     def values(self, first: int, groups: int, row: int | None = None) -> Tensor:
         """The values of some tiles, [B,Hk,groups group,D] fp32; B is 1 for one row."""
-        return (self.numbers("v", first, groups, row) @ self.rotation).transpose(1, 2).flatten(2, 3)
+        return (self.dequantized("v", first, groups, row) @ self.rotation).transpose(1, 2).flatten(2, 3)
 
     def turned_bias(self, first: int, groups: int, row: int | None) -> Tensor:
         """The bias at the positions of some tiles, [B,groups,Hk,group,D] fp32.

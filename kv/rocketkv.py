@@ -128,13 +128,12 @@ class RocketKV(SnapKV):
         if self.newest:
             scores = ops.newest_first(scores, slot // self.page)
         best = ops.top(scores, self.pages, count=self.count)
-        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, partial(self.numbers, last=slot))
+        read = partial(self.dequantized, last=slot) if self.ring else None
+        return ops.attend_pages(q, self.k, self.v, best, self.page, slot, read)
 
-    def numbers(self, k: Tensor, v: Tensor, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """What slots [B,Hk,n] store, k and v [B,Hk,n,...], as numbers, of rows whose newest slot is last [B]."""
+    def dequantized(self, k: Tensor, v: Tensor, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """What slots [B,Hk,n] of rows store whose newest slot is last [B]: k and v [B,Hk,n,...] -> [B,Hk,n,D]."""
         k, v = self.stored.read(k, v, self.positions(slots))
-        if not self.ring:
-            return k, v
         last = last[:, None, None]
         newest = ((slots > last - EXACT) & (slots <= last))[..., None]
         old = zip((k, v), (self.newest_k, self.newest_v), strict=True)
@@ -313,7 +312,6 @@ class HybridMethod(Method):
 @dataclass(frozen=True)
 class RocketKVMethod(HybridMethod, PoolingMethod):
     name = "rocketkv"
-    paper = "https://arxiv.org/abs/2502.14051"
     help = "evicts at the prompt, then selects pages at every step"
     split: Literal["adaptive", "even"] = option(
         "adaptive", "stage 1's share of the compression; even: half, as in the first paper"

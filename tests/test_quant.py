@@ -99,17 +99,17 @@ def test_the_error_is_at_most_half_a_step_and_the_zero_points_rounding(bits):
 @pytest.mark.parametrize("head_dim", (16, 64, 80, 96, 128))
 def test_vectors_decode_from_rows_of_bytes_as_in_the_reference(head_dim, bits):
     x = torch.cat([groups(3, head_dim).flatten(0, 1), torch.zeros(1, head_dim)])
-    rows = quant.encode(x, bits)
+    rows = quant.pack_vectors(x, bits)
     assert rows.dtype == torch.uint8 and rows.shape == (len(x), quant.vector_bytes(head_dim, bits))
     scales = {16: 1, 64: 2, 80: 5, 96: 3, 128: 4}[head_dim]
     assert rows.shape[1] == head_dim * bits // 8 + 4 * scales
-    assert torch.equal(quant.decode(rows, bits, head_dim), decoded(x, bits, head_dim // scales))
+    assert torch.equal(quant.unpack_vectors(rows, bits, head_dim), decoded(x, bits, head_dim // scales))
 
 
 def test_a_compiled_round_trip_is_the_same_to_the_bit():
     def trip(x, bits, head_dim):
-        rows = quant.encode(x, bits)
-        return rows, quant.decode(rows, bits, head_dim)
+        rows = quant.pack_vectors(x, bits)
+        return rows, quant.unpack_vectors(rows, bits, head_dim)
 
     for bits, head_dim in ((1, 80), (4, 128), (8, 16)):
         x = groups(3, head_dim)

@@ -111,7 +111,7 @@ def channels(size: int, most: int = CHANNELS) -> int:
     return math.gcd(size, most)
 
 
-def encode(x: Tensor, bits: int) -> Tensor:
+def pack_vectors(x: Tensor, bits: int) -> Tensor:
     """Packs vectors x [..., D] into bytes [..., vector_bytes]: the codes, then each scale and zero point."""
     codes, scale, zero = quantize(x.unflatten(-1, (-1, channels(x.shape[-1], SPAN))), bits, -1)
     packed = pack(codes.flatten(-2), bits, -1)
@@ -120,8 +120,8 @@ def encode(x: Tensor, bits: int) -> Tensor:
     return torch.cat([packed, torch.stack([low, high], dim=-1).flatten(-2).to(torch.uint8)], dim=-1)
 
 
-def decode(x: Tensor, bits: int, size: int) -> Tensor:
-    """The approximate inverse of `encode` for vectors of `size` channels: [..., D] fp32."""
+def unpack_vectors(x: Tensor, bits: int, size: int) -> Tensor:
+    """The approximate inverse of `pack_vectors` for vectors of `size` channels: [..., D] fp32."""
     span = channels(size, SPAN)
     after = 4 * (size // span)  # bytes of scales and zero points
     packed, constants = x.split([x.shape[-1] - after, after], -1)
@@ -189,10 +189,10 @@ class Vectors(Buffers):
     def packed(self, k: Tensor, v: Tensor, position: Tensor, row: int | None) -> tuple[Tensor, Tensor]:
         k = k.float() if self.bias is None else k.float() - self.turned_bias(position, row)
         k, v = torch.stack([k, v.float()]) @ self.rotation  # one product: on a GPU it is a kernel of its own
-        return encode(k, self.bits), encode(v, self.bits)
+        return pack_vectors(k, self.bits), pack_vectors(v, self.bits)
 
     def unpacked(self, k: Tensor, v: Tensor, position: Tensor, row: int | None) -> tuple[Tensor, Tensor]:
-        k, v = torch.stack([decode(x, self.bits, self.shape.head_dim) for x in (k, v)]) @ self.rotation
+        k, v = torch.stack([unpack_vectors(x, self.bits, self.shape.head_dim) for x in (k, v)]) @ self.rotation
         k = k if self.bias is None else k + self.turned_bias(position, row)
         return k.to(self.shape.dtype), v.to(self.shape.dtype)
 
