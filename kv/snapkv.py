@@ -26,11 +26,7 @@ from kv.full import full_layers
 from kv.method import Method, Shape, option
 from kv.parts import attention
 from kv.parts.adaptive import HeadBudgets
-from kv.parts.scored import EVERY, Scored, pooled
-
-KERNEL = option(
-    7, "width of the max-pooling in tokens; 15 keeps a number whole whose digits are tokens", min=1
-)  # an option of several methods
+from kv.parts.scored import EVERY, KERNEL, Scored, pooled
 
 
 class Kernels(NamedTuple):

@@ -14,6 +14,7 @@ from kv.parts import attention, ops, quant
 from kv.parts.adaptive import HeadBudgets
 
 LAG = 1  # steps that may have stored a token which the host has not read when it makes room
+KERNEL = option(7, "width of the max-pooling in tokens; 15 keeps a number whole whose digits are tokens", min=1)
 EVERY = option(0, "while generating, keep only the budget again after every N tokens (R-KV: 128); 0: keep all", min=0)
 
 
@@ -39,7 +40,7 @@ class Scored(KV):
         queries: int = 0,
     ):
         """kept: of the longest prompt. bits of a stored value (quant.Vectors); `decode` is then the method's own.
-        queries: of the newest tokens, those that `score` takes of generated ones."""
+        queries: how many of the newest queries a row holds while it generates, for `score` to rank again (`every`)."""
         super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
         if 0 < every < window:  # a row would be compressed before all queries of the window are known
             raise ValueError(f"every={every} must be at least the window, {window}")
@@ -67,8 +68,8 @@ class Scored(KV):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """How much each of T tokens is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
 
-        q [1,Hq,n,D]: the newest n queries, of a prompt all T; of generated tokens `queries`, and None if that is 0. The
-        text, in row `self.row`, has `self.end` tokens. The `self.latest` newest stay whatever their scores.
+        q [1,Hq,n,D]: the queries of the newest n tokens: of a prompt n = T; with `every`, later, n = `queries`, and q is
+        None if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway.
         """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -245,7 +246,8 @@ def pooled(scores: Tensor, kernel: int, window: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoredMethod(HeadBudgets):
-    """Builds the `layer` of a method that writes `score`; its own options are arguments of the layer, by name."""
+    """Builds the `layer` of a method that writes `score`. Its fields, but for `heads` and `alpha`, are options and, by
+    name, arguments of the layer: `window`, `sinks`, `every` and the method's own (kv/rkv.py has two)."""
 
     layer: ClassVar[type[Scored]]
     window: int = option(8, "newest prompt tokens that are always kept", min=0)
