@@ -68,8 +68,8 @@ class Scored(KV):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """How much each of T tokens is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
 
-        q [1,Hq,n,D]: the queries of the newest n tokens: of a prompt n = T; with `every`, later, n = `queries`, and q is
-        None if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway.
+        q [1,Hq,n,D]: the newest tokens' queries. Of a prompt n = T; later, with `every`, n = `queries`, and q is None
+        if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway.
         """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
