@@ -18,7 +18,6 @@ from kv.full import Full
 from kv.parts.ranks import ALONE
 from kv.parts.scored import Scored
 from runtime import device as devices
-from terminal.cli import Choice
 from terminal.cli import run as run_main
 
 SMALL = ["--context", "96", "--steps", "2", "--repeats", "2", "--no-compile", "--dtype", "float32"]
@@ -237,14 +236,6 @@ def test_contenders_side_by_side_give_the_same_rows(here, capfd):
     assert told.count("at least 5 tokens") == 4  # streaming's smallest budget: twice each
 
 
-def test_after_the_limit_no_contender_starts_side_by_side(here, monkeypatch, capsys):
-    clock = itertools.count(0, 100)
-    monkeypatch.setattr("bench.side_by_side.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with pytest.raises(ValueError, match="nothing was measured"):
-        run("--kv", "full", "--limit", "50", "--side-by-side")
-    assert "left out: contenders after --limit 50" in capsys.readouterr().err
-
-
 def test_contenders_after_the_limit_are_left_out(here, monkeypatch, capsys):
     clock = itertools.count(0, 100)
     monkeypatch.setattr("bench.measure.time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -373,10 +364,6 @@ def test_known_shapes_have_the_sizes_of_their_models():
         "llama-160m": 0.153e9,
     }
     assert count == {name: pytest.approx(n, rel=0.005) for name, n in expected.items()}
-
-
-def test_labels_name_the_options():
-    assert Choice("streaming", 256, {"sinks": "8"}).label == "streaming:sinks=8 256"
 
 
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")

@@ -1,11 +1,8 @@
 """bench.compare joins results that eval.py and bench wrote, and plots marks with readable names."""
 
 import json
-from itertools import combinations
 
 import pytest
-from matplotlib import pyplot
-from matplotlib.text import Text
 
 import bench.__main__ as bench
 import eval as evaluation
@@ -70,19 +67,6 @@ def test_questions_of_forks_count_alike_and_lines_are_counted_beside_their_simil
     assert own["line"] == "75 / 71" and "answers" not in own
 
 
-def test_names_do_not_overlap_even_where_marks_coincide(measured, tmp_path):
-    compare.main([*measured, "--plot", str(tmp_path / "out.png")])
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-    figure, axis = pyplot.subplots(figsize=(8, 6))
-    axis.set(xlim=(0, 10), ylim=(0, 10))
-    points = [(f"a method's name {i}", 5 + i // 10, 5.0) for i in range(20)]
-    compare.name_marks(axis, points)
-    boxes = {text.get_text(): Text.get_window_extent(text) for text in axis.texts}  # without the lines to the marks
-    assert set(boxes) == {name for name, *_ in points}
-    assert not any(a.overlaps(b) for a, b in combinations(boxes.values(), 2))
-    pyplot.close(figure)
-
-
 def test_a_method_that_was_timed_twice_is_refused(measured, tmp_path):
     rows = json.loads(open(measured[1]).read())["rows"]
     (tmp_path / "twice.json").write_text(json.dumps({"rows": rows + rows}))
@@ -140,13 +124,3 @@ def test_several_checkpoints_share_a_table_and_a_plot(measured, tmp_path, capsys
     assert full["answers, %: other 500"].startswith("7 / ") and full[f"answers, %: {name} 500"][:2] != "7 "
     assert 0 < streaming["KV, MB: other 500"] < full["KV, MB: other 500"] == full[f"KV, MB: {name} 500"]
     assert (tmp_path / "out.png").stat().st_size > 10_000
-
-
-def test_a_shape_that_has_another_name_is_the_only_checkpoints(measured, tmp_path, capsys):
-    timed = json.loads(open(measured[1]).read())
-    timed["rows"] = [row | {"shape": "llama-160m"} for row in timed["rows"]]
-    (tmp_path / "timed.json").write_text(json.dumps(timed))
-    compare.main(measured)
-    expected = capsys.readouterr().out
-    compare.main([measured[0], str(tmp_path / "timed.json")])
-    assert capsys.readouterr().out == expected and "ms/token" in expected
