@@ -341,7 +341,7 @@ def test_a_generations_tokens_pay_for_the_room_that_rows_make(here, monkeypatch)
         (["--context", "0"], ["--context"]),
         (["--steps", "0"], ["--steps"]),
         (["--json", "no/such/folder.json"], ["--json"]),
-        (["--budget", ""], ["streaming", "--budget"]),
+        (["--budget", ""], ["cam", "--budget"]),
     ],
 )
 def test_mistakes_are_refused_in_one_line(here, capsys, args, words):
