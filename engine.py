@@ -424,9 +424,7 @@ class Engine:
         if questions is None:
             questions = [[] for _ in rows]
         else:
-            questions = [self.encode(question, bos=False) for question in arguments.as_prompts(questions)]
-        if len(questions) != len(rows):
-            raise ValueError(f"{len(questions)} questions for {len(rows)} rows")
+            questions = self._encode_for(rows, questions, "questions")
         arguments.check_rows(self, rows)
         limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
         for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
@@ -480,6 +478,7 @@ class Engine:
         arguments.check_free(self, len(prompts))
         new = self._begin_answers(max(map(len, continuations)), None, {})
         self._reserve(max(map(len, prompts)), new)
+        self._warm_up(self.shape.max_prompt)
         try:
             for prompt, ids in zip(prompts, continuations, strict=True):
                 rows.append(self._prefill(prompt, len(ids)))
@@ -498,15 +497,13 @@ class Engine:
         Returns the logits [n, vocab] fp32 after each token; without a question, `ask` then answers. For evaluation:
         `ask` adds a question at once. Raises ValueError as it does.
         """
-        texts = [self.encode(text, bos=False) for text in arguments.as_prompts(texts)]
-        if len(texts) != len(rows):
-            raise ValueError(f"{len(texts)} texts for {len(rows)} rows")
+        texts = self._encode_for(rows, texts, "texts")
         arguments.check_rows(self, rows)
         for row, ids in zip(rows, texts, strict=True):
             plan.room(self, row, ids)
         self._begin_answers(None, None, {})
-        if not rows:
-            return []
+        if rows:
+            self._warm_up(self.shape.max_prompt)
         try:
             return self._feed(rows, texts)
         except BaseException:
@@ -535,6 +532,13 @@ class Engine:
                 raise ValueError(f"{self.no_tokenizer}; give token ids instead of text")
             prompt = self.tokenizer.encode(prompt, bos)
         return arguments.token_ids(prompt, self.config.vocab_size)
+
+    def _encode_for(self, rows: list[Row], texts: Prompt | list[Prompt], what: str) -> list[list[int]]:
+        """The ids of a text for each row."""
+        ids = [self.encode(text, bos=False) for text in arguments.as_prompts(texts)]
+        if len(ids) != len(rows):
+            raise ValueError(f"{len(ids)} {what} for {len(rows)} rows")
+        return ids
 
     def _begin_call(self) -> None:
         self.called, self.interrupted, self.stats = time.perf_counter(), False, self.stats.next_call()
@@ -781,7 +785,6 @@ class Engine:
 
     def _feed(self, rows: list[Row], texts: list[list[int]]) -> list[Tensor]:
         """Decode steps that are fed texts: the logits [n, vocab] after each token of each row."""
-        self._warm_up(self.shape.max_prompt)
         texts = [ids if row.pending is None else [row.pending, *ids] for row, ids in zip(rows, texts, strict=True)]
         results = [torch.empty(len(ids), self.config.vocab_size, device=self.device) for ids in texts]
         every, ahead = list(zip(rows, texts, results, strict=True)), 1 + self.speculate
@@ -798,8 +801,9 @@ class Engine:
             _, logits = self._step({row.index: ids[i] for row, ids, _ in longer}, length + ahead, new + ahead)
             for row, ids, own in longer:
                 own[i] = logits[row.index]
-                row.logits = own[i]
                 row.tokens.append(ids[i])
+        for row, ids, own in every:
+            row.logits = own[-1].clone() if ids else row.logits
         if any(len(row.tokens) > self.context for row in rows):
             plan.warn_past_context(self)
         return results

@@ -51,7 +51,8 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     typed = results.single and "-" not in (args.prompt, args.prompt_file) and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
     saved = None if args.load_prompt is None else prefix.read_header(args.load_prompt)
-    how, limit = flags.given_sampling(args, args.checkpoint or flags.NEEDLE), flags.limit(args)
+    how = flags.given_sampling(args, args.checkpoint or flags.NEEDLE)
+    limit = how["max_new_tokens"]
     engine = load(args, saved, limit * (2 * CHAT_TURNS if talk else 1), limit * len(prompts) > PAYS, results)
     ids, refused = flags.encode(engine, args, prompts, saved)
     if args.save_prompt is not None and ids:
@@ -63,7 +64,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         for name, error in refused.items():
             results.fail(name, error)
         if ids:
-            interrupted = respond(engine, args, ids, saved, limit, how, talk, results)
+            interrupted = respond(engine, args, ids, saved, how, talk, results)
     finish(engine, args, results)
     if interrupted:
         raise KeyboardInterrupt
@@ -102,7 +103,6 @@ def respond(
     args: argparse.Namespace,
     ids: dict[str | int, list[int]],
     saved: prefix.Header | None,
-    limit: int,
     how: dict,
     talk: bool,
     results: Results,
@@ -121,12 +121,12 @@ def respond(
 
     try:
         if talk:
-            answers, interrupted = converse(engine, ids[names[0]], limit, how, out)
+            answers, interrupted = converse(engine, ids[names[0]], how, out)
             done(0, *answers)
         elif saved is not None:
-            ask_saved(engine, args.load_prompt, list(ids.values()), limit, how, done, fail)
+            ask_saved(engine, args.load_prompt, list(ids.values()), how, done, fail)
         else:
-            engine.generate(list(ids.values()), limit, **how, on_answer=done)
+            engine.generate(list(ids.values()), **how, on_answer=done)
     finally:
         if streamed and not talk:
             print(file=out)  # ends the answer's line, before an error's too

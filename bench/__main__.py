@@ -127,8 +127,8 @@ def main(argv: list[str] | None = None) -> None:
     contexts = numbers(contexts, "--context", int)
     batches = None if args.batch == "max" else numbers(args.batch, "--batch", int)
     budgets = numbers(args.budget, "--budget", number) if args.budget else []
-    every = ",".join(sorted(methods.METHODS, key=lambda name: (name != "full", name)))
-    chosen = choices(every if args.kv == "all" else args.kv, budgets)
+    names = ["full", *(name for name in methods.METHODS if name != "full")] if args.kv == "all" else [args.kv]
+    chosen = choices(",".join(names), budgets)
     bandwidth, steps = read_bandwidth(device), args.repeats * (args.steps + 1) + 8 + (args.extend or 0)
     common = dtype, device, bandwidth, contexts[0], steps, args.compile, args.prefill, ranks
     base = Case(shape, shape_config(shape), *common, groupsize=args.groupsize, embeddings=args.embeddings)

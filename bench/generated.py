@@ -171,9 +171,12 @@ def build(
         layers = kv.build(method, replace(shape, inv_freq=model.inv_freq), budget, options)
         model.set_kv(layers)
         state = RowState(model, shape.batch, [2])
-    for layer in layers:
-        layer.before_step(shape.max_prompt, 1)
+    layers.before_step(shape.max_prompt, 1)
     return state
+
+
+def caches(state: RowState) -> kv.Cache:
+    return kv.Cache(layer.attention.kv for layer in state.model.layers)
 
 
 def launch(step: Callable, backend: Callable, *inputs: object) -> None:

@@ -70,18 +70,14 @@ def step(
         command, sampling = torch.zeros(shape.batch, dtype=torch.int64, device=device), Sampling()
         inputs = state, command, sampling.variant, *sampling.tensors(device)
         found = generated.generate(lambda backend: generated.launch(decode_step, backend, *inputs), cuda_options())
-        caches(state).close()
+        generated.caches(state).close()
     return found, state
 
 
 def step_bytes(state: RowState, shape: methods.Shape) -> int:
     """The bytes of the GPU's memory that a step must read: the weights with the head, and its part of each cache."""
     weights = {n: w.nbytes for n, w in state.model.state_dict().items() if not n.startswith("tok_embeddings.")}
-    return sum(weights.values()) + shape.batch * caches(state).step_bytes(shape.max_prompt + 1)[0]
-
-
-def caches(state: RowState) -> methods.Cache:
-    return methods.Cache(layer.attention.kv for layer in state.model.layers)
+    return sum(weights.values()) + shape.batch * generated.caches(state).step_bytes(shape.max_prompt + 1)[0]
 
 
 def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:

@@ -56,7 +56,7 @@ def rise(device: torch.device, what: Callable) -> tuple:
         return what(), None
     before = resident_bytes("VmRSS")
     result = what()
-    return result, resident_bytes("VmHWM") - before
+    return result, max(0, resident_bytes("VmHWM") - before)  # the kernel counts pages late: it may seem to fall
 
 
 def replays(step: Callable[[], object]) -> int:

@@ -40,6 +40,9 @@ from kv.cache import Cache
 from kv.method import METHODS, Method, Shape, Share, convert, of_share
 from kv.parts.speculation import speculative
 
+for _name in sorted(METHODS):  # files register their methods in the order in which they are imported
+    METHODS[_name] = METHODS.pop(_name)
+
 
 class BudgetTooSmall(ValueError):
     def __init__(self, name: str, minimum: int, tokens: int):
@@ -117,7 +120,7 @@ def parse_options(name: str, given: dict) -> Method:
     options, values = {x.name: x for x in fields(method)}, {}
     for key, value in given.items():
         if key not in options:
-            others = [other for other, known in sorted(METHODS.items()) if key in {x.name for x in fields(known)}]
+            others = [other for other, known in METHODS.items() if key in {x.name for x in fields(known)}]
             which = f", which {', '.join(others)} have" if others else ""
             raise ValueError(f"{name} has no option {key!r}{which}; it has: {', '.join(options) or 'none'}")
         bounds = map(options[key].metadata.get, ("min", "max"))
@@ -132,7 +135,7 @@ def _method(name: str) -> type[Method]:
     if name not in METHODS:
         if name.partition(":")[0] in METHODS:
             raise ValueError(f"KV method {name!r}: give its options apart, with --kv-opt or `options`")
-        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(sorted(METHODS))}")
+        raise ValueError(f"unknown KV method {name!r}; there are: {', '.join(METHODS)}")
     return METHODS[name]
 
 

@@ -288,8 +288,8 @@ class D2OMethod(Method):
 
     def paper_bytes(self, shape: Shape, budget: int) -> int:
         """The budget in the layers that it counts, every token in the others."""
-        counted = shape.n_layer - len(set(self.uncounted or []))
-        return (counted * budget + (shape.n_layer - counted) * shape.planned) * shape.slot_bytes
+        _, _, uncounted = self.layers(shape)
+        return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
 
     def build(self, shape: Shape, budget: int) -> list[KV]:
         layers, _, _ = self.layers(shape)

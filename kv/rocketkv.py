@@ -262,6 +262,7 @@ class HybridMethod(Method):
     fewest = 8
     lossless = {"bits": 16}
     split: ClassVar[str | None] = None  # no stage 1
+    turns: ClassVar[bool] = False
     skip_layers: int | None = option(None, "first layers that stay full; auto: 2 for LongChat, else none", min=0)
     bits: quant.Bits = quant.BITS
     newest: bool = option(True, "the newest page is always read; false, as in the paper: if it is among the best")
@@ -293,7 +294,7 @@ class HybridMethod(Method):
         skip, split = self.skipped(shape), self.divided(shape, budget)
         slots, (page, _) = split.slots(shape.max_prompt), split.sizes()
         bounds = (1 if page == 1 else 2) * -(-slots // page) * shape.unit_bytes // 2
-        slots += shape.planned * getattr(self, "turns", False)
+        slots += shape.planned * self.turns
         sparse = shape.batch * shape.n_kv_head * (2 * slots * quant.stored_bytes(shape, self.bits) + bounds)
         return (shape.n_layer - skip) * sparse + skip * full // shape.n_layer
 

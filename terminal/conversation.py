@@ -43,18 +43,18 @@ def first_question(alone: bool) -> str | None:
     return None if line in EXITS else line
 
 
-def converse(engine: Engine, prompt: list[int], limit: int, how: dict, out: TextIO) -> tuple[list[Answer], bool]:
+def converse(engine: Engine, prompt: list[int], how: dict, out: TextIO) -> tuple[list[Answer], bool]:
     """Answers the prompt, then what is typed, until the conversation ends or the caches are full.
 
     Returns the answers, and whether Ctrl-C at the input prompt ended it.
     """
     rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
     with Conversation(engine, out) as conversation:
-        answers = conversation.answered(engine.ask(rows, None, limit, **how))
+        answers = conversation.answered(engine.ask(rows, None, **how))
         stats = stats.then(engine.stats)
         while (question := parallel.first(engine.ranks, conversation.read)) is not None:
             try:
-                answers += conversation.answered(engine.ask(rows, [question], limit, **how))
+                answers += conversation.answered(engine.ask(rows, [question], **how))
                 stats = stats.then(engine.stats)
             except ValueError as error:
                 print(one_line(error), file=sys.stderr)

@@ -73,7 +73,7 @@ def parser(about: str) -> argparse.ArgumentParser:
 def describe_methods(args: argparse.Namespace) -> bool:
     """Prints what --list-kv or --kv-help asks for; whether one of them was given."""
     if args.list_kv:
-        for name, method in sorted(methods.METHODS.items()):
+        for name, method in methods.METHODS.items():
             print(f"{name:14} {method.help}")
     elif args.kv_help is not None:
         print(methods.describe(args.kv_help))
@@ -143,15 +143,10 @@ def asked(args: argparse.Namespace) -> str:
     return json.dumps(given | files)
 
 
-def limit(args: argparse.Namespace) -> int:
-    """The most tokens of an answer."""
-    if args.max_new_tokens is not None:
-        return args.max_new_tokens
-    return 64 if args.checkpoint is None else 256  # 64: the demo's
-
-
 def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
-    """Sampling's arguments of `Engine.generate`, and `stop`; notes what transformers takes from the checkpoint beyond.
+    """Sampling's arguments of `Engine.generate`, `max_new_tokens` and `stop`.
+
+    Notes what transformers takes from the checkpoint beyond.
 
     Raises ValueError for arguments that cannot be met.
     """
@@ -175,7 +170,10 @@ def given_sampling(args: argparse.Namespace, folder: Path) -> dict:
     check_penalty(Sampling(**how).repetition_penalty, args.speculate)
     for note in notes if args.save_prompt is None else ():
         print("note:", note, file=sys.stderr)
-    return how | {"stop": args.stop}
+    limit = (
+        args.max_new_tokens if args.max_new_tokens is not None else 64 if args.checkpoint is None else 256
+    )  # 64: demo
+    return how | {"max_new_tokens": limit, "stop": args.stop}
 
 
 def listed(values: dict[str, object]) -> str:

@@ -40,7 +40,6 @@ def ask_saved(
     engine: Engine,
     path: str,
     questions: list[list[int]],
-    limit: int,
     how: dict,
     done: Callable[[int, Answer], None],
     fail: Callable[[int, str], None],
@@ -61,7 +60,7 @@ def ask_saved(
         rows, indices = [row, *(row.fork() for _ in list(asked)[1:])], list(asked)
         stats = stats.then(engine.stats)
         if asked:
-            engine.ask(rows, list(asked.values()), limit, **how, on_answer=lambda i, a: done(indices[i], a))  # noqa: B023
+            engine.ask(rows, list(asked.values()), **how, on_answer=lambda i, a: done(indices[i], a))  # noqa: B023
             engine.stats.past_context = [answered + i for i in engine.stats.past_context]
             stats, answered = stats.then(engine.stats), answered + len(asked)
         for row in rows:

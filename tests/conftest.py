@@ -47,6 +47,12 @@ def llama_8b(**plan) -> Shape:
     return Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), **plan, max_length=131072)
 
 
+def with_scores(name: str, options: dict, shape: Shape) -> dict:
+    """The options, and for duo random `head_scores` of such a model."""
+    scores = {"head_scores": torch.rand(shape.n_layer, shape.n_kv_head).tolist()}
+    return options | (scores if name == "duo" else {})
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run all cases where a run otherwise samples them; takes hours")
 

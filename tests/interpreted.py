@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import triton.language as tl
-from test_cuda_trace import VARIANTS, build, caches, close
+from test_cuda_trace import VARIANTS, build
 from torch import Tensor, nn
 from triton.runtime import interpreter
 
@@ -324,7 +324,7 @@ def as_on_a_gpu(self: offload.OffloadMethod, shape: kv.Shape, early: bool = Fals
 
 def handles(state: nn.Module) -> list[int]:
     """The numbers by which a step's code refers to the pools."""
-    return [pool.handle for pool in caches(state).pools if hasattr(pool, "handle")]
+    return [pool.handle for pool in generated.caches(state).pools if hasattr(pool, "handle")]
 
 
 def error(a: Tensor, b: Tensor) -> float:
@@ -391,7 +391,7 @@ class Case:
                     found = generated.generate(run, cuda_options())
                 [code] = found.code
                 made.append((code, [paths[id(x)] for x in found.inputs]))
-            close(state)
+            generated.caches(state).close()
         return made, handles(state)
 
     def decoder(self):
@@ -406,8 +406,7 @@ class Case:
                 module.weight.random_(generator=random)
                 module.scales.uniform_(0.0, 0.1 / 2 ** (7 if self.mode == "int8" else 3), generator=random)
         for row, n in enumerate(PROMPTS[: self.batch]):
-            for layer in caches(state):
-                layer.reset(row)
+            generated.caches(state).reset(row)
             prompt = torch.randint(3, 100, (n,), generator=random)
             state.model.prefill(row, prompt)
             state.set_row(row, int(prompt[-1]), n, NEW, row)
@@ -426,9 +425,8 @@ class Case:
 
         def run(commands: list[int], new: int) -> list[Tensor]:
             length = max(PROMPTS) + new * (1 + self.drafts)
-            caches(state).make_room({row: n + new - 1 for row, n in enumerate(PROMPTS[: self.batch])})
-            for layer in caches(state):
-                layer.before_step(length, length - max(PROMPTS))
+            generated.caches(state).make_room({row: n + new - 1 for row, n in enumerate(PROMPTS[: self.batch])})
+            generated.caches(state).before_step(length, length - max(PROMPTS))
             command = torch.tensor(commands[: self.batch])
             with patch.object(inductor, "best", ordered):
                 return [x.clone() for x in step(state, command, self.sampling.variant, *knobs)]
@@ -438,7 +436,7 @@ class Case:
         for new, commands in enumerate(STEPS, WARM + 1):
             state.left.fill_(NEW)
             state.left[1:] *= new != WARM + 2
-            for pool in caches(state).pools:
+            for pool in generated.caches(state).pools:
                 pool.settle()
             held = tensors(state)
             before = {path: x.clone() for path, x in held.items()}
@@ -457,7 +455,7 @@ class Case:
                 part.call = None
             for path, x in held.items():
                 x.copy_(after[path])
-        close(state)
+        generated.caches(state).close()
         return results
 
 

@@ -58,8 +58,7 @@ def test_every_method_context_batch_and_quantization_is_a_row_with_all_keys(here
         assert set(KEYS) <= set(row)
         assert 0 < row["p10"] <= row["ms_per_token"] <= row["p90"]
         assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms_per_token"])
-        held = row["weight_bytes"] + row["kv_device_bytes"]
-        assert row["prefill_s"] > 0 and row["peak_decode_bytes"] >= 0.9 * held  # of 0.2 MB, memory reuses some pages
+        assert row["prefill_s"] > 0 and row["peak_decode_bytes"] >= row["weight_bytes"] + row["kv_device_bytes"]
 
 
 def test_int4_takes_the_largest_group_that_divides_the_models_channels(here):

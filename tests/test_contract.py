@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import llama_8b, with_all
+from conftest import llama_8b, with_all, with_scores
 from references.attention import attend, causal, masked_attention
 from torch import Tensor
 
@@ -485,8 +485,7 @@ def test_law_7_bytes_equal_the_buffers(name, shape, budget):
 def test_law_7_bytes_are_the_papers(name):
     shape = llama_8b(max_prompt=32512, max_new_tokens=256, batch=2)
     name, options = VARIANTS[name]
-    if name == "duo":
-        options = options | {"head_scores": torch.rand(shape.n_layer, shape.n_kv_head).tolist()}
+    options = with_scores(name, options, shape)
     method = kv.parse_options(name, options)
     budget = 1024 if method.takes_budget else None
     assert sum(kv.planned_bytes(name, shape, budget, options)) <= 17 / 16 * method.paper_bytes(shape, budget)

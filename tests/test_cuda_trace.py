@@ -79,10 +79,6 @@ def build(
     return generated.build(config, shape, method, budget, options, mode)
 
 
-def caches(state: RowState) -> kv.Cache:
-    return kv.Cache(layer.attention.kv for layer in state.model.layers)
-
-
 def trace(run, state: nn.Module, variant: str, device: torch.device, batch: int) -> tuple[torch.fx.GraphModule, object]:
     """The graph that a compiler for CUDA receives, and what is known of its inputs."""
     from torch._dynamo.backends.common import aot_autograd
@@ -146,7 +142,7 @@ def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     assert not problems(graph, known)
     fetches = [n for n in graph.graph.nodes if n.op == "call_function" and "kv_fast" in str(n.target)]
     assert bool(fetches) == has_threads(name)
-    close(state)
+    generated.caches(state).close()
 
 
 @pytest.mark.parametrize(("name", "variant"), (("rocketkv", "cut"), ("omnikv:threads", "greedy")))
@@ -157,7 +153,7 @@ def test_rounds_are_two_graphs_on_the_device(gpu, name, variant):
     for part in passes:
         graph, known = trace(part, state, variant, gpu, 3)
         assert not problems(graph, known)
-    close(state)
+    generated.caches(state).close()
 
 
 @pytest.mark.parametrize("variant", ("plain", "penalized greedy", "penalized cut"))
@@ -165,7 +161,7 @@ def test_a_plain_or_penalized_step_of_one_row_is_one_graph_on_the_device(gpu, va
     state = build("full", gpu, 1)
     state.seen = torch.zeros(1, CONFIG.vocab_size, dtype=torch.bool, device=gpu)
     assert not problems(*trace(decode_step, state, variant, gpu, 1))
-    close(state)
+    generated.caches(state).close()
 
 
 @pytest.mark.parametrize("name", ("full", "infllm", "omnikv"))
@@ -178,7 +174,7 @@ def test_a_step_of_several_ranks_is_one_graph_on_the_device(gpu, name):
     layers = len(state.model.layers)
     assert names["_c10d_functional.all_reduce.default"] == 2 * layers + (layers if name == "infllm" else 0)
     assert names["_c10d_functional.all_gather_into_tensor.default"] == 1
-    close(state)
+    generated.caches(state).close()
 
 
 class Wrong(nn.Module):
@@ -214,10 +210,6 @@ def test_a_flaw_is_seen(gpu, flaw):
     except RuntimeError:  # of the compiler, or of a fake tensor whose values are asked for
         found = {"no single graph"}
     assert found
-
-
-def close(state: RowState) -> None:
-    caches(state).close()
 
 
 # Prompts

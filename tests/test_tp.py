@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import tp_worker
-from conftest import llama_8b, write_random
+from conftest import llama_8b, with_scores, write_random
 from torch import Tensor, nn
 
 import bench.__main__ as bench
@@ -197,9 +197,7 @@ def test_ranks_compute_what_one_process_does(ranked, alone, cases):
 def test_bytes_are_divided_by_the_ranks(name):
     method, options = VARIANTS[name]
     alone = llama_8b(max_prompt=8000, max_new_tokens=192, batch=1)
-    if method == "duo":
-        options = options | {"head_scores": torch.rand(alone.n_layer, alone.n_kv_head).tolist()}
-    arguments = 1024 if METHODS[method].budgeted else None, options
+    arguments = 1024 if METHODS[method].budgeted else None, with_scores(method, options, alone)
     halves = [replace(alone, n_head=16, n_kv_head=4, ranks=Ranks(rank, 2)) for rank in range(2)]
     parts = sum(sum(kv.planned_bytes(method, shape, *arguments)) for shape in halves)
     assert 1 <= parts / sum(kv.planned_bytes(method, alone, *arguments)) < 1.03
