@@ -416,7 +416,7 @@ def test_every_error_for_want_of_memory_is_one_line(error, said):
 
 @pytest.mark.parametrize("error", (MemoryError, KeyboardInterrupt))
 def test_an_answer_that_fails_ends_its_line_before_the_error(whole, monkeypatch, capsys, error):
-    def fail(engine, prompts, limit, on_token, **how):
+    def fail(engine, prompts, on_token, **how):
         on_token(0, 5, "The light")
         raise error
 

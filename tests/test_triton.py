@@ -6,7 +6,7 @@ Triton's compiler needs nothing but the architecture.
 import pytest
 import torch
 from conftest import with_all
-from test_cuda_trace import VARIANTS, build, close, has_threads, launch
+from test_cuda_trace import VARIANTS, build, has_threads, launch
 
 from bench import generated
 from bench.generated import Generated
@@ -64,7 +64,7 @@ def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tm
     assert len(found.kernels) > 10 and (found.graphs > 1) == has_threads(name)
     compile_all(found)
     print(name, len(found.kernels), "kernels,", found.graphs, "graphs")
-    close(state)
+    generated.caches(state).close()
 
 
 def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
@@ -75,7 +75,7 @@ def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
         monkeypatch.setattr("kv.parts.inductor.RANKED", ranked)
         state = build("exact_topk", h100, 2)
         found.append(generate(decode_step, state, "greedy", h100, 2))
-        close(state)
+        generated.caches(state).close()
     plain, tiled = found
     assert plain.graphs == tiled.graphs == 1 and plain.kernels.keys() != tiled.kernels.keys()
     compile_all(tiled)
