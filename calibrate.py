@@ -38,10 +38,10 @@ from engine import Engine
 from kv.base import KV
 from kv.duo import DuoMethod
 from kv.kivi import Quantized
-from kv.method import Shape
+from kv.method import Plan
 from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES
-from runtime.plan import shape_of
+from runtime.planning import plan_for
 from terminal.cli import Parser, check_output, progress, read_text, run, table
 from terminal.plots import panels
 from text.files import read_json, replacing
@@ -62,8 +62,8 @@ MEASURES = "filter ability", "dense preference"  # the printed columns
 class Probe(KV):
     """Measures a layer's attention to an excerpt, whose K and V it holds; `below`: the probes of the layers below."""
 
-    def __init__(self, shape: Shape, sinks: int, window: int, below: list["Probe"]):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, sinks: int, window: int, below: list["Probe"]):
+        super().__init__(plan)
         self.sinks, self.window, self.below = sinks, window, below
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -93,7 +93,7 @@ class Probe(KV):
 
     def quantized(self, k: Tensor, v: Tensor, bits: int, q: Tensor, y: Tensor) -> float:
         """The error of the output y with quantized K and V."""
-        layer = Quantized(self.shape, bits)
+        layer = Quantized(self.plan, bits)
         layer.keep(0, q, k, v)
         keys, values, _ = layer.held(0, self.length)
         return error(self.weights(q, self.at, keys) @ values[:, None].float(), y)
@@ -125,9 +125,9 @@ def error(y: Tensor, exact: Tensor) -> float:
 
 def probes_of(engine: Engine, ids: list[int], sinks: int, recent: int, name: str) -> list[Probe]:
     """Every layer's probe, after the prefill of the excerpt of this name."""
-    shape, probes = shape_of(engine.config, engine.dtype, engine.device, 1, len(ids), 0), []
+    plan, probes = plan_for(engine.config, engine.dtype, engine.device, 1, len(ids), 0), []
     for layer in range(engine.config.n_layer):
-        probes.append(Probe(shape, sinks, recent, probes[:layer]))
+        probes.append(Probe(plan, sinks, recent, probes[:layer]))
     engine.model.set_kv(probes)
     engine.model.prefill(0, torch.tensor(ids, device=engine.device), progress=lambda x: engine.progress(x, name))
     return probes

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 import kv as methods
-from kv import Cache, Shape
+from kv import Cache, Plan
 from kv.parts.ops import hashed
 from kv.parts.ranks import ALONE, Ranks
 from model import Transformer, direct, through_layers
-from runtime import arguments, cpu, plan, prefix, speculate
+from runtime import arguments, cpu, planning, prefix, speculate
 from runtime.arguments import Prompt, one_call
 from runtime.compile import compile_errors, compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
@@ -333,7 +333,7 @@ class Engine:
         begin = time.perf_counter()
         with together(ranks):
             known = read_known(Path(checkpoint), device, dtype, ranks)
-            plan.check(known, kv, budget, options or {}, **sizes)
+            planning.check(known, kv, budget, options or {}, **sizes)
             loaded = load_model(Path(checkpoint), known, text)
             engine = cls(loaded, compile, seed, ranks, progress)
         engine.stats.load_s, engine.stats.load_bytes = time.perf_counter() - begin, loaded.bytes
@@ -359,7 +359,7 @@ class Engine:
         questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
         are the full cache's. Raises ValueError with one line that says what to do.
         """
-        plan.check(self, kv, budget, options or {}, batch, max_prompt, max_new_tokens, speculate)
+        planning.check(self, kv, budget, options or {}, batch, max_prompt, max_new_tokens, speculate)
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
         self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
         self._release()
@@ -428,10 +428,10 @@ class Engine:
         arguments.check_rows(self, rows)
         limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
         for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
-            most, text = min(limit, plan.room(self, row, question)), AnswerText(self.tokenizer, stop)
+            most, text = min(limit, planning.room(self, row, question)), AnswerText(self.tokenizer, stop)
             requests.append(Request(i, row, question, most, text, on_token, on_answer))
         if rows:
-            self._warm_up(self.shape.max_prompt)
+            self._warm_up(self.plan.max_prompt)
         return self._decode(requests)
 
     @one_call
@@ -478,7 +478,7 @@ class Engine:
         arguments.check_free(self, len(prompts))
         new = self._begin_answers(max(map(len, continuations)), None, {})
         self._reserve(max(map(len, prompts)), new)
-        self._warm_up(self.shape.max_prompt)
+        self._warm_up(self.plan.max_prompt)
         try:
             for prompt, ids in zip(prompts, continuations, strict=True):
                 rows.append(self._prefill(prompt, len(ids)))
@@ -500,10 +500,10 @@ class Engine:
         texts = self._encode_for(rows, texts, "texts")
         arguments.check_rows(self, rows)
         for row, ids in zip(rows, texts, strict=True):
-            plan.room(self, row, ids)
+            planning.room(self, row, ids)
         self._begin_answers(None, None, {})
         if rows:
-            self._warm_up(self.shape.max_prompt)
+            self._warm_up(self.plan.max_prompt)
         try:
             return self._feed(rows, texts)
         except BaseException:
@@ -558,18 +558,18 @@ class Engine:
 
     def _reserve(self, length: int, new: int) -> None:
         """Ensures caches for prompts of `length` tokens and `new` more; keeps the present ones if large enough."""
-        if (shape := plan.needed(self, length, new)) is not None:
-            self._allocate(shape)
+        if (plan := planning.needed(self, length, new)) is not None:
+            self._allocate(plan)
 
-    def _allocate(self, shape: Shape) -> None:
+    def _allocate(self, plan: Plan) -> None:
         self._release()
-        plan.check_budget(self, shape)
-        plan.check_memory(self, shape)
-        self.model.set_rows(shape.batch)
-        self.shape = replace(shape, inv_freq=self.model.inv_freq, key_biases=self.model.key_biases())
-        self.layers = methods.build(self.method, self.shape, self.budget, self.options, self.profile)
+        planning.check_budget(self, plan)
+        planning.check_memory(self, plan)
+        self.model.set_rows(plan.batch)
+        self.plan = replace(plan, inv_freq=self.model.inv_freq, key_biases=self.model.key_biases())
+        self.layers = methods.build(self.method, self.plan, self.budget, self.options, self.profile)
         self.model.set_kv(self.layers)
-        self.state = RowState(self.model, shape.batch, self.eos)
+        self.state = RowState(self.model, plan.batch, self.eos)
         rounds = self.speculate and speculate.rounds(self.state, self.speculate, sample, self._compiled)
         self.run_step = rounds or self._compiled(decode_step)
         self.endless = minimum(self.ranks, all(layer.endless for layer in self.layers)) > 0
@@ -588,7 +588,7 @@ class Engine:
         self.layers.close()
         for layer in self.model.layers:
             layer.attention.kv = None
-        self.shape: Shape | None = None  # None: no caches yet
+        self.plan: Plan | None = None  # None: no caches yet
         self.layers, self.rows = Cache(), [None] * self.batch  # rows: Row | None
         self.state, self.run_step, self.parts = None, None, []
         self.sizes: list[tuple] = []  # what the next step depends on besides tensors, see KV.before_step
@@ -611,7 +611,7 @@ class Engine:
             for _ in self.progress([None], what):  # only shows the text
                 # Verification first: drafts, of which there are more, decide last.
                 for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
-                    self.stats.products |= cpu.tune(self.model, self.shape, tokens)
+                    self.stats.products |= cpu.tune(self.model, self.plan, tokens)
                 for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
                     self._step({}, length + 1, 1)[0].tolist()
         self.stats.compile_s += time.perf_counter() - begin
@@ -693,7 +693,7 @@ class Engine:
         ids = torch.tensor(prompt, device=self.device)
         row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress)
         self.rows[row.index] = row
-        plan.check_error(self)
+        planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin
         self.stats.prefill_tokens += len(prompt)
         return row
@@ -771,7 +771,7 @@ class Engine:
         if self.stats.first_token_s is None:
             self.stats.first_token_s = time.perf_counter() - self.called
         if len(row.tokens) > self.context and request.index not in self.stats.past_context:
-            plan.warn_past_context(self)
+            planning.warn_past_context(self)
             self.stats.past_context.append(request.index)
         ends = token == FAILED or token in self.eos
         request.take(token, ends)
@@ -805,7 +805,7 @@ class Engine:
         for row, ids, own in every:
             row.logits = own[-1].clone() if ids else row.logits
         if any(len(row.tokens) > self.context for row in rows):
-            plan.warn_past_context(self)
+            planning.warn_past_context(self)
         return results
 
     def _free(self, row: Row) -> None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engine import Engine
 from kv import BudgetTooSmall
 from kv.parts.ranks import ALONE, Ranks
-from runtime import parallel, plan
+from runtime import parallel, planning
 from runtime.arguments import check_length
 from runtime.checkpoint import COMPANIONS
 from runtime.device import DTYPES
@@ -199,7 +199,7 @@ def evaluate(
     cells = [(method, job, wanted(args, method, job)) for method, job in itertools.product(chosen, ordered)]
     for *_, caches in cells:
         with suppress(BudgetTooSmall):
-            plan.check(engine, *caches)
+            planning.check(engine, *caches)
     with tqdm(total=len(chosen) * sum(len(job.items) for job in jobs), unit="sample") as bar:
         for method, job, caches in cells:
             bar.set_description(f"{method.label} {job.task} {job.length}")
@@ -259,10 +259,10 @@ def use(engine: Engine, caches: tuple) -> dict:
     """Gives the engine caches for the arguments of `Engine.use`, unless it has them. Returns the options that the
     profile set, the caches' bytes per row, and the bytes per row that a step reads."""
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
-    if caches != (*has, engine.speculate) or engine.shape is None:  # no shape: the last caches were refused
+    if caches != (*has, engine.speculate) or engine.plan is None:  # no plan: the last caches were refused
         engine.use(*caches)
     batch, prompt = caches[3:5]
-    known = plan.figures(engine, prompt + 1)
+    known = planning.figures(engine, prompt + 1)
     device, host = known["kv_device_bytes"], known["kv_host_bytes"]
     return {
         "profile": known["profile"],

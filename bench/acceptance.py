@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, engine: Engine, kinds: dict, cells: list[t
             same = sum(a == b for a, b in zip(answers, full[kind], strict=True))
             row["kinds"][kind] = {"accepted": engine.stats.accepted, "same": same, "of": len(texts)}
             row["draft_bytes"] = sum(sum(getattr(layer, "draft", layer).step_bytes(longest)) for layer in engine.layers)
-            row["full_bytes"] = engine.shape.full_bytes() // engine.shape.planned // args.batch * longest
+            row["full_bytes"] = engine.plan.full_bytes() // engine.plan.planned // args.batch * longest
         if n:
             yield row
 

@@ -22,7 +22,7 @@ from runtime import load
 from runtime.device import synchronize
 from runtime.hf_config import from_hf
 from runtime.linear import default_groupsize
-from runtime.plan import figures, shape_of
+from runtime.planning import figures, plan_for
 from terminal.cli import Choice
 
 KEYS = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
@@ -70,8 +70,8 @@ class Case:
     def sizes(self) -> ModelConfig:
         return from_hf(self.config)
 
-    def shape(self) -> methods.Shape:
-        return shape_of(self.sizes, self.dtype, self.device, self.batch, self.context, self.steps)
+    def plan(self) -> methods.Plan:
+        return plan_for(self.sizes, self.dtype, self.device, self.batch, self.context, self.steps)
 
     def model(self) -> Transformer:
         """This rank's part of the model, on the meta device. Raises ValueError if it cannot be quantized so."""
@@ -179,7 +179,7 @@ class Ours:
         self.engine = engine = Engine(loaded, case.compile, seed=0, ranks=case.ranks)
         engine.use(method.kv, method.budget, method.options, case.batch, case.context, case.steps, speculate)
         if naive:
-            engine.layers[:] = [Naive(engine.shape) for _ in engine.layers]
+            engine.layers[:] = [Naive(engine.plan) for _ in engine.layers]
             model.set_kv(engine.layers)
         engine._begin_answers(None, None, {})
         engine._warm_up(case.context)

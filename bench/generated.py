@@ -153,25 +153,25 @@ def fake_gpu() -> Iterator[torch.device]:
 
 
 def build(
-    config: ModelConfig, shape: kv.Shape, method: str, budget: int | None, options: dict, mode: str | None = None
+    config: ModelConfig, plan: kv.Plan, method: str, budget: int | None, options: dict, mode: str | None = None
 ) -> RowState:
     """The rows of a model of fake weights, quantized to int8 or int4 if `mode` says so, whose layers have the method's
     caches; rows hold whole prompts."""
-    with shape.device:
-        torch.set_default_dtype(shape.dtype)
-        model = Transformer(load.share(config, shape.ranks)).requires_grad_(False)
+    with plan.device:
+        torch.set_default_dtype(plan.dtype)
+        model = Transformer(load.share(config, plan.ranks)).requires_grad_(False)
         torch.set_default_dtype(torch.float32)
         if mode:
             quantize_modules(model, mode, default_groupsize(model) if mode == "int4" else None, embeddings=False)
-            for module in model.modules() if shape.device.type == "cuda" else ():
+            for module in model.modules() if plan.device.type == "cuda" else ():
                 if isinstance(module, Int4Linear) and module.orders():
                     module.reordered(module.orders()[0])
-        load.connect(model, shape.ranks)
-        model.set_rows(shape.batch)
-        layers = kv.build(method, replace(shape, inv_freq=model.inv_freq), budget, options)
+        load.connect(model, plan.ranks)
+        model.set_rows(plan.batch)
+        layers = kv.build(method, replace(plan, inv_freq=model.inv_freq), budget, options)
         model.set_kv(layers)
-        state = RowState(model, shape.batch, [2])
-    layers.before_step(shape.max_prompt, 1)
+        state = RowState(model, plan.batch, [2])
+    layers.before_step(plan.max_prompt, 1)
     return state
 
 

@@ -32,7 +32,7 @@ from runtime.compile import cuda_options
 from runtime.device import DTYPES, pick_dtype
 from runtime.hf_config import from_hf
 from runtime.linear import MODES
-from runtime.plan import shape_of
+from runtime.planning import plan_for
 from terminal.cli import Choice, Parser, check_output, choices, numbers, one_line, run, table, write_json
 
 # Bytes/s of a large sum, as measured on an H100: 0.91 of its data sheet's, and assumed the same share of the others'.
@@ -61,23 +61,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def step(
-    config: ModelConfig, shape: methods.Shape, method: Choice, mode: str | None = None
+    config: ModelConfig, plan: methods.Plan, method: Choice, mode: str | None = None
 ) -> tuple[generated.Generated, RowState]:
     """What Inductor makes of a method's step, and the rows whose step it is."""
     with generated.fake_gpu() as device:
-        shape = replace(shape, device=device, n_layer=config.n_layer)
-        state = generated.build(config, shape, method.kv, method.budget, method.options, mode)
-        command, sampling = torch.zeros(shape.batch, dtype=torch.int64, device=device), Sampling()
+        plan = replace(plan, device=device, n_layer=config.n_layer)
+        state = generated.build(config, plan, method.kv, method.budget, method.options, mode)
+        command, sampling = torch.zeros(plan.batch, dtype=torch.int64, device=device), Sampling()
         inputs = state, command, sampling.variant, *sampling.tensors(device)
         found = generated.generate(lambda backend: generated.launch(decode_step, backend, *inputs), cuda_options())
         generated.caches(state).close()
     return found, state
 
 
-def step_bytes(state: RowState, shape: methods.Shape) -> int:
+def step_bytes(state: RowState, plan: methods.Plan) -> int:
     """The bytes of the GPU's memory that a step must read: the weights with the head, and its part of each cache."""
     weights = {n: w.nbytes for n, w in state.model.state_dict().items() if not n.startswith("tok_embeddings.")}
-    return sum(weights.values()) + shape.batch * generated.caches(state).step_bytes(shape.max_prompt + 1)[0]
+    return sum(weights.values()) + plan.batch * generated.caches(state).step_bytes(plan.max_prompt + 1)[0]
 
 
 def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
@@ -85,16 +85,16 @@ def measure(args: argparse.Namespace, chosen: list[Choice]) -> Iterator[dict]:
     config = from_hf(shape_config(args.shape))
     config = replace(config, n_layer=min(args.layers or config.n_layer, config.n_layer))
     for batch in args.batch:
-        shape = shape_of(config, pick_dtype(args.dtype), torch.device("meta"), batch, args.context, NEW)
-        without, _ = step(replace(config, n_layer=0), shape, Choice("full", None, {}), args.quantize)
+        plan = plan_for(config, pick_dtype(args.dtype), torch.device("meta"), batch, args.context, NEW)
+        without, _ = step(replace(config, n_layer=0), plan, Choice("full", None, {}), args.quantize)
         for method in tqdm(chosen, unit="method", disable=None, leave=False):
             try:
-                found, state = step(config, shape, method, args.quantize)
+                found, state = step(config, plan, method, args.quantize)
             except ValueError as error:
                 print(f"left out: {method.label}: {one_line(error)}", file=sys.stderr)
                 continue
             kinds = found.launches()
-            launches, bytes_, needed = kinds.total(), found.read + found.written, step_bytes(state, shape)
+            launches, bytes_, needed = kinds.total(), found.read + found.written, step_bytes(state, plan)
             seconds = bytes_ / BANDWIDTH[args.gpu] + launches * args.launch_us / 1e6
             yield {
                 "kv": method.kv,

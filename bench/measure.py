@@ -198,8 +198,8 @@ def largest_batch(case: Case, method: Choice, free: int) -> int:
     layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
 
     def overflows(batch: int) -> bool:
-        shape = replace(case, batch=batch).shape()
-        device, host = methods.planned_bytes(method.kv, shape, method.budget, method.options)
+        plan = replace(case, batch=batch).plan()
+        device, host = methods.planned_bytes(method.kv, plan, method.budget, method.options)
         device += batch * logits + layer
         if case.device.type == "cpu":
             return device + host > free
@@ -231,7 +231,7 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
     row |= {"ms_per_token": statistics.mean(times), "first_ms": times[0], "last_ms": times[-1]}
     row |= {"tokens_per_s": 1e3 * batch / statistics.mean(times)}
     row |= {"ceiling_tokens_per_s": 1e3 * batch / statistics.mean(floors)}
-    return row | {"full_bytes": engine.shape.full_bytes(), "weight_bytes": sum(t.nbytes for t in weights.values())}
+    return row | {"full_bytes": engine.plan.full_bytes(), "weight_bytes": sum(t.nbytes for t in weights.values())}
 
 
 def generations(

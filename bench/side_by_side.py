@@ -72,7 +72,7 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
 def needed(case: Case, method: Choice, free: int) -> float:
     """Bytes that a contender takes on the device, beside weights that it shares. Raises ValueError if not so many are
     free, or if the method cannot be built."""
-    device, host = methods.planned_bytes(method.kv, case.shape(), method.budget, method.options)
+    device, host = methods.planned_bytes(method.kv, case.plan(), method.budget, method.options)
     own = sum(t.nbytes for t in case.model().state_dict().values()) if case.quantize else 0
     total = device + own + SPARE + (host if case.device.type == "cpu" else 0)
     if total > free:

@@ -37,7 +37,7 @@ from kv import (
 )
 from kv.base import KV
 from kv.cache import Cache
-from kv.method import METHODS, Method, Shape, Share, convert, of_share
+from kv.method import METHODS, Method, Plan, Share, convert, of_share
 from kv.parts.speculation import speculative
 
 for _name in sorted(METHODS):  # files register their methods in the order in which they are imported
@@ -50,53 +50,53 @@ class BudgetTooSmall(ValueError):
         self.minimum = minimum
 
 
-def build(name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None) -> Cache:
-    """One KV module per layer; if rows may give tokens back (shape.rewind), the method drafts for the full cache.
+def build(name: str, plan: Plan, budget: int | float | None, options: dict, profile: dict | None = None) -> Cache:
+    """One KV module per layer; if rows may give tokens back (plan.rewind), the method drafts for the full cache.
 
     `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
     method's defaults. A budget beyond what covers every token is lowered to that. Raises ValueError for an unknown name
     or option, a budget that does not fit the method, a planned length beyond a sliding window that the method does not
     honour, and a method that cannot draft.
     """
-    method, shape, tokens = _resolve(name, shape, budget, options, profile)
-    layers = method.build(shape, tokens)
-    return Cache(speculative(name, shape, layers) if shape.rewind else layers)
+    method, plan, tokens = _resolve(name, plan, budget, options, profile)
+    layers = method.build(plan, tokens)
+    return Cache(speculative(name, plan, layers) if plan.rewind else layers)
 
 
-def plan_sizes(name: str, shape: Shape, *args) -> dict[str, int]:
+def plan_sizes(name: str, plan: Plan, *args) -> dict[str, int]:
     """What, for the same arguments, `build` derives from the longest prompt, and what changes answers with it."""
-    method, shape, tokens = _resolve(name, shape, *args)
-    return method.plan_sizes(shape, tokens)
+    method, plan, tokens = _resolve(name, plan, *args)
+    return method.plan_sizes(plan, tokens)
 
 
-def enough(name: str, shape: Shape, *args) -> int | None:
+def enough(name: str, plan: Plan, *args) -> int | None:
     """The fewest tokens whose sizes work (Method.works), for the arguments of `build`; None if its budget's do."""
-    method, shape, tokens = _resolve(name, shape, *args)
-    if tokens is None or method.works(shape, tokens):
+    method, plan, tokens = _resolve(name, plan, *args)
+    if tokens is None or method.works(plan, tokens):
         return None
-    whole = replace(shape, share=None)
-    return bisect_left(range(1, shape.planned), True, key=lambda t: method.works(whole, t)) + 1
+    whole = replace(plan, share=None)
+    return bisect_left(range(1, plan.planned), True, key=lambda t: method.works(whole, t)) + 1
 
 
 def _resolve(
-    name: str, shape: Shape, budget: int | float | None, options: dict, profile: dict | None = None
-) -> tuple[Method, Shape, int | None]:
-    """The method with its options, the shape with the budget's share, and the longest prompt's budget in tokens."""
-    if shape.rewind:
-        shape = replace(shape, max_new_tokens=shape.max_new_tokens + shape.rewind)  # tokens that may be rejected
+    name: str, plan: Plan, budget: int | float | None, options: dict, profile: dict | None = None
+) -> tuple[Method, Plan, int | None]:
+    """The method with its options, the plan with the budget's share, and the longest prompt's budget in tokens."""
+    if plan.rewind:
+        plan = replace(plan, max_new_tokens=plan.max_new_tokens + plan.rewind)  # tokens that may be rejected
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
-    if shape.window is not None and shape.planned > shape.window and not method.windowed:
+    if plan.window is not None and plan.planned > plan.window and not method.windowed:
         raise ValueError(
-            f"{name} does not honour this model's sliding window: use --kv full, or at most {shape.window} tokens of "
+            f"{name} does not honour this model's sliding window: use --kv full, or at most {plan.window} tokens of "
             "prompt and answer together"
         )
     if isinstance(budget, float) and 0 < budget < 1:
-        shape = replace(shape, share=Share(Fraction(str(budget)), 1))
-        shape = replace(shape, share=Share(Fraction(str(budget)), method.minimum(shape)))
-    return method, shape, _tokens(name, method, shape, budget)
+        plan = replace(plan, share=Share(Fraction(str(budget)), 1))
+        plan = replace(plan, share=Share(Fraction(str(budget)), method.minimum(plan)))
+    return method, plan, _tokens(name, method, plan, budget)
 
 
-def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None) -> int | None:
+def _tokens(name: str, method: Method, plan: Plan, budget: int | float | None) -> int | None:
     """The longest prompt's budget in tokens per KV head, None for a method that takes none; 1.0 is every token."""
     if not method.takes_budget:
         if budget is not None:
@@ -106,12 +106,12 @@ def _tokens(name: str, method: Method, shape: Shape, budget: int | float | None)
         raise ValueError(f"{name} needs --budget, in tokens or as a share of the prompt")
     if not budget > 0 or isinstance(budget, float) and budget > 1:
         raise ValueError(f"a budget is a number of tokens or a share between 0 and 1, not {budget}")
-    minimum = method.minimum(shape)
+    minimum = method.minimum(plan)
     if isinstance(budget, float):
-        budget = shape.planned if budget == 1.0 else max(minimum, of_share(Fraction(str(budget)), shape.max_prompt))
+        budget = plan.planned if budget == 1.0 else max(minimum, of_share(Fraction(str(budget)), plan.max_prompt))
     if budget < minimum:
         raise BudgetTooSmall(name, minimum, budget)
-    return min(budget, max(minimum, method.most(shape)))
+    return min(budget, max(minimum, method.most(plan)))
 
 
 def parse_options(name: str, given: dict) -> Method:
@@ -157,17 +157,17 @@ def describe(name: str) -> str:
 
 def drafts(name: str) -> bool:
     """Whether the method, with its default options, can draft for the full cache."""
-    shape = Shape(4, 4, 2, 32, 128, "default", 1e4, torch.float32, torch.device("meta"), 1, 1024, 64, rewind=1)
+    plan = Plan(4, 4, 2, 32, 128, "default", 1e4, torch.float32, torch.device("meta"), 1, 1024, 64, rewind=1)
     try:
-        build(name, shape, 0.5 if _method(name).budgeted else None, {})
+        build(name, plan, 0.5 if _method(name).budgeted else None, {})
     except ValueError:
         return False
     return True
 
 
-def planned_bytes(name: str, shape: Shape, *args) -> tuple[int, int]:
+def planned_bytes(name: str, plan: Plan, *args) -> tuple[int, int]:
     """(device, host) bytes that `build` would allocate for the same arguments. Allocates nothing."""
-    return build(name, replace(shape, device=torch.device("meta")), *args).bytes()
+    return build(name, replace(plan, device=torch.device("meta")), *args).bytes()
 
 
 # Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a

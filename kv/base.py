@@ -4,7 +4,7 @@ Every layer of the model owns one `KV` module. The model passes it q, k and v an
 method alone decides what it stores, evicts, quantizes or moves. A method implements `keep`, which stores a prompt,
 `decode`, which runs one step, and `append` and `held`, by which a text extends a row; or it stands on a base in
 kv/parts that does (`Scored`, `Evicting`: the README shows both). `KV` attends to the prompt, allocates and narrows
-slots, resets rows, counts bytes. A `Method` (kv/method.py) has the options, and its `build(shape, budget)` makes the KV
+slots, resets rows, counts bytes. A `Method` (kv/method.py) has the options, and its `build(plan, budget)` makes the KV
 of all layers at once, so layers can share buffers.
 
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group, T prompt tokens, S cache slots, D head
@@ -18,7 +18,7 @@ writes only in place, to registered buffers. On a CPU each layer is compiled sep
 lost, even before the next layer runs.
 
 Where several processes share a model, each builds layers for its own KV heads. A method that compares heads, as a mean
-over all of them does, asks the others: `shape.ranks.sum(x)` and `shape.ranks.gather(x)` (kv/parts/ranks.py).
+over all of them does, asks the others: `plan.ranks.sum(x)` and `plan.ranks.gather(x)` (kv/parts/ranks.py).
 
 The laws, for every registered method: tests/test_contract.py (13: test_speculation, 14: test_tp, 15: test_interpreted).
 
@@ -50,7 +50,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 from kv.parts import attention, ops
 from kv.parts.buffers import Buffers
 
@@ -80,7 +80,7 @@ class KV(Buffers, ABC):
     extends_alike = True  # a row holds after `extend` what it would after as many steps
     attends_to_all = True  # every step attends to all that the row holds
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
-    rewinds = False  # up to shape.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
+    rewinds = False  # up to plan.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
     rounds = False  # what it stores of a prompt is rounded to few bits
     error: float | None = None  # of the first prompt's attention, by rounding: see attention.error
     statistics: tuple[str, ...] = ()  # of a prompt's attention: `attend_prompt` returns them, `keep` takes them
@@ -90,8 +90,8 @@ class KV(Buffers, ABC):
     more_bytes = 0  # that a step reads for each slot of a KV head, beside K and V
     pools: Sequence = ()  # memory beside the buffers, on the host: kv/parts/offload.py
 
-    def __init__(self, shape: Shape):
-        super().__init__(shape)
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
         # Buffers of which only the filled part is saved: name -> (dimension of slots in a row's part, slots per entry).
         self.contents: dict[str, tuple[int, int]] = {}
 
@@ -137,7 +137,7 @@ class KV(Buffers, ABC):
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Causal attention of a prompt, exact if `exact_prompt`, and the statistics of it that `keep` takes, if any."""
-        return (attention.causal_attention(q, k, v, self.shape.window),)
+        return (attention.causal_attention(q, k, v, self.plan.window),)
 
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill: a method may shrink layers by the statistics of all."""
@@ -157,10 +157,10 @@ class KV(Buffers, ABC):
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         """Allocates k and v [B,Hk,slots+1,D], or with `width` bytes per vector; the extra slot: ops.store."""
-        self.slots, self.read_slots = slots, ops.symbol(slots, self.shape.device)  # those that a step reads
+        self.slots, self.read_slots = slots, ops.symbol(slots, self.plan.device)  # those that a step reads
         for name in ("k", "v"):
-            size, dtype = width or self.shape.head_dim, torch.uint8 if width else None
-            self.allocate(name, self.shape.n_kv_head, slots + 1, size, dtype=dtype)
+            size, dtype = width or self.plan.head_dim, torch.uint8 if width else None
+            self.allocate(name, self.plan.n_kv_head, slots + 1, size, dtype=dtype)
             self.contents[name] = 1, 1
 
     def slots_to_read(self, length: int, new: int) -> int:
@@ -177,10 +177,10 @@ class KV(Buffers, ABC):
         """
         if not self.slots:
             return ()
-        on_cuda = self.shape.device.type == "cuda"  # where another compile takes long, and block masks follow lengths
+        on_cuda = self.plan.device.type == "cuda"  # where another compile takes long, and block masks follow lengths
         slots = self.slots if on_cuda else max(self.slots_to_read(length, new), self.min_slots)
         self.read_slots = ops.covering(self.read_slots, slots, self.slots)
-        self.past_context = self.endless and max(length, self.shape.planned * on_cuda) > self.shape.max_length
+        self.past_context = self.endless and max(length, self.plan.planned * on_cuda) > self.plan.max_length
         return ops.value(self.read_slots), self.past_context
 
     def read(self, buffer: Tensor) -> Tensor:
@@ -236,5 +236,5 @@ class KV(Buffers, ABC):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """(device, host) bytes one decode step reads for one row, which holds `length` tokens after it."""
-        read = self.slots_to_read(length, max(0, length - self.shape.max_prompt))
-        return self.shape.n_kv_head * read * (self.shape.unit_bytes + self.more_bytes), 0
+        read = self.slots_to_read(length, max(0, length - self.plan.max_prompt))
+        return self.plan.n_kv_head * read * (self.plan.unit_bytes + self.more_bytes), 0

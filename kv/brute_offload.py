@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import ops
 from kv.parts.fetched import Parts
 from kv.parts.offload import Staged, ThreadedPool, Workers
@@ -21,8 +21,8 @@ from kv.parts.offload import Staged, ThreadedPool, Workers
 class Ahead(Full):
     """A layer on the device, which may start the loads of later layers."""
 
-    def __init__(self, shape: Shape):
-        super().__init__(shape)
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
         self.loads: tuple[Loaded, ...] = ()
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -36,11 +36,11 @@ class Loaded(Parts):
 
     attends_to_all = True
 
-    def __init__(self, shape: Shape, pool: ThreadedPool):
-        super().__init__(shape, chosen=0)
-        self.recent, self.loads, self.pool, self.pools = shape.planned, (), pool, [pool]
+    def __init__(self, plan: Plan, pool: ThreadedPool):
+        super().__init__(plan, chosen=0)
+        self.recent, self.loads, self.pool, self.pools = plan.planned, (), pool, [pool]
         self.hold("pool_buffer", pool.buffer)
-        self.hold("ticket", pool.ticket(shape.max_prompt))
+        self.hold("ticket", pool.ticket(plan.max_prompt))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
@@ -56,7 +56,7 @@ class Loaded(Parts):
 
     def load(self, q: Tensor, active: Tensor) -> Tensor:
         """Issues the load of the whole prompt; an earlier layer continues with the q returned, see Pool.issue."""
-        position = torch.arange(self.shape.max_prompt, device=self.prompt.device)
+        position = torch.arange(self.plan.max_prompt, device=self.prompt.device)
         wanted = torch.where(position < self.prompt[:, None], position, -1)
         ticket, q = self.pool.issue(wanted, active, q, after=q)
         self.ticket.copy_(ticket)
@@ -70,12 +70,12 @@ class Loaded(Parts):
         parts = [self.pool.take(loaded, i).unflatten(0, (q.shape[0], -1)).transpose(1, 2) for i in range(2)]
         new = [self.read(self.k), self.read(self.v)]
         keys, values = (torch.cat(pair, dim=2) for pair in zip(parts, new, strict=True))
-        prompt = torch.arange(self.shape.max_prompt, device=q.device) < self.prompt[:, None]
+        prompt = torch.arange(self.plan.max_prompt, device=q.device) < self.prompt[:, None]
         return ops.attend(q, keys, values, torch.cat([prompt, self.occupied(pos)[1]], dim=1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        units = self.shape.n_kv_head * self.shape.unit_bytes
-        return units * length, units * min(length, self.shape.max_prompt)
+        units = self.plan.n_kv_head * self.plan.unit_bytes
+        return units * length, units * min(length, self.plan.max_prompt)
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class BruteOffloadMethod(Method):
     ahead: int = option(4, "how many layers before its use a load starts", min=1)
     threads: int = option(4, "host threads that load", min=1, max=256)
 
-    def paper_bytes(self, shape: Shape, budget: None) -> int:
+    def paper_bytes(self, plan: Plan, budget: None) -> int:
         """The full cache, and the buffers where prompts arrive: those of `ahead` layers, and of the one that reads."""
-        return shape.full_bytes() + (self.ahead + 1) * shape.max_prompt * shape.slot_bytes
+        return plan.full_bytes() + (self.ahead + 1) * plan.max_prompt * plan.slot_bytes
 
-    def build(self, shape: Shape, budget: None) -> list[KV]:
-        count = int(shape.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, shape.n_layer)
-        first, workers = shape.n_layer - count, Workers(self.threads)
-        size = (shape.batch, shape.max_prompt, 2, shape.n_kv_head, shape.head_dim)
-        ring = [Staged(size, shape.dtype, shape.device, workers) for _ in range(min(self.ahead + 1, count))]
-        layers: list[KV] = [Ahead(shape) for _ in range(first)]
-        for layer in range(first, shape.n_layer):
-            layers.append(Loaded(shape, ThreadedPool(f"layer {layer}", size, ring[layer % len(ring)])))
+    def build(self, plan: Plan, budget: None) -> list[KV]:
+        count = int(plan.n_layer * 20 / 32 + 0.5) if self.layers is None else min(self.layers, plan.n_layer)
+        first, workers = plan.n_layer - count, Workers(self.threads)
+        size = (plan.batch, plan.max_prompt, 2, plan.n_kv_head, plan.head_dim)
+        ring = [Staged(size, plan.dtype, plan.device, workers) for _ in range(min(self.ahead + 1, count))]
+        layers: list[KV] = [Ahead(plan) for _ in range(first)]
+        for layer in range(first, plan.n_layer):
+            layers.append(Loaded(plan, ThreadedPool(f"layer {layer}", size, ring[layer % len(ring)])))
             begins = layers[max(0, layer - self.ahead)]
             begins.loads = (*begins.loads, layers[-1])
         return layers

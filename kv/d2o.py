@@ -33,7 +33,7 @@ from torch import Tensor
 from kv.base import KV, Held
 from kv.full import Full
 from kv.h2o import H2O
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import attention, ops
 from kv.parts.evicting import Slots
 from kv.streaming import SINKS
@@ -79,21 +79,21 @@ def within(shares: list[float], total: float, smallest: float, largest: float) -
         fixed |= at_bound
 
 
-def most_slots(layers: int, shape: Shape, budget: int, options: "D2OMethod") -> int:
+def most_slots(layers: int, plan: Plan, budget: int, options: "D2OMethod") -> int:
     """The largest possible S_l."""
     if options.allocation == "softmax":  # F is 0 in one layer, 1 in all others
-        return max(budget, min(shape.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
+        return max(budget, min(plan.max_prompt, int(layers * budget / (1 + (layers - 1) / math.e))))
     if options.allocation == "reciprocal":
-        return max(budget, min(shape.max_prompt, layers * budget - (layers - 1) * (options.sinks + FEWEST)))
+        return max(budget, min(plan.max_prompt, layers * budget - (layers - 1) * (options.sinks + FEWEST)))
     return budget
 
 
 class SharedSlots(Slots):
     """The slots of all layers, and the prompt's K and V until every layer has seen it."""
 
-    def __init__(self, shape: Shape, layers: int, budget: int, total: int):
+    def __init__(self, plan: Plan, layers: int, budget: int, total: int):
         """budget: the mean slots of these layers, where the budget of all layers is `total`."""
-        super().__init__(shape, layers * (budget + 1), D2O.sums)
+        super().__init__(plan, layers * (budget + 1), D2O.sums)
         self.budget, self.total = budget, total
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [budget] * layers  # S_l of the parked prompt
@@ -105,31 +105,31 @@ class D2O(H2O):
     H2O does the rest: what is kept (Equations 7 and 8), and `decode` (Equation 6), which calls `merge`.
     """
 
-    def __init__(self, shape: Shape, shared: SharedSlots, index: int, options: "D2OMethod"):
-        super().__init__(shape, shared.budget, options.sinks, slots=shared)  # recent 1: a lower bound, see `newest`
+    def __init__(self, plan: Plan, shared: SharedSlots, index: int, options: "D2OMethod"):
+        super().__init__(plan, shared.budget, options.sinks, slots=shared)  # recent 1: a lower bound, see `newest`
         self.shared, self.index, self.options = shared, index, options
-        self.slots = most_slots(len(shared.sizes), shape, shared.budget, options) + 1
-        self.read_slots = ops.symbol(self.slots, shape.device)
+        self.slots = most_slots(len(shared.sizes), plan, shared.budget, options) + 1
+        self.read_slots = ops.symbol(self.slots, plan.device)
         self.allocate_state("first", fill=index * (shared.budget + 1))
         self.allocate_state("allotted", fill=shared.budget)
         if options.merge != "none":
-            self.more_bytes += shape.unit_bytes // 2  # the keys, once more
+            self.more_bytes += plan.unit_bytes // 2  # the keys, once more
         # tau (Equation 10); -inf: nothing was evicted
-        self.allocate_state("threshold", shape.n_kv_head, dtype=torch.float32, fill=-torch.inf)
+        self.allocate_state("threshold", plan.n_kv_head, dtype=torch.float32, fill=-torch.inf)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         """The variance [Hq] is Equation 4's, the sums [Hk,T] are Equation 6's."""
         if self.index == 0:
             self.shared.parked.clear()
         waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
-        self.shared.parked.append((sums, self.shape.ranks.gather(variance), *waits))
+        self.shared.parked.append((sums, self.plan.ranks.gather(variance), *waits))
 
     def finish(self, row: int) -> None:
         shared, options = self.shared, self.options
         if self.index == 0:  # divides the row's slots among the layers
             variances = torch.stack([variance for _, variance, *_ in shared.parked]).tolist()
             prompt = shared.parked[0][2].shape[1]
-            mean = min(shared.budget, options.tokens(self.shape, shared.total, prompt))
+            mean = min(shared.budget, options.tokens(self.plan, shared.total, prompt))
             shared.sizes = layer_budgets(variances, prompt, mean, options.sinks, options.allocation)
             self.position[row] = -1
         self.first[row] = sum(shared.sizes[: self.index]) + self.index
@@ -149,7 +149,7 @@ class D2O(H2O):
     def in_region(self) -> Tensor:
         """Where the slots that are read lie in the shared buffers, [B,Hk,n]."""
         index = self.first[:, None] + torch.arange(ops.value(self.read_slots), device=self.first.device)
-        return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.shape.n_kv_head, -1)
+        return index.clamp(max=self.position.shape[2] - 1)[:, None].expand(-1, self.plan.n_kv_head, -1)
 
     def read(self, buffer: Tensor) -> Tensor:
         contents = ops.gather(buffer, self.in_region())
@@ -227,7 +227,7 @@ class D2O(H2O):
 
     def slots_to_read(self, length: int, new: int) -> int:
         """The slots of the layer's largest row; on CUDA, of the largest possible row."""
-        on_cuda = self.shape.device.type == "cuda"
+        on_cuda = self.plan.device.type == "cuda"
         return min(length, self.slots if on_cuda else int(self.allotted.max()) + 1)
 
 
@@ -256,43 +256,43 @@ class D2OMethod(Method):
         """N and M."""
         return tuple(map(int, re.split("[:+]", self.ratio)))
 
-    def layers(self, shape: Shape) -> tuple[list[int], int, int]:
+    def layers(self, plan: Plan) -> tuple[list[int], int, int]:
         """(layers that share slots, number of `full_layers`, number of `uncounted` layers).
 
         Raises ValueError for a layer that the model does not have, for one in both lists, and if no layer shares slots.
         """
         full, uncounted = set(self.full_layers or []), set(self.uncounted or [])
         for name, layers in (("full_layers", full), ("uncounted", uncounted)):
-            if any(layer >= shape.n_layer for layer in layers):
-                raise ValueError(f"d2o: {name} must lie below {shape.n_layer}, not {sorted(layers)}")
+            if any(layer >= plan.n_layer for layer in layers):
+                raise ValueError(f"d2o: {name} must lie below {plan.n_layer}, not {sorted(layers)}")
         if both := full & uncounted:
             raise ValueError(f"d2o: layer {min(both)} is in both full_layers and uncounted: name it once")
-        sharing = [layer for layer in range(shape.n_layer) if layer not in full | uncounted]
+        sharing = [layer for layer in range(plan.n_layer) if layer not in full | uncounted]
         if not sharing:
             raise ValueError("d2o: full_layers and uncounted name every layer: use --kv full")
         return sharing, len(full), len(uncounted)
 
-    def tokens(self, shape: Shape, budget: int, prompt: int) -> int:
+    def tokens(self, plan: Plan, budget: int, prompt: int) -> int:
         """The mean slots of the layers that share slots, for a prompt of `prompt` tokens."""
-        sharing, full, uncounted = self.layers(shape)
-        planned = shape.planned if shape.share is None else prompt + shape.max_new_tokens
-        counted = shape.row_budget(budget, prompt) * (shape.n_layer - uncounted)
+        sharing, full, uncounted = self.layers(plan)
+        planned = plan.planned if plan.share is None else prompt + plan.max_new_tokens
+        counted = plan.row_budget(budget, prompt) * (plan.n_layer - uncounted)
         return max(self.sinks + FEWEST, (counted - full * planned) // len(sharing))
 
-    def minimum(self, shape: Shape) -> int:
-        sharing, full, uncounted = self.layers(shape)
-        return -(-((self.sinks + FEWEST) * len(sharing) + full * shape.planned) // (shape.n_layer - uncounted))
+    def minimum(self, plan: Plan) -> int:
+        sharing, full, uncounted = self.layers(plan)
+        return -(-((self.sinks + FEWEST) * len(sharing) + full * plan.planned) // (plan.n_layer - uncounted))
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        return {"fewest slots": self.minimum(shape)} if self.full_layers and shape.share else {}
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        return {"fewest slots": self.minimum(plan)} if self.full_layers and plan.share else {}
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget in the layers that it counts, every token in the others."""
-        _, _, uncounted = self.layers(shape)
-        return ((shape.n_layer - uncounted) * budget + uncounted * shape.planned) * shape.slot_bytes
+        _, _, uncounted = self.layers(plan)
+        return ((plan.n_layer - uncounted) * budget + uncounted * plan.planned) * plan.slot_bytes
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        layers, _, _ = self.layers(shape)
-        shared = SharedSlots(shape, len(layers), self.tokens(shape, budget, shape.max_prompt), budget)
-        evicting = {layer: D2O(shape, shared, index, self) for index, layer in enumerate(layers)}
-        return [evicting.get(layer) or Full(shape) for layer in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        layers, _, _ = self.layers(plan)
+        shared = SharedSlots(plan, len(layers), self.tokens(plan, budget, plan.max_prompt), budget)
+        evicting = {layer: D2O(plan, shared, index, self) for index, layer in enumerate(layers)}
+        return [evicting.get(layer) or Full(plan) for layer in range(plan.n_layer)]

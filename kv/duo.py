@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.streaming import Streaming
 from text.files import parse_json
 
@@ -26,19 +26,19 @@ class Duo(KV):
 
     rewinds = True
 
-    def __init__(self, shape: Shape, retrieval: list[bool], sinks: int, recent: int):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, retrieval: list[bool], sinks: int, recent: int):
+        super().__init__(plan)
         order, count = sorted(range(len(retrieval)), key=lambda h: not retrieval[h]), sum(retrieval)
         kinds = ((Full, count, ()), (Streaming, len(order) - count, (sinks + recent, sinks)))
         self.parts = torch.nn.ModuleList(
-            kind(replace(shape, share=None, n_kv_head=n, n_head=n * shape.n_head // shape.n_kv_head), *sizes)
+            kind(replace(plan, share=None, n_kv_head=n, n_head=n * plan.n_head // plan.n_kv_head), *sizes)
             for kind, n, sizes in kinds
             if n
         )
         self.counts = [part.shape.n_kv_head for part in self.parts]
         self.endless = all(part.endless for part in self.parts)
         self.recent = min(part.recent for part in self.parts)
-        heads = torch.tensor(order, device=shape.device)
+        heads = torch.tensor(order, device=plan.device)
         self.hold("order", heads)
         self.hold("back", heads.argsort())
 
@@ -47,7 +47,7 @@ class Duo(KV):
 
         Tensors of their own: of a view, torch's flex_attention compiled for a GPU reads the base's first queries.
         """
-        groups = x.unflatten(1, (self.shape.n_kv_head, -1))
+        groups = x.unflatten(1, (self.plan.n_kv_head, -1))
         return [groups.index_select(1, heads).flatten(1, 2) for heads in self.order.split(self.counts)]
 
     def join(self, ys: list[Tensor]) -> Tensor:
@@ -95,49 +95,49 @@ class DuoMethod(Method):
     sinks: int = option(128, "first tokens that streaming heads keep", min=0)
     recent: int = option(512, "newest tokens that streaming heads keep", min=1)
 
-    def plan(self, shape: Shape, budget: int) -> tuple[int, int, int]:
+    def counts(self, plan: Plan, budget: int) -> tuple[int, int, int]:
         """(retrieval heads of the whole model, sinks, recent)"""
-        every, window = shape.n_layer * shape.model_kv_heads, self.sinks + self.recent
+        every, window = plan.n_layer * plan.model_kv_heads, self.sinks + self.recent
         if budget <= window:
             sinks = min(self.sinks, int(0.2 * budget + 0.5) if budget <= 256 else budget // 2)
             return 0, sinks, budget - sinks
-        share = (budget - window) / (shape.planned - window)
+        share = (budget - window) / (plan.planned - window)
         return int(share * every + 0.5), self.sinks, self.recent
 
-    def choose(self, shape: Shape, count: int) -> list[list[bool]]:
+    def choose(self, plan: Plan, count: int) -> list[list[bool]]:
         """Whether each KV head is among the model's `count` with the highest scores, [layer][KV head]."""
-        heads = shape.model_kv_heads
-        every = shape.n_layer * heads
+        heads = plan.model_kv_heads
+        every = plan.n_layer * heads
         if count in (0, every):
-            return [[count > 0] * shape.n_kv_head for _ in range(shape.n_layer)]
+            return [[count > 0] * plan.n_kv_head for _ in range(plan.n_layer)]
         scores = read_scores(self.heads) if self.heads else self.head_scores
         if scores is None:
             raise ValueError("duo does not know this model's retrieval heads: run calibrate.py, or give heads=FILE")
-        if len(scores) != shape.n_layer or any(len(row) != heads for row in scores):
-            raise ValueError(f"duo: head_scores must have {shape.n_layer} layers of {heads} KV heads")
+        if len(scores) != plan.n_layer or any(len(row) != heads for row in scores):
+            raise ValueError(f"duo: head_scores must have {plan.n_layer} layers of {heads} KV heads")
         flat = [score for row in scores for score in row]
         if not all(map(math.isfinite, flat)):
             raise ValueError("duo: every one of head_scores must be finite")
         best = set(sorted(range(every), key=lambda i: -flat[i])[:count])
-        first = shape.ranks.rank * shape.n_kv_head  # of this rank's heads
-        ours = range(first, first + shape.n_kv_head)
-        return [[layer * heads + h in best for h in ours] for layer in range(shape.n_layer)]
+        first = plan.ranks.rank * plan.n_kv_head  # of this rank's heads
+        ours = range(first, first + plan.n_kv_head)
+        return [[layer * heads + h in best for h in ours] for layer in range(plan.n_layer)]
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        sizes = dict(zip(("retrieval heads", "sinks", "recent"), self.plan(shape, budget), strict=True))
-        return sizes if shape.share or sizes["retrieval heads"] else {}
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        sizes = dict(zip(("retrieval heads", "sinks", "recent"), self.counts(plan, budget), strict=True))
+        return sizes if plan.share or sizes["retrieval heads"] else {}
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """Every token in this rank's retrieval heads; in others the recent ones and the sinks, whose keys are twice."""
-        count, sinks, recent = self.plan(shape, budget)
-        count = sum(map(sum, self.choose(shape, count)))
-        rest = shape.n_layer * shape.n_kv_head - count
-        units = count * shape.planned + rest * (min(sinks + recent, shape.planned) + sinks // 2)
-        return shape.batch * units * shape.unit_bytes
+        count, sinks, recent = self.counts(plan, budget)
+        count = sum(map(sum, self.choose(plan, count)))
+        rest = plan.n_layer * plan.n_kv_head - count
+        units = count * plan.planned + rest * (min(sinks + recent, plan.planned) + sinks // 2)
+        return plan.batch * units * plan.unit_bytes
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        count, sinks, recent = self.plan(shape, budget)
-        return [Duo(shape, retrieval, sinks, recent) for retrieval in self.choose(shape, count)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        count, sinks, recent = self.counts(plan, budget)
+        return [Duo(plan, retrieval, sinks, recent) for retrieval in self.choose(plan, count)]
 
 
 def read_scores(path: str) -> list[list[float]]:

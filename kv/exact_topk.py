@@ -12,17 +12,17 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import Full
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import ops
 
 
 class ExactTopK(Full):
-    def __init__(self, shape: Shape, budget: int, shared: bool):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, budget: int, shared: bool):
+        super().__init__(plan)
         self.attends_to_all, self.recent, self.shared = False, 0, shared
         self.budget = min(budget, self.size)
         self.allocate_size("count", self.budget)
-        self.min_slots = ops.min_scores(self.size, self.budget, shape.device)
+        self.min_slots = ops.min_scores(self.size, self.budget, plan.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -34,9 +34,9 @@ class ExactTopK(Full):
         return ops.attend_rows(q, self.k, self.v, index, index <= pos[:, None, None])
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        choices = 1 if self.shared else self.shape.n_head // self.shape.n_kv_head
+        choices = 1 if self.shared else self.plan.n_head // self.plan.n_kv_head
         units = length / 2 + min(choices * self.budget, length)  # an upper bound: query heads may share tokens
-        return int(self.shape.n_kv_head * units * self.shape.unit_bytes), 0
+        return int(self.plan.n_kv_head * units * self.plan.unit_bytes), 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ExactTopKMethod(Method):
     help = "the best tokens by exact scores: an oracle"
     shared: bool = option(False, "a group's query heads attend to the same tokens")
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
-        return shape.full_bytes()
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
+        return plan.full_bytes()
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [ExactTopK(shape, budget, self.shared) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        return [ExactTopK(plan, budget, self.shared) for _ in range(plan.n_layer)]

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import ops
 from kv.parts.scored import Scored, ScoredMethod
 
 
 class Expected(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, future: int):
-        super().__init__(shape, kept, window, sinks, every=every, queries=every)
+    def __init__(self, plan: Plan, kept: int, window: int, sinks: int, every: int, future: int):
+        super().__init__(plan, kept, window, sinks, every=every, queries=every)
         self.future = future
-        self.hold("inv_freq", ops.inv_freq(shape))
+        self.hold("inv_freq", ops.inv_freq(plan))
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         inv_freq, end = self.inv_freq[self.row, None], self.end

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv.base import KV, Held
 from kv.kvarn import TILE, KVarN, KVarNMethod
-from kv.method import Method, Shape
+from kv.method import Method, Plan
 from kv.parts import attention, ops
 from kv.parts.quant import BITS, Bits
 
@@ -19,23 +19,23 @@ from kv.parts.quant import BITS, Bits
 class Full(KV):
     """The first `sinks` tokens of a row and the newest, `size` in all, by default every planned one.
 
-    Later tokens overwrite the oldest: the slots after the sinks are a ring. It has `shape.rewind` slots more than it
+    Later tokens overwrite the oldest: the slots after the sinks are a ring. It has `plan.rewind` slots more than it
     keeps tokens, so that tokens which may be given back overwrite nothing that is still needed.
     """
 
     rewinds = True
 
-    def __init__(self, shape: Shape, size: int | None = None, sinks: int = 0):
-        super().__init__(shape)
-        size = min(size or shape.planned, shape.planned)
+    def __init__(self, plan: Plan, size: int | None = None, sinks: int = 0):
+        super().__init__(plan)
+        size = min(size or plan.planned, plan.planned)
         self.sinks = min(sinks, size - 1)
-        self.allocate_slots(min(size + shape.rewind, shape.planned))
-        self.recent, self.holds_all = size - self.sinks, size == shape.planned
+        self.allocate_slots(min(size + plan.rewind, plan.planned))
+        self.recent, self.holds_all = size - self.sinks, size == plan.planned
         if self.holds_all:
             self.size = self.row_slots = size
         else:  # tokens that a row keeps, and its slots
             self.allocate_size("size", size)
-            self.allocate_size("row_slots", size, lambda t: min(t + shape.rewind, shape.planned))
+            self.allocate_size("row_slots", size, lambda t: min(t + plan.rewind, plan.planned))
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size_of("size", row), self.sinks, k.device, pos)
@@ -46,7 +46,7 @@ class Full(KV):
         size = self.size_of("size", row)
         position = ops.in_ring(length, size, self.sinks, self.k.device)
         slot = slice(length) if length <= size else ops.ring(position, self.size_of("row_slots", row), self.sinks)
-        return Held(self.k[row, :, slot], self.v[row, :, slot], position.expand(self.shape.n_kv_head, -1))
+        return Held(self.k[row, :, slot], self.v[row, :, slot], position.expand(self.plan.n_kv_head, -1))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         size = self.size_of("size", row)
@@ -61,7 +61,7 @@ class Full(KV):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        if self.shape.rewind and not self.holds_all:
+        if self.plan.rewind and not self.holds_all:
             return ops.attend(q, self.read(self.k), self.read(self.v), self.in_window(pos))
         length = (pos + 1).clamp(max=self.size)  # slots fill in order
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
@@ -75,18 +75,18 @@ class Full(KV):
         return torch.where(slot < self.sinks, slot <= pos, newest)
 
 
-def full_layer(shape: Shape, bits: int) -> KV:
+def full_layer(plan: Plan, bits: int) -> KV:
     """One layer that stores every token in `bits` bits per value."""
     if bits == 16:
-        return Full(shape, shape.window)
-    if shape.window is not None and shape.window < shape.planned:
+        return Full(plan, plan.window)
+    if plan.window is not None and plan.window < plan.planned:
         raise ValueError(f"a cache in {bits} bits does not honour this model's sliding window: leave out --kv-bits")
-    return KVarN(shape, (bits, bits), TILE)
+    return KVarN(plan, (bits, bits), TILE)
 
 
-def full_layers(shape: Shape, bits: int = 16) -> list[KV]:
+def full_layers(plan: Plan, bits: int = 16) -> list[KV]:
     """What a method builds whose steps would leave tokens out even if the budget covers all."""
-    return [full_layer(shape.layer(i), bits) for i in range(shape.n_layer)]
+    return [full_layer(plan.layer(i), bits) for i in range(plan.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class FullMethod(Method):
     lossless = {"bits": 16}
     bits: Bits = BITS
 
-    def paper_bytes(self, shape: Shape, budget: None) -> int:
+    def paper_bytes(self, plan: Plan, budget: None) -> int:
         """Every token, or as many as the sliding window."""
         if self.bits < 16:
-            return KVarNMethod(self.bits, self.bits).paper_bytes(shape, None)
-        return shape.full_bytes() * min(shape.window or shape.planned, shape.planned) // shape.planned
+            return KVarNMethod(self.bits, self.bits).paper_bytes(plan, None)
+        return plan.full_bytes() * min(plan.window or plan.planned, plan.planned) // plan.planned
 
-    def build(self, shape: Shape, budget: None) -> list[KV]:
-        return full_layers(shape, self.bits)
+    def build(self, plan: Plan, budget: None) -> list[KV]:
+        return full_layers(plan, self.bits)

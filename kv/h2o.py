@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV, Held
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import attention, ops
 from kv.parts.evicting import Evicting
 from kv.streaming import SINKS
@@ -71,8 +71,8 @@ class RoCo(H2O):
     statistics = ("variance", "received", "squares")
     sums = ("received", "squares")
 
-    def __init__(self, shape: Shape, size: int, sinks: int):
-        super().__init__(shape, size, sinks, min(10, size // 2))
+    def __init__(self, plan: Plan, size: int, sinks: int):
+        super().__init__(plan, size, sinks, min(10, size // 2))
         self.min_slots = self.varied(size)
 
     def newest(self, kept: Tensor | int) -> Tensor | int:
@@ -100,10 +100,10 @@ class CaM(H2O):
     A is the evicted token's sum, mean A that of the m kept ones; `spread` is m.
     """
 
-    def __init__(self, shape: Shape, layer: int, size: int, spread: int):
-        super().__init__(shape, size, 0, size // 2)
+    def __init__(self, plan: Plan, layer: int, size: int, spread: int):
+        super().__init__(plan, size, 0, size // 2)
         self.spread = spread
-        head = shape.ranks.rank * shape.n_kv_head + torch.arange(shape.n_kv_head, device=shape.device)
+        head = plan.ranks.rank * plan.n_kv_head + torch.arange(plan.n_kv_head, device=plan.device)
         self.hold("salt", ops.hashed(head + 4096 * layer))  # [Hk]; no integer: layers would be compiled one by one
         self.follow = self.min_slots = min(spread, size)
 
@@ -149,8 +149,8 @@ class H2OMethod(Method):
     help = "recent tokens, and those that received the most attention"
     fewest = 2
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [H2O(shape, budget, 0, budget // 2) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        return [H2O(plan, budget, 0, budget // 2) for _ in range(plan.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class RoCoMethod(Method):
     help = "h2o by the mean and the deviation of the attention"
     sinks: int = SINKS
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         """The sinks, the newest tokens, and one that can be evicted."""
         return min(2 * self.sinks + 2, self.sinks + 11)
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [RoCo(shape, budget, self.sinks) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        return [RoCo(plan, budget, self.sinks) for _ in range(plan.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -175,5 +175,5 @@ class CaMMethod(H2OMethod):
     help = "h2o that spreads evicted values over kept ones"
     spread: int = option(32, "kept tokens among which an evicted value is divided", min=1)
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [CaM(shape, layer, budget, self.spread) for layer in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        return [CaM(plan, layer, budget, self.spread) for layer in range(plan.n_layer)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Views
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import offload, ops
 from kv.parts.fetched import Fetched
 
@@ -28,15 +28,15 @@ from kv.parts.fetched import Fetched
 class InfLLM(Fetched):
     """An entry of the pool is one block of one KV head."""
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "InfLLMMethod", staged: offload.Staged | None):
-        (count, blocks), block = options.blocks(shape, budget), options.block
-        pool = options.pool(f"layer {layer}", (shape.n_kv_head * blocks, 2, block, shape.head_dim), staged, shape)
-        super().__init__(shape, budget, options.ends, count, size=block, pool=pool)
-        self.allocate_size("chosen", budget, lambda t: options.blocks(shape, t)[0])  # how many blocks to fetch
+    def __init__(self, plan: Plan, layer: int, budget: int, options: "InfLLMMethod", staged: offload.Staged | None):
+        (count, blocks), block = options.blocks(plan, budget), options.block
+        pool = options.pool(f"layer {layer}", (plan.n_kv_head * blocks, 2, block, plan.head_dim), staged, plan)
+        super().__init__(plan, budget, options.ends, count, size=block, pool=pool)
+        self.allocate_size("chosen", budget, lambda t: options.blocks(plan, t)[0])  # how many blocks to fetch
         self.block, self.reps, self.blocks, self.joint = block, options.reps, blocks, options.joint
         if self.joint:
-            self.hold("inv_freq", ops.inv_freq(shape))
-        size = (shape.n_kv_head, blocks, shape.head_dim)
+            self.hold("inv_freq", ops.inv_freq(plan))
+        size = (plan.n_kv_head, blocks, plan.head_dim)
         self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -75,12 +75,12 @@ class InfLLM(Fetched):
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)
-        heads, blocks = self.shape.n_kv_head, -(-max(0, int(self.prompt[row]) - sum(self.ends_of(row))) // self.block)
+        heads, blocks = self.plan.n_kv_head, -(-max(0, int(self.prompt[row]) - sum(self.ends_of(row))) // self.block)
         yield "pool", self.pool.part(row, heads * self.blocks).unflatten(0, (heads, -1))[:, :blocks]
         yield "representatives", self.representative_sums[row, :, :blocks]
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        heads, (sinks, local) = self.shape.n_kv_head, self.ends_of(row)
+        heads, (sinks, local) = self.plan.n_kv_head, self.ends_of(row)
         middle, ends, sinks = max(0, prompt - sinks - local), min(prompt, sinks + local), min(prompt, sinks)
         blocks = self.pool.read(row, heads * self.blocks)  # [Hk blocks,2,block,D]
         blocks = blocks.unflatten(0, (heads, -1)).transpose(1, 2).flatten(2, 3)[:, :, :middle]  # [Hk,2,n,D]
@@ -101,10 +101,10 @@ class InfLLM(Fetched):
         q = q.float()
         if self.joint:
             q = ops.rerotate(q, (self.local - pos)[:, None, None], self.inv_freq)
-        query = ops.grouped(q, self.shape.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
+        query = ops.grouped(q, self.plan.n_kv_head).sum(2, keepdim=True)  # [B,Hk,1,D]
         scores = ops.dots(query, self.representative_sums)[:, :, 0]  # [B,Hk,blocks]
         if self.joint:
-            scores = self.shape.ranks.sum(scores.sum(1, keepdim=True))
+            scores = self.plan.ranks.sum(scores.sum(1, keepdim=True))
         middle = (self.prompt - self.ends).clamp(min=0)[:, None, None]  # tokens
         empty = torch.arange(self.blocks, device=q.device) * self.block >= middle
         best = ops.top(scores.masked_fill(empty, -torch.inf), self.count, count=self.chosen)
@@ -132,28 +132,28 @@ class InfLLMMethod(offload.OffloadMethod):
         sinks = min(128, budget // 8) if self.sinks is None else self.sinks
         return sinks, min(512, budget // 2) if self.local is None else self.local
 
-    def blocks(self, shape: Shape, budget: int) -> tuple[int, int]:
+    def blocks(self, plan: Plan, budget: int) -> tuple[int, int]:
         """How many blocks a step attends to, and how many the longest prompt has."""
         ends = sum(self.ends(budget))
-        most = -(-max(1, shape.max_prompt - ends) // self.block)
-        count = (budget - ends) // self.block + (budget >= shape.planned)  # the last block is filled in part
+        most = -(-max(1, plan.max_prompt - ends) // self.block)
+        count = (budget - ends) // self.block + (budget >= plan.planned)  # the last block is filled in part
         return min(count, most), most
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         """One block, the sinks and the local tokens."""
         smallest = self.block + (self.sinks or 0) + (self.local or 0)
         return next(t for t in itertools.count(smallest) if t - sum(self.ends(t)) >= self.block)
 
-    def most(self, shape: Shape) -> int:
+    def most(self, plan: Plan) -> int:
         """Beyond what covers every token, the sinks and the local tokens still grow, up to a budget of 1,024."""
-        return shape.planned + 1024
+        return plan.planned + 1024
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The full cache, and one fp32 vector per block and KV head."""
-        _, blocks = self.blocks(shape, budget)
-        return shape.full_bytes() + shape.n_layer * shape.batch * shape.n_kv_head * blocks * shape.head_dim * 4
+        _, blocks = self.blocks(plan, budget)
+        return plan.full_bytes() + plan.n_layer * plan.batch * plan.n_kv_head * blocks * plan.head_dim * 4
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        count, _ = self.blocks(shape, budget)
-        staged = self.staged((shape.n_kv_head * count, 2, self.block, shape.head_dim), shape)
-        return [InfLLM(shape, layer, budget, self, staged) for layer in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        count, _ = self.blocks(plan, budget)
+        staged = self.staged((plan.n_kv_head * count, 2, self.block, plan.head_dim), plan)
+        return [InfLLM(plan, layer, budget, self, staged) for layer in range(plan.n_layer)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import inductor, ops
 from kv.parts.quant import Packed, channels
 
@@ -29,7 +29,7 @@ class Quantized(KV):
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         bits: int | tuple[int, int],
         group: int = GROUP,
         recent: int = 0,
@@ -37,16 +37,16 @@ class Quantized(KV):
         packed: Callable[..., Packed] = Packed,
     ):
         """recent: newest tokens, and sinks: first tokens, that are not packed."""
-        super().__init__(shape)
-        self.group, self.unpacked = group, min(recent, shape.planned)
-        self.recent = shape.planned  # every step attends to all tokens
-        self.sinks = min(sinks, shape.planned - 1)
-        ring = self.unpacked + shape.rewind + group  # a group that was packed may be packed again
-        self.waits = self.sinks + min(ring, shape.planned - self.sinks)  # slots
-        self.packed = packed(shape, self.groups(shape.planned), group, bits)
+        super().__init__(plan)
+        self.group, self.unpacked = group, min(recent, plan.planned)
+        self.recent = plan.planned  # every step attends to all tokens
+        self.sinks = min(sinks, plan.planned - 1)
+        ring = self.unpacked + plan.rewind + group  # a group that was packed may be packed again
+        self.waits = self.sinks + min(ring, plan.planned - self.sinks)  # slots
+        self.packed = packed(plan, self.groups(plan.planned), group, bits)
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.waits + 1, shape.head_dim)  # one past the end: ops.store
-        self.read_groups = ops.symbol(max(1, self.packed.groups), shape.device)
+            self.allocate(name, plan.n_kv_head, self.waits + 1, plan.head_dim)  # one past the end: ops.store
+        self.read_groups = ops.symbol(max(1, self.packed.groups), plan.device)
 
     def groups(self, length: Tensor | int) -> Tensor | int:
         """How many groups of a row of `length` tokens are packed."""
@@ -125,14 +125,14 @@ class Quantized(KV):
         """Every step reads all that waits, and a second time the group that it may pack."""
         waits = self.waits + self.group * (self.packs_in_step and self.packed.groups > 0)
         packed = self.groups(length) * self.packed.group_bytes
-        return self.shape.n_kv_head * (packed + waits * self.shape.unit_bytes), 0
+        return self.plan.n_kv_head * (packed + waits * self.plan.unit_bytes), 0
 
 
-def packed_bytes(shape: Shape, bits: int, group: int) -> int:
+def packed_bytes(plan: Plan, bits: int, group: int) -> int:
     """One layer by TailorKV's Table 2: 2 S Hk D (bits / 16 + 2 / group) values if K and V share `group`."""
-    values = 2 * shape.head_dim * bits / 8 + 4 * shape.head_dim / group
-    unit = values + 4 * shape.head_dim / channels(shape.head_dim)
-    return int(shape.batch * shape.n_kv_head * shape.planned * unit)
+    values = 2 * plan.head_dim * bits / 8 + 4 * plan.head_dim / group
+    unit = values + 4 * plan.head_dim / channels(plan.head_dim)
+    return int(plan.batch * plan.n_kv_head * plan.planned * unit)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class KIVIMethod(Method):
     group: int = option(GROUP, "tokens that share a scale in each channel of K, a multiple of 8", min=8, max=1024)
     recent: int = option(RECENT, "newest tokens that are not quantized", min=0)
 
-    def paper_bytes(self, shape: Shape, budget: None) -> int:
-        return shape.n_layer * packed_bytes(shape, self.bits, self.group)
+    def paper_bytes(self, plan: Plan, budget: None) -> int:
+        return plan.n_layer * packed_bytes(plan, self.bits, self.group)
 
-    def build(self, shape: Shape, budget: None) -> list[KV]:
-        return [Quantized(shape, self.bits, self.group, self.recent) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: None) -> list[KV]:
+        return [Quantized(plan, self.bits, self.group, self.recent) for _ in range(plan.n_layer)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.kivi import Quantized
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import ops
 from kv.parts.buffers import Buffers
 from kv.parts.quant import EPS, hold_rotations, quantize, rounded, shifts, slices, step_slices
@@ -125,14 +125,14 @@ class Tiles(Buffers):
     R's, norm is N's.
     """
 
-    def __init__(self, shape: Shape, groups: int, group: int, bits: tuple[int, int]):
-        super().__init__(shape)
-        self.groups, self.group, d = groups, group, shape.head_dim
+    def __init__(self, plan: Plan, groups: int, group: int, bits: tuple[int, int]):
+        super().__init__(plan)
+        self.groups, self.group, d = groups, group, plan.head_dim
         self.sides = {"k": (d, group, bits[0]), "v": (group, d, bits[1])}
         if d % LANES or group % LANES:
             raise ValueError(f"kvarn: a tile of {group} tokens and a head of {d} channels must be multiples of {LANES}")
         for name, (r, n, b) in self.sides.items():
-            size = groups and groups + 1, shape.n_kv_head  # one tile past the end: ops.covering
+            size = groups and groups + 1, plan.n_kv_head  # one tile past the end: ops.covering
             self.allocate(name, *size, n // LANES, r * b // 32, LANES, dtype=torch.float32)
             for part, count in (("scale", r), ("zero", r), ("norm", n)):
                 self.allocate(f"{name}_{part}", *size, count, dtype=torch.float16)
@@ -241,8 +241,8 @@ class KVarN(Quantized):
 
     packs_in_step = False
 
-    def __init__(self, shape: Shape, bits: tuple[int, int], tile: int):
-        super().__init__(shape, bits, tile, UNREAD + shape.rewind, sinks=tile, packed=Tiles)
+    def __init__(self, plan: Plan, bits: tuple[int, int], tile: int):
+        super().__init__(plan, bits, tile, UNREAD + plan.rewind, sinks=tile, packed=Tiles)
         self.done: dict[int, int] = {}  # how many tiles of each row are packed
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
@@ -279,11 +279,11 @@ class KVarNMethod(Method):
     vbits: Literal[2, 4, 8] = option(4, "bits of a stored value of V")
     tile: int = option(TILE, "tokens that share a scale in each channel, a multiple of 16", min=16, max=1024)
 
-    def paper_bytes(self, shape: Shape, budget: None) -> int:
+    def paper_bytes(self, plan: Plan, budget: None) -> int:
         """bits / 8 bytes a channel; three 16-bit numbers for each token, and for each tile's channel."""
-        unit = shape.head_dim * (self.kbits + self.vbits) / 8 + 6 + 6 * shape.head_dim / self.tile
-        return int(shape.n_layer * shape.batch * shape.n_kv_head * shape.planned * unit)
+        unit = plan.head_dim * (self.kbits + self.vbits) / 8 + 6 + 6 * plan.head_dim / self.tile
+        return int(plan.n_layer * plan.batch * plan.n_kv_head * plan.planned * unit)
 
-    def build(self, shape: Shape, budget: None) -> list[KV]:
+    def build(self, plan: Plan, budget: None) -> list[KV]:
         bits = self.kbits, self.vbits
-        return [KVarN(shape.layer(i), bits, self.tile) for i in range(shape.n_layer)]
+        return [KVarN(plan.layer(i), bits, self.tile) for i in range(plan.n_layer)]

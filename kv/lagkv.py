@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts.scored import Scored, ScoredMethod
 
 
 class LagKV(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, lag: int):
-        super().__init__(shape, kept, window, sinks, every=every)
+    def __init__(self, plan: Plan, kept: int, window: int, sinks: int, every: int, lag: int):
+        super().__init__(plan, kept, window, sinks, every=every)
         self.lag = lag
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

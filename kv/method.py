@@ -27,7 +27,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class Plan:
     """The model's dimensions and the planned lengths: all that a method may depend on when it allocates."""
 
     n_layer: int
@@ -56,8 +56,8 @@ class Shape:
         """S: the largest number of tokens a row will hold."""
         return self.max_prompt + self.max_new_tokens
 
-    def layer(self, index: int) -> "Shape":
-        """The shape for one layer, with its own key bias: for caches that pack keys."""
+    def layer(self, index: int) -> "Plan":
+        """The plan for one layer, with its own key bias: for caches that pack keys."""
         return self if self.key_biases is None else replace(self, key_bias=self.key_biases[index])
 
     def row_budget(self, budget: int, prompt: int) -> int:
@@ -120,31 +120,31 @@ class Method(ABC):
             METHODS[cls.name] = cls
 
     @abstractmethod
-    def build(self, shape: Shape, budget: int | None) -> list[nn.Module]:
+    def build(self, plan: Plan, budget: int | None) -> list[nn.Module]:
         """A KV (kv/base.py) per layer, for a budget in tokens per KV head from `minimum` to `most`."""
 
-    def paper_bytes(self, shape: Shape, budget: int | None) -> int:
+    def paper_bytes(self, plan: Plan, budget: int | None) -> int:
         """Bytes of all layers and rows by the paper's formula, for law 7: by default, the budget in every layer.
 
         What the method needs beyond that and is not small is part of it, and its docstring says so.
         """
-        return shape.n_layer * budget * shape.slot_bytes
+        return plan.n_layer * budget * plan.slot_bytes
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         """The smallest budget, in tokens per KV head."""
         return self.fewest
 
-    def plan_sizes(self, shape: Shape, budget: int | None) -> dict[str, int]:
+    def plan_sizes(self, plan: Plan, budget: int | None) -> dict[str, int]:
         """Sizes, by name, that follow from the longest prompt and change the answers to the others."""
         return {}
 
-    def works(self, shape: Shape, budget: int) -> bool:
+    def works(self, plan: Plan, budget: int) -> bool:
         """Whether the sizes that a budget means are large enough to do better than `streaming` (docs/accuracy.md)."""
         return True
 
-    def most(self, shape: Shape) -> int:
+    def most(self, plan: Plan) -> int:
         """The largest budget that changes anything: by default, the one that covers every token."""
-        return shape.planned
+        return plan.planned
 
     @property
     def takes_budget(self) -> bool:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full, FullMethod, full_layer
-from kv.method import Shape, of_share, option
+from kv.method import Plan, of_share, option
 from kv.parts import attention, offload, ops, quant
 from kv.parts.buffers import Buffers
 from kv.parts.fetched import Parts
@@ -45,11 +45,11 @@ CHUNK_WINDOW = 16  # last queries of a prompt's chunk, which choose for it
 class Filter(Full):
     """Attends to every token, and chooses those of the prompt that its sparse layers read."""
 
-    def __init__(self, shape: Shape, plan: "Plan", options: "OmniKVMethod", bank: "ContextBank | None"):
+    def __init__(self, plan: Plan, layout: "Layout", options: "OmniKVMethod", bank: "ContextBank | None"):
         """bank: the sparse layers' prompt; None if each layer holds its own."""
-        super().__init__(shape)
-        self.plan, self.bank, self.selector = plan, bank, options.selector
-        self.most = plan.k  # tokens chosen per row
+        super().__init__(plan)
+        self.layout, self.bank, self.selector = layout, bank, options.selector
+        self.most = layout.k  # tokens chosen per row
         self.pools = [] if bank is None else [bank.pool]
         self.chunks = None if options.prefill is None else Chunks(options.prefill, options.chunk)
         self.allocate_state("index", self.most, fill=-1)  # prompt positions; -1: none
@@ -69,7 +69,7 @@ class Filter(Full):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         prompt = k.shape[2]
-        self.index[row], self.prompt[row], self.count[row] = -1, prompt, self.plan.count(prompt)
+        self.index[row], self.prompt[row], self.count[row] = -1, prompt, self.layout.count(prompt)
         if self.window > 1:
             self.past[row] = 0
             self.look_back(row, q, k[0])
@@ -134,14 +134,14 @@ class Filter(Full):
 class Sparse(Full):
     """Attends to the tokens that its filter layer chose, and to the generated tokens."""
 
-    def __init__(self, shape: Shape, chooser: Filter):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, chooser: Filter):
+        super().__init__(plan)
         self.chunks, self.most = chooser.chunks, chooser.most
         self.exact_prompt = self.chunks is None
         self.recent, self.attends_to_all = 1, False
         self.hold("index", chooser.index)
         self.hold("prompt", chooser.prompt)
-        self.read_new = ops.symbol(shape.max_new_tokens, shape.device)  # generated tokens to read
+        self.read_new = ops.symbol(plan.max_new_tokens, plan.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
@@ -154,27 +154,27 @@ class Sparse(Full):
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def before_step(self, length: int, new: int) -> tuple:
-        self.read_new = ops.covering(self.read_new, max(new, 1), self.shape.max_new_tokens)
+        self.read_new = ops.covering(self.read_new, max(new, 1), self.plan.max_new_tokens)
         return (ops.value(self.read_new),)
 
     def slots_to_read(self, length: int, new: int) -> int:
-        read = self.shape.max_new_tokens if self.shape.device.type == "cuda" else new  # a gather reads masked slots too
+        read = self.plan.max_new_tokens if self.plan.device.type == "cuda" else new  # a gather reads masked slots too
         return min(self.most, length - new) + read
 
 
 class ContextBank(Buffers):
     """The prompt of a filter layer's sparse layers: an entry holds one token's K and V in all of them."""
 
-    def __init__(self, shape: Shape, layers: list[int], k: int, options: "OmniKVMethod", workers: offload.Workers):
+    def __init__(self, plan: Plan, layers: list[int], k: int, options: "OmniKVMethod", workers: offload.Workers):
         """k: how many tokens a step reads per row."""
-        super().__init__(shape)
+        super().__init__(plan)
         self.layers, self.k, self.delta, self.bits = layers, k, options.delta, options.bits
         what = "layers " + ", ".join(map(str, layers))
-        entry = (len(layers), 2, shape.n_kv_head, shape.head_dim)
+        entry = (len(layers), 2, plan.n_kv_head, plan.head_dim)
         if self.bits < 16:
-            entry, shape = (*entry[:3], quant.vector_bytes(entry[3], self.bits)), replace(shape, dtype=torch.uint8)
-        staged = options.staged((k, *entry), shape, workers)
-        self.pool = options.pool(what, (shape.max_prompt, *entry), staged, shape, options.delta)
+            entry, plan = (*entry[:3], quant.vector_bytes(entry[3], self.bits)), replace(plan, dtype=torch.uint8)
+        staged = options.staged((k, *entry), plan, workers)
+        self.pool = options.pool(what, (plan.max_prompt, *entry), staged, plan, options.delta)
         self.hold("pool_buffer", self.pool.buffer)
         self.hold("ticket", self.pool.ticket(k))  # from layer to layer
 
@@ -187,14 +187,14 @@ class ContextBank(Buffers):
 class BankSparse(Parts):
     """A sparse layer whose prompt is in the bank: it stores the chosen tokens, once fetched, and the generated ones."""
 
-    def __init__(self, shape: Shape, chooser: Filter, layer: int):
-        super().__init__(shape, chooser.most, prompt=chooser.prompt)
+    def __init__(self, plan: Plan, chooser: Filter, layer: int):
+        super().__init__(plan, chooser.most, prompt=chooser.prompt)
         self.bank, self.chunks = chooser.bank, chooser.chunks
-        self.stored, self.rounds = quant.Vectors(shape, self.bank.bits), self.bank.bits < 16
+        self.stored, self.rounds = quant.Vectors(plan, self.bank.bits), self.bank.bits < 16
         self.exact_prompt = self.chunks is None
         self.hold("index", chooser.index)
         self.at = self.bank.layers.index(layer)  # of the layer in an entry of the pool
-        self.hold("column", torch.tensor([self.at], device=shape.device))  # the same: layers share compiled code
+        self.hold("column", torch.tensor([self.at], device=plan.device))  # the same: layers share compiled code
         self.first = self.at == 0
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -222,10 +222,10 @@ class BankSparse(Parts):
         return self.attend_parts(q, pos, (self.index >= 0)[:, None].expand(-1, k.shape[1], -1))
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        new = max(0, length - self.shape.max_prompt)
-        unit = 2 * quant.stored_bytes(self.shape, self.bank.bits)
-        chosen = self.shape.n_kv_head * min(self.bank.k, length - new) * unit
-        generated = self.shape.n_kv_head * new * self.shape.unit_bytes
+        new = max(0, length - self.plan.max_prompt)
+        unit = 2 * quant.stored_bytes(self.plan, self.bank.bits)
+        chosen = self.plan.n_kv_head * min(self.bank.k, length - new) * unit
+        generated = self.plan.n_kv_head * new * self.plan.unit_bytes
         return generated + chosen, chosen * self.bank.pool.on_host
 
 
@@ -258,7 +258,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Layout:
     """Which layers are sparse, which filter layer chooses for them, and how many tokens."""
 
     segments: dict[int, list[int]]  # filter layer -> the sparse layers that follow it
@@ -266,38 +266,38 @@ class Plan:
     share: Fraction | None  # the share of its prompt that a row chooses; None: k
 
     @classmethod
-    def of(cls, shape: Shape, budget: int | None, options: "OmniKVMethod") -> "Plan":
-        filters = default_filters(shape) if options.filter_layers is None else options.filter_layers
-        if sorted(set(filters)) != filters or any(layer >= shape.n_layer for layer in filters):
-            raise ValueError(f"omnikv: filter_layers must ascend and lie below {shape.n_layer}, not {filters}")
-        segments = segments_of(filters, shape.n_layer)
+    def of(cls, plan: Plan, budget: int | None, options: "OmniKVMethod") -> "Layout":
+        filters = default_filters(plan) if options.filter_layers is None else options.filter_layers
+        if sorted(set(filters)) != filters or any(layer >= plan.n_layer for layer in filters):
+            raise ValueError(f"omnikv: filter_layers must ascend and lie below {plan.n_layer}, not {filters}")
+        segments = segments_of(filters, plan.n_layer)
         sparse = sum(map(len, segments.values()))
         if not sparse:
-            raise ValueError(f"omnikv: with filter layers {filters} none of {shape.n_layer} layers is sparse")
+            raise ValueError(f"omnikv: with filter layers {filters} none of {plan.n_layer} layers is sparse")
         if options.mem is None:
-            return cls(segments, min(budget, shape.max_prompt), shape.share and shape.part(budget))
-        a = 1 - Fraction(sparse, shape.n_layer)
+            return cls(segments, min(budget, plan.max_prompt), plan.share and plan.part(budget))
+        a = 1 - Fraction(sparse, plan.n_layer)
         share = (Fraction(str(options.mem)) - a) / (1 - a)  # k / S of section 5: mem = a + (1 - a) k / S
         if share < 0:
             raise ValueError(f"omnikv: mem={options.mem} is less than the share of its full layers, {float(a):.3f}")
-        if options.threaded(shape):  # a chosen token is in its slot and in the buffer where it arrives
-            share /= 1 + Fraction(2 * quant.stored_bytes(shape, options.bits), shape.unit_bytes)
-        return cls(segments, max(1, of_share(share, shape.max_prompt)), share)
+        if options.threaded(plan):  # a chosen token is in its slot and in the buffer where it arrives
+            share /= 1 + Fraction(2 * quant.stored_bytes(plan, options.bits), plan.unit_bytes)
+        return cls(segments, max(1, of_share(share, plan.max_prompt)), share)
 
     def count(self, prompt: int) -> int:
         """How many of a prompt's tokens are chosen."""
         return min(self.k if self.share is None else max(1, of_share(self.share, prompt)), self.k, prompt)
 
 
-def default_filters(shape: Shape) -> list[int]:
+def default_filters(plan: Plan) -> list[int]:
     """The paper's for Yi-9B and Llama-3-70B; else Llama-3-8B's relative depths, fewer if no layer were sparse."""
-    model = shape.n_layer, shape.dim, shape.model_kv_heads
+    model = plan.n_layer, plan.dim, plan.model_kv_heads
     if model == (48, 4096, 4):
         return [6, 11, 30]
-    if model == (80, 8192, 8) and shape.rope_theta == 5e5:  # Llama-2-70B has the same shape
+    if model == (80, 8192, 8) and plan.rope_theta == 5e5:  # Llama-2-70B has the same shape
         return [4, 19, 41]
-    filters = sorted({int(depth / 32 * shape.n_layer + 0.5) for depth in (2, 8, 18)})
-    while len(filters) > 1 and not any(segments_of(filters, shape.n_layer).values()):
+    filters = sorted({int(depth / 32 * plan.n_layer + 0.5) for depth in (2, 8, 18)})
+    while len(filters) > 1 and not any(segments_of(filters, plan.n_layer).values()):
         filters.pop()
     return filters
 
@@ -324,23 +324,23 @@ class OmniKVMethod(offload.OffloadMethod):
     prefill: float | None = option(None, "r: sparse layers prefill with r x chunk chosen tokens; auto: all", min=0)
     chunk: int = option(4096, "tokens per chunk of `prefill`", min=1)
 
-    def paper_bytes(self, shape: Shape, budget: int | None) -> int:
+    def paper_bytes(self, plan: Plan, budget: int | None) -> int:
         """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""
-        plan = Plan.of(shape, budget, self)
-        sparse, filters = sum(map(len, plan.segments.values())), sum(map(bool, plan.segments.values()))
-        layer = shape.max_prompt * 2 * quant.stored_bytes(shape, self.bits) + shape.max_new_tokens * shape.unit_bytes
-        layers = shape.batch * shape.n_kv_head * sparse * (layer + self.offload * plan.k * shape.unit_bytes)
-        others = (shape.n_layer - sparse - filters) * FullMethod(self.bits).paper_bytes(shape, None)
-        return layers + (filters * shape.full_bytes() + others) // shape.n_layer
+        layout = Layout.of(plan, budget, self)
+        sparse, filters = sum(map(len, layout.segments.values())), sum(map(bool, layout.segments.values()))
+        layer = plan.max_prompt * 2 * quant.stored_bytes(plan, self.bits) + plan.max_new_tokens * plan.unit_bytes
+        layers = plan.batch * plan.n_kv_head * sparse * (layer + self.offload * layout.k * plan.unit_bytes)
+        others = (plan.n_layer - sparse - filters) * FullMethod(self.bits).paper_bytes(plan, None)
+        return layers + (filters * plan.full_bytes() + others) // plan.n_layer
 
-    def build(self, shape: Shape, budget: int | None) -> list[KV]:
-        plan, shape = Plan.of(shape, budget, self), replace(shape, share=None)
+    def build(self, plan: Plan, budget: int | None) -> list[KV]:
+        layout, plan = Layout.of(plan, budget, self), replace(plan, share=None)
         layers: dict[int, KV] = {}
         workers = offload.Workers(self.threads)
-        for first, sparse in plan.segments.items():
+        for first, sparse in layout.segments.items():
             if sparse:
-                bank = ContextBank(shape, sparse, plan.k, self, workers) if self.offload or self.bits < 16 else None
-                chooser = layers[first] = Filter(shape, plan, self, bank)
+                bank = ContextBank(plan, sparse, layout.k, self, workers) if self.offload or self.bits < 16 else None
+                chooser = layers[first] = Filter(plan, layout, self, bank)
                 for layer in sparse:
-                    layers[layer] = BankSparse(shape.layer(layer), chooser, layer) if bank else Sparse(shape, chooser)
-        return [layers.get(layer) or full_layer(shape.layer(layer), self.bits) for layer in range(shape.n_layer)]
+                    layers[layer] = BankSparse(plan.layer(layer), chooser, layer) if bank else Sparse(plan, chooser)
+        return [layers.get(layer) or full_layer(plan.layer(layer), self.bits) for layer in range(plan.n_layer)]

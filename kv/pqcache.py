@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Views
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import attention, offload, ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 
@@ -24,15 +24,15 @@ LONG = 64 * 1024  # a prompt of more tokens gets one round of k-means
 
 
 class PQCache(FetchedTokens):
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "PQCacheMethod", staged: offload.Staged | None):
-        super().__init__(shape, layer, budget, options, staged)
+    def __init__(self, plan: Plan, layer: int, budget: int, options: "PQCacheMethod", staged: offload.Staged | None):
+        super().__init__(plan, layer, budget, options, staged)
         self.rounds, self.partitions, self.recent = options.rounds, options.partitions, options.ends(budget)[1]
-        if shape.head_dim % self.partitions:
-            raise ValueError(f"pqcache: a head of {shape.head_dim} channels has no {self.partitions} equal partitions")
-        heads, size = shape.n_kv_head, shape.head_dim // self.partitions
+        if plan.head_dim % self.partitions:
+            raise ValueError(f"pqcache: a head of {plan.head_dim} channels has no {self.partitions} equal partitions")
+        heads, size = plan.n_kv_head, plan.head_dim // self.partitions
         self.allocate("centroids", heads, self.partitions, 2**options.codebits, size, dtype=torch.float32)
-        self.allocate("codes", heads, self.partitions, shape.planned + 1, dtype=torch.uint8)
-        self.read_codes = ops.symbol(shape.planned, shape.device)
+        self.allocate("codes", heads, self.partitions, plan.planned + 1, dtype=torch.uint8)
+        self.read_codes = ops.symbol(plan.planned, plan.device)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -54,7 +54,7 @@ class PQCache(FetchedTokens):
         scores = table.flatten()[code].sum(2)
         position = torch.arange(n, device=q.device)
         middle = (position >= ops.column(self.sinks)) & (position <= (pos - self.local)[:, None])
-        q = self.fetch(scores, middle, active, q, self.shape.planned)
+        q = self.fetch(scores, middle, active, q, self.plan.planned)
         new = self.index >= self.prompt[:, None, None]  # chosen tokens that are on the device
         at = self.first_generated + torch.where(new, self.index - self.prompt[:, None, None], 0)
         for buffer in (self.k, self.v):
@@ -102,8 +102,8 @@ class PQCache(FetchedTokens):
         return near_end & (end < prompt), near_new & (new <= pos[:, None])
 
     def before_step(self, length: int, new: int) -> tuple:
-        planned = self.shape.planned
-        fewest = ops.min_scores(planned, self.count, self.shape.device)
+        planned = self.plan.planned
+        fewest = ops.min_scores(planned, self.count, self.plan.device)
         self.read_codes = ops.covering(self.read_codes, max(length, fewest), planned)
         return *super().before_step(length, new), ops.value(self.read_codes)
 
@@ -138,12 +138,12 @@ class PQCacheMethod(FetchMethod):
     codebits: int = option(6, "bits per code, n: 2^n centroids per part", min=1, max=8)
     rounds: int = option(8, "rounds of k-means; 1 for prompts beyond 64K tokens", min=0)
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """K and V of the prompt, one byte per part and token, and the centroids in fp32."""
-        codes = self.partitions * shape.planned + 4 * 2**self.codebits * shape.head_dim
-        heads = shape.n_layer * shape.batch * shape.n_kv_head
-        return heads * (shape.max_prompt * shape.unit_bytes + codes)
+        codes = self.partitions * plan.planned + 4 * 2**self.codebits * plan.head_dim
+        heads = plan.n_layer * plan.batch * plan.n_kv_head
+        return heads * (plan.max_prompt * plan.unit_bytes + codes)
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        staged = self.staged_tokens(shape, budget)
-        return [PQCache(shape, layer, budget, self, staged) for layer in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        staged = self.staged_tokens(plan, budget)
+        return [PQCache(plan, layer, budget, self, staged) for layer in range(plan.n_layer)]

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import Full, full_layers
-from kv.method import HALF, Method, Shape, option
+from kv.method import HALF, Method, Plan, option
 from kv.parts import ops
 
 
 class Quest(Full):
-    def __init__(self, shape: Shape, budget: int, options: "QuestMethod"):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, budget: int, options: "QuestMethod"):
+        super().__init__(plan)
         self.attends_to_all, self.recent = False, 1
-        self.page = page = options.page_of(shape, budget)
+        self.page = page = options.page_of(plan, budget)
         self.reach = options.reach
         count = -(-self.size // page)
 
@@ -34,7 +34,7 @@ class Quest(Full):
         self.allocate_size("count", budget, pages)
         self.min_slots = self.pages * page
         for name in ("low", "high"):
-            self.allocate(name, shape.n_kv_head, count + 1, shape.head_dim)  # one past the end: ops.store
+            self.allocate(name, plan.n_kv_head, count + 1, plan.head_dim)  # one past the end: ops.store
             self.contents[name] = 1, page
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
@@ -68,7 +68,7 @@ class Quest(Full):
     def step_bytes(self, length: int) -> tuple[int, int]:
         pages = -(-length // self.page)
         units = pages + min(self.pages, pages) * self.page
-        return self.shape.n_kv_head * units * self.shape.unit_bytes, 0
+        return self.plan.n_kv_head * units * self.plan.unit_bytes, 0
 
 
 @dataclass(frozen=True)
@@ -80,36 +80,36 @@ class QuestMethod(Method):
     reach: float = option(0.75, ops.REACH, min=0, max=1)
     skip_layers: int = option(2, "first layers that stay full", min=0)
 
-    def page_of(self, shape: Shape, budget: int) -> int:
+    def page_of(self, plan: Plan, budget: int) -> int:
         """Tokens per page; auto: the bounds of S / page pages are half the budget."""
         if self.page is not None:
             return self.page
-        return max(1, math.floor(2 / shape.part(budget) + HALF))
+        return max(1, math.floor(2 / plan.part(budget) + HALF))
 
     def pages(self, budget: int, page: int) -> int:
         """Pages attended to."""
         return max(1, budget // 2 // page) if self.page is None else budget // page
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         """Two pages."""
         if self.page is not None:
             return 2 * self.page
-        if shape.share:  # its page does not depend on t
-            return 4 * self.page_of(shape, 1)
-        allowed = (t for t in range(1, shape.planned + 1) if t // 2 >= 2 * self.page_of(shape, t))
-        return next(allowed, shape.planned)
+        if plan.share:  # its page does not depend on t
+            return 4 * self.page_of(plan, 1)
+        allowed = (t for t in range(1, plan.planned + 1) if t // 2 >= 2 * self.page_of(plan, t))
+        return next(allowed, plan.planned)
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        return {} if self.page or shape.share else {"page": self.page_of(shape, budget)}
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        return {} if self.page or plan.share else {"page": self.page_of(plan, budget)}
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The full cache, and a unit for each page."""
-        pages = -(-shape.planned // self.page_of(shape, budget))
-        return shape.full_bytes() + max(0, shape.n_layer - self.skip_layers) * pages * shape.slot_bytes
+        pages = -(-plan.planned // self.page_of(plan, budget))
+        return plan.full_bytes() + max(0, plan.n_layer - self.skip_layers) * pages * plan.slot_bytes
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        if budget >= shape.planned:
-            return full_layers(shape)
-        full = min(self.skip_layers, shape.n_layer)
-        layers: list[KV] = [Full(shape) for _ in range(full)]
-        return layers + [Quest(shape, budget, self) for _ in range(shape.n_layer - full)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        if budget >= plan.planned:
+            return full_layers(plan)
+        full = min(self.skip_layers, plan.n_layer)
+        layers: list[KV] = [Full(plan) for _ in range(full)]
+        return layers + [Quest(plan, budget, self) for _ in range(plan.n_layer - full)]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import attention
 from kv.parts.scored import Scored, ScoredMethod, pooled
 
@@ -21,8 +21,8 @@ SIMILAR = 0.5  # cosine
 
 
 class RKV(Scored):
-    def __init__(self, shape: Shape, kept: int, window: int, sinks: int, every: int, kernel: int, weight: float):
-        super().__init__(shape, kept, window, sinks, every=every, queries=window)
+    def __init__(self, plan: Plan, kept: int, window: int, sinks: int, every: int, kernel: int, weight: float):
+        super().__init__(plan, kept, window, sinks, every=every, queries=window)
         self.kernel, self.weight = kernel, weight
 
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,5 +61,5 @@ class RKVMethod(ScoredMethod):
     kernel: int = option(7, "width of the max-pooling in tokens", min=1)
     weight: float = option(0.1, "of the importance; the rest weighs redundancy", min=0, max=1)
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         return max(2, self.sinks + 1)

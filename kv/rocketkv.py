@@ -35,7 +35,7 @@ from torch import Tensor
 
 from kv.base import KV, Held, Views
 from kv.full import FullMethod, full_layer, full_layers
-from kv.method import HALF, Method, Shape, option
+from kv.method import HALF, Method, Plan, option
 from kv.parts import attention, ops, quant
 from kv.parts.offload import Pool
 from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
@@ -47,21 +47,21 @@ EXACT = 64  # newest tokens that are held unquantized too
 class Split:
     """How a budget is divided between the stages."""
 
-    shape: Shape
+    plan: Plan
     budget: int  # t
     how: str | None  # the option `split`; None: stage 2 alone
 
     def slots(self, prompt: int) -> int:
         """n1 for a prompt of `prompt` tokens: S / c**power, and at least twice the tokens that may be generated."""
-        planned, new = prompt + self.shape.max_new_tokens, self.shape.max_new_tokens
+        planned, new = prompt + self.plan.max_new_tokens, self.plan.max_new_tokens
         c = self.compression(prompt)
         return max(math.floor(planned / c ** self.power(c) + 0.5), min(2 * new, planned))
 
     def compression(self, prompt: int) -> float:
         """c, at least 1: that of the share or, for a budget in tokens, of the prompt and what is generated."""
-        if self.shape.share is not None:
-            return float(1 / self.shape.share.part)
-        return max(1.0, (prompt + self.shape.max_new_tokens) / self.budget)
+        if self.plan.share is not None:
+            return float(1 / self.plan.share.part)
+        return max(1.0, (prompt + self.plan.max_new_tokens) / self.budget)
 
     def power(self, c: float) -> float:
         """Stage 1 compresses by c**power."""
@@ -69,30 +69,28 @@ class Split:
 
     def kept(self, prompt: int, window: int) -> tuple[int, int]:
         """How many tokens of a prompt stage 1 keeps, and its window."""
-        kept = self.slots(prompt) - self.shape.max_new_tokens
+        kept = self.slots(prompt) - self.plan.max_new_tokens
         return kept, min(window, kept // 2)
 
     def sizes(self) -> tuple[int, int]:
         """p in tokens and the channels r, which all rows share: those of the share or of the longest prompt."""
-        c = self.compression(self.shape.max_prompt)
-        if self.shape.share is None:
-            c2 = Fraction(self.slots(self.shape.max_prompt), min(self.budget, self.shape.planned))
+        c = self.compression(self.plan.max_prompt)
+        if self.plan.share is None:
+            c2 = Fraction(self.slots(self.plan.max_prompt), min(self.budget, self.plan.planned))
         else:
             c2 = Fraction(c ** (1 - self.power(c)))  # the compression ratio left to stage 2
         page = max(1, min(math.floor(c2), math.ceil(math.sqrt(c2))))
-        return page, min(max(math.floor(self.shape.head_dim * page / c2 + HALF), 1), self.shape.head_dim)
+        return page, min(max(math.floor(self.plan.head_dim * page / c2 + HALF), 1), self.plan.head_dim)
 
 
 class RocketKV(SnapKV):
     """Stage 1 is SnapKV. Of stage 2, `insert` is step 1, `page_scores` step 2 and `attend_pages` step 3."""
 
-    def __init__(
-        self, shape: Shape, split: Split, bits: int, newest: bool, reach: float, window: int, kernels: Kernels
-    ):
-        super().__init__(shape, partial(split.kept, window=window), kernels, bits=bits)
+    def __init__(self, plan: Plan, split: Split, bits: int, newest: bool, reach: float, window: int, kernels: Kernels):
+        super().__init__(plan, partial(split.kept, window=window), kernels, bits=bits)
         self.page, self.channels = split.sizes()
         self.newest, self.recent, self.reach, self.attends_to_all = newest, int(newest), reach, False
-        self.holds_all = self.slots == shape.planned and bits == 16
+        self.holds_all = self.slots == plan.planned and bits == 16
         count = -(-self.slots // self.page)
 
         def pages(tokens: int) -> int:
@@ -102,11 +100,11 @@ class RocketKV(SnapKV):
         self.allocate_size("count", split.budget, pages)
         self.min_slots = self.pages * self.page
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
-        self.allocate("bounds", shape.n_kv_head, shape.head_dim * (2 if self.page > 1 else 1), count + 1)
+        self.allocate("bounds", plan.n_kv_head, plan.head_dim * (2 if self.page > 1 else 1), count + 1)
         self.contents["bounds"] = 2, self.page
-        self.ring = max(EXACT, self.page) + shape.rewind if bits < 16 else 0  # slots of `newest_k` and `newest_v`
+        self.ring = max(EXACT, self.page) + plan.rewind if bits < 16 else 0  # slots of `newest_k` and `newest_v`
         for name in ("newest_k", "newest_v") if self.ring else ():
-            self.allocate_state(name, shape.n_kv_head, self.ring, shape.head_dim, dtype=shape.dtype)
+            self.allocate_state(name, plan.n_kv_head, self.ring, plan.head_dim, dtype=plan.dtype)
 
     def write(self, row: int, first: int, k: Tensor, v: Tensor, position: Tensor) -> None:
         page, end = first // self.page, first + k.shape[1]
@@ -175,10 +173,10 @@ class RocketKV(SnapKV):
         return ops.sparq_weights(queries, channel, bounds, empty).sum(2)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        pages = -(-self.slots_to_read(length, max(0, length - self.shape.max_prompt)) // self.page)
-        choose = self.channels * pages * self.shape.dtype.itemsize
-        attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.shape, self.stored.bits)
-        return self.shape.n_kv_head * (choose + attend + min(self.ring, length) * self.shape.unit_bytes), 0
+        pages = -(-self.slots_to_read(length, max(0, length - self.plan.max_prompt)) // self.page)
+        choose = self.channels * pages * self.plan.dtype.itemsize
+        attend = min(self.pages, pages) * self.page * 2 * quant.stored_bytes(self.plan, self.stored.bits)
+        return self.plan.n_kv_head * (choose + attend + min(self.ring, length) * self.plan.unit_bytes), 0
 
 
 class MultiTurn(RocketKV):
@@ -186,14 +184,14 @@ class MultiTurn(RocketKV):
 
     extends_alike = False
 
-    def __init__(self, layer: int, host: bool, shape: Shape, *args):
-        super().__init__(shape, *args)
-        size = (shape.batch, shape.planned, 2, *self.k.shape[1::2])
-        self.history = Pool(f"the history of layer {layer}", size, self.k.dtype, shape.device, host)
+    def __init__(self, layer: int, host: bool, plan: Plan, *args):
+        super().__init__(plan, *args)
+        size = (plan.batch, plan.planned, 2, *self.k.shape[1::2])
+        self.history = Pool(f"the history of layer {layer}", size, self.k.dtype, plan.device, host)
         self.pools = [self.history]
         self.hold("history_buffer", self.history.buffer)
         self.allocate_state("prompt")  # tokens of each row's prompt, [B]
-        self.allocate("position", shape.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # a later turn keeps more
+        self.allocate("position", plan.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # a later turn keeps more
         self.room = self.kept  # how many tokens stay of the text that is stored
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -268,42 +266,42 @@ class HybridMethod(Method):
     newest: bool = option(True, "the newest page is always read; false, as in the paper: if it is among the best")
     reach: float = option(0.5, ops.REACH, min=0, max=1)
 
-    def skipped(self, shape: Shape) -> int:
+    def skipped(self, plan: Plan) -> int:
         """How many first layers stay full: by default 2 for LongChat (RocketKV, A.1), else none."""
-        return 2 * is_longchat(shape) if self.skip_layers is None else min(self.skip_layers, shape.n_layer)
+        return 2 * is_longchat(plan) if self.skip_layers is None else min(self.skip_layers, plan.n_layer)
 
-    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
+    def stage1(self, plan: Plan) -> tuple[int, Kernels]:
         """SnapKV's window and kernels; without stage 1 a row keeps every token, and neither matters."""
         return 1, Kernels(1)
 
-    def divided(self, shape: Shape, budget: int) -> Split:
-        return Split(shape, min(budget, shape.planned), self.split)
+    def divided(self, plan: Plan, budget: int) -> Split:
+        return Split(plan, min(budget, plan.planned), self.split)
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        page, channels = self.divided(shape, budget).sizes()
-        return {} if shape.share else {"page": page, "channels": channels}
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        page, channels = self.divided(plan, budget).sizes()
+        return {} if plan.share else {"page": page, "channels": channels}
 
-    def works(self, shape: Shape, budget: int) -> bool:
-        return self.divided(shape, budget).sizes()[0] <= 5
+    def works(self, plan: Plan, budget: int) -> bool:
+        return self.divided(plan, budget).sizes()[0] <= 5
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """n1 + ceil(n1 / p) units per KV head, n1 + n1 / 2 if p is 1; with turns S more."""
-        full = FullMethod(self.bits).paper_bytes(shape, None)
-        if budget >= shape.planned:
+        full = FullMethod(self.bits).paper_bytes(plan, None)
+        if budget >= plan.planned:
             return full
-        skip, split = self.skipped(shape), self.divided(shape, budget)
-        slots, (page, _) = split.slots(shape.max_prompt), split.sizes()
-        bounds = (1 if page == 1 else 2) * -(-slots // page) * shape.unit_bytes // 2
-        slots += shape.planned * self.turns
-        sparse = shape.batch * shape.n_kv_head * (2 * slots * quant.stored_bytes(shape, self.bits) + bounds)
-        return (shape.n_layer - skip) * sparse + skip * full // shape.n_layer
+        skip, split = self.skipped(plan), self.divided(plan, budget)
+        slots, (page, _) = split.slots(plan.max_prompt), split.sizes()
+        bounds = (1 if page == 1 else 2) * -(-slots // page) * plan.unit_bytes // 2
+        slots += plan.planned * self.turns
+        sparse = plan.batch * plan.n_kv_head * (2 * slots * quant.stored_bytes(plan, self.bits) + bounds)
+        return (plan.n_layer - skip) * sparse + skip * full // plan.n_layer
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        if budget >= shape.planned:
-            return full_layers(shape, self.bits)
-        skip = self.skipped(shape)
-        sizes = self.divided(shape, budget), self.bits, self.newest, self.reach, *self.stage1(shape)
-        shapes = map(shape.layer, range(shape.n_layer))
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        if budget >= plan.planned:
+            return full_layers(plan, self.bits)
+        skip = self.skipped(plan)
+        sizes = self.divided(plan, budget), self.bits, self.newest, self.reach, *self.stage1(plan)
+        shapes = map(plan.layer, range(plan.n_layer))
         return [self.layer(i, x, *sizes) if i >= skip else full_layer(x, self.bits) for i, x in enumerate(shapes)]
 
     def layer(self, layer: int, *args) -> KV:
@@ -320,18 +318,18 @@ class RocketKVMethod(HybridMethod, PoolingMethod):
     turns: bool = option(False, "every token stays, and each question of several tokens chooses anew among them")
     offload: bool = option(False, "with turns: what is not chosen lives on the host")
 
-    def stage1(self, shape: Shape) -> tuple[int, Kernels]:
-        kernels = self.kernels(shape)
+    def stage1(self, plan: Plan) -> tuple[int, Kernels]:
+        kernels = self.kernels(plan)
         return self.window, kernels if self.split == "even" else kernels._replace(threshold=self.threshold)
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
+    def build(self, plan: Plan, budget: int) -> list[KV]:
         if self.offload and not self.turns:
             raise ValueError("rocketkv keeps nothing to offload without turns=true")
-        if self.offload and shape.rewind:
+        if self.offload and plan.rewind:
             raise ValueError("speculation keeps every token on the device: leave out offload")
-        return super().build(shape, budget)
+        return super().build(plan, budget)
 
-    def layer(self, layer: int, shape: Shape, *args) -> KV:
-        if self.turns and not shape.rewind:  # a draft chooses from the full cache
-            return MultiTurn(layer, self.offload, shape, *args)
-        return super().layer(layer, shape, *args)
+    def layer(self, layer: int, plan: Plan, *args) -> KV:
+        if self.turns and not plan.rewind:  # a draft chooses from the full cache
+            return MultiTurn(layer, self.offload, plan, *args)
+        return super().layer(layer, plan, *args)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import attention, inductor, ops
 from kv.parts.buffers import Buffers
 
 
-def threshold_of(shape: Shape) -> float:
+def threshold_of(plan: Plan) -> float:
     """The paper's value for Llama-2-7B, Mistral-7B and Qwen2.5-7B; Llama-3-8B's for other models."""
     known = {
         (32, 4096, 32, 1e4): 0.65,
@@ -32,26 +32,26 @@ def threshold_of(shape: Shape) -> float:
         (32, 4096, 8, 1e6): 0.8,  # v0.1 and later
         (28, 3584, 4, 1e6): 0.85,
     }
-    scaled = shape.rope_type == "linear"  # LongChat has Llama-2's shape
-    return 0.9 if scaled else known.get((shape.n_layer, shape.dim, shape.model_kv_heads, shape.rope_theta), 0.9)
+    scaled = plan.rope_type == "linear"  # LongChat has Llama-2's shape
+    return 0.9 if scaled else known.get((plan.n_layer, plan.dim, plan.model_kv_heads, plan.rope_theta), 0.9)
 
 
 class Regions(Buffers):
     """The slots of all layers: `large` regions for every planned token, then small ones for `window` tokens."""
 
-    def __init__(self, shape: Shape, large: int, window: int, options: "SimLayerMethod"):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, large: int, window: int, options: "SimLayerMethod"):
+        super().__init__(plan)
         self.large, self.window, self.sinks = large, window, min(options.sinks, window - 1)
-        self.threshold = threshold_of(shape) if options.threshold is None else options.threshold
-        whole = inductor.BLOCK if shape.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
-        capacities = [shape.planned] * large + [window] * (shape.n_layer - large)
+        self.threshold = threshold_of(plan) if options.threshold is None else options.threshold
+        whole = inductor.BLOCK if plan.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
+        capacities = [plan.planned] * large + [window] * (plan.n_layer - large)
         self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, self.starts[-1] + 1, shape.head_dim)  # one past the end: ops.store
+            self.allocate(name, plan.n_kv_head, self.starts[-1] + 1, plan.head_dim)  # one past the end: ops.store
         self.first: list[Tensor] = []  # by layer, where each row's region begins, [B]
         self.size: list[Tensor] = []  # by layer, the slots that each row uses there as a ring, [B]
-        self.used: list[dict[int, int]] = [{} for _ in range(shape.n_layer)]  # the same by layer and row, on the host
-        self.masses: list[list[float]] = [[] for _ in range(shape.batch)]  # by row, of the layers prefilled
+        self.used: list[dict[int, int]] = [{} for _ in range(plan.n_layer)]  # the same by layer and row, on the host
+        self.masses: list[list[float]] = [[] for _ in range(plan.batch)]  # by row, of the layers prefilled
 
     def take(self, row: int, layer: int, mass: float, k: Tensor, v: Tensor) -> None:
         """Stores a layer's prompt, k and v [Hk,T,D]. The large regions go to the layers with the least mass so far."""
@@ -65,7 +65,7 @@ class Regions(Buffers):
             small, first = first, int(self.first[out][row])
             self.write(row, out, small, self.window, kept, self.k[row, :, slot], self.v[row, :, slot])
         lazy = self.threshold < 1 and mass > self.threshold  # a mass may be rounded to above 1
-        size = self.window if lazy or first >= self.starts[self.large] else self.shape.planned
+        size = self.window if lazy or first >= self.starts[self.large] else self.plan.planned
         kept = ops.in_ring(k.shape[1], size, self.sinks, k.device)
         self.write(row, layer, first, size, kept, k[:, kept], v[:, kept])
 
@@ -77,13 +77,13 @@ class Regions(Buffers):
 
 
 class SimLayer(KV):
-    def __init__(self, shape: Shape, regions: Regions, index: int):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, regions: Regions, index: int):
+        super().__init__(plan)
         self.regions, self.index, self.sinks = regions, index, regions.sinks
         self.recent = regions.window - regions.sinks
-        self.slots, self.read_slots = shape.planned, ops.symbol(shape.planned, shape.device)
+        self.slots, self.read_slots = plan.planned, ops.symbol(plan.planned, plan.device)
         self.allocate_state("first")
-        self.most = shape.planned if index < regions.large else regions.window
+        self.most = plan.planned if index < regions.large else regions.window
         self.allocate_state("size", fill=self.most)
         regions.first.append(self.first)
         regions.size.append(self.size)
@@ -91,7 +91,7 @@ class SimLayer(KV):
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.sinks, max(k.shape[2] - self.recent, 0))
         last = attention.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]
-        mean = self.shape.ranks.sum(last[..., between].sum(2).mean()) / self.shape.ranks.count
+        mean = self.plan.ranks.sum(last[..., between].sum(2).mean()) / self.plan.ranks.count
         mass = 1 - mean  # on the first and the newest tokens
         self.regions.take(row, self.index, mass.item(), k[0], v[0])
 
@@ -116,7 +116,7 @@ class SimLayer(KV):
         position = ops.in_ring(length, int(self.size[row]), self.sinks, self.first.device)
         slot = self.first[row] + ops.ring(position, self.size[row], self.sinks)
         k, v = self.regions.k[row, :, slot], self.regions.v[row, :, slot]
-        return Held(k, v, position.expand(self.shape.n_kv_head, -1))
+        return Held(k, v, position.expand(self.plan.n_kv_head, -1))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         size = int(self.size[row])
@@ -150,23 +150,23 @@ class SimLayerMethod(Method):
     sinks: int = option(4, "first tokens that lazy layers keep", min=0)
     recent: int = option(1024, "newest tokens that lazy layers keep", min=1)
 
-    def plan(self, shape: Shape, budget: int) -> tuple[int, int]:
+    def counts(self, plan: Plan, budget: int) -> tuple[int, int]:
         """(layers that can keep everything, tokens that each of the others keeps)"""
-        window = min(budget, self.sinks + self.recent, shape.planned)
-        if window == shape.planned:
+        window = min(budget, self.sinks + self.recent, plan.planned)
+        if window == plan.planned:
             return 0, window
-        return min((budget - window) * shape.n_layer // (shape.planned - window), shape.n_layer), window
+        return min((budget - window) * plan.n_layer // (plan.planned - window), plan.n_layer), window
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         return self.sinks + 1
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        return dict(zip(("full layers", "window"), self.plan(shape, budget), strict=True))
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        return dict(zip(("full layers", "window"), self.counts(plan, budget), strict=True))
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
-        large, window = self.plan(shape, budget)
-        return (large * shape.planned + (shape.n_layer - large) * window) * shape.slot_bytes
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
+        large, window = self.counts(plan, budget)
+        return (large * plan.planned + (plan.n_layer - large) * window) * plan.slot_bytes
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        regions = Regions(shape, *self.plan(shape, budget), self)
-        return [SimLayer(shape, regions, layer) for layer in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        regions = Regions(plan, *self.counts(plan, budget), self)
+        return [SimLayer(plan, regions, layer) for layer in range(plan.n_layer)]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import full_layers
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import attention
 from kv.parts.adaptive import HeadBudgets
 from kv.parts.scored import EVERY, KERNEL, Scored, pooled
@@ -47,18 +47,11 @@ class SnapKV(Scored):
     """Scores tokens by the attention of the prompt's last `window` queries, for each KV head or each query head."""
 
     def __init__(
-        self,
-        shape: Shape,
-        sizes: Sizes,
-        kernels: Kernels,
-        most: int = 0,
-        copies: int = 1,
-        bits: int = 16,
-        every: int = 0,
+        self, plan: Plan, sizes: Sizes, kernels: Kernels, most: int = 0, copies: int = 1, bits: int = 16, every: int = 0
     ):
         """sizes: of a prompt of any length. most: tokens that a shorter prompt than the longest may keep."""
-        kept, window = sizes(shape.planned if every and shape.share is None else shape.max_prompt)
-        super().__init__(shape, max(kept, most), window, 0, copies, bits, every, queries=window)
+        kept, window = sizes(plan.planned if every and plan.share is None else plan.max_prompt)
+        super().__init__(plan, max(kept, most), window, 0, copies, bits, every, queries=window)
         self.sizes, self.kernels = sizes, kernels
 
     def kept_of(self, prompt: int) -> int:
@@ -73,15 +66,15 @@ class SnapKV(Scored):
         return pooled(sums, self.kernels.at(k.shape[2]), self.latest)
 
 
-def threshold_of(shape: Shape) -> int | None:
+def threshold_of(plan: Plan) -> int | None:
     """Prompt length from which long_kernel applies (RocketKV, section 4.4.2): Llama-3.x and LongChat; None: never."""
-    if shape.rope_theta == 5e5:
+    if plan.rope_theta == 5e5:
         return 48 * 1024
-    return 12 * 1024 if is_longchat(shape) else None
+    return 12 * 1024 if is_longchat(plan) else None
 
 
-def is_longchat(shape: Shape) -> bool:
-    return shape.rope_type == "linear" and (shape.n_layer, shape.model_kv_heads) == (32, 32)
+def is_longchat(plan: Plan) -> bool:
+    return plan.rope_type == "linear" and (plan.n_layer, plan.model_kv_heads) == (32, 32)
 
 
 @dataclass(frozen=True)
@@ -97,32 +90,32 @@ class SnapKVBase(HeadBudgets, WindowMethod):
     deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
     every: int = EVERY
 
-    def copies(self, shape: Shape) -> int:
+    def copies(self, plan: Plan) -> int:
         """How many heads of a group keep their own tokens, and so divide the budget."""
         return 1
 
-    def minimum(self, shape: Shape) -> int:
-        return 2 * self.copies(shape) + self.deduct * shape.max_new_tokens
+    def minimum(self, plan: Plan) -> int:
+        return 2 * self.copies(plan) + self.deduct * plan.max_new_tokens
 
-    def most(self, shape: Shape) -> int:
-        return shape.planned + self.deduct * shape.max_new_tokens
+    def most(self, plan: Plan) -> int:
+        return plan.planned + self.deduct * plan.max_new_tokens
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget, and every generated token, in each head that keeps its own."""
-        return super().paper_bytes(shape, budget + (self.copies(shape) - 1) * shape.max_new_tokens)
+        return super().paper_bytes(plan, budget + (self.copies(plan) - 1) * plan.max_new_tokens)
 
-    def sizes(self, shape: Shape, budget: int, prompt: int) -> tuple[int, int]:
-        kept = (shape.row_budget(budget, prompt) - self.deduct * shape.max_new_tokens) // self.copies(shape)
+    def sizes(self, plan: Plan, budget: int, prompt: int) -> tuple[int, int]:
+        kept = (plan.row_budget(budget, prompt) - self.deduct * plan.max_new_tokens) // self.copies(plan)
         return kept, min(self.window, kept // 2)
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        sizes, kernels = partial(self.sizes, shape, budget), self.kernels(shape)
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        sizes, kernels = partial(self.sizes, plan, budget), self.kernels(plan)
         if self.every and self.deduct:
             raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
-        if self.copies(shape) > 1 and budget >= self.most(shape):
-            return full_layers(shape)
-        layer = partial(self.layer_type(SnapKV), shape, sizes, kernels, copies=self.copies(shape), every=self.every)
-        return [layer() for _ in range(shape.n_layer)]
+        if self.copies(plan) > 1 and budget >= self.most(plan):
+            return full_layers(plan)
+        layer = partial(self.layer_type(SnapKV), plan, sizes, kernels, copies=self.copies(plan), every=self.every)
+        return [layer() for _ in range(plan.n_layer)]
 
 
 @dataclass(frozen=True)
@@ -133,10 +126,10 @@ class SnapKVMethod(SnapKVBase):
     kernel: int = KERNEL
     gqa: bool = option(True, "the query heads of a group share their tokens; false: each keeps budget / G of its own")
 
-    def copies(self, shape: Shape) -> int:
-        return 1 if self.gqa else shape.n_head // shape.n_kv_head
+    def copies(self, plan: Plan) -> int:
+        return 1 if self.gqa else plan.n_head // plan.n_kv_head
 
-    def kernels(self, shape: Shape) -> Kernels:
+    def kernels(self, plan: Plan) -> Kernels:
         return Kernels(self.kernel)
 
 
@@ -150,8 +143,8 @@ class PoolingMethod(WindowMethod):
         None, "prompt length from which long_kernel applies; auto: by model, in rocketkv only with split=even"
     )
 
-    def kernels(self, shape: Shape) -> Kernels:
-        return Kernels(self.kernel, self.long_kernel, threshold_of(shape) if self.threshold is None else self.threshold)
+    def kernels(self, plan: Plan) -> Kernels:
+        return Kernels(self.kernel, self.long_kernel, threshold_of(plan) if self.threshold is None else self.threshold)
 
 
 @dataclass(frozen=True)
@@ -169,21 +162,21 @@ class PyramidKVMethod(HeadBudgets, WindowMethod):
     kernel: int = KERNEL
     every: int = EVERY
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget in layers that would have less, because of shorter prompts; and every generated token."""
-        sizes = pyramid_budgets(shape.n_layer, budget, self.window, shape.max_prompt)
-        return sum(max(size, budget) + shape.max_new_tokens for size in sizes) * shape.slot_bytes
+        sizes = pyramid_budgets(plan.n_layer, budget, self.window, plan.max_prompt)
+        return sum(max(size, budget) + plan.max_new_tokens for size in sizes) * plan.slot_bytes
 
-    def sizes(self, shape: Shape, budget: int, layer: int, prompt: int) -> tuple[int, int]:
-        budget = shape.row_budget(budget, prompt)
-        return pyramid_budgets(shape.n_layer, budget, self.window, prompt)[layer], min(self.window, budget // 2)
+    def sizes(self, plan: Plan, budget: int, layer: int, prompt: int) -> tuple[int, int]:
+        budget = plan.row_budget(budget, prompt)
+        return pyramid_budgets(plan.n_layer, budget, self.window, prompt)[layer], min(self.window, budget // 2)
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
+    def build(self, plan: Plan, budget: int) -> list[KV]:
         layer, layers = self.layer_type(SnapKV), []
-        for sizes in (partial(self.sizes, shape, budget, layer) for layer in range(shape.n_layer)):
+        for sizes in (partial(self.sizes, plan, budget, layer) for layer in range(plan.n_layer)):
             # A prompt as long as the budget is kept whole. Of a share, rounding may give a shorter prompt a token more.
-            most = sizes(shape.max_prompt)[0] + 1 if shape.share else budget
-            layers.append(layer(shape, sizes, Kernels(self.kernel), most, every=self.every))
+            most = sizes(plan.max_prompt)[0] + 1 if plan.share else budget
+            layers.append(layer(plan, sizes, Kernels(self.kernel), most, every=self.every))
         return layers
 
 

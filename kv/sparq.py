@@ -14,23 +14,23 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full, full_layers
-from kv.method import HALF, Method, Shape
+from kv.method import HALF, Method, Plan
 from kv.parts import ops
 
 
 class SparQ(Full):
-    def __init__(self, shape: Shape, budget: int):
-        super().__init__(shape)
-        self.channels = channels_of(shape, budget)
+    def __init__(self, plan: Plan, budget: int):
+        super().__init__(plan)
+        self.channels = channels_of(plan, budget)
         self.chosen = max(1, budget // 2)
         self.allocate_size("count", budget, lambda t: max(1, t // 2))
-        self.min_slots = ops.min_scores(self.size, self.chosen, shape.device)
+        self.min_slots = ops.min_scores(self.size, self.chosen, plan.device)
         self.attends_to_all, self.recent = False, self.chosen // 4
-        self.allocate("kt", shape.n_kv_head, shape.head_dim, self.size + 1)  # K, channel-major
+        self.allocate("kt", plan.n_kv_head, plan.head_dim, self.size + 1)  # K, channel-major
         self.contents["kt"] = 2, 1
         # Running means of V, a ring by position: if tokens are taken back, an earlier mean is found there.
-        self.ring = 1 if shape.rewind == 0 else shape.rewind + 2
-        self.allocate("mean", shape.n_kv_head, self.ring + 1, shape.head_dim, dtype=torch.float32)
+        self.ring = 1 if plan.rewind == 0 else plan.rewind + 2
+        self.allocate("mean", plan.n_kv_head, self.ring + 1, plan.head_dim, dtype=torch.float32)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         super().append(row, k, v, pos)
@@ -74,14 +74,14 @@ class SparQ(Full):
         return total / (at + 1)[:, None, :, None]
 
     def step_bytes(self, length: int) -> tuple[int, int]:
-        choose = self.channels * length * self.shape.dtype.itemsize
-        attend = min(self.chosen, length) * self.shape.unit_bytes
-        return self.shape.n_kv_head * (choose + attend + 4 * self.shape.head_dim), 0
+        choose = self.channels * length * self.plan.dtype.itemsize
+        attend = min(self.chosen, length) * self.plan.unit_bytes
+        return self.plan.n_kv_head * (choose + attend + 4 * self.plan.head_dim), 0
 
 
-def channels_of(shape: Shape, budget: int) -> int:
+def channels_of(plan: Plan, budget: int) -> int:
     """r = D t / S, rounded half up."""
-    return min(max(1, math.floor(shape.head_dim * shape.part(budget) + HALF)), shape.head_dim)
+    return min(max(1, math.floor(plan.head_dim * plan.part(budget) + HALF)), plan.head_dim)
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,17 @@ class SparQMethod(Method):
     help = "the best tokens by the query's largest channels"
     fewest = 2
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        return {} if shape.share else {"channels": channels_of(shape, budget)}
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        return {} if plan.share else {"channels": channels_of(plan, budget)}
 
-    def works(self, shape: Shape, budget: int) -> bool:
-        return channels_of(shape, budget) >= min(4, shape.head_dim)
+    def works(self, plan: Plan, budget: int) -> bool:
+        return channels_of(plan, budget) >= min(4, plan.head_dim)
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """K twice."""
-        return shape.full_bytes() * 3 // 2
+        return plan.full_bytes() * 3 // 2
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        if budget >= shape.planned:
-            return full_layers(shape)
-        return [SparQ(shape, budget) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        if budget >= plan.planned:
+            return full_layers(plan)
+        return [SparQ(plan, budget) for _ in range(plan.n_layer)]

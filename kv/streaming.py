@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import Full
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import ops
 
 SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of several methods
@@ -22,12 +22,12 @@ SINKS = option(4, "first tokens that are never dropped", min=0)  # an option of 
 class Streaming(Full):
     """`Full` with `size` slots, of which all but the sinks are a ring; past the context the sinks move along."""
 
-    def __init__(self, shape: Shape, size: int, sinks: int):
-        super().__init__(shape, size, sinks)
+    def __init__(self, plan: Plan, size: int, sinks: int):
+        super().__init__(plan, size, sinks)
         self.endless = not self.holds_all
-        self.hold("inv_freq", ops.inv_freq(shape))
+        self.hold("inv_freq", ops.inv_freq(plan))
         self.allocate_state("shift")  # by how many positions each row's sinks have moved
-        self.allocate("sink_keys", shape.n_kv_head, self.sinks, shape.head_dim)
+        self.allocate("sink_keys", plan.n_kv_head, self.sinks, plan.head_dim)
         self.contents["sink_keys"] = 1, 1
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Streaming(Full):
 
     def move_sinks(self, pos: Tensor, active: Tensor) -> None:
         """Moves sink j of each row past the context to position pos - (size - 1) + j."""
-        past = (active & (pos >= self.shape.max_length))[:, None, None, None]
+        past = (active & (pos >= self.plan.max_length))[:, None, None, None]
         first = past & (self.shift == 0)[:, None, None, None]
         keys = self.k[:, :, : self.sinks]
         self.sink_keys.copy_(torch.where(first, keys, self.sink_keys))
@@ -45,15 +45,15 @@ class Streaming(Full):
         keys.copy_(torch.where(past, ops.rerotate(self.sink_keys, self.shift[:, None, None], self.inv_freq), keys))
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        if not self.sinks or pos + k.shape[2] <= self.shape.max_length:
+        if not self.sinks or pos + k.shape[2] <= self.plan.max_length:
             return super().extend(row, q, k, v, pos)
-        active, ys = torch.zeros(self.shape.batch, dtype=torch.bool, device=q.device), []
+        active, ys = torch.zeros(self.plan.batch, dtype=torch.bool, device=q.device), []
         at = active.long()
         active[row] = True
         for i in range(k.shape[2]):  # decode steps: each token moves the sinks
             at[row] = pos + i
             self.before_step(pos + i + 1, pos + i + 1)
-            inputs = (x[:, :, i : i + 1].expand(self.shape.batch, -1, -1, -1) for x in (q, k, v))
+            inputs = (x[:, :, i : i + 1].expand(self.plan.batch, -1, -1, -1) for x in (q, k, v))
             ys.append(self.decode(*inputs, at, active)[row, None])
         return torch.cat(ys, dim=2)
 
@@ -65,8 +65,8 @@ class StreamingMethod(Method):
     help = "sinks and a recent window"
     sinks: int = SINKS
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         return self.sinks + 1
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [Streaming(shape, budget, self.sinks) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        return [Streaming(plan, budget, self.sinks) for _ in range(plan.n_layer)]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.kivi import GROUP, Quantized, packed_bytes
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import ops
 from kv.parts.fetched import FetchedTokens, FetchMethod
 from kv.parts.offload import Staged, Workers
@@ -38,20 +38,20 @@ class Tailored(FetchedTokens):
 
     wants_lookahead = True
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: "TailorKVMethod", *staged: Staged | None):
+    def __init__(self, plan: Plan, layer: int, budget: int, options: "TailorKVMethod", *staged: Staged | None):
         """staged: where tokens, and where channels arrive; None unless threads fetch them."""
         tokens, channels = staged
-        super().__init__(shape, layer, budget, options, tokens)
-        self.channels = options.fetched_channels(shape)
-        self.allocate("largest", shape.n_kv_head, shape.head_dim, dtype=torch.float32)
-        size = (shape.n_kv_head * shape.head_dim, shape.max_prompt)
-        self.channel_pool = options.pool(f"the channels of layer {layer}", size, channels, shape)
+        super().__init__(plan, layer, budget, options, tokens)
+        self.channels = options.fetched_channels(plan)
+        self.allocate("largest", plan.n_kv_head, plan.head_dim, dtype=torch.float32)
+        size = (plan.n_kv_head * plan.head_dim, plan.max_prompt)
+        self.channel_pool = options.pool(f"the channels of layer {layer}", size, channels, plan)
         self.pools.append(self.channel_pool)
         self.hold("channel_buffer", self.channel_pool.buffer)
         self.predicted = layer > 0  # a layer below predicts this layer's query
         # From `lookahead` to `decode`: the channels that are fetched, and Pool.issue's ticket.
-        self.allocate("channel", shape.n_kv_head, self.channels, dtype=torch.int64)
-        self.hold("ticket", self.channel_pool.ticket(shape.n_kv_head * self.channels))
+        self.allocate("channel", plan.n_kv_head, self.channels, dtype=torch.int64)
+        self.hold("ticket", self.channel_pool.ticket(plan.n_kv_head * self.channels))
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().keep(row, q, k, v)
@@ -79,7 +79,7 @@ class Tailored(FetchedTokens):
 
     def mean(self, q: Tensor) -> Tensor:
         """The mean of each group's queries: [B,Hq,1,D] -> [B,Hk,D] fp32."""
-        return ops.grouped(q, self.shape.n_kv_head).float().mean(2)
+        return ops.grouped(q, self.plan.n_kv_head).float().mean(2)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
@@ -89,15 +89,15 @@ class Tailored(FetchedTokens):
         keys = self.channel_pool.take(waited).unflatten(0, self.channel.shape)  # [B,Hk,d,S]
         query = ops.stored(self.mean(q).gather(2, self.channel))[:, :, None]  # [B,Hk,1,d]
         scores = ops.weighted_sum(query, keys.float())[:, :, 0]  # products over the d channels, [B,Hk,S]
-        position = torch.arange(self.shape.max_prompt, device=q.device)
+        position = torch.arange(self.plan.max_prompt, device=q.device)
         between = (position >= ops.column(self.sinks)) & (position < (self.prompt - self.local)[:, None])
-        q = self.fetch(scores, between, active, q, self.shape.max_prompt)
+        q = self.fetch(scores, between, active, q, self.plan.max_prompt)
         return self.attend_parts(q, pos, self.index >= 0)
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """The fetched channels, of max_prompt tokens, are read on the host and again where they arrive."""
         device, host = super().step_bytes(length)
-        prefetched = self.shape.n_kv_head * self.channels * self.shape.max_prompt * self.shape.dtype.itemsize
+        prefetched = self.plan.n_kv_head * self.channels * self.plan.max_prompt * self.plan.dtype.itemsize
         return device + prefetched, host + prefetched * self.channel_pool.on_host
 
 
@@ -112,40 +112,40 @@ class TailorKVMethod(FetchMethod):
     group: int = option(GROUP, "tokens that share a scale in each channel of K", min=8)
     channels: int | None = option(None, "channels of K to fetch; auto: 8, or 12 if max_prompt is beyond 32K", min=1)
 
-    def fetched_channels(self, shape: Shape) -> int:
+    def fetched_channels(self, plan: Plan) -> int:
         """d_s: channels fetched per KV head."""
-        return min(self.channels or (12 if shape.max_prompt > LONG else 8), shape.head_dim)
+        return min(self.channels or (12 if plan.max_prompt > LONG else 8), plan.head_dim)
 
-    def quantized_layers(self, shape: Shape) -> list[int]:
+    def quantized_layers(self, plan: Plan) -> list[int]:
         """The option's layers; by default 0, for Llama-2-7B, Yi-6B and Yi-9B also 1 (section 5.1)."""
         if self.quant_layers is None:
-            known = shape.dim == 4096 and (shape.n_layer, shape.model_kv_heads) in ((32, 32), (32, 4), (48, 4))
+            known = plan.dim == 4096 and (plan.n_layer, plan.model_kv_heads) in ((32, 32), (32, 4), (48, 4))
             return [0, 1] if known else [0]
-        if any(layer >= shape.n_layer for layer in self.quant_layers):
-            raise ValueError(f"tailorkv: quant_layers must lie below {shape.n_layer}, not {self.quant_layers}")
+        if any(layer >= plan.n_layer for layer in self.quant_layers):
+            raise ValueError(f"tailorkv: quant_layers must lie below {plan.n_layer}, not {self.quant_layers}")
         return sorted(set(self.quant_layers))
 
-    def plan_sizes(self, shape: Shape, budget: int) -> dict[str, int]:
-        return {} if self.channels else {"channels": self.fetched_channels(shape)}
+    def plan_sizes(self, plan: Plan, budget: int) -> dict[str, int]:
+        return {} if self.channels else {"channels": self.fetched_channels(plan)}
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """Table 2, and K, V and K again on the host."""
-        dense = len(self.quantized_layers(shape))
-        sparse = shape.n_layer - dense
-        buffers = 2 * shape.batch * shape.n_kv_head * self.fetched_channels(shape) * shape.max_prompt
-        host = sparse * shape.max_prompt * shape.slot_bytes * 3 // 2
-        device = dense * packed_bytes(shape, self.bits, self.group) + buffers * shape.dtype.itemsize * (sparse > 0)
+        dense = len(self.quantized_layers(plan))
+        sparse = plan.n_layer - dense
+        buffers = 2 * plan.batch * plan.n_kv_head * self.fetched_channels(plan) * plan.max_prompt
+        host = sparse * plan.max_prompt * plan.slot_bytes * 3 // 2
+        device = dense * packed_bytes(plan, self.bits, self.group) + buffers * plan.dtype.itemsize * (sparse > 0)
         return device + host
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
+    def build(self, plan: Plan, budget: int) -> list[KV]:
         layers: list[KV] = []
-        quantized, tokens = self.quantized_layers(shape), self.staged_tokens(shape, budget)
+        quantized, tokens = self.quantized_layers(plan), self.staged_tokens(plan, budget)
         workers = Workers(self.threads)
-        size = (shape.n_kv_head * self.fetched_channels(shape), shape.max_prompt)
-        channels = [self.staged(size, shape, workers, early=True) for _ in range(2)]  # layers use them in turn
-        for layer in range(shape.n_layer):
+        size = (plan.n_kv_head * self.fetched_channels(plan), plan.max_prompt)
+        channels = [self.staged(size, plan, workers, early=True) for _ in range(2)]  # layers use them in turn
+        for layer in range(plan.n_layer):
             if layer in quantized:
-                layers.append(Quantized(shape, self.bits, self.group))
+                layers.append(Quantized(plan, self.bits, self.group))
             else:
-                layers.append(Tailored(shape, layer, budget, self, tokens, channels[layer % 2]))
+                layers.append(Tailored(plan, layer, budget, self, tokens, channels[layer % 2]))
         return layers

@@ -8,13 +8,13 @@ the newest token. Generation is unbounded.
 from torch import Tensor
 
 from kv.base import KV, Held
-from kv.method import Method, Shape
+from kv.method import Method, Plan
 from kv.parts.evicting import Evicting
 
 
 class TOVA(Evicting):
     def importance(self, weight: Tensor, held: Held, pos: Tensor, active: Tensor) -> Tensor:
-        mean = self.shape.ranks.sum(weight.mean((1, 2)))  # [B,n], over all heads, those of other processes included
+        mean = self.plan.ranks.sum(weight.mean((1, 2)))  # [B,n], over all heads, those of other processes included
         return mean[:, None].expand_as(held.position)  # [B,Hk,n]: the lowest goes
 
 
@@ -24,5 +24,5 @@ class TOVAMethod(Method):
     help = "what the newest query attends to"
     fewest = 2  # the smallest budget
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
-        return [TOVA(shape, budget) for _ in range(shape.n_layer)]
+    def build(self, plan: Plan, budget: int) -> list[KV]:
+        return [TOVA(plan, budget) for _ in range(plan.n_layer)]

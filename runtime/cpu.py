@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv.method import Shape
+from kv.method import Plan
 from kv.parts import inductor, ops
 from runtime.compile import compiled
 from runtime.device import machine
@@ -222,12 +222,12 @@ def fixed_product() -> str:
     return fixed
 
 
-def tune(model: nn.Module, shape: Shape, queries: int) -> dict[str, Times]:
+def tune(model: nn.Module, plan: Plan, queries: int) -> dict[str, Times]:
     """Chooses products and attention for steps with `queries` tokens per row; returns what was timed.
 
     Raises ValueError if KV_FAST_PRODUCT names no product.
     """
-    return tune_products(model, shape.batch * queries) | tune_attention(model, shape, queries)
+    return tune_products(model, plan.batch * queries) | tune_attention(model, plan, queries)
 
 
 def tune_products(model: nn.Module, rows: int) -> dict[str, Times]:
@@ -247,25 +247,25 @@ def tune_products(model: nn.Module, rows: int) -> dict[str, Times]:
     return decide(groups, lambda name: measure(groups[name], rows), choose, is_small(model))
 
 
-def tune_attention(model: nn.Module, shape: Shape, queries: int) -> dict[str, Times]:
+def tune_attention(model: nn.Module, plan: Plan, queries: int) -> dict[str, Times]:
     """Decides how compiled steps with `queries` new tokens per row attend; returns the milliseconds of each form.
 
     Both are timed over as many tokens as a row may hold, rounded down to a power of two.
     """
-    rows, (least, most) = shape.n_head // shape.n_kv_head * queries, TOKENS
-    tokens = min(max(least, 1 << shape.planned.bit_length() - 1), most)
-    name = f"{dtype_name(shape.dtype)} attention, {rows} x {shape.head_dim}, {tokens} tokens"
+    rows, (least, most) = plan.n_head // plan.n_kv_head * queries, TOKENS
+    tokens = min(max(least, 1 << plan.planned.bit_length() - 1), most)
+    name = f"{dtype_name(plan.dtype)} attention, {rows} x {plan.head_dim}, {tokens} tokens"
 
     def choose(_: str, form: str) -> None:
         """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
-        kind = shape.dtype, shape.head_dim
+        kind = plan.dtype, plan.head_dim
         fused = inductor.FUSED.get(kind, 0)
         inductor.FUSED[kind] = max(fused, rows) if form == "fused" else min(fused, rows - 1)
 
-    if shape.device.type != "cpu":
+    if plan.device.type != "cpu":
         return {}
-    small = is_small(model) and shape.full_bytes() < LEAST
-    return decide([name], lambda _: measure_attention(shape, rows, tokens), choose, small)
+    small = is_small(model) and plan.full_bytes() < LEAST
+    return decide([name], lambda _: measure_attention(plan, rows, tokens), choose, small)
 
 
 def choose_form(dtype: torch.dtype) -> None:
@@ -358,11 +358,11 @@ def measure(modules: list[nn.Module], rows: int) -> Times:
     return {product: ms / len(modules) for product, ms in times.items()}
 
 
-def measure_attention(shape: Shape, rows: int, tokens: int) -> Times:
+def measure_attention(plan: Plan, rows: int, tokens: int) -> Times:
     """Milliseconds of each form over as many caches as a model has layers, within READ."""
-    heads, dim, dtype = shape.n_kv_head, shape.head_dim, shape.dtype
+    heads, dim, dtype = plan.n_kv_head, plan.head_dim, plan.dtype
     before = inductor.FUSED.get((dtype, dim), 0)
-    count = max(1, min(shape.n_layer, READ // 2 // (tokens * heads * shape.unit_bytes)))
+    count = max(1, min(plan.n_layer, READ // 2 // (tokens * heads * plan.unit_bytes)))
     caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype).unbind() for _ in range(count)]
     q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
 

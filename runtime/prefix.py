@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kv as methods
 from runtime.checkpoint import check_fields
-from runtime.plan import check_length, plan_of
+from runtime.planning import check_length, plan_of
 from text.files import parse_json, replacing
 
 FORMAT = "kv-fast prompt 11"
@@ -41,23 +41,23 @@ class Header:
     chat: bool  # the tokens are `Tokenizer.chat_begin`'s: questions take `chat_end`
 
     @property
-    def plan(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, int]:
         return self.max_prompt, self.max_new_tokens
 
     def check(self, engine) -> None:
         """Raises ValueError if the engine differs in what the row depends on."""
-        settings = Header.of(engine, self.plan, prompt=self.prompt, pending=self.pending, chat=self.chat)
+        settings = Header.of(engine, self.sizes, prompt=self.prompt, pending=self.pending, chat=self.chat)
         for name, ours in asdict(settings).items():
             if (saved := getattr(self, name)) != ours:
                 raise ValueError(f"the prompt was saved with {name}={saved} and this engine has {name}={ours}")
 
     @classmethod
-    def of(cls, engine, plan: tuple[int, int], **row) -> "Header":
+    def of(cls, engine, sizes: tuple[int, int], **row) -> "Header":
         """The header of a row (`prompt`, `pending`, `chat`) in the engine's caches, if they have that plan."""
         profile = methods.from_profile(engine.method, engine.options, engine.profile)
         options = asdict(methods.parse_options(engine.method, engine.options | profile))
         dtype = str(engine.dtype).removeprefix("torch.")
-        return cls(engine.fingerprint, engine.method, engine.budget, options, *plan, dtype, engine.speculate, **row)
+        return cls(engine.fingerprint, engine.method, engine.budget, options, *sizes, dtype, engine.speculate, **row)
 
     @classmethod
     def parse(cls, about: object) -> "Header":
@@ -83,8 +83,8 @@ def save(row, path: str | Path, chat: bool = False) -> int:
     for i, layer in enumerate(engine.layers):
         tensors |= {f"{i}.{name}": x for name, x in layer.state(row.index, len(row.tokens)).items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
-    plan = engine.shape.max_prompt, engine.shape.max_new_tokens
-    about = asdict(Header.of(engine, plan, prompt=row.prompt_tokens, pending=row.pending, chat=chat))
+    sizes = engine.plan.max_prompt, engine.plan.max_new_tokens
+    about = asdict(Header.of(engine, sizes, prompt=row.prompt_tokens, pending=row.pending, chat=chat))
     about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
     try:
         with replacing(path) as new:
@@ -104,10 +104,10 @@ def load(engine, path: str | Path):
     begin, (header, tokens, inv_freq, states) = time.perf_counter(), read(engine, path)
     check_length(engine, header.prompt)
     header.check(engine)
-    if engine.shape is None or (engine.shape.max_prompt, engine.shape.max_new_tokens) != header.plan:
+    if engine.plan is None or (engine.plan.max_prompt, engine.plan.max_new_tokens) != header.sizes:
         if any(engine.rows):
             raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
-        engine._allocate(plan_of(engine, *header.plan))
+        engine._allocate(plan_of(engine, *header.sizes))
     if len(tokens) > header.prompt + header.max_new_tokens and not engine.endless:
         raise ValueError(f"{path} is damaged (too many tokens): save the prompt again")
     engine._begin_call()

@@ -28,7 +28,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 from tqdm import tqdm
 
 from engine import Engine
-from runtime import plan
+from runtime import planning
 from runtime.parallel import free_share
 from tasks.answers import parts
 from tasks.prefill_once import prefill_once
@@ -164,9 +164,9 @@ class KVFast(TemplateLM):
     def fits(self, batch: int, prompt: int, new: int, scored: int) -> bool:
         """Whether caches of such a plan, and the logits, each take less than a quarter of the free memory."""
         engine = self.engine
-        shape = plan.shape_of(engine.config, engine.dtype, engine.device, batch, prompt, new, ranks=engine.ranks)
+        plan = planning.plan_for(engine.config, engine.dtype, engine.device, batch, prompt, new, ranks=engine.ranks)
         try:
-            plan.check_memory(engine, shape, spare=0.75)
+            planning.check_memory(engine, plan, spare=0.75)
         except ValueError:
             return False
         return 4 * batch * scored * engine.config.vocab_size < free_share(engine.device) / 4

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine import Engine
 from kv import KV
-from kv.method import Shape
+from kv.method import Plan
 from kv.parts.attention import suffix_attention
 from runtime import parallel
 
@@ -64,8 +64,8 @@ def write(whole: Tensor, part: Tensor, at: int) -> Tensor:
 class Recorder(KV):
     """Records on the host the q, k and v of a prompt that a layer's method receives, after `before` if given."""
 
-    def __init__(self, shape: Shape, before: Vectors = ()):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, before: Vectors = ()):
+        super().__init__(plan)
         self.before = before
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -95,7 +95,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
 
     def record(row: int, tokens: Tensor, length: int, progress: Callable, base: Prompt | None, common: int) -> Prompt:
         layers = engine.layers
-        recorders = [Recorder(engine.shape, base.vectors(i, common) if base else ()) for i in range(len(layers))]
+        recorders = [Recorder(engine.plan, base.vectors(i, common) if base else ()) for i in range(len(layers))]
         model.set_kv(recorders)
         try:
             if base is None:
@@ -119,7 +119,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
             alike = [p for (_, own), p in recorded.items() if own == rope and p.base is None]
-            base = max(alike if engine.shape.window is None else [], key=lambda p: p.begins(tokens), default=None)
+            base = max(alike if engine.plan.window is None else [], key=lambda p: p.begins(tokens), default=None)
             common = base.begins(tokens) if base else 0
             if common <= tokens.numel() // 2:
                 base, common = None, 0

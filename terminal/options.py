@@ -8,7 +8,7 @@ from reprlib import repr as shortened
 
 import kv as methods
 from engine import Engine, Sampling
-from runtime import plan, prefix
+from runtime import planning, prefix
 from runtime.arguments import check_penalty
 from runtime.checkpoint import SAMPLING, read_config, read_sampling, unsupported_sampling
 from runtime.device import DTYPES
@@ -94,7 +94,9 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
         if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
             args.kv = args.kv or "full"
             known = read_known(args.checkpoint, args.device, args.dtype)
-            plan.check(known, args.kv, args.budget, given_options(args))  # what is refused, is refused before one types
+            planning.check(
+                known, args.kv, args.budget, given_options(args)
+            )  # what is refused, is refused before one types
             load_tokenizer(args.checkpoint).chat("x", args.system)
             question = first_question(ranks == 1)
             return {} if question is None else {1: question}
@@ -205,13 +207,13 @@ def encode(
                 ids[name] = engine.tokenizer.chat_end(text) if saved.chat else engine.encode(text, bos=False)
             else:
                 prompt = chat(text, args.system) if args.chat else engine.encode(text)
-                plan.check_length(engine, len(prompt))
+                planning.check_length(engine, len(prompt))
                 ids[name] = prompt
         except ValueError as error:
             failed[name] = str(error)
     for name in sorted(ids, key=lambda name: -len(ids[name])) if saved is None else ():
         try:
-            plan.check_caches(engine, len(ids[name]))
+            planning.check_caches(engine, len(ids[name]))
             break  # shorter prompts need no more
         except ValueError as error:
             failed[name] = str(error)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from engine import Answer, Engine
-from runtime import plan
+from runtime import planning
 from runtime.device import resident_bytes
 from terminal.cli import Choice, profile_lines
 
@@ -17,24 +17,24 @@ def print_plan(engine: Engine, longest: int) -> None:
 
     longest: tokens of the longest prompt.
     """
-    shape = engine.shape or plan.plan_of(engine, engine.max_prompt or longest, engine.max_new_tokens)
-    device, host = plan.planned_bytes(engine, shape)
-    full, tokens = plan.full_bytes(shape), f"{shape.max_prompt} + {shape.max_new_tokens} tokens"
-    tokens += f" in each of {shape.batch} rows" if shape.batch > 1 else ""
+    plan = engine.plan or planning.plan_of(engine, engine.max_prompt or longest, engine.max_new_tokens)
+    device, host = planning.planned_bytes(engine, plan)
+    full, tokens = planning.full_bytes(plan), f"{plan.max_prompt} + {plan.max_new_tokens} tokens"
+    tokens += f" in each of {plan.batch} rows" if plan.batch > 1 else ""
     plain = engine.method == "full" and not engine.options
     of_full = "" if plain else f", {device / full:.0%} of the full cache's {mb(full)}"
     on_host = f" and {mb(host)} on the host" if host else ""
     print(f"-- cache for {tokens}: {mb(device)}{on_host}{of_full}", file=sys.stderr, flush=True)
     if device < full or plain or engine.speculate:
         return
-    if isinstance(engine.budget, int) and engine.budget >= shape.max_prompt:
+    if isinstance(engine.budget, int) and engine.budget >= plan.max_prompt:
         helps = "the budget covers the whole prompt"
     else:
-        smaller = plan.smaller(engine, shape)
+        smaller = planning.smaller(engine, plan)
         helps = f"{smaller} takes less" if smaller else "it saves reads, not memory"
-    new = device - plan.planned_bytes(engine, replace(shape, max_new_tokens=1))[0]
+    new = device - planning.planned_bytes(engine, replace(plan, max_new_tokens=1))[0]
     room = f"; {mb(new)} of it are for new tokens, see --max-new-tokens" if new > device / 2 else ""
-    plan.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")
+    planning.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")
 
 
 def mb(size: int) -> str:
@@ -53,7 +53,7 @@ def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
 
 def measured(engine: Engine) -> dict:
     """What --json writes of one method and one call, besides the answers."""
-    stats, caches = engine.stats, plan.figures(engine, 1)
+    stats, caches = engine.stats, planning.figures(engine, 1)
     requested, transferred = engine.layers.fetched()
     cuda = engine.device.type == "cuda"
     return {
@@ -62,7 +62,7 @@ def measured(engine: Engine) -> dict:
         "options": engine.options,
         "speculate": engine.speculate,
         "profile": caches["profile"],
-        "max_prompt": engine.shape.max_prompt,
+        "max_prompt": engine.plan.max_prompt,
         "plan_sizes": caches["plan_sizes"],
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from engine import Answer, Engine
-from runtime import plan
+from runtime import planning
 from terminal.cli import write_json
 
 
@@ -14,8 +14,8 @@ def save(engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
     """Prefills a prompt and writes it to the file that --save-prompt names."""
     (row,) = engine.start([prompt])
     begin = time.perf_counter()
-    size, shape = row.save(args.save_prompt, args.chat), engine.shape
-    full = shape.full_bytes() // (shape.batch * shape.planned) * len(prompt)
+    size, plan = row.save(args.save_prompt, args.chat), engine.plan
+    full = plan.full_bytes() // (plan.batch * plan.planned) * len(prompt)
     report = {
         "kv": args.kv,
         "budget": args.budget,
@@ -26,7 +26,7 @@ def save(engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
         "save_s": time.perf_counter() - begin,
         "saved_bytes": size,
         "saved_full_bytes": full,
-        "room": engine.shape.max_new_tokens,
+        "room": engine.plan.max_new_tokens,
     }
     seconds = f"{report['save_s']:.2f} s"
     print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size / 1e6:.1f} MB, {seconds}", file=sys.stderr)
@@ -53,7 +53,7 @@ def ask_saved(
         row, asked = engine.load_row(path), {}
         for index, question in enumerate(questions[start : start + engine.batch], start):
             try:
-                plan.room(engine, row, question)
+                planning.room(engine, row, question)
                 asked[index] = question
             except ValueError as error:
                 fail(index, str(error))

@@ -18,7 +18,7 @@ import pytest
 import sentencepiece
 import torch
 
-from kv import Shape
+from kv import Plan
 from model import Transformer
 from runtime.checkpoint import write_checkpoint
 from runtime.hf_config import from_hf
@@ -42,14 +42,14 @@ LLAMA = {
 }
 
 
-def llama_8b(**plan) -> Shape:
+def llama_8b(**plan) -> Plan:
     """Llama-3.1-8B's, on the meta device: memory can be counted, and nothing is allocated."""
-    return Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), **plan, max_length=131072)
+    return Plan(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), **plan, max_length=131072)
 
 
-def with_scores(name: str, options: dict, shape: Shape) -> dict:
+def with_scores(name: str, options: dict, plan: Plan) -> dict:
     """The options, and for duo random `head_scores` of such a model."""
-    scores = {"head_scores": torch.rand(shape.n_layer, shape.n_kv_head).tolist()}
+    scores = {"head_scores": torch.rand(plan.n_layer, plan.n_kv_head).tolist()}
     return options | (scores if name == "duo" else {})
 
 

@@ -317,7 +317,7 @@ def ordered(rank: Tensor, k: int, sorted: bool) -> Tensor:
     return BEST(rank, k, True)
 
 
-def as_on_a_gpu(self: offload.OffloadMethod, shape: kv.Shape, early: bool = False) -> bool:
+def as_on_a_gpu(self: offload.OffloadMethod, plan: kv.Plan, early: bool = False) -> bool:
     """OffloadMethod.threaded, on any device."""
     return self.offload and (self.engine == "threads" or (self.engine == "auto" and early))
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 
 import kv
-from kv import Shape
+from kv import Plan
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
 D, LAYERS, MAX_PROMPT = 16, 8, 100
 
 
-def make_shape(heads: str = "gqa", batch: int = 1, new: int = 30) -> Shape:
+def make_plan(heads: str = "gqa", batch: int = 1, new: int = 30) -> Plan:
     n_head, n_kv_head = HEADS[heads]
-    return Shape(
+    return Plan(
         LAYERS,
         n_head,
         n_kv_head,
@@ -44,9 +44,9 @@ def generations(prompts: tuple[int, ...], new: int) -> list[tuple[int, int]]:
 class Run:
     """All layers of a method, fed with tokens."""
 
-    def __init__(self, name: str, shape: Shape, budget: int | None, options: dict):
-        self.shape, self.layers = shape, kv.build(name, shape, budget, options)
-        self.position, self.new = [0] * shape.batch, 0
+    def __init__(self, name: str, plan: Plan, budget: int | None, options: dict):
+        self.plan, self.layers = plan, kv.build(name, plan, budget, options)
+        self.position, self.new = [0] * plan.batch, 0
 
     def prefill(self, row: int, inputs: list) -> None:
         self.position[row], self.new = inputs[0][0].shape[2], 0
@@ -59,7 +59,7 @@ class Run:
 
     def step(self, inputs: list) -> torch.Tensor:
         """-> [L,B,Hq,D]"""
-        pos, active = torch.tensor(self.position), torch.ones(self.shape.batch, dtype=torch.bool)
+        pos, active = torch.tensor(self.position), torch.ones(self.plan.batch, dtype=torch.bool)
         self.position, self.new = [n + 1 for n in self.position], self.new + 1
         found = []
         for layer, qkv in zip(self.layers, inputs, strict=True):
@@ -93,15 +93,15 @@ def answer(layer: kv.KV, texts: list, prompt: int, questions: tuple[int, ...] = 
     return torch.cat(found, dim=1)
 
 
-def tokens(shape: Shape, batch: int, n: int, generator: torch.Generator) -> list:
+def tokens(plan: Plan, batch: int, n: int, generator: torch.Generator) -> list:
     """Per layer q [batch,Hq,n,D], k and v [batch,Hk,n,D]."""
-    heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
-    return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(shape.n_layer)]
+    heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
+    return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(plan.n_layer)]
 
 
 def prefill_both(run: Run, slow, prompt: int, generator: torch.Generator) -> None:
     """Prefills a method and a slow reference with the same prompt."""
-    inputs = tokens(run.shape, 1, prompt, generator)
+    inputs = tokens(run.plan, 1, prompt, generator)
     run.prefill(0, inputs)
     for layer, (q, k, v) in enumerate(inputs):
         slow.prefill(layer, q[0], k[0], v[0])
@@ -109,7 +109,7 @@ def prefill_both(run: Run, slow, prompt: int, generator: torch.Generator) -> Non
 
 def step_both(run: Run, slow, generator: torch.Generator) -> None:
     """Feeds both one more token; their outputs must agree."""
-    inputs = tokens(run.shape, 1, 1, generator)
+    inputs = tokens(run.plan, 1, 1, generator)
     found = run.step(inputs)
     for layer, (q, k, v) in enumerate(inputs):
         expected = slow.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
-from runs import answer, make_shape
+from runs import answer, make_plan
 
 import kv
 
@@ -16,25 +16,25 @@ OPTIONS = {"keydiff": {"alpha": 0.0}, "snapkv": {"window": 6, "kernel": 3}, "rkv
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_texts_and_steps_after_the_prompt_attend_to_what_each_head_keeps(name):
-    shape, options = replace(make_shape("gqa"), n_layer=1, max_prompt=max(PROMPTS), max_new_tokens=NEW), OPTIONS[name]
-    (layer,) = kv.build(name, shape, BUDGET, options | {"heads": "adaptive"})
-    (equal,) = kv.build(name, shape, BUDGET, {key: value for key, value in options.items() if key != "alpha"})
+    plan, options = replace(make_plan("gqa"), n_layer=1, max_prompt=max(PROMPTS), max_new_tokens=NEW), OPTIONS[name]
+    (layer,) = kv.build(name, plan, BUDGET, options | {"heads": "adaptive"})
+    (equal,) = kv.build(name, plan, BUDGET, {key: value for key, value in options.items() if key != "alpha"})
     assert sum(layer.storages().values()) == sum(equal.storages().values()) + layer.owner.nbytes
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
-        heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
-        q, k, v = (torch.randn(h, prompt + NEW, shape.head_dim, generator=generator) for h in heads)
+        heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
+        q, k, v = (torch.randn(h, prompt + NEW, plan.head_dim, generator=generator) for h in heads)
         k[0] *= 3  # this head attends to few tokens
-        slow, texts = (SCORED | SLOW)[name](shape, BUDGET, heads="adaptive", **options), (7, 1, 1, 3)
+        slow, texts = (SCORED | SLOW)[name](plan, BUDGET, heads="adaptive", **options), (7, 1, 1, 3)
         expected = slow.run(q, k, v, prompt, texts)
         assert (answer(layer, [q, k, v], prompt, texts) - expected).abs().max() < 1e-5
         held = [[i for i in head if i >= 0] for head in layer.held(0, prompt + NEW).position.tolist()]
         assert held == slow.stored
         sizes = [len(head) for head in held]
-        assert sum(sizes) == shape.n_kv_head * (min(prompt, BUDGET) + NEW)
+        assert sum(sizes) == plan.n_kv_head * (min(prompt, BUDGET) + NEW)
         assert (len(set(sizes)) > 1) == (prompt > BUDGET)
 
 
 def test_heads_that_share_a_budget_do_not_choose_again():
     with pytest.raises(ValueError, match="leave out every"):
-        kv.build("keydiff", make_shape(), BUDGET, {"heads": "adaptive", "every": 8})
+        kv.build("keydiff", make_plan(), BUDGET, {"heads": "adaptive", "every": 8})

@@ -102,9 +102,9 @@ def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(here, tied, quantiz
 def test_the_naive_baseline_computes_what_full_computes(here):
     row = result("--kv", "full", "--baseline", "naive")["rows"]
     assert [r["kv"] for r in row] == ["full", "naive"] and all(r["kernel"] for r in row)
-    shape = kv.Shape(2, 4, 2, 16, 64, "default", 1e4, torch.float32, torch.device("cpu"), 2, 50, 10)
+    plan = kv.Plan(2, 4, 2, 16, 64, "default", 1e4, torch.float32, torch.device("cpu"), 2, 50, 10)
     torch.manual_seed(0)
-    layers = [Full(shape), contenders.Naive(shape)]
+    layers = [Full(plan), contenders.Naive(plan)]
     for row, n in enumerate((50, 9)):
         qkv = [torch.randn(1, heads, n, 16) for heads in (4, 2, 2)]
         for layer in layers:
@@ -276,7 +276,7 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
         sizes = 32, 68, False, False, ALONE, batch + 1
         case = contenders.Case("", bench.shape_config("tiny.json"), torch.float32, torch.device("cpu"), 1e9, *sizes)
         budget = None if name == "full" else 32
-        one_more = sum(kv.planned_bytes(name, case.shape(), budget, {}))
+        one_more = sum(kv.planned_bytes(name, case.plan(), budget, {}))
         assert one_more < 2 * 10**6 * 1.1 and one_more + (batch + 1) * 12 * 128 + 8 * 32 * 64 * 4 > 2 * 10**6
     with pytest.raises(ValueError, match="--embeddings needs --quantize int8 or int4"):
         result("--kv", "full", "--embeddings")

@@ -25,7 +25,7 @@ class Spy(Full):
 def spy(engine: Engine, ids: list[int]) -> list[Spy]:
     """Layers that have recorded q and k of a prompt of 90 tokens."""
     engine.use("full", max_prompt=90, max_new_tokens=1)
-    spies = [Spy(engine.shape) for _ in engine.layers]
+    spies = [Spy(engine.plan) for _ in engine.layers]
     engine.model.set_kv(spies)
     engine.model.prefill(0, torch.tensor(ids))
     return spies
@@ -221,7 +221,7 @@ def test_duo_finds_the_head_scores_that_calibrate_wrote(text_checkpoint, tmp_pat
     engine = Engine.load(folder, "duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, max_new_tokens=8, compile=False)
     chosen, others = [], []
     for layer, scores in zip(engine.layers, profile["head_scores"], strict=True):
-        full = sum(p.shape.n_kv_head for p in layer.parts if p.size == engine.shape.planned)
+        full = sum(p.shape.n_kv_head for p in layer.parts if p.size == engine.plan.planned)
         order = layer.order.tolist()
         chosen, others = chosen + [scores[h] for h in order[:full]], others + [scores[h] for h in order[full:]]
     assert chosen and others and min(chosen) >= max(others)

@@ -13,7 +13,7 @@ from references.attention import attend, causal, masked_attention
 from torch import Tensor
 
 import kv
-from kv import METHODS, Shape
+from kv import METHODS, Plan
 from kv.base import Held
 from kv.duo import Duo
 from kv.kivi import Quantized
@@ -74,11 +74,11 @@ def layers_of(name: str) -> int:
     return 3 if name.startswith("omnikv") else LAYERS
 
 
-def make_shape(
+def make_plan(
     heads: str = "gqa", batch: int = 3, window: int | None = None, n_layer: int = LAYERS, max_length: int = CONTEXT
-) -> Shape:
+) -> Plan:
     n_head, n_kv_head = HEADS[heads]
-    return Shape(
+    return Plan(
         n_layer=n_layer,
         n_head=n_head,
         n_kv_head=n_kv_head,
@@ -106,10 +106,10 @@ class Text:
     prompt: int
 
     @classmethod
-    def random(cls, shape: Shape, prompt: int, new: int, seed: int) -> "Text":
+    def random(cls, plan: Plan, prompt: int, new: int, seed: int) -> "Text":
         g = torch.Generator().manual_seed(seed)
-        heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
-        return cls(*(torch.randn(shape.n_layer, h, prompt + new, DIM, generator=g) for h in heads), prompt)
+        heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
+        return cls(*(torch.randn(plan.n_layer, h, prompt + new, DIM, generator=g) for h in heads), prompt)
 
     def tied(self) -> "Text":
         """The text with four different keys, of which two are zeros of either sign: many tokens have equal scores.
@@ -128,8 +128,8 @@ class Text:
         return Text(self.q, k, v, self.prompt)
 
 
-def make_texts(shape: Shape, new: int = 20, seed: int = 0) -> dict[int, Text]:
-    return {row: Text.random(shape, n, new, seed + 10 * row) for row, n in enumerate(LENGTHS[shape.batch])}
+def make_texts(plan: Plan, new: int = 20, seed: int = 0) -> dict[int, Text]:
+    return {row: Text.random(plan, n, new, seed + 10 * row) for row, n in enumerate(LENGTHS[plan.batch])}
 
 
 class Step:
@@ -162,24 +162,24 @@ def decode(layers: tuple[kv.KV, kv.KV | None], q, k, v, pos, active, following: 
 class Cache:
     """A method's modules, driven as the model drives them."""
 
-    def __init__(self, name: str, shape: Shape, budget: int = SMALL, lossless: bool = False, compiled: bool = False):
+    def __init__(self, name: str, plan: Plan, budget: int = SMALL, lossless: bool = False, compiled: bool = False):
         name, options = VARIANTS.get(name, (name, {}))
-        self.options = {key: self.option(key, value, shape) for key, value in options.items()}
+        self.options = {key: self.option(key, value, plan) for key, value in options.items()}
         self.options |= METHODS[name].lossless if lossless else {}
-        if budget >= shape.planned:
+        if budget >= plan.planned:
             self.options.pop(METHODS[name].instead, None)
-        self.shape, self.name = shape, name
+        self.plan, self.name = plan, name
         method = kv.parse_options(name, self.options)
         self.budget = budget if method.takes_budget else None
         if self.budget is not None and isinstance(budget, int):
-            self.budget = max(budget, BUDGETS.get(name, 0), method.minimum(shape))
-        self.layers = kv.build(name, shape, self.budget, self.options)
+            self.budget = max(budget, BUDGETS.get(name, 0), method.minimum(plan))
+        self.layers = kv.build(name, plan, self.budget, self.options)
         self.step = Step(self.layers, compiled)
-        self.newest = [0] * shape.batch  # position of each row's newest token
+        self.newest = [0] * plan.batch  # position of each row's newest token
 
     @staticmethod
-    def option(key: str, value: object, shape: Shape) -> object:
-        return [row[: shape.n_kv_head] for row in value] if key == "head_scores" else value
+    def option(key: str, value: object, plan: Plan) -> object:
+        return [row[: plan.n_kv_head] for row in value] if key == "head_scores" else value
 
     def prefill(self, row: int, text: Text) -> Tensor:
         """-> [L,Hq,T,D]"""
@@ -197,9 +197,9 @@ class Cache:
 
         The other rows are inactive and are fed noise.
         """
-        batch, found = self.shape.batch, {row: [] for row in texts}
+        batch, found = self.plan.batch, {row: [] for row in texts}
         for i in range(first, first + steps):
-            noise = Text.random(self.shape, 0, batch, 1000 + i)
+            noise = Text.random(self.plan, 0, batch, 1000 + i)
             q, k, v = (x.transpose(1, 2).transpose(0, 1)[:, :, :, None] for x in (noise.q, noise.k, noise.v))
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))  # [L,B,H,1,D]
             active = torch.zeros(batch, dtype=torch.bool)
@@ -300,20 +300,20 @@ def short_spans(monkeypatch):
 
 every_method = pytest.mark.parametrize("name", VARIANTS)
 SHAPES = [("mha", 3), ("gqa", 3), ("mqa", 3), ("gqa", 1)]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=[f"{h}-{b}" for h, b in SHAPES], indirect=True)
+every_shape = pytest.mark.parametrize("plan", SHAPES, ids=[f"{h}-{b}" for h, b in SHAPES], indirect=True)
 # For laws about a row's bookkeeping, in which heads do not matter.
-every_batch = pytest.mark.parametrize("shape", SHAPES[1::2], ids=["gqa-3", "gqa-1"], indirect=True)
+every_batch = pytest.mark.parametrize("plan", SHAPES[1::2], ids=["gqa-3", "gqa-1"], indirect=True)
 
 
 @pytest.fixture
-def shape(name, request) -> Shape:
-    return make_shape(*request.param, n_layer=layers_of(name))
+def plan(name, request) -> Plan:
+    return make_plan(*request.param, n_layer=layers_of(name))
 
 
 @every_method
 @every_shape
-def test_law_1_a_budget_for_everything_is_full_attention(name, shape):
-    cache, texts = Cache(name, shape, budget=shape.planned, lossless=True), make_texts(shape)
+def test_law_1_a_budget_for_everything_is_full_attention(name, plan):
+    cache, texts = Cache(name, plan, budget=plan.planned, lossless=True), make_texts(plan)
     for row, text in texts.items():
         y = cache.prefill(row, text)
         at = [0, text.prompt // 2, text.prompt - 1]
@@ -325,8 +325,8 @@ def test_law_1_a_budget_for_everything_is_full_attention(name, shape):
 
 @pytest.mark.parametrize("name", [n for n in METHODS if METHODS[n].windowed])
 def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
-    shape = make_shape(window=16)
-    cache, texts = Cache(name, shape, budget=shape.planned, lossless=True), make_texts(shape)
+    plan = make_plan(window=16)
+    cache, texts = Cache(name, plan, budget=plan.planned, lossless=True), make_texts(plan)
     for row, text in texts.items():
         y = cache.prefill(row, text)
         at = [0, 3, text.prompt - 1]
@@ -347,8 +347,8 @@ def test_law_2_compiled_equals_eager(name, budget, monkeypatch):
     torch._dynamo.reset()  # it stops compiling a function that was compiled too often
     monkeypatch.setattr("kv.parts.inductor.FUSED", {(torch.float32, DIM): 2})
     monkeypatch.setattr("kv.parts.inductor.TILE", 2)  # at 8, these caches are too small for tiles
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    caches, random = [Cache(name, shape, budget, compiled=c) for c in (False, True)], make_texts(shape)
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    caches, random = [Cache(name, plan, budget, compiled=c) for c in (False, True)], make_texts(plan)
     tied = {row: text.tied() for row, text in random.items()}
     for texts in [random] + [tied] * (name != "d2o:paper"):  # merged keys are not whole numbers
         eager, compiled = (cache.run(texts, 20) for cache in caches)
@@ -358,15 +358,15 @@ def test_law_2_compiled_equals_eager(name, budget, monkeypatch):
 
 @every_method
 @every_shape
-def test_law_3_rows_do_not_see_each_other(name, shape):
-    texts, others = make_texts(shape), make_texts(shape, seed=500)
+def test_law_3_rows_do_not_see_each_other(name, plan):
+    texts, others = make_texts(plan), make_texts(plan, seed=500)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inductor, "STEP", shape.planned)  # a row's rounding depends on how many slots its neighbors read
-        together = Cache(name, shape).run(texts, 20)
+        patch.setattr(inductor, "STEP", plan.planned)  # a row's rounding depends on how many slots its neighbors read
+        together = Cache(name, plan).run(texts, 20)
         for row, text in texts.items():
-            among_others = Cache(name, shape).run(others | {row: text}, 20)[row]
+            among_others = Cache(name, plan).run(others | {row: text}, 20)[row]
             assert torch.equal(together[row], among_others)
-            alone = Cache(name, replace(shape, batch=1)).run({0: text}, 20)[0]
+            alone = Cache(name, replace(plan, batch=1)).run({0: text}, 20)[0]
             assert torch.allclose(together[row], alone, atol=1e-6)
 
 
@@ -374,14 +374,14 @@ def test_law_3_rows_do_not_see_each_other(name, shape):
 @pytest.mark.parametrize("budget", (0.4, SMALL))
 def test_law_3_a_row_does_not_depend_on_the_longest_prompt(name, budget):
     """Each row's own plan allocates for its prompt alone; the steps that extend it, and a saved row, know its sizes."""
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    texts, together = make_texts(shape), Cache(name, shape, budget)
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    texts, together = make_texts(plan), Cache(name, plan, budget)
     found = together.run(texts, 10)
-    method, restored = kv.parse_options(together.name, together.options), Cache(name, shape, budget)
-    share = replace(shape, share=Share(Fraction(2, 5), method.minimum(shape)) if budget == 0.4 else None)
+    method, restored = kv.parse_options(together.name, together.options), Cache(name, plan, budget)
+    share = replace(plan, share=Share(Fraction(2, 5), method.minimum(plan)) if budget == 0.4 else None)
     sizes = method.plan_sizes(share, together.budget) if together.budget is not None else {}
     for row, text in texts.items():
-        alone = Cache(name, replace(shape, batch=1, max_prompt=text.prompt), budget)
+        alone = Cache(name, replace(plan, batch=1, max_prompt=text.prompt), budget)
         expected = alone.run({0: text}, 10)[0]
         assert sizes or torch.allclose(found[row], expected, atol=1e-6)
         length = text.prompt + 10
@@ -397,7 +397,7 @@ def follow_the_plan(budget: int | float) -> set[str]:
     """The variants whose sizes follow from the plan: on another one they continue differently, or refuse."""
     build = [(v, name, options) for v, (name, options) in VARIANTS.items() if METHODS[name].budgeted]
     build = [case for case in build if "mem" not in case[2]]
-    return {v for v, name, options in build if kv.plan_sizes(name, make_shape(), budget, options)}
+    return {v for v, name, options in build if kv.plan_sizes(name, make_plan(), budget, options)}
 
 
 def test_methods_whose_sizes_follow_from_the_plan():
@@ -410,9 +410,9 @@ def test_methods_whose_sizes_follow_from_the_plan():
 @every_method
 @every_shape
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
-def test_law_4_slots_without_a_token_change_no_output(name, shape, budget):
-    texts = make_texts(shape)
-    clean, poisoned = Cache(name, shape, budget), poison(Cache(name, shape, budget))
+def test_law_4_slots_without_a_token_change_no_output(name, plan, budget):
+    texts = make_texts(plan)
+    clean, poisoned = Cache(name, plan, budget), poison(Cache(name, plan, budget))
     expected, found = clean.run(texts, 20), poisoned.run(texts, 20)
     for row in texts:
         assert torch.equal(expected[row], found[row])
@@ -420,35 +420,35 @@ def test_law_4_slots_without_a_token_change_no_output(name, shape, budget):
 
 @every_method
 @every_shape
-def test_law_5_no_output_depends_on_a_later_token(name, shape):
-    for row, text in make_texts(shape).items():
+def test_law_5_no_output_depends_on_a_later_token(name, plan):
+    for row, text in make_texts(plan).items():
         cut = text.prompt // 2
-        cut -= cut % Cache(name, shape).options.get("chunk", 1)  # a chunk's last queries choose for all of the chunk
-        a, b = (Cache(name, shape).prefill(row, t)[:, :, :cut] for t in (text, text.change(slice(cut, None))))
+        cut -= cut % Cache(name, plan).options.get("chunk", 1)  # a chunk's last queries choose for all of the chunk
+        a, b = (Cache(name, plan).prefill(row, t)[:, :, :cut] for t in (text, text.change(slice(cut, None))))
         assert torch.allclose(a, b, atol=1e-6)
 
 
 @every_method
 @every_batch
-def test_law_6_a_reset_row_behaves_like_a_fresh_one(name, shape):
-    old, new = make_texts(shape, MAX_NEW, seed=900), make_texts(shape)
-    used = Cache(name, shape)
+def test_law_6_a_reset_row_behaves_like_a_fresh_one(name, plan):
+    old, new = make_texts(plan, MAX_NEW, seed=900), make_texts(plan)
+    used = Cache(name, plan)
     used.run(old, MAX_NEW)
-    expected, found = Cache(name, shape).run(new, 20), used.run(new, 20)
+    expected, found = Cache(name, plan).run(new, 20), used.run(new, 20)
     assert all(torch.equal(expected[row], found[row]) for row in new)
 
 
 @every_method
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
 def test_law_3_a_row_that_is_not_finite_changes_no_other(name, budget):
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    texts = make_texts(shape)
-    expected = Cache(name, shape, budget).run(texts, 20)
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    texts = make_texts(plan)
+    expected = Cache(name, plan, budget).run(texts, 20)
     for row, text in texts.items():
         others = {
             i: Text(*(torch.full_like(x, torch.nan) for x in (t.q, t.k, t.v)), t.prompt) for i, t in texts.items()
         }
-        found = Cache(name, shape, budget).run(others | {row: text}, 20)[row]
+        found = Cache(name, plan, budget).run(others | {row: text}, 20)[row]
         assert torch.allclose(found, expected[row], atol=1e-5), row
 
 
@@ -457,52 +457,52 @@ def test_law_3_a_row_that_is_not_finite_changes_no_other(name, budget):
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
 def test_law_6_a_reset_row_has_forgotten_what_is_not_finite(name, budget, poison):
     """0 x NaN is NaN: such a value would pass through a mask."""
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    old, new = make_texts(shape, MAX_NEW, seed=900), make_texts(shape)
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    old, new = make_texts(plan, MAX_NEW, seed=900), make_texts(plan)
     for text in old.values():
         for x in (text.q, text.k, text.v):
             x[:, :, 2] = x[:, :, text.prompt // 2 :] = poison
-    used = Cache(name, shape, budget)
+    used = Cache(name, plan, budget)
     used.run(old, MAX_NEW)
-    expected, found = Cache(name, shape, budget).run(new, 20), used.run(new, 20)
+    expected, found = Cache(name, plan, budget).run(new, 20), used.run(new, 20)
     assert all(torch.equal(expected[row], found[row]) for row in new)
 
 
 @every_method
 @every_shape
 @pytest.mark.parametrize("budget", (SMALL, MAX_PROMPT + MAX_NEW))
-def test_law_7_bytes_equal_the_buffers(name, shape, budget):
-    cache = Cache(name, shape, budget)
-    cache.run(make_texts(shape), 3)
+def test_law_7_bytes_equal_the_buffers(name, plan, budget):
+    cache = Cache(name, plan, budget)
+    cache.run(make_texts(plan), 3)
     device, host = cache.layers.bytes()
     assert device + host == sum(cache.storages().values())
-    assert kv.planned_bytes(cache.name, shape, cache.budget, cache.options) == (device, host)
-    for length in (1, 40, shape.planned):
+    assert kv.planned_bytes(cache.name, plan, cache.budget, cache.options) == (device, host)
+    for length in (1, 40, plan.planned):
         assert 0 < sum(cache.layers[0].step_bytes(length)) <= device + host
 
 
 @every_method
 def test_law_7_bytes_are_the_papers(name):
-    shape = llama_8b(max_prompt=32512, max_new_tokens=256, batch=2)
+    plan = llama_8b(max_prompt=32512, max_new_tokens=256, batch=2)
     name, options = VARIANTS[name]
-    options = with_scores(name, options, shape)
+    options = with_scores(name, options, plan)
     method = kv.parse_options(name, options)
     budget = 1024 if method.takes_budget else None
-    assert sum(kv.planned_bytes(name, shape, budget, options)) <= 17 / 16 * method.paper_bytes(shape, budget)
+    assert sum(kv.planned_bytes(name, plan, budget, options)) <= 17 / 16 * method.paper_bytes(plan, budget)
 
 
 @every_method
 def test_a_kernel_of_attention_may_choose_the_strides_of_its_result(name, monkeypatch):
     """CUDA's memory-efficient kernel returns [B,H,T,D] stored as [B,T,H,D]."""
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    texts, attend = make_texts(shape), torch.nn.functional.scaled_dot_product_attention
-    expected = Cache(name, shape).run(texts, 8)
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    texts, attend = make_texts(plan), torch.nn.functional.scaled_dot_product_attention
+    expected = Cache(name, plan).run(texts, 8)
     monkeypatch.setattr(
         torch.nn.functional,
         "scaled_dot_product_attention",
         lambda *args, **how: attend(*args, **how).transpose(1, 2).contiguous().transpose(1, 2),
     )
-    cache = Cache(name, shape)
+    cache = Cache(name, plan)
     found = cache.run(texts, 8)
     for row, text in texts.items():
         assert torch.equal(expected[row], found[row])
@@ -511,8 +511,8 @@ def test_a_kernel_of_attention_may_choose_the_strides_of_its_result(name, monkey
 
 @every_method
 def test_law_8_a_step_leaves_no_allocation_and_moves_no_buffer(name):
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    cache, texts = Cache(name, shape), make_texts(shape)
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    cache, texts = Cache(name, plan), make_texts(plan)
     cache.run(texts, 1)
     held, places = cache.storages(), [b.data_ptr() for layer in cache.layers for b in layer.buffers()]
     cache.decode(texts, 19, first=1)
@@ -522,22 +522,22 @@ def test_law_8_a_step_leaves_no_allocation_and_moves_no_buffer(name):
 
 @every_method
 @every_shape
-def test_law_9_the_recent_tokens_are_attended_to(name, shape):
-    recent, steps = min(layer.recent for layer in Cache(name, shape).layers), 6
+def test_law_9_the_recent_tokens_are_attended_to(name, plan):
+    recent, steps = min(layer.recent for layer in Cache(name, plan).layers), 6
     for age in {0, 1, steps - 1, steps, recent - 1} & set(range(recent)):
-        texts = {row: t for row, t in make_texts(shape).items() if t.prompt + steps > age}
+        texts = {row: t for row, t in make_texts(plan).items() if t.prompt + steps > age}
         changed = {row: t.change(t.prompt + steps - 1 - age) for row, t in texts.items()}
-        a, b = (Cache(name, shape).run(t, steps) for t in (texts, changed))
+        a, b = (Cache(name, plan).run(t, steps) for t in (texts, changed))
         for row in texts:
             assert (a[row][:, :, -1] - b[row][:, :, -1]).abs().amax((1, 2)).min() > 1e-5  # in every layer
 
 
 @every_method
 @every_batch
-def test_law_9_generation_stays_within_the_allocation(name, shape):
-    cache = Cache(name, shape)
-    steps = 3 * shape.planned if all(layer.endless for layer in cache.layers) else MAX_NEW
-    texts = make_texts(shape, steps)
+def test_law_9_generation_stays_within_the_allocation(name, plan):
+    cache = Cache(name, plan)
+    steps = 3 * plan.planned if all(layer.endless for layer in cache.layers) else MAX_NEW
+    texts = make_texts(plan, steps)
     found = cache.run(texts, steps)
     assert all(found[row].isfinite().all() for row in texts)
     assert sum(cache.layers.bytes()) == sum(cache.storages().values())
@@ -545,10 +545,10 @@ def test_law_9_generation_stays_within_the_allocation(name, shape):
 
 @every_method
 @every_batch
-def test_law_10_an_inactive_row_does_not_change(name, shape):
-    texts = make_texts(shape)
-    cache = Cache(name, shape)
-    expected = Cache(name, shape).run(texts, 20)
+def test_law_10_an_inactive_row_does_not_change(name, plan):
+    texts = make_texts(plan)
+    cache = Cache(name, plan)
+    expected = Cache(name, plan).run(texts, 20)
     first = cache.run(texts, 8)
     before = cache.state()
     cache.decode({}, 3)
@@ -561,12 +561,12 @@ def test_law_10_an_inactive_row_does_not_change(name, shape):
 
 @every_method
 @every_shape
-def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name, shape):
-    texts = make_texts(shape, MAX_NEW)
+def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name, plan):
+    texts = make_texts(plan, MAX_NEW)
     expected = {row: full_attention(text, generated(text, MAX_NEW)) for row, text in texts.items()}
     rest = []
     for sizes in ([24], [5, 1, 18], [1] * 24):
-        cache = poison(Cache(name, shape, shape.planned, lossless=True))
+        cache = poison(Cache(name, plan, plan.planned, lossless=True))
         for row, text in texts.items():
             cache.prefill(row, text)
             ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -585,9 +585,9 @@ def test_law_11_with_everything_kept_an_extended_row_equals_a_whole_prompt(name,
 
 @every_method
 @every_batch
-def test_law_11_extending_by_one_token_equals_a_step(name, shape):
-    texts = make_texts(shape)
-    steps, extended = Cache(name, shape), poison(Cache(name, shape))
+def test_law_11_extending_by_one_token_equals_a_step(name, plan):
+    texts = make_texts(plan)
+    steps, extended = Cache(name, plan), poison(Cache(name, plan))
     expected = steps.run(texts, 12)
     for row, text in texts.items():
         extended.prefill(row, text)
@@ -610,9 +610,9 @@ def test_law_11_extending_by_one_token_equals_a_step(name, shape):
 
 @every_method
 @every_batch
-def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, shape):
-    texts = make_texts(shape)
-    steps, extended = Cache(name, shape), poison(Cache(name, shape))
+def test_law_11_an_extended_row_continues_like_one_that_took_the_steps(name, plan):
+    texts = make_texts(plan)
+    steps, extended = Cache(name, plan), poison(Cache(name, plan))
     if not all(layer.extends_alike for layer in extended.layers):
         pytest.skip(f"{name} says so: a text that extends a row evicts as many tokens at once, or chooses anew")
     expected = steps.run(texts, 13)
@@ -641,15 +641,15 @@ def move(source: Cache, row: int, target: Cache, to: int) -> None:
 
 @every_method
 @every_batch
-def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch):
-    monkeypatch.setattr(inductor, "STEP", 2 * shape.planned)  # a row's rounding depends on how many slots are read
-    texts, batch = make_texts(shape), shape.batch
-    source, elsewhere, back = Cache(name, shape), poison(Cache(name, shape)), poison(Cache(name, shape))
+def test_law_12_a_restored_row_continues_as_the_row_did(name, plan, monkeypatch):
+    monkeypatch.setattr(inductor, "STEP", 2 * plan.planned)  # a row's rounding depends on how many slots are read
+    texts, batch = make_texts(plan), plan.batch
+    source, elsewhere, back = Cache(name, plan), poison(Cache(name, plan)), poison(Cache(name, plan))
     source.run(texts, 7)
     for row, text in texts.items():
         source.extend(row, text, 7, 3)
     for target in (elsewhere, back):
-        target.run(make_texts(shape, seed=700), 20)  # leaves other tokens behind
+        target.run(make_texts(plan, seed=700), 20)  # leaves other tokens behind
     for row in texts:
         move(source, row, elsewhere, batch - 1 - row)
     for row in texts:
@@ -665,9 +665,9 @@ def test_law_12_a_restored_row_continues_as_the_row_did(name, shape, monkeypatch
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in follow_the_plan(40)])
 def test_law_12_a_restored_row_continues_in_another_batch_on_another_plan(name, monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 1)  # so that a step that reads too few slots is noticed
-    shape = make_shape("gqa", 3, n_layer=layers_of(name))
-    texts = make_texts(shape)
-    source, target = Cache(name, shape), poison(Cache(name, replace(shape, batch=5, max_new_tokens=2 * MAX_NEW)))
+    plan = make_plan("gqa", 3, n_layer=layers_of(name))
+    texts = make_texts(plan)
+    source, target = Cache(name, plan), poison(Cache(name, replace(plan, batch=5, max_new_tokens=2 * MAX_NEW)))
     source.run(texts, 9)
     shortest = max(texts)  # prefilled beside the restored rows, before they are and afterwards
     target.run({0: texts[shortest]}, 9)
@@ -681,9 +681,9 @@ def test_law_12_a_restored_row_continues_in_another_batch_on_another_plan(name, 
 
 @every_method
 def test_law_12_a_state_that_does_not_fit_is_refused(name):
-    shape = make_shape("gqa", 1, n_layer=layers_of(name))
-    source = Cache(name, shape)
-    source.run(make_texts(shape), 3)
+    plan = make_plan("gqa", 1, n_layer=layers_of(name))
+    source = Cache(name, plan)
+    source.run(make_texts(plan), 3)
     for layer in source.layers:
         state = layer.state(0, 53)
         for key, x in state.items():

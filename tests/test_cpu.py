@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_random
-from test_contract import make_shape
+from test_contract import make_plan
 from torch import Tensor, nn
 
 from engine import Engine
@@ -267,13 +267,13 @@ def late(k: Tensor, length: Tensor) -> Tensor:
 def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
     measured = []
 
-    def measure(shape, rows, tokens):
+    def measure(plan, rows, tokens):
         measured.append((rows, tokens))
         return {"kernel": 1.0, "fused": 0.5 if faster == "fused" else 2.0}
 
     monkeypatch.setattr(inductor, "FUSED", {})
     monkeypatch.setattr(cpu, "measure_attention", measure)
-    small = make_shape()
+    small = make_plan()
     large = replace(small, max_prompt=cpu.LEAST // (small.n_layer * small.slot_bytes))
     assert cpu.tune_attention(model, small, 1) == {} and not measured  # a small model with a small cache
     for queries in (1, 4, 1):
@@ -296,7 +296,7 @@ def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
 def test_both_forms_of_attention_are_measured(monkeypatch):
     monkeypatch.setattr(inductor, "FUSED", {(torch.float32, 16): 3})
     monkeypatch.setattr(cpu, "READ", 1)
-    times = cpu.measure_attention(make_shape(), 6, 256)
+    times = cpu.measure_attention(make_plan(), 6, 256)
     assert inductor.FUSED == {(torch.float32, 16): 3}  # what was decided before
     assert list(times) == ["kernel", "fused"] and all(ms > 0 for ms in times.values())
 

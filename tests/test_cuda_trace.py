@@ -20,7 +20,7 @@ from kv.parts.ranks import ALONE, Ranks
 from model import Transformer
 from runtime import load, speculate
 from runtime.hf_config import from_hf
-from runtime.plan import shape_of
+from runtime.planning import plan_for
 
 CONFIG = from_hf(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
 LAYERS = {"omnikv": 3, "quest": 3}  # of a step; of other methods, two layers show all that a step does
@@ -73,10 +73,10 @@ def build(
         options = options | {"head_scores": SCORES[:2]}
     with unset_fake_temporarily():
         config = replace(CONFIG, n_layer=LAYERS.get(method, 2))
-        shape = shape_of(load.share(config, ranks), dtype, device, batch, 1024, 64, drafts, ranks)
+        plan = plan_for(load.share(config, ranks), dtype, device, batch, 1024, 64, drafts, ranks)
         own = kv.parse_options(method, options)
-        budget = max(256, own.minimum(shape)) if own.takes_budget else None
-    return generated.build(config, shape, method, budget, options, mode)
+        budget = max(256, own.minimum(plan)) if own.takes_budget else None
+    return generated.build(config, plan, method, budget, options, mode)
 
 
 def trace(run, state: nn.Module, variant: str, device: torch.device, batch: int) -> tuple[torch.fx.GraphModule, object]:
@@ -247,13 +247,13 @@ def prompt_waits(name: str, layers: int, tokens: int) -> Waits:
     if "head_scores" in options:
         options = options | {"head_scores": [SCORES[i % 4] for i in range(layers)]}
     config = replace(CONFIG, n_layer=layers)
-    shape = shape_of(config, torch.float32, torch.device("cpu"), 1, tokens, 64)
+    plan = plan_for(config, torch.float32, torch.device("cpu"), 1, tokens, 64)
     budget = 256 if kv.METHODS[method].budgeted else None
     model = Transformer(config).requires_grad_(False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     model.set_rows(1)
-    modules = kv.build(method, replace(shape, inv_freq=model.inv_freq), budget, options)
+    modules = kv.build(method, replace(plan, inv_freq=model.inv_freq), budget, options)
     model.set_kv(modules)
     for module in modules:
         module.error = 0.0  # the first prompt's alone is looked at

@@ -11,7 +11,7 @@ import torch
 from conftest import llama_8b
 from references import eviction as slow
 from references.scored import SlowTOVA
-from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_shape, tokens, with_heads
+from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_plan, tokens, with_heads
 
 import kv
 from kv.base import Held
@@ -46,21 +46,21 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 1500)  # several blocks of queries and of evicted keys
 
 
-def reference(name: str, shape: kv.Shape, budget: int, options: dict, layers: list) -> slow.SlowEvict:
+def reference(name: str, plan: kv.Plan, budget: int, options: dict, layers: list) -> slow.SlowEvict:
     if name == "cam":
         options = dict(options)
         m = options.pop("spread", 32)
 
         def chance(layer: int, head: int, position: int) -> float:
-            places = torch.full((shape.n_kv_head, 1), position)
+            places = torch.full((plan.n_kv_head, 1), position)
             return layers[layer].chance(places)[head, 0].item()
 
-        return slow.SlowCaM(shape, budget, chance, m)
+        return slow.SlowCaM(plan, budget, chance, m)
     options = {key: value for key, value in options.items() if key != "park"}
     if "ratio" in options:
         options["ratio"] = [int(part) for part in options["ratio"].split("+")]
     classes = {"tova": SlowTOVA, "h2o": slow.SlowH2O, "roco": slow.SlowRoCo, "d2o": slow.SlowD2O}
-    return classes[name](shape, budget, **options)
+    return classes[name](plan, budget, **options)
 
 
 def sorted_slots(layer, row: int, head: int) -> tuple:
@@ -74,22 +74,22 @@ def sorted_slots(layer, row: int, head: int) -> tuple:
 
 @pytest.mark.parametrize("name, options, budget, heads", with_heads(CASES, itemgetter(0)))
 def test_every_eviction_method_equals_its_reference(name, options, budget, heads):
-    shape = replace(make_shape(heads), n_layer=3)
-    run = Run(name, shape, budget, options)
-    check = reference(name, shape, budget, options, run.layers)
+    plan = replace(make_plan(heads), n_layer=3)
+    run = Run(name, plan, budget, options)
+    check = reference(name, plan, budget, options, run.layers)
     for prompt, steps in generations(PROMPTS, 30):
         generator = torch.Generator().manual_seed(prompt)
         # How much the heads' attention varies: at random in layer 0, one head most in layer 1, one least in layer 2.
-        scale = torch.tensor([0.3, 0.3, 2.0])[:, None, None, None].repeat(1, shape.n_head, 1, 1)
+        scale = torch.tensor([0.3, 0.3, 2.0])[:, None, None, None].repeat(1, plan.n_head, 1, 1)
         scale[1:, 0] = torch.tensor([[[2.0]], [[0.3]]])
-        inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, prompt, generator), strict=True)]
+        inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(plan, 1, prompt, generator), strict=True)]
         run.prefill(0, inputs)
         for layer, (q, k, v) in enumerate(inputs):
             check.prefill(layer, q[0], k[0], v[0])
         check.finish()
         for step in range(steps):
             for layer, ours in enumerate(run.layers):
-                for head in range(shape.n_kv_head if isinstance(ours, Evicting) else 0):
+                for head in range(plan.n_kv_head if isinstance(ours, Evicting) else 0):
                     place, keys, values = sorted_slots(ours, 0, head)
                     assert place == check.kept(layer, head)
                     assert (keys - check.keys(layer, head)).abs().max() <= 1e-5
@@ -98,9 +98,9 @@ def test_every_eviction_method_equals_its_reference(name, options, budget, heads
                         tau, threshold = check.tau(layer, head), ours.threshold[0, head].item()
                         assert threshold == pytest.approx(-math.inf if tau is None else tau, abs=1e-5)
             if step == 0 and name == "d2o":
-                sizes = [int(ours.allotted[0]) if isinstance(ours, D2O) else shape.planned for ours in run.layers]
+                sizes = [int(ours.allotted[0]) if isinstance(ours, D2O) else plan.planned for ours in run.layers]
                 assert sizes == check.sizes
-            inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(shape, 1, 1, generator), strict=True)]
+            inputs = [(q * s, k, v) for s, (q, k, v) in zip(scale, tokens(plan, 1, 1, generator), strict=True)]
             found = run.step(inputs)
             for layer, (q, k, v) in enumerate(inputs):
                 expected = check.decode(layer, q[0, :, 0], k[0, :, 0], v[0, :, 0])
@@ -148,9 +148,9 @@ def test_layers_share_the_budget(allocation):
         assert sum(found) <= layers * budget
         if allocation != "exponential":
             assert sum(found) > layers * (budget - 1)  # only fractions of a slot are lost
-        shape = replace(make_shape(), n_layer=layers, max_prompt=500)
+        plan = replace(make_plan(), n_layer=layers, max_prompt=500)
         options = kv.parse_options("d2o", {"allocation": allocation, "sinks": sinks})
-        assert max(found) <= most_slots(layers, shape, budget, options)
+        assert max(found) <= most_slots(layers, plan, budget, options)
     assert layer_budgets([[3.0]] * 3, 100, 20, 4, allocation) == [20, 20, 20] or allocation == "exponential"
 
 
@@ -164,26 +164,26 @@ def test_a_layer_gets_more_slots_the_lower_the_mean_of_its_scaled_variances():
 
 
 def test_important_and_recent_tokens_share_the_slots_by_the_ratio():
-    shape = make_shape()
-    prompt = tokens(shape, 1, 100, torch.Generator().manual_seed(0))
+    plan = make_plan()
+    prompt = tokens(plan, 1, 100, torch.Generator().manual_seed(0))
     for ratio, recent in (("3+1", 4), ("1:1", 8), ("1:3", 12), ("1+0", 0), ("0:5", 16), (None, 8)):
-        run = Run("d2o", shape, 20, {"allocation": "uniform"} | ({"ratio": ratio} if ratio else {}))
+        run = Run("d2o", plan, 20, {"allocation": "uniform"} | ({"ratio": ratio} if ratio else {}))
         run.prefill(0, prompt)
         assert [layer.newest(layer.allotted).tolist() for layer in run.layers] == [[recent]] * LAYERS
-        run.step(tokens(shape, 1, 1, torch.Generator().manual_seed(1)))
+        run.step(tokens(plan, 1, 1, torch.Generator().manual_seed(1)))
         kept = {place for place in run.layers[0].position[0, 0, :21].tolist() if place >= 0}
         assert {*range(4), *range(101 - recent, 101)} <= kept and len(kept) == 20
     for ratio in ("3", "3+1+1", "0+0", "-1+2", "x", [3, 1], "1" * 9 + ":1"):
         with pytest.raises(ValueError, match="d2o: ratio must be N:M or N"):
-            kv.build("d2o", shape, 20, {"ratio": ratio})
+            kv.build("d2o", plan, 20, {"ratio": ratio})
 
 
 def test_an_extension_merges_by_the_threshold_before_it(monkeypatch):
     """With beta = 1 the threshold after an eviction is the evicted token's similarity, which would always reach it."""
     monkeypatch.setitem(contract.VARIANTS, "d2o:beta", ("d2o", {"merge": "paper", "beta": 1.0}))
-    shape = contract.make_shape()
-    texts = contract.make_texts(shape)
-    steps, extended = (contract.Cache("d2o:beta", shape) for _ in range(2))
+    plan = contract.make_plan()
+    texts = contract.make_texts(plan)
+    steps, extended = (contract.Cache("d2o:beta", plan) for _ in range(2))
     steps.run(texts, 20)
     for row, text in texts.items():
         extended.prefill(row, text)
@@ -201,8 +201,8 @@ def test_six_tokens_merge_as_computed_by_hand():
     scores are 1 + 1/2 + ... + 1/6 = 2.45, 1.45, 0.95, 0.6167, 0.3667, 0.1667. Token 0 is the sink, tokens 1 to 3 are
     the best.
     """
-    shape = kv.Shape(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
-    layer = kv.build("d2o", shape, 8, {"sinks": 1, "merge": "paper", "ratio": "3+1"})[0]
+    plan = kv.Plan(1, 1, 1, 2, 2, "default", 1e4, torch.float32, torch.device("cpu"), 1, 6, 4)
+    layer = kv.build("d2o", plan, 8, {"sinks": 1, "merge": "paper", "ratio": "3+1"})[0]
     layer.allotted[0] = 4
     degrees = torch.tensor([0.0, 90.0, 180.0, 45.0, 60.0, 270.0]).deg2rad()
     k = torch.stack([degrees.cos(), degrees.sin()], dim=1)[None]
@@ -227,22 +227,22 @@ def test_six_tokens_merge_as_computed_by_hand():
 def test_weights_of_a_merge_sum_to_one():
     """Values of 1 stay 1 however many tokens merge, after the prompt and in steps."""
     for merge in ("paper", "average"):
-        shape = make_shape()
-        run, generator = Run("d2o", shape, 16, {"merge": merge}), torch.Generator().manual_seed(0)
-        inputs = [(q, k, torch.ones_like(v)) for q, k, v in tokens(shape, 1, 100, generator)]
+        plan = make_plan()
+        run, generator = Run("d2o", plan, 16, {"merge": merge}), torch.Generator().manual_seed(0)
+        inputs = [(q, k, torch.ones_like(v)) for q, k, v in tokens(plan, 1, 100, generator)]
         run.prefill(0, inputs)
         for _ in range(20):
-            run.step([(q, k, torch.ones_like(v)) for q, k, v in tokens(shape, 1, 1, generator)])
+            run.step([(q, k, torch.ones_like(v)) for q, k, v in tokens(plan, 1, 1, generator)])
         for layer in run.layers:
-            for head in range(shape.n_kv_head):
+            for head in range(plan.n_kv_head):
                 assert (sorted_slots(layer, 0, head)[2] - 1).abs().max() <= 1e-5
 
 
 def test_kept_tokens_do_not_change_unless_evicted_ones_are_to_merge():
-    shape = make_shape()
-    inputs = tokens(shape, 1, 101, torch.Generator().manual_seed(0))
+    plan = make_plan()
+    inputs = tokens(plan, 1, 101, torch.Generator().manual_seed(0))
     for options, unchanged in (({}, True), ({"merge": "paper"}, False)):
-        run = Run("d2o", shape, 16, options)
+        run = Run("d2o", plan, 16, options)
         run.prefill(0, [[x[:, :, :100] for x in qkv] for qkv in inputs])
         run.step([[x[:, :, 100:] for x in qkv] for qkv in inputs])
         place, keys, values = sorted_slots(run.layers[0], 0, 0)
@@ -252,15 +252,15 @@ def test_kept_tokens_do_not_change_unless_evicted_ones_are_to_merge():
 
 def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
     """Layers of different sizes, which change from prompt to prompt, share the same slots."""
-    shape, budget = make_shape(batch=2), 20
-    run, generator = Run("d2o", shape, budget, {}), torch.Generator().manual_seed(0)
-    unit = shape.batch * shape.n_kv_head * shape.unit_bytes
+    plan, budget = make_plan(batch=2), 20
+    run, generator = Run("d2o", plan, budget, {}), torch.Generator().manual_seed(0)
+    unit = plan.batch * plan.n_kv_head * plan.unit_bytes
     assert run.layers[0].k.nbytes + run.layers[0].v.nbytes == LAYERS * (budget + 1) * unit  # one is spare
     device, seen = run.layers.bytes()[0], set()
     for _ in range(3):
         for row, prompt in enumerate((100, 40)):
             scales = torch.rand(LAYERS, generator=generator) * 3
-            inputs = [(q * s, k, v) for s, (q, k, v) in zip(scales, tokens(shape, 1, prompt, generator), strict=True)]
+            inputs = [(q * s, k, v) for s, (q, k, v) in zip(scales, tokens(plan, 1, prompt, generator), strict=True)]
             run.prefill(row, inputs)
             sizes = [int(layer.allotted[row]) for layer in run.layers]
             seen.add(tuple(sizes))
@@ -268,30 +268,30 @@ def test_memory_is_the_budget_for_any_prompts_and_any_number_of_tokens():
             assert sum(sizes) <= LAYERS * budget and ends[-1] <= LAYERS * (budget + 1)
             assert [int(layer.first[row]) for layer in run.layers] == [0, *ends[:-1]]
         for _ in range(60):
-            run.step(tokens(shape, 2, 1, generator))
+            run.step(tokens(plan, 2, 1, generator))
     assert len(seen) == 6 and run.layers.bytes()[0] == device
     for layer in run.layers:
         read = min(110, 1 + int(layer.allotted.max()))
-        assert layer.step_bytes(110)[0] == shape.n_kv_head * read * (shape.unit_bytes + 12)
+        assert layer.step_bytes(110)[0] == plan.n_kv_head * read * (plan.unit_bytes + 12)
         assert read <= layer.slots
-    merging = Run("d2o", shape, budget, {"merge": "paper"}).layers[0]  # reads the keys again
-    assert merging.more_bytes == shape.unit_bytes // 2 + 12
+    merging = Run("d2o", plan, budget, {"merge": "paper"}).layers[0]  # reads the keys again
+    assert merging.more_bytes == plan.unit_bytes // 2 + 12
 
 
 def test_full_layers_count_towards_the_budget():
-    shape = make_shape()
-    layers = kv.build("d2o", shape, 60, {"full_layers": "0+1"})
+    plan = make_plan()
+    layers = kv.build("d2o", plan, 60, {"full_layers": "0+1"})
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 6
-    assert layers[2].shared.budget == (60 * LAYERS - 2 * shape.planned) // 6
+    assert layers[2].shared.budget == (60 * LAYERS - 2 * plan.planned) // 6
     with pytest.raises(ValueError, match="at least 39"):
-        kv.build("d2o", shape, 30, {"full_layers": [0, 1]})
+        kv.build("d2o", plan, 30, {"full_layers": [0, 1]})
     with pytest.raises(ValueError, match="at least 8 tokens"):
-        kv.build("d2o", shape, 7, {})
+        kv.build("d2o", plan, 7, {})
 
 
 def test_uncounted_layers_stay_full_beyond_the_budget():
-    shape = make_shape(batch=2)
-    layers = kv.build("d2o", shape, 20, {"uncounted": "0+1+7"})
+    plan = make_plan(batch=2)
+    layers = kv.build("d2o", plan, 20, {"uncounted": "0+1+7"})
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
     assert layers[2].shared.budget == 20
     shape_8b = llama_8b(max_prompt=8000, max_new_tokens=192, batch=1)
@@ -299,23 +299,23 @@ def test_uncounted_layers_stay_full_beyond_the_budget():
     size = sum(kv.planned_bytes("d2o", shape_8b, 1024, {"uncounted": "0+1+7"}))
     assert 1 < size / (tokens * shape_8b.slot_bytes) < 1.03
     both = {"uncounted": [0], "full_layers": [1]}
-    assert kv.build("d2o", shape, 60, both)[2].shared.budget == (60 * (LAYERS - 1) - shape.planned) // 6
+    assert kv.build("d2o", plan, 60, both)[2].shared.budget == (60 * (LAYERS - 1) - plan.planned) // 6
     for options, words in (
         ({"uncounted": [LAYERS]}, "must lie below 8"),
         ({"uncounted": [1], "full_layers": [1, 2]}, "layer 1 .*full_layers.*uncounted"),
         ({"uncounted": range(LAYERS)}, "every layer.*--kv full"),
     ):
         with pytest.raises(ValueError, match=words):
-            kv.build("d2o", shape, 60, {name: list(value) for name, value in options.items()})
+            kv.build("d2o", plan, 60, {name: list(value) for name, value in options.items()})
 
 
 def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
     """A token that varies stays even if its mean is the lowest of all."""
-    shape = replace(make_shape(), n_layer=1)
+    plan = replace(make_plan(), n_layer=1)
     for budget, recent, varied in ((60, 10, 18), (24, 10, 7), (25, 10, 8), (15, 7, 4), (12, 6, 2)):
-        layer = kv.build("roco", shape, budget, {})[0]
+        layer = kv.build("roco", plan, budget, {})[0]
         assert (layer.recent, layer.varied(budget)) == (recent, varied)
-    layer = kv.build("roco", shape, 24, {})[0]  # 4 sinks, 10 recent, 7 that vary, 3 by their mean
+    layer = kv.build("roco", plan, 24, {})[0]  # 4 sinks, 10 recent, 7 that vary, 3 by their mean
     visits = 100.0 - torch.arange(100)
     mean = torch.linspace(0.5, 1.5, 100)
     mean[20:28] = torch.linspace(0.01, 0.08, 8)  # low; position 27 varies least of these
@@ -328,31 +328,31 @@ def test_roco_protects_the_newest_ten_and_the_tokens_that_vary_most():
 
 
 def test_roco_needs_room_for_its_sinks_the_newest_ten_and_one_more():
-    shape = make_shape("gqa")
-    assert kv.build("roco", shape, 41, {"sinks": 30})
+    plan = make_plan("gqa")
+    assert kv.build("roco", plan, 41, {"sinks": 30})
     with pytest.raises(ValueError, match="at least 41 tokens"):
-        kv.build("roco", shape, 40, {"sinks": 30})
+        kv.build("roco", plan, 40, {"sinks": 30})
 
 
 def test_roco_takes_a_prompt_shorter_than_its_share_of_varying_tokens():
-    shape = replace(make_shape(), n_layer=1)
-    run = Run("roco", shape, 90, {})
-    inputs = tokens(shape, 1, 9, torch.Generator().manual_seed(0))
+    plan = replace(make_plan(), n_layer=1)
+    run = Run("roco", plan, 90, {})
+    inputs = tokens(plan, 1, 9, torch.Generator().manual_seed(0))
     run.prefill(0, inputs)
-    run.step(tokens(shape, 1, 1, torch.Generator().manual_seed(1)))
+    run.step(tokens(plan, 1, 1, torch.Generator().manual_seed(1)))
     assert sorted_slots(run.layers[0], 0, 0)[0] == list(range(10))
 
 
 def test_cam_spreads_no_value_at_the_end_of_the_prompt():
-    shape, generator = make_shape(), torch.Generator().manual_seed(0)
-    cam, h2o = (Run(name, shape, 24, {}) for name in ("cam", "h2o"))
-    inputs = tokens(shape, 1, 100, generator)
+    plan, generator = make_plan(), torch.Generator().manual_seed(0)
+    cam, h2o = (Run(name, plan, 24, {}) for name in ("cam", "h2o"))
+    inputs = tokens(plan, 1, 100, generator)
     for run in (cam, h2o):
         run.prefill(0, inputs)
     for ours, plain in zip(cam.layers, h2o.layers, strict=True):
         assert torch.equal(ours.v[:, :, :24], plain.v[:, :, :24]) and torch.equal(ours.position, plain.position)
     for _ in range(20):
-        inputs = tokens(shape, 1, 1, generator)
+        inputs = tokens(plan, 1, 1, generator)
         for run in (cam, h2o):
             run.step(inputs)
     assert any(not torch.equal(ours.v, plain.v) for ours, plain in zip(cam.layers, h2o.layers, strict=True))
@@ -360,9 +360,9 @@ def test_cam_spreads_no_value_at_the_end_of_the_prompt():
 
 def test_a_prompt_allocates_no_square_matrix(monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 1 << 16)
-    shape = replace(make_shape(), n_layer=1, max_prompt=3000)
-    layer = kv.build("d2o", shape, 100, {})[0]
-    inputs = tokens(shape, 1, 3000, torch.Generator())
+    plan = replace(make_plan(), n_layer=1, max_prompt=3000)
+    layer = kv.build("d2o", plan, 100, {})[0]
+    inputs = tokens(plan, 1, 3000, torch.Generator())
     with TensorSizes() as sizes:
         layer.prefill(0, *inputs[0])
         layer.finish(0)

@@ -14,7 +14,7 @@ from conversations import answers_to, converse, number, outcome
 import kv
 from engine import Engine, decode_step
 from runtime.device import pick_device
-from runtime.plan import figures
+from runtime.planning import figures
 
 METHODS = {"full": {}, "streaming": {"budget": 16}, "h2o": {"budget": 16}, "snapkv": {"budget": 16}}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
@@ -297,9 +297,9 @@ def test_a_refused_method_leaves_the_engine_as_it_was(checkpoint):
 def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsys):
     engine = load(checkpoint)
     engine.generate([PROMPTS[1]], max_new_tokens=3)
-    assert engine.shape.max_prompt == 3 and not capsys.readouterr().err
+    assert engine.plan.max_prompt == 3 and not capsys.readouterr().err
     grown = outcome(engine.generate([PROMPTS[2]], max_new_tokens=3))
-    assert engine.shape.max_prompt == 128 and "128 tokens" in capsys.readouterr().err
+    assert engine.plan.max_prompt == 128 and "128 tokens" in capsys.readouterr().err
     assert grown == outcome(load(checkpoint).generate([PROMPTS[2]], max_new_tokens=3))
     fixed = load(checkpoint, max_prompt=50)
     fixed.generate([PROMPTS[0]], max_new_tokens=3)
@@ -314,7 +314,7 @@ def sizes_of(engine, monkeypatch):
     """The plans that the engine allocates from now on, as (max_prompt, max_new_tokens)."""
     found, allocate = [], engine._allocate
     monkeypatch.setattr(
-        engine, "_allocate", lambda shape: (found.append((shape.max_prompt, shape.max_new_tokens)), allocate(shape))
+        engine, "_allocate", lambda plan: (found.append((plan.max_prompt, plan.max_new_tokens)), allocate(plan))
     )
     return found
 
@@ -754,7 +754,7 @@ def test_prompts_of_no_known_kind_are_refused(tiny_checkpoint, checkpoint, promp
                 continue
             with pytest.raises(ValueError, match=r"^[^\n]*$"):
                 call()
-        assert engine.shape is None
+        assert engine.plan is None
 
 
 def test_bad_requests_are_refused_before_anything_runs(checkpoint):
@@ -796,7 +796,7 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert engine.ask([]) == [] and engine.shape is None
+    assert engine.ask([]) == [] and engine.plan is None
     rows = engine.start([[1, 2]])
     for ask, message in (
         (lambda: engine.ask(rows, [[]]), "empty"),
@@ -839,7 +839,7 @@ def test_caches_grow_for_longer_answers_if_any_layer_needs_it(tmp_path):
     assert engine.generate([PROMPTS[0]]) and large.generate([PROMPTS[0]])
     assert [layer.endless for layer in engine.layers] == [True, False]
     longer = engine.generate([PROMPTS[0]], max_new_tokens=60)
-    assert engine.shape.max_new_tokens == 64 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
+    assert engine.plan.max_new_tokens == 64 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
 
 
 def test_a_gpu_is_known_by_its_index(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
-from runs import answer, make_shape
+from runs import answer, make_plan
 
 import kv
 from engine import Engine
@@ -28,15 +28,15 @@ CASES = {
 def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
     (name, _, which), options = case.partition(":"), CASES[case] | {"every": N}
     which = int(which) if which.isdigit() else 0
-    shape = replace(make_shape("gqa"), batch=1, n_layer=3, max_prompt=max(PROMPTS), max_new_tokens=NEW)
-    layer = kv.build(name, shape, BUDGET, options)[which]
-    held = (BUDGET if case != "snapkv:heads" else BUDGET // (shape.n_head // shape.n_kv_head)) + N
+    plan = replace(make_plan("gqa"), batch=1, n_layer=3, max_prompt=max(PROMPTS), max_new_tokens=NEW)
+    layer = kv.build(name, plan, BUDGET, options)[which]
+    held = (BUDGET if case != "snapkv:heads" else BUDGET // (plan.n_head // plan.n_kv_head)) + N
     assert name == "pyramidkv" or layer.k.shape[2] == held + 2  # a step in flight, and the slot for rows that sleep
     for prompt in PROMPTS:
         generator = torch.Generator().manual_seed(prompt)
-        heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
-        q, k, v = (torch.randn(h, prompt + NEW, shape.head_dim, generator=generator) for h in heads)
-        slow = (SCORED | SLOW)[name](shape, BUDGET, which, **options)
+        heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
+        q, k, v = (torch.randn(h, prompt + NEW, plan.head_dim, generator=generator) for h in heads)
+        slow = (SCORED | SLOW)[name](plan, BUDGET, which, **options)
         expected = slow.run(q, k, v, prompt, texts)
         assert (answer(layer, [q, k, v], prompt, texts) - expected).abs().max() < 1e-5
         assert layer.held(0, prompt + NEW).position.tolist() == slow.stored
@@ -47,12 +47,12 @@ def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_flight_changes_no_choice(case):
     """On a GPU the host makes room one step late: the token of that step is stored, and its query too."""
-    shape = replace(make_shape("gqa"), batch=1, n_layer=1, max_prompt=50, max_new_tokens=NEW)
-    heads, g = (shape.n_head, shape.n_kv_head, shape.n_kv_head), torch.Generator().manual_seed(0)
-    texts = [torch.randn(1, h, 50 + NEW, shape.head_dim, generator=g) for h in heads]
+    plan = replace(make_plan("gqa"), batch=1, n_layer=1, max_prompt=50, max_new_tokens=NEW)
+    heads, g = (plan.n_head, plan.n_kv_head, plan.n_kv_head), torch.Generator().manual_seed(0)
+    texts = [torch.randn(1, h, 50 + NEW, plan.head_dim, generator=g) for h in heads]
     held = []
     for late in (0, 1):
-        (layer,) = kv.build(case.split(":")[0], shape, BUDGET, CASES[case] | {"every": N})
+        (layer,) = kv.build(case.split(":")[0], plan, BUDGET, CASES[case] | {"every": N})
         layer.reset(0)
         layer.prefill(0, *(x[:, :, :50] for x in texts))
         for pos in range(50, 50 + NEW):
@@ -66,20 +66,20 @@ def test_a_step_in_flight_changes_no_choice(case):
 
 def test_a_window_that_is_not_generated_yet_is_refused():
     with pytest.raises(ValueError, match="every=4 must be at least the window, 8"):
-        kv.build("snapkv", make_shape("gqa"), BUDGET, {"window": 8, "every": 4})
+        kv.build("snapkv", make_plan("gqa"), BUDGET, {"window": 8, "every": 4})
 
 
 @pytest.mark.parametrize("options", ({}, {"every": N}), ids=("all", "every"))
 @pytest.mark.parametrize("budget", (60, 0.97))
 def test_a_pyramid_follows_from_no_plan(budget, options):
     """What a layer keeps of a text depends neither on the longest prompt nor on what may be generated."""
-    shape = replace(make_shape("gqa"), batch=1, n_layer=2, max_new_tokens=NEW)
-    heads, g = (shape.n_head, shape.n_kv_head, shape.n_kv_head), torch.Generator().manual_seed(0)
+    plan = replace(make_plan("gqa"), batch=1, n_layer=2, max_new_tokens=NEW)
+    heads, g = (plan.n_head, plan.n_kv_head, plan.n_kv_head), torch.Generator().manual_seed(0)
     for prompt in (16, 41):
-        texts = [torch.randn(h, prompt + NEW, shape.head_dim, generator=g) for h in heads]
+        texts = [torch.randn(h, prompt + NEW, plan.head_dim, generator=g) for h in heads]
         found = []
         for longest in (prompt, prompt + 1, 96):
-            layers = kv.build("pyramidkv", replace(shape, max_prompt=longest), budget, {"window": 8, **options})
+            layers = kv.build("pyramidkv", replace(plan, max_prompt=longest), budget, {"window": 8, **options})
             for layer in layers:
                 layer.set_sizes(0, prompt)
             found.append(torch.stack([answer(layer, texts, prompt) for layer in layers]))
@@ -91,7 +91,7 @@ def test_more_tokens_than_a_row_may_generate_are_as_good_as_none():
         bytes_ = []
         for every in (0, 10**6):
             (layer,) = kv.build(
-                name, replace(make_shape("gqa"), n_layer=1, max_new_tokens=NEW), BUDGET, {"every": every}
+                name, replace(make_plan("gqa"), n_layer=1, max_new_tokens=NEW), BUDGET, {"every": every}
             )
             bytes_.append(layer.storages().values())
         assert sorted(bytes_[0]) == sorted(bytes_[1])

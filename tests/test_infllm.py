@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references.infllm import SlowInfLLM
-from runs import Run, compare, generations, make_shape, tokens, with_heads
+from runs import Run, compare, generations, make_plan, tokens, with_heads
 
 import kv
 from kv.parts import inductor, ops
@@ -27,16 +27,16 @@ CASES = [
 
 @pytest.mark.parametrize("budget, options, heads", with_heads(CASES))
 def test_infllm_equals_its_reference(budget, options, heads):
-    shape = make_shape(heads)
-    run, slow = Run("infllm", shape, budget, options), SlowInfLLM(shape, budget, **options)
+    plan = make_plan(heads)
+    run, slow = Run("infllm", plan, budget, options), SlowInfLLM(plan, budget, **options)
     layer = run.layers[0]
-    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
+    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
-        inputs = tokens(shape, 1, prompt, generator)
+        inputs = tokens(plan, 1, prompt, generator)
         run.prefill(0, inputs)
         slow.prefill(*(x[0] for x in inputs[0]))
         for _ in range(steps):
-            inputs = tokens(shape, 1, 1, generator)
+            inputs = tokens(plan, 1, 1, generator)
             found = run.step(inputs)[0, 0]
             expected = slow.decode(*(x[0, :, 0] for x in inputs[0]))
             assert (found - expected).abs().max() <= 1e-5
@@ -47,33 +47,33 @@ def test_infllm_equals_its_reference(budget, options, heads):
 
 
 def test_joint_representatives_depend_on_a_blocks_content_and_not_on_its_position():
-    shape = make_shape()
-    inv_freq = torch.tensor([[shape.rope_theta ** (-i / 8) for i in range(8)]])
-    q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
+    plan = make_plan()
+    inv_freq = torch.tensor([[plan.rope_theta ** (-i / 8) for i in range(8)]])
+    q, k, v = tokens(plan, 1, 100, torch.Generator().manual_seed(0))[0]
     k[:, :, 46:52] = k[:, :, 4:10]  # two equal blocks of six
     k = ops.rerotate(k, torch.arange(100)[None, None], inv_freq)
     for joint, equal in ((True, True), (False, False)):
-        layer = kv.build("infllm", shape, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
+        layer = kv.build("infllm", plan, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
         layer.prefill(0, q, k, v)
         sums = layer.representative_sums[0]
         assert torch.allclose(sums[:, 0], sums[:, 7], atol=1e-4) == equal
 
 
 def test_joint_heads_choose_the_same_blocks():
-    shape, differ = make_shape(), {}
+    plan, differ = make_plan(), {}
     for joint in (True, False):
-        run = Run("infllm", shape, 40, {"block": 6, "joint": joint})
+        run = Run("infllm", plan, 40, {"block": 6, "joint": joint})
         generator = torch.Generator().manual_seed(0)
-        run.prefill(0, tokens(shape, 1, 100, generator))
-        run.step(tokens(shape, 1, 1, generator))
+        run.prefill(0, tokens(plan, 1, 100, generator))
+        run.step(tokens(plan, 1, 1, generator))
         differ[joint] = any(len({tuple(sorted(head)) for head in layer.index[0].tolist()}) > 1 for layer in run.layers)
     assert differ == {True: False, False: True}
 
 
 def test_dynamic_ntk_turns_a_rows_keys_by_its_own_frequencies():
-    shape = make_shape(batch=2)
-    q, k, v = tokens(shape, 1, 100, torch.Generator().manual_seed(0))[0]
-    layer = kv.build("infllm", shape, 24, {"block": 6, "reps": 6})[0]
+    plan = make_plan(batch=2)
+    q, k, v = tokens(plan, 1, 100, torch.Generator().manual_seed(0))[0]
+    layer = kv.build("infllm", plan, 24, {"block": 6, "reps": 6})[0]
     layer.prefill(0, q, k, v)
     before = layer.representative_sums[0].clone()
     layer.inv_freq[1] /= 2
@@ -85,21 +85,21 @@ def test_dynamic_ntk_turns_a_rows_keys_by_its_own_frequencies():
 @pytest.mark.parametrize("engine", ("threads", "direct"))
 def test_offloaded_infllm_equals_resident_infllm_to_the_bit(engine):
     options = {"block": 6, "reps": 2}
-    shape, away = make_shape(batch=3), {"offload": True, "engine": engine}
-    compare(Run("infllm", shape, 24, options), Run("infllm", shape, 24, options | away), torch.equal)
+    plan, away = make_plan(batch=3), {"offload": True, "engine": engine}
+    compare(Run("infllm", plan, 24, options), Run("infllm", plan, 24, options | away), torch.equal)
 
 
 @pytest.mark.parametrize("options", ({}, {"layers": 8}, {"layers": 3, "ahead": 1, "threads": 1}, {"ahead": 7}))
 def test_brute_offload_is_full_attention(options):
-    shape = make_shape(batch=3)
-    here, there = Run("full", shape, None, {}), Run("brute_offload", shape, None, options)
+    plan = make_plan(batch=3)
+    here, there = Run("full", plan, None, {}), Run("brute_offload", plan, None, options)
     compare(here, there, lambda a, b: torch.allclose(a, b, atol=1e-6))
 
 
 def test_brute_offload_has_most_layers_on_the_host_and_buffers_for_those_in_flight():
-    shape = make_shape()
-    layers = kv.build("brute_offload", shape, None, {})  # 20 of 32: 5 of 8
-    unit = shape.n_kv_head * shape.unit_bytes
+    plan = make_plan()
+    layers = kv.build("brute_offload", plan, None, {})  # 20 of 32: 5 of 8
+    unit = plan.n_kv_head * plan.unit_bytes
     assert [bool(layer.pools) for layer in layers] == [False] * 3 + [True] * 5
     prompts = len({layer.pool_buffer.data_ptr() for layer in layers[3:]})
     assert prompts == 5  # four that are loaded ahead, and the one that is read
@@ -110,4 +110,4 @@ def test_brute_offload_has_most_layers_on_the_host_and_buffers_for_those_in_flig
 
 def test_infllm_needs_room_for_a_block():
     with pytest.raises(ValueError, match="infllm needs a budget of at least 339"):
-        kv.build("infllm", make_shape(new=1000), 300, {})
+        kv.build("infllm", make_plan(new=1000), 300, {})

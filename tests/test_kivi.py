@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from references.quantized import SlowQuantized
-from runs import Run, TensorSizes, generations, make_shape, prefill_both, step_both, tokens, with_heads
+from runs import Run, TensorSizes, generations, make_plan, prefill_both, step_both, tokens, with_heads
 from torch._inductor.utils import run_and_get_code
 
 import kv
@@ -45,10 +45,10 @@ def same_codes(layer, slow: SlowQuantized, index: int) -> None:
 
 @pytest.mark.parametrize("bits, recent, heads", with_heads(product((2, 4), (13, 0, 8, 500))))
 def test_kivi_equals_its_reference(bits, recent, heads):
-    shape = replace(make_shape(heads, new=30), n_layer=2)
-    run = Run("kivi", shape, None, {"bits": bits, "group": 8, "recent": recent})
-    slow = SlowQuantized(shape, bits, 8, quant.channels(shape.head_dim), recent)
-    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
+    plan = replace(make_plan(heads, new=30), n_layer=2)
+    run = Run("kivi", plan, None, {"bits": bits, "group": 8, "recent": recent})
+    slow = SlowQuantized(plan, bits, 8, quant.channels(plan.head_dim), recent)
+    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
         for _ in range(steps):
@@ -59,18 +59,18 @@ def test_kivi_equals_its_reference(bits, recent, heads):
 
 
 def test_each_row_of_a_batch_packs_its_groups_when_they_are_due():
-    shape = replace(make_shape(batch=3), n_layer=1)
+    plan = replace(make_plan(batch=3), n_layer=1)
     options = {"bits": 4, "group": 8, "recent": 5}
-    run = Run("kivi", shape, None, options)
-    alone = [Run("kivi", replace(shape, batch=1), None, options) for _ in range(3)]
+    run = Run("kivi", plan, None, options)
+    alone = [Run("kivi", replace(plan, batch=1), None, options) for _ in range(3)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         for row, prompt in enumerate((100, 50, 3)):
-            inputs = tokens(shape, 1, prompt, generator)
+            inputs = tokens(plan, 1, prompt, generator)
             run.prefill(row, inputs)
             alone[row].prefill(0, inputs)
         for _ in range(20):
-            inputs = tokens(shape, 3, 1, generator)
+            inputs = tokens(plan, 3, 1, generator)
             found = run.step(inputs)
             for row, one in enumerate(alone):
                 mine = one.step([[x[row : row + 1] for x in qkv] for qkv in inputs])
@@ -82,14 +82,14 @@ def test_each_row_of_a_batch_packs_its_groups_when_they_are_due():
 
 
 def test_codes_in_bfloat16_are_those_of_the_rounded_tokens():
-    shape = replace(make_shape(), n_layer=1, dtype=torch.bfloat16)
-    run, slow = Run("kivi", shape, None, {"group": 8, "recent": 4}), SlowQuantized(shape, 4, 8, 16, 4)
+    plan = replace(make_plan(), n_layer=1, dtype=torch.bfloat16)
+    run, slow = Run("kivi", plan, None, {"group": 8, "recent": 4}), SlowQuantized(plan, 4, 8, 16, 4)
     generator = torch.Generator().manual_seed(0)
-    (q, k, v) = (x.bfloat16() for x in tokens(shape, 1, 50, generator)[0])
+    (q, k, v) = (x.bfloat16() for x in tokens(plan, 1, 50, generator)[0])
     run.prefill(0, [(q, k, v)])
     slow.prefill(0, q[0], k[0], v[0])
     for _ in range(20):
-        (q, k, v) = (x.bfloat16() for x in tokens(shape, 1, 1, generator)[0])
+        (q, k, v) = (x.bfloat16() for x in tokens(plan, 1, 1, generator)[0])
         expected = slow.decode(0, q[0, :, 0], k[0, :, 0], v[0, :, 0])
         assert (run.step([(q, k, v)])[0, 0] - expected).abs().max() <= 2**-8 * expected.abs().max()
     same_codes(run.layers[0], slow, 0)
@@ -98,12 +98,12 @@ def test_codes_in_bfloat16_are_those_of_the_rounded_tokens():
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("bits", (1, 2, 4, 8))
 def test_memory_is_table_2s_and_the_window(bits, head_dim):
-    shape = replace(make_shape(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
-    table = 2 * 4096 * shape.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
-    rows = shape.n_layer * shape.batch
+    plan = replace(make_plan(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
+    table = 2 * 4096 * plan.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
+    rows = plan.n_layer * plan.batch
     for recent in (0, 128):
-        device, host = kv.planned_bytes("kivi", shape, None, {"bits": bits, "recent": recent})
-        waits = (recent + 64 + 1) * shape.n_kv_head * shape.unit_bytes
+        device, host = kv.planned_bytes("kivi", plan, None, {"bits": bits, "recent": recent})
+        waits = (recent + 64 + 1) * plan.n_kv_head * plan.unit_bytes
         assert 1 <= device / (rows * (table * (1 - recent / 4096) + waits)) < 1.02 and host == 0
 
 
@@ -126,8 +126,8 @@ def long_step(request, monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 256)
     monkeypatch.setattr(quant, "SLICE", PART)
     monkeypatch.setattr(quant, "CODES", 2 * PART * 64)
-    shape = replace(make_shape(batch=batch), n_layer=1, head_dim=64, max_prompt=LONG, max_new_tokens=500)
-    layer, generator = kv.build("kivi", shape, None, {"recent": 0})[0], torch.Generator().manual_seed(0)
+    plan = replace(make_plan(batch=batch), n_layer=1, head_dim=64, max_prompt=LONG, max_new_tokens=500)
+    layer, generator = kv.build("kivi", plan, None, {"recent": 0})[0], torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, LONG + 1, 64, generator=generator) for h in (6, 2, 2))
     for row in range(batch):
         layer.prefill(row, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1])
@@ -176,14 +176,14 @@ def differences(name: str, budget: int | None) -> tuple:
 
     The differences are [2,20,L,B,Hq,D].
     """
-    shape = replace(make_shape(), n_layer=2, max_prompt=600)
-    runs, found = [Run(name, shape, budget, {"bits": bits}) for bits in (16, 8, 4)], []
+    plan = replace(make_plan(), n_layer=2, max_prompt=600)
+    runs, found = [Run(name, plan, budget, {"bits": bits}) for bits in (16, 8, 4)], []
     generator = torch.Generator().manual_seed(0)
-    inputs = tokens(shape, 1, 600, generator)
+    inputs = tokens(plan, 1, 600, generator)
     for run in runs:
         run.prefill(0, inputs)
     for _ in range(20):
-        inputs = tokens(shape, 1, 1, generator)
+        inputs = tokens(plan, 1, 1, generator)
         found.append(torch.stack([run.step(inputs) for run in runs]))
     found = torch.stack(found, dim=1)
     return runs, (found[1:] - found[0]).abs()
@@ -216,9 +216,9 @@ def test_rocketkv_in_fewer_bits_chooses_the_pages_of_16(name, monkeypatch):
 
 @pytest.mark.parametrize("question", (1, 7, 90))
 def test_the_newest_tokens_of_hybrid_are_attended_to_as_they_were(question, monkeypatch):
-    shape = replace(make_shape(), n_layer=1, max_prompt=150, max_new_tokens=200)
-    run, generator, attend = Run("hybrid", shape, 64, {"bits": 4}), torch.Generator().manual_seed(0), ops.attend_pages
-    given = [tokens(shape, 1, n, generator)[0][1:] for n in (150, question, *[1] * 80)]
+    plan = replace(make_plan(), n_layer=1, max_prompt=150, max_new_tokens=200)
+    run, generator, attend = Run("hybrid", plan, 64, {"bits": 4}), torch.Generator().manual_seed(0), ops.attend_pages
+    given = [tokens(plan, 1, n, generator)[0][1:] for n in (150, question, *[1] * 80)]
     layer, lengths = run.layers[0], []
 
     def check(found: tuple, n: int) -> None:
@@ -228,12 +228,12 @@ def test_the_newest_tokens_of_hybrid_are_attended_to_as_they_were(question, monk
 
     def checked(q, k, v, best, page, last, read):
         lengths.append(n := int(last) + 1)
-        slots = torch.arange(n).expand(1, shape.n_kv_head, -1)
+        slots = torch.arange(n).expand(1, plan.n_kv_head, -1)
         check([x[0] for x in read(k[:, :, :n], v[:, :, :n], slots)], n)
         return attend(q, k, v, best, page, last, read)
 
     monkeypatch.setattr(ops, "attend_pages", checked)
-    query = torch.randn(1, shape.n_head, 150, shape.head_dim, generator=generator)
+    query = torch.randn(1, plan.n_head, 150, plan.head_dim, generator=generator)
     layer.prefill(0, query, *given[0])
     pos = 150
     for k, v in given[1:]:
@@ -263,14 +263,14 @@ def test_the_newest_tokens_of_hybrid_are_attended_to_as_they_were(question, monk
 )
 def test_bits_that_do_not_pack_are_refused(name, known):
     with pytest.raises(ValueError) as error:
-        kv.build(name, make_shape(), None, {"bits": 3})
+        kv.build(name, make_plan(), None, {"bits": 3})
     assert str(error.value) == f"{name}: option bits=3: must be one of {known}"
 
 
 def test_a_quantized_cache_refuses_a_sliding_window():
-    shape = replace(make_shape(), window=64)
+    plan = replace(make_plan(), window=64)
     with pytest.raises(ValueError, match="^a cache in 4 bits does not honour .* sliding window: leave out --kv-bits$"):
-        kv.build("full", shape, None, {"bits": 4})
+        kv.build("full", plan, None, {"bits": 4})
     with pytest.raises(ValueError, match="^kivi does not honour this model's sliding window: use --kv full"):
-        kv.build("kivi", shape, None, {})
-    assert kv.build("full", replace(shape, window=shape.planned), None, {"bits": 4})
+        kv.build("kivi", plan, None, {})
+    assert kv.build("full", replace(plan, window=plan.planned), None, {"bits": 4})

@@ -9,7 +9,7 @@ import references.kvarn as slow_kvarn
 import torch
 from conftest import write_random
 from references.kvarn import SlowKVarN
-from runs import LAYERS, D, Run, generations, make_shape, prefill_both, tokens, with_heads
+from runs import LAYERS, D, Run, generations, make_plan, prefill_both, tokens, with_heads
 from torch._inductor.utils import run_and_get_cpp_code
 from torch.nn.functional import normalize
 
@@ -83,21 +83,21 @@ def test_deviations_by_moments_are_those_of_the_quotient():
 
 
 def test_slices_change_nothing(monkeypatch):
-    shape, found = biased(make_shape("gqa", new=4), 2), []
-    for prompt, step in ((quant.SLICE, quant.CODES), (2 * TILE, 2 * TILE * shape.n_kv_head * D), (1, 1)):
+    plan, found = biased(make_plan("gqa", new=4), 2), []
+    for prompt, step in ((quant.SLICE, quant.CODES), (2 * TILE, 2 * TILE * plan.n_kv_head * D), (1, 1)):
         monkeypatch.setattr(quant, "SLICE", prompt)
         monkeypatch.setattr(quant, "CODES", step)
-        run, generator = Run("kvarn", shape, None, {"tile": TILE}), torch.Generator().manual_seed(0)
-        run.prefill(0, tokens(shape, 1, 90, generator))
+        run, generator = Run("kvarn", plan, None, {"tile": TILE}), torch.Generator().manual_seed(0)
+        run.prefill(0, tokens(plan, 1, 90, generator))
         words = [layer.packed.k.view(torch.int32) for layer in run.layers]
-        found.append((run.step(tokens(shape, 1, 1, generator)), torch.stack(words)))
+        found.append((run.step(tokens(plan, 1, 1, generator)), torch.stack(words)))
     for y, words in found[1:]:
         assert torch.equal(words, found[0][1]) and (y - found[0][0]).abs().max() < 1e-5
 
 
-def biased(shape: kv.Shape, norm: float) -> kv.Shape:
+def biased(plan: kv.Plan, norm: float) -> kv.Plan:
     """A shape whose keys have biases of such a norm."""
-    return replace(shape, key_biases=norm * normalize(normal(shape.n_layer, shape.n_kv_head, D), dim=-1))
+    return replace(plan, key_biases=norm * normalize(normal(plan.n_layer, plan.n_kv_head, D), dim=-1))
 
 
 @pytest.mark.parametrize(
@@ -109,22 +109,22 @@ def test_kvarn_equals_its_reference(bits, norm, heads, monkeypatch):
     A key whose turned bias is rounded otherwise may become another code.
     """
     monkeypatch.setattr("kv.kvarn.balance", reference_balance)
-    shape = replace(make_shape(heads, new=30), n_layer=2)
-    shape, most = (biased(shape, norm), 0.02) if norm else (shape, 1e-5)
-    run = Run("kvarn", shape, None, {"kbits": bits[0], "vbits": bits[1], "tile": TILE})
-    slow = SlowKVarN(shape, *bits, TILE, shape.key_biases)
-    for prompt, steps in generations((100, 61, 17, 9, 5), shape.max_new_tokens):
+    plan = replace(make_plan(heads, new=30), n_layer=2)
+    plan, most = (biased(plan, norm), 0.02) if norm else (plan, 1e-5)
+    run = Run("kvarn", plan, None, {"kbits": bits[0], "vbits": bits[1], "tile": TILE})
+    slow = SlowKVarN(plan, *bits, TILE, plan.key_biases)
+    for prompt, steps in generations((100, 61, 17, 9, 5), plan.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
         for _ in range(steps):
-            inputs = tokens(shape, 1, 1, generator)
+            inputs = tokens(plan, 1, 1, generator)
             for found, layer, qkv in zip(run.step(inputs), range(2), inputs, strict=True):
                 assert (found[0] - slow.decode(layer, *(x[0, :, 0] for x in qkv))).abs().max() <= most
         count = max(0, (prompt + steps - 2) // TILE - 1)
         for index, layer in enumerate(run.layers):
             held = layer.held(0, prompt + steps)
             assert slow.packed(index) == count * TILE
-            for head in range(shape.n_kv_head):
+            for head in range(plan.n_kv_head):
                 codes, *_ = slow.packed_keys(index, head)
                 found = kvarn.unpack(layer.packed.k[0, :count, head], bits[0]).mT.flatten(0, 1)
                 assert (found != codes).sum() <= codes.numel() * (0.01 if norm else 0)
@@ -142,9 +142,9 @@ def reference_balance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     "method, options", [("kvarn", {"tile": TILE}), ("rocketkv", {"bits": 4}), ("omnikv", {"bits": 4})]
 )
 def test_a_bias_that_is_nearly_the_whole_key_costs_nothing(method, options):
-    shape, errors = make_shape(), []
+    plan, errors = make_plan(), []
     budget = None if method == "kvarn" else 96
-    for s in (shape, biased(shape, 300)):
+    for s in (plan, biased(plan, 300)):
         biases = torch.zeros(LAYERS, 2, D) if s.key_biases is None else s.key_biases
         run, (q, k, v) = Run(method, s, budget, options), tokens(replace(s, n_layer=1), 1, 90, torch.Generator())[0]
         turned = [ops.rerotate(b[None, :, None], torch.arange(90)[None, None], ops.inv_freq(s)) for b in biases]
@@ -157,17 +157,17 @@ def test_a_bias_that_is_nearly_the_whole_key_costs_nothing(method, options):
 @pytest.mark.parametrize("name, options", (("kvarn", {"tile": 1024}), ("kivi", {"group": 1024})))
 def test_a_plan_too_short_for_a_tile_takes_what_the_full_cache_takes(name, options):
     """Beside the rotation of a head's channels."""
-    shape = replace(make_shape(), max_prompt=100)
-    rotations = shape.n_layer * D * D * 4 * (name == "kvarn")
-    full, own = (kv.planned_bytes(*args)[0] for args in (("full", shape, None, {}), (name, shape, None, options)))
+    plan = replace(make_plan(), max_prompt=100)
+    rotations = plan.n_layer * D * D * 4 * (name == "kvarn")
+    full, own = (kv.planned_bytes(*args)[0] for args in (("full", plan, None, {}), (name, plan, None, options)))
     assert own <= full + rotations
     with pytest.raises(ValueError, match="must lie between"):
-        kv.build(name, shape, None, dict.fromkeys(options, 1032))
+        kv.build(name, plan, None, dict.fromkeys(options, 1032))
 
 
 def test_a_tile_that_words_do_not_divide_is_refused():
     with pytest.raises(ValueError, match=f"a tile of 24 tokens and a head of {D} channels must be multiples of 16"):
-        kv.build("kvarn", make_shape(), None, {"tile": 24})
+        kv.build("kvarn", make_plan(), None, {"tile": 24})
 
 
 def test_a_compiled_loop_over_tiles_runs_in_threads_not_each_of_its_sums():
@@ -180,7 +180,7 @@ def test_a_compiled_loop_over_tiles_runs_in_threads_not_each_of_its_sums():
 
 @pytest.mark.parametrize("v", (torch.zeros(1, 2, 90, D), torch.full((1, 2, 90, D), torch.nan)))
 def test_an_output_of_zero_or_nan_has_no_error(v):
-    layer = kv.build("kvarn", make_shape(), None, {"tile": TILE})[0]
+    layer = kv.build("kvarn", make_plan(), None, {"tile": TILE})[0]
     layer.prefill(0, normal(1, 6, 90, D), normal(1, 2, 90, D), v)
     assert layer.error == 0
 
@@ -197,7 +197,7 @@ def test_an_engine_knows_its_models_key_biases_and_warns_of_large_errors(rope, t
             q, k, _ = parameter.data.unflatten(0, (-1, attention.head_dim)).split(attention.heads)
             q /= 20
             k *= 20 if parameter.dim() == 1 else 1
-    monkeypatch.setattr("runtime.plan.WRONG", 0.015)
+    monkeypatch.setattr("runtime.planning.WRONG", 0.015)
     for known in (True, False):
         engine.use("kvarn", options={"tile": 16, "vbits": 8})
         engine.generate([i * i % 90 + 3 for i in range(200)], max_new_tokens=2)

@@ -19,7 +19,7 @@ from engine import Engine
 from kv import METHODS, parse_options
 from kv.kivi import Quantized
 from kv.parts.evicting import Evicting
-from runtime.plan import plan_of
+from runtime.planning import plan_of
 
 AXES = {
     "dtype": ("float32", "bfloat16"),
@@ -90,8 +90,8 @@ def load(folder, name: str, storage: dict, **more) -> Engine:
         storage = storage | {"turns": "true"}  # otherwise it has nothing to offload
     method, takes = parse_options(name, storage), None
     if method.takes_budget:
-        shape = dataclasses.replace(plan_of(engine, MAX_PROMPT, 40), device=torch.device("meta"))
-        takes = max(BUDGET, method.minimum(shape))
+        plan = dataclasses.replace(plan_of(engine, MAX_PROMPT, 40), device=torch.device("meta"))
+        takes = max(BUDGET, method.minimum(plan))
     return engine.use(name, takes, storage, max_prompt=MAX_PROMPT, max_new_tokens=40, **more)
 
 

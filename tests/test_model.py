@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import model as model_py
 from convert_hf_checkpoint import convert
 from engine import Engine
-from kv import Shape
+from kv import Plan
 from kv.full import Full
 from kv.parts.rope import rope_frequencies
 from model import FeedForward, Transformer
@@ -365,8 +365,8 @@ def test_prompts_up_to_the_scaled_context_are_accepted_and_longer_ones_refused(t
 class Recorder(Full):
     """Full attention that records every call and, with `looks`, looks ahead."""
 
-    def __init__(self, shape: Shape, layer: int, looks: bool, calls: list[tuple]):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, layer: int, looks: bool, calls: list[tuple]):
+        super().__init__(plan)
         self.layer, self.wants_lookahead, self.calls = layer, looks, calls
 
     def prefill(self, row, q, k, v):
@@ -389,7 +389,7 @@ def recorded(config: dict, folder: Path, looks: list[bool]) -> tuple[object, Tra
     """transformers' model, ours with a Recorder in each layer and two rows, and the list of calls."""
     theirs, calls = hf_model(config), []
     engine = Engine.load(converted(theirs, config, folder), batch=2, max_prompt=80, compile=False)
-    engine.model.set_kv([Recorder(engine.shape, i, look, calls) for i, look in enumerate(looks)])
+    engine.model.set_kv([Recorder(engine.plan, i, look, calls) for i, look in enumerate(looks)])
     return theirs, engine.model, calls
 
 

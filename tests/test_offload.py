@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import make_shape
+from runs import make_plan
 
 from kv import parse_options
 from kv.parts import offload
@@ -197,8 +197,8 @@ def test_too_much_host_memory_is_refused_with_what_it_needs():
 
 def test_threads_fetch_by_default_only_what_a_gpu_is_told_to_fetch_early():
     def threaded(device: torch.device, **options) -> tuple[bool, bool]:
-        method, shape = parse_options("tailorkv", options), replace(make_shape(), device=device)
-        return method.threaded(shape), method.threaded(shape, early=True)
+        method, plan = parse_options("tailorkv", options), replace(make_plan(), device=device)
+        return method.threaded(plan), method.threaded(plan, early=True)
 
     gpu = torch.device("cuda")
     assert threaded(CPU) == (False, False) and threaded(gpu) == (False, True)

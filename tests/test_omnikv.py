@@ -16,7 +16,7 @@ from runs import (
     TensorSizes,
     compare,
     generations,
-    make_shape,
+    make_plan,
     prefill_both,
     step_both,
     tokens,
@@ -25,7 +25,7 @@ from runs import (
 
 import kv
 from engine import Engine
-from kv import Shape
+from kv import Plan
 from kv.omnikv import BankSparse, Chunks, Filter, Sparse, default_filters
 from kv.parts import inductor, offload, ops, quant
 
@@ -42,8 +42,8 @@ CASES = [
 
 
 class Omni(Run):
-    def __init__(self, shape: Shape, budget: int | None, options: dict):
-        super().__init__("omnikv", shape, budget, options)
+    def __init__(self, plan: Plan, budget: int | None, options: dict):
+        super().__init__("omnikv", plan, budget, options)
 
     def selected(self, row: int = 0) -> dict[int, list[int]]:
         """What each filter layer chose in the last step."""
@@ -61,11 +61,11 @@ def short_spans(monkeypatch):
 
 @pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_omnikv_equals_its_reference(options, budget, heads):
-    shape = make_shape(heads)
-    run, slow_options = Omni(shape, budget, options), dict(options)
-    filters = slow_options.pop("filter_layers", default_filters(shape))
-    slow = SlowOmni(shape, budget, filters, **slow_options)
-    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
+    plan = make_plan(heads)
+    run, slow_options = Omni(plan, budget, options), dict(options)
+    filters = slow_options.pop("filter_layers", default_filters(plan))
+    slow = SlowOmni(plan, budget, filters, **slow_options)
+    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
         for _ in range(steps):
@@ -79,23 +79,23 @@ def test_omnikv_equals_its_reference(options, budget, heads):
 @pytest.mark.parametrize("engine, delta", [("threads", False), ("threads", True), ("direct", False)])
 def test_offloaded_omnikv_equals_resident_omnikv_to_the_bit(engine, delta):
     """Rows of a batch are refilled with prompts shorter and longer than the number of chosen tokens."""
-    shape, options = make_shape(batch=3), {"filter_layers": [0, 3], "delta": delta}
+    plan, options = make_plan(batch=3), {"filter_layers": [0, 3], "delta": delta}
     away = options | {"offload": True, "engine": engine, "threads": 3}
     here = options | {"offload": delta, "engine": "direct"}  # delta sums in the order of the slots, which a pool has
-    compare(Omni(shape, 24, here), Omni(shape, 24, away), torch.equal)
+    compare(Omni(plan, 24, here), Omni(plan, 24, away), torch.equal)
 
 
 def test_a_token_chosen_again_keeps_its_slot():
-    shape = make_shape(batch=2)
+    plan = make_plan(batch=2)
     away = {"filter_layers": [0], "offload": True, "engine": "direct"}
-    plain, delta = (Omni(shape, 24, away | {"delta": delta}) for delta in (False, True))
+    plain, delta = (Omni(plan, 24, away | {"delta": delta}) for delta in (False, True))
     generator, before, kept = torch.Generator().manual_seed(1), None, 0
     for row, prompt in enumerate((100, 60)):
-        inputs = tokens(shape, 1, prompt, generator)
+        inputs = tokens(plan, 1, prompt, generator)
         plain.prefill(row, inputs)
         delta.prefill(row, inputs)
     for _ in range(20):
-        inputs = tokens(shape, 2, 1, generator)
+        inputs = tokens(plan, 2, 1, generator)
         assert torch.allclose(plain.step(inputs), delta.step(inputs), atol=1e-5)
         index = delta.layers[0].index.clone()
         for row in range(2):
@@ -110,26 +110,26 @@ def test_a_token_chosen_again_keeps_its_slot():
 
 
 def test_only_rows_that_changed_are_fetched():
-    shape = make_shape()
+    plan = make_plan()
     runs = [
-        Omni(shape, 24, {"filter_layers": [0], "offload": True, "engine": "threads", "delta": delta})
+        Omni(plan, 24, {"filter_layers": [0], "offload": True, "engine": "threads", "delta": delta})
         for delta in (False, True)
     ]
     generator, changed, before = torch.Generator().manual_seed(1), 0, set()
-    inputs = tokens(shape, 1, 100, generator)
+    inputs = tokens(plan, 1, 100, generator)
     for run in runs:
         run.prefill(0, inputs)
     for _ in range(20):
-        inputs = tokens(shape, 1, 1, generator)
+        inputs = tokens(plan, 1, 1, generator)
         for run in runs:
             run.step(inputs)
         [now] = runs[1].selected().values()
         changed, before = changed + len(set(now) - before), set(now)
     pools = [run.layers[0].bank.pool for run in runs]
     assert [p.counts for p in pools] == [(480, 480), (480, changed)] and changed < 460
-    inputs = tokens(shape, 1, 100, generator)  # another prompt: all slots must be fetched again
+    inputs = tokens(plan, 1, 100, generator)  # another prompt: all slots must be fetched again
     runs[1].prefill(0, inputs)
-    runs[1].step(tokens(shape, 1, 1, generator))
+    runs[1].step(tokens(plan, 1, 1, generator))
     assert pools[1].counts[1] == changed + 24
     for run in runs:
         run.close()
@@ -137,9 +137,9 @@ def test_only_rows_that_changed_are_fetched():
 
 def test_the_default_filter_layers_follow_the_paper():
     def roles(n_layer: int, **more) -> str:
-        shape = replace(make_shape(), n_layer=n_layer, device=torch.device("meta"), **more)
+        plan = replace(make_plan(), n_layer=n_layer, device=torch.device("meta"), **more)
         kinds = {"Filter": "F", "Sparse": "s", "Full": "."}
-        return "".join(kinds[type(layer).__name__] for layer in kv.build("omnikv", shape, 16, {}))
+        return "".join(kinds[type(layer).__name__] for layer in kv.build("omnikv", plan, 16, {}))
 
     assert roles(32) == "..F.ssssF.ssssssssF.ssssssssssss"  # the paper's {2, 8, 18}
     yi = [i for i, role in enumerate(roles(48, dim=4096, n_kv_head=4, n_head=32)) if role == "F"]
@@ -153,42 +153,42 @@ def test_the_default_filter_layers_follow_the_paper():
 
 @pytest.mark.parametrize("engine", ("threads", "direct"))
 def test_memory_is_the_papers_share(engine):
-    shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
+    plan = replace(make_plan(), device=torch.device("meta"), max_prompt=1000)
     copies = 2 if engine == "threads" else 1  # of a chosen token on the device: its slot and the staging buffer
     for mem, k in ((0.6, 360 // copies), (0.375, 1), (0.5, 200 // copies)):  # 3 of 8 layers are full: a = 0.375
         options = {"filter_layers": [1], "mem": mem, "offload": True, "engine": engine}
-        layers = kv.build("omnikv", shape, None, options)
+        layers = kv.build("omnikv", plan, None, options)
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
         device, host = layers.bytes()
-        unit = shape.n_kv_head * shape.unit_bytes
-        generated = LAYERS * shape.max_new_tokens * unit
+        unit = plan.n_kv_head * plan.unit_bytes
+        generated = LAYERS * plan.max_new_tokens * unit
         assert 1 <= (device - generated) / ((3 * 1000 + 5 * k * copies) * unit) < 1.01  # staging included
         if k > 1:
             assert device - generated == pytest.approx(mem * LAYERS * 1000 * unit, rel=0.01)
         assert sparse[0].bank.pool.memory.nbytes == 5 * 1000 * unit
     with pytest.raises(ValueError, match="less than the share of its full layers, 0.375"):
-        kv.build("omnikv", shape, None, {"filter_layers": [1], "mem": 0.37})
+        kv.build("omnikv", plan, None, {"filter_layers": [1], "mem": 0.37})
     with pytest.raises(ValueError, match="takes no budget beside mem"):
-        kv.build("omnikv", shape, 24, {"mem": 0.6})
+        kv.build("omnikv", plan, 24, {"mem": 0.6})
     with pytest.raises(ValueError, match="needs --budget"):
-        kv.build("omnikv", shape, None, {})
+        kv.build("omnikv", plan, None, {})
 
 
 def test_mem_counts_the_staging_buffer_of_a_quantized_cache_in_bits():
-    shape = replace(make_shape(), device=torch.device("meta"), max_prompt=1000)
+    plan = replace(make_plan(), device=torch.device("meta"), max_prompt=1000)
     options = {"filter_layers": [1], "mem": 0.6, "offload": True, "engine": "threads", "bits": 4}
-    layers = kv.build("omnikv", shape, None, options)
+    layers = kv.build("omnikv", plan, None, options)
     (chosen,) = {layer.bank.k for layer in layers if isinstance(layer, BankSparse)}
-    stored = 2 * quant.vector_bytes(D, 4) / shape.unit_bytes  # bytes of a token in the buffer, relative to its slot
+    stored = 2 * quant.vector_bytes(D, 4) / plan.unit_bytes  # bytes of a token in the buffer, relative to its slot
     assert chosen == int(360 / (1 + stored) + 0.5)
 
 
 def test_k_follows_each_rows_prompt():
-    run = Omni(make_shape(batch=3), None, {"filter_layers": [1], "mem": 0.6})  # k is 0.36 of the prompt
+    run = Omni(make_plan(batch=3), None, {"filter_layers": [1], "mem": 0.6})  # k is 0.36 of the prompt
     generator = torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50, 9)):
-        run.prefill(row, tokens(run.shape, 1, prompt, generator))
-    run.step(tokens(run.shape, 3, 1, generator))
+        run.prefill(row, tokens(run.plan, 1, prompt, generator))
+    run.step(tokens(run.plan, 3, 1, generator))
     assert [len(run.selected(row)[1]) for row in range(3)] == [36, 18, 3]
 
 
@@ -196,7 +196,7 @@ def test_traffic_is_what_full_and_sparse_layers_read():
     unit = 2 * 2 * D * 4  # 2 KV heads
     for away in (False, True):
         options = {"filter_layers": [1], "offload": away, "engine": "direct"}
-        layers = kv.build("omnikv", make_shape(), 24, options)
+        layers = kv.build("omnikv", make_plan(), 24, options)
         found = [layer.step_bytes(110) for layer in layers]  # 100 of the prompt, 10 generated
         sparse = ((24 + 10) * unit, 24 * unit if away else 0)
         assert found == [(110 * unit, 0)] * 3 + [sparse] * 5
@@ -205,8 +205,8 @@ def test_traffic_is_what_full_and_sparse_layers_read():
 def test_filter_layers_are_checked():
     for given, message in (("4+1", "ascend"), ("1+9", "below 8"), ("none", "sparse"), ("6", "sparse"), ("1+1", "asc")):
         with pytest.raises(ValueError, match=message):
-            kv.build("omnikv", make_shape(), 24, {"filter_layers": given})
-    layers = kv.build("omnikv", make_shape(), 24, {}, {"filter_layers": [3]})  # a checkpoint's profile
+            kv.build("omnikv", make_plan(), 24, {"filter_layers": given})
+    layers = kv.build("omnikv", make_plan(), 24, {}, {"filter_layers": [3]})  # a checkpoint's profile
     assert [i for i, layer in enumerate(layers) if isinstance(layer, Filter)] == [3]
 
 
@@ -291,8 +291,8 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
             return method(pool, *a)
 
         monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
-    shape = replace(make_shape(), n_layer=6)
-    runs = [Run(name, shape, budget, options) for _ in range(2)]
+    plan = replace(make_plan(), n_layer=6)
+    runs = [Run(name, plan, budget, options) for _ in range(2)]
     eager, compiled = runs
 
     def step(inputs, pos, active):
@@ -303,11 +303,11 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
         return torch.stack(found)
 
     fast, generator = torch.compile(step, fullgraph=True), torch.Generator().manual_seed(0)
-    inputs = tokens(shape, 1, 100, generator)
+    inputs = tokens(plan, 1, 100, generator)
     for run in runs:
         run.prefill(0, inputs)
     for i in range(3):
-        inputs = tokens(shape, 1, 1, generator)
+        inputs = tokens(plan, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
             layer.before_step(101 + i, i + 1)
@@ -321,7 +321,7 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
         elif entry[0] == "finish":
             between = log[begun.pop(entry[1]) : i].count("attention")
             assert between >= 1, log
-    assert log.count("attention") == shape.n_layer
+    assert log.count("attention") == plan.n_layer
     for run in runs:
         run.close()
 
@@ -331,8 +331,8 @@ def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, monk
 FILTER, SPARSE = 1, (3, 4)  # layer 2 is full
 
 
-def chunked(shape, **options):
-    return kv.build("omnikv", shape, 24, {"filter_layers": [FILTER, 5], **options})
+def chunked(plan, **options):
+    return kv.build("omnikv", plan, 24, {"filter_layers": [FILTER, 5], **options})
 
 
 def prefill_all(layers, inputs) -> list[torch.Tensor]:
@@ -342,10 +342,10 @@ def prefill_all(layers, inputs) -> list[torch.Tensor]:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("r, chunk", ((1, 16), (2, 16), (0.3, 20), (0.01, 7), (1, 100)))
 def test_chunks_equal_their_reference(heads, r, chunk):
-    shape = make_shape(heads)
-    layers, count = chunked(shape, prefill=r, chunk=chunk), max(1, int(r * chunk + 0.5))
+    plan = make_plan(heads)
+    layers, count = chunked(plan, prefill=r, chunk=chunk), max(1, int(r * chunk + 0.5))
     for prompt in (100, 97, 33, 7, 1):
-        inputs = tokens(shape, 1, prompt, torch.Generator().manual_seed(prompt))
+        inputs = tokens(plan, 1, prompt, torch.Generator().manual_seed(prompt))
         found = prefill_all(layers, inputs)
         expected = [masked_attention(*(x[0] for x in qkv), causal()) for qkv in inputs]
         q, k, _ = (x[0] for x in inputs[FILTER])
@@ -370,10 +370,10 @@ def test_more_than_the_prompt_is_exact_and_less_is_not(tmp_path):
 
 
 def test_a_long_prompt_allocates_no_square_matrix():
-    shape = make_shape()
-    inputs = tokens(shape, 1, 2000, torch.Generator().manual_seed(0))[0]
+    plan = make_plan()
+    inputs = tokens(plan, 1, 2000, torch.Generator().manual_seed(0))[0]
     chunks = Chunks(1, 50)
     with TensorSizes() as sizes:
         chunks.choose(*inputs[:2])
         chunks.attend(*inputs)
-    assert max(sizes.found) <= 2000 * shape.n_head * 32 < 2000 * 2000
+    assert max(sizes.found) <= 2000 * plan.n_head * 32 < 2000 * 2000

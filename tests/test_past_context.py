@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_contract import DIM, LAYERS, Cache, Text, make_shape
+from test_contract import DIM, LAYERS, Cache, Text, make_plan
 
 import kv
 from engine import Engine
@@ -44,34 +44,34 @@ def streaming(text: Text, layer: int, head: int, at: int, sinks: int, budget: in
 
 
 def shape_with_context(heads: str):
-    return make_shape(heads, batch=1, max_length=CONTEXT)
+    return make_plan(heads, batch=1, max_length=CONTEXT)
 
 
 @pytest.mark.parametrize("heads", ("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("sinks, budget, prompt", ((4, 12, 30), (1, 5, 3), (0, 8, 30)))
 def test_the_sinks_move_with_the_window(heads, sinks, budget, prompt):
-    shape, steps = shape_with_context(heads), 2 * CONTEXT - prompt
-    cache = Cache("streaming", shape)
-    cache.layers = kv.build("streaming", shape, budget, {"sinks": sinks})
+    plan, steps = shape_with_context(heads), 2 * CONTEXT - prompt
+    cache = Cache("streaming", plan)
+    cache.layers = kv.build("streaming", plan, budget, {"sinks": sinks})
     cache.step.layers = cache.layers
     for seed in (1, 2):  # the second sequence enters a row that was past the context
-        text = Text.random(shape, prompt, steps, seed)
+        text = Text.random(plan, prompt, steps, seed)
         found = cache.run({0: text}, steps)[0]
         for i in range(steps):
             for layer in range(LAYERS):
-                for head in range(shape.n_head):
+                for head in range(plan.n_head):
                     expected = streaming(text, layer, head, prompt + i, sinks, budget)
                     assert (found[layer, head, i] - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("heads", ("mha", "gqa", "mqa"))
 def test_h2o_sees_its_tokens_side_by_side(heads):
-    shape, budget, prompt = shape_with_context(heads), 12, 10
-    steps, groups = 2 * CONTEXT - prompt, shape.n_head // shape.n_kv_head
-    cache, text = Cache("h2o", shape, budget), Text.random(shape, prompt, 2 * CONTEXT - prompt, seed=3)
+    plan, budget, prompt = shape_with_context(heads), 12, 10
+    steps, groups = 2 * CONTEXT - prompt, plan.n_head // plan.n_kv_head
+    cache, text = Cache("h2o", plan, budget), Text.random(plan, prompt, 2 * CONTEXT - prompt, seed=3)
     found = cache.run({0: text}, steps)[0]
     for layer in range(LAYERS):
-        for of in range(shape.n_kv_head):
+        for of in range(plan.n_kv_head):
             k, v = dict(enumerate(text.k[layer, of])), text.v[layer, of].double()
             queries, score = text.q[layer, of * groups : (of + 1) * groups], dict.fromkeys(range(prompt), 0.0)
             for at in range(prompt + steps):
@@ -90,9 +90,9 @@ def test_h2o_sees_its_tokens_side_by_side(heads):
 
 @pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "cam", "d2o"))
 def test_within_the_context_no_key_moves(name):
-    text = Text.random(make_shape("gqa", 1), 30, 30, seed=4)
+    text = Text.random(make_plan("gqa", 1), 30, 30, seed=4)
     ends, never = (
-        Cache(name, replace(make_shape("gqa", 1), max_length=limit), 20).run({0: text}, 30)[0] for limit in (50, 2**31)
+        Cache(name, replace(make_plan("gqa", 1), max_length=limit), 20).run({0: text}, 30)[0] for limit in (50, 2**31)
     )
     assert torch.equal(ends[:, :, :20], never[:, :, :20])
     assert (ends[:, :, 20:] - never[:, :, 20:]).abs().amax((0, 1, 3)).min() > 1e-4

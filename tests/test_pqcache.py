@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import quantized as slow
-from runs import Run, make_shape, prefill_both, step_both, with_heads
+from runs import Run, make_plan, prefill_both, step_both, with_heads
 
 import kv
 from kv.parts import attention, inductor
@@ -33,16 +33,16 @@ def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
     monkeypatch.setattr(
         "kv.parts.inductor.TILE", 8 if heads == "gqa" else 2
     )  # at 8, these caches are too small for tiles
-    shape = replace(make_shape(heads, new=60), n_layer=2)
+    plan = replace(make_plan(heads, new=60), n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
-    run, check = Run("pqcache", shape, budget, options), slow.SlowPQCache(shape, budget, **known)
+    run, check = Run("pqcache", plan, budget, options), slow.SlowPQCache(plan, budget, **known)
     for prompt in (100, 61, 30, 3):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, check, prompt, generator)
         for _ in range(50):  # generated tokens leave the window and are chosen
             step_both(run, check, generator)
         for layer, ours in enumerate(run.layers):
-            for head in range(shape.n_kv_head):
+            for head in range(plan.n_kv_head):
                 theirs = check.codes(layer, head)
                 assert ours.codes[0, head, :, : len(theirs[0])].tolist() == [list(map(int, part)) for part in theirs]
     run.close()
@@ -59,4 +59,4 @@ def test_k_means_finds_clusters_that_are_far_apart():
 
 def test_a_head_that_has_no_equal_partitions_is_refused():
     with pytest.raises(ValueError, match="16 channels has no 3 equal partitions"):
-        kv.build("pqcache", make_shape(), 24, {"partitions": 3})
+        kv.build("pqcache", make_plan(), 24, {"partitions": 3})

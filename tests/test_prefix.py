@@ -80,7 +80,7 @@ def test_a_row_of_other_caches_is_refused(checkpoint, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             engine.load_row(file)
-        assert engine.shape is None  # no cache was allocated for it
+        assert engine.plan is None  # no cache was allocated for it
         assert engine.generate([TEXT], 3)[0].tokens
     engine = load(checkpoint, "streaming")
     engine.start([[1, 2, 3]])
@@ -177,7 +177,7 @@ def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, tmp_path, what)
     with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(reason)}[^\n]*$"):
         engine.load_row(forged(good, tmp_path / "bad.kv", fields, tensors))
     assert not any(engine.rows)
-    assert engine.shape is None or reason in (
+    assert engine.plan is None or reason in (
         "does not fit this cache",
         "(too many tokens)",
     )  # else nothing is allocated

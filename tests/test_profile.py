@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from conftest import LLAMA
-from runs import make_shape
+from runs import make_plan
 
 import bench.__main__ as bench
 import eval as evaluation
@@ -17,15 +17,15 @@ PROFILE = {"format": 1, "text": "x", "tokens": 9, "filter_layers": [2], "filter_
 
 
 def test_options_that_are_left_out_come_from_the_profile():
-    given = kv.build("omnikv", make_shape(), 24, {}, PROFILE)
+    given = kv.build("omnikv", make_plan(), 24, {}, PROFILE)
     assert [type(layer).__name__ for layer in given].index("Filter") == 2
-    own = kv.build("omnikv", make_shape(), 24, {"filter_layers": [3]}, PROFILE)
+    own = kv.build("omnikv", make_plan(), 24, {"filter_layers": [3]}, PROFILE)
     assert [type(layer).__name__ for layer in own].index("Filter") == 3
 
 
 def test_a_profile_sets_only_what_calibrate_finds():
     hostile = {"heads": "/etc/passwd", "bits": 4, "sinks": 7, "mem": 0.1, "offload": True, "recent": 1, "threads": 9}
-    assert kv.build("streaming", make_shape(), 24, {}, hostile)[0].sinks == 4
+    assert kv.build("streaming", make_plan(), 24, {}, hostile)[0].sinks == 4
     assert kv.read_profile(PROFILE | hostile) == {"filter_layers": [2]}
     for name in ("full", "streaming", "omnikv", "duo", "tailorkv", "rocketkv"):
         assert not kv.from_profile(name, {}, PROFILE | hostile).keys() & hostile.keys()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from references.quantized import dequantize
 from references.quantized import quantize as slow_quantize
-from runs import make_shape
+from runs import make_plan
 
 from kv.parts import quant
 from runtime.cpu import Parts
@@ -119,9 +119,9 @@ def test_a_compiled_round_trip_is_the_same_to_the_bit():
 
 def filled(bits: int, group: int, head_dim: int) -> tuple:
     """Packed storage with two rows of five groups, four of them in use, and its K and V [B,Hk,4 group,D]."""
-    shape = replace(make_shape(batch=2), head_dim=head_dim)
-    packed, generator = quant.Packed(shape, 5, group, bits), torch.Generator().manual_seed(bits)
-    k, v = (torch.randn(2, shape.n_kv_head, 4 * group, head_dim, generator=generator) for _ in range(2))
+    plan = replace(make_plan(batch=2), head_dim=head_dim)
+    packed, generator = quant.Packed(plan, 5, group, bits), torch.Generator().manual_seed(bits)
+    k, v = (torch.randn(2, plan.n_kv_head, 4 * group, head_dim, generator=generator) for _ in range(2))
     for row in range(2):
         packed.fill(row, k[row], v[row])
     return packed, k, v
@@ -165,7 +165,7 @@ def test_a_group_is_stored_where_it_is_due_and_nowhere_else(bits):
 
 def test_a_group_fills_whole_bytes():
     with pytest.raises(ValueError, match="multiple of 8 tokens, not 12"):
-        quant.Packed(make_shape(), 1, 12, 4)
+        quant.Packed(make_plan(), 1, 12, 4)
 
 
 def test_a_step_that_mixes_bf16_and_fp16_compiles_without_a_warning():

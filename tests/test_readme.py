@@ -47,11 +47,11 @@ def test_a_method_that_scores_tokens_fits_on_one_screen():
 
 
 def test_the_example_method_keeps_the_tokens_it_says():
-    shape = test_contract.make_shape("gqa", 1)
-    cache, text = test_contract.Cache("keynorm", shape), test_contract.make_texts(shape)[0]
+    plan = test_contract.make_plan("gqa", 1)
+    cache, text = test_contract.Cache("keynorm", plan), test_contract.make_texts(plan)[0]
     cache.prefill(0, text)
     for layer in range(test_contract.LAYERS):
-        for head in range(shape.n_kv_head):
+        for head in range(plan.n_kv_head):
             keys = text.k[layer, head, : text.prompt]
             older = sorted(range(4, text.prompt - 8), key=lambda i, keys=keys: float(keys[i].norm()))
             kept = [0, 1, 2, 3, *sorted(older[: test_contract.SMALL - 12]), *range(text.prompt - 8, text.prompt)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import eviction as slow
-from runs import MAX_PROMPT, Run, generations, make_shape, step_both, tokens, with_heads
+from runs import MAX_PROMPT, Run, generations, make_plan, step_both, tokens, with_heads
 
 import kv
 from kv.parts import inductor
@@ -30,11 +30,11 @@ class Bounded(slow.SlowSimLayer):
         return super().is_lazy(layer) or layer not in least
 
 
-def attended(shape: kv.Shape, prompt: int, generator: torch.Generator, scales: list[float]) -> list:
+def attended(plan: kv.Plan, prompt: int, generator: torch.Generator, scales: list[float]) -> list:
     """Prompts whose last query attends to itself in layers with a scale above 0, halfway back in the others."""
-    found = tokens(shape, 1, prompt, generator)
+    found = tokens(plan, 1, prompt, generator)
     for scale, (q, k, _) in zip(scales, found, strict=True):
-        groups = shape.n_head // shape.n_kv_head
+        groups = plan.n_head // plan.n_kv_head
         at = prompt - 1 if scale > 0 else prompt // 2
         q[0, :, -1] += abs(scale) * k[0, :, at].repeat_interleave(groups, 0)
     return found
@@ -45,16 +45,16 @@ CASES = [(n, t) for n in (3, 0, 1, 6) for t in (0.3, 0.0, 0.9, 1.0) if (n, t) !=
 
 @pytest.mark.parametrize("large, threshold, heads", with_heads(CASES))
 def test_simlayer_equals_its_reference(large, threshold, heads):
-    shape = replace(make_shape(heads), n_layer=6)
-    budget = 12 + -(-large * (shape.planned - 12) // 6)
-    run = Run("simlayer", shape, budget, {"threshold": threshold, **WINDOW})
+    plan = replace(make_plan(heads), n_layer=6)
+    budget = 12 + -(-large * (plan.planned - 12) // 6)
+    run = Run("simlayer", plan, budget, {"threshold": threshold, **WINDOW})
     regions = run.layers[0].regions
     assert (regions.large, regions.window) == (large, 12)
-    check = Bounded(shape, 2, 10, threshold if threshold < 1 else 2.0, large=large)
+    check = Bounded(plan, 2, 10, threshold if threshold < 1 else 2.0, large=large)
     for seed, (prompt, steps) in enumerate(generations((100, 61, 30, 9), 30)):
         generator = torch.Generator().manual_seed(seed)
         scales = [(-2, 2, -1, 1, -3, 3)[(i * (seed + 1)) % 6] for i in range(6)]
-        inputs = attended(shape, prompt, generator, scales)
+        inputs = attended(plan, prompt, generator, scales)
         run.prefill(0, inputs)
         for layer, (q, k, v) in enumerate(inputs):
             check.prefill(layer, q[0], k[0], v[0])
@@ -78,8 +78,8 @@ SEEN = {  # n_layer, n_head, n_kv_head, dim, RoPE base -> threshold
 
 @pytest.mark.parametrize("n_layer, n_head, n_kv_head, dim, theta, threshold", SEEN.values(), ids=SEEN)
 def test_the_default_threshold_depends_on_the_model(n_layer, n_head, n_kv_head, dim, theta, threshold):
-    shape = replace(
-        make_shape(),
+    plan = replace(
+        make_plan(),
         n_layer=n_layer,
         n_head=n_head,
         n_kv_head=n_kv_head,
@@ -87,29 +87,29 @@ def test_the_default_threshold_depends_on_the_model(n_layer, n_head, n_kv_head, 
         rope_theta=theta,
         device=torch.device("meta"),
     )
-    assert kv.build("simlayer", shape, 40, WINDOW)[0].regions.threshold == threshold
-    assert kv.build("simlayer", shape, 40, WINDOW | {"threshold": 0.3})[0].regions.threshold == 0.3
+    assert kv.build("simlayer", plan, 40, WINDOW)[0].regions.threshold == threshold
+    assert kv.build("simlayer", plan, 40, WINDOW | {"threshold": 0.3})[0].regions.threshold == 0.3
 
 
 def test_longchat_does_not_take_llama_2s_threshold():
-    shape = replace(make_shape(), n_layer=32, n_head=32, n_kv_head=32, dim=4096, rope_type="linear")
-    assert kv.build("simlayer", replace(shape, device=torch.device("meta")), 40, WINDOW)[0].regions.threshold == 0.9
+    plan = replace(make_plan(), n_layer=32, n_head=32, n_kv_head=32, dim=4096, rope_type="linear")
+    assert kv.build("simlayer", replace(plan, device=torch.device("meta")), 40, WINDOW)[0].regions.threshold == 0.9
 
 
 def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
-    shape = replace(make_shape(batch=3), n_layer=6)
-    budget = 12 + -(-2 * (shape.planned - 12) // 6)  # two layers keep everything
-    run, generator = Run("simlayer", shape, budget, WINDOW), torch.Generator().manual_seed(0)
-    alone = [Run("simlayer", replace(shape, batch=1), budget, WINDOW) for _ in range(3)]
+    plan = replace(make_plan(batch=3), n_layer=6)
+    budget = 12 + -(-2 * (plan.planned - 12) // 6)  # two layers keep everything
+    run, generator = Run("simlayer", plan, budget, WINDOW), torch.Generator().manual_seed(0)
+    alone = [Run("simlayer", replace(plan, batch=1), budget, WINDOW) for _ in range(3)]
     for turn in range(3):
         for row, prompt in enumerate((100, 50, 70)):
             scales = [-3.0 if i in ((row + turn) % 3, 5 - row) else 3.0 for i in range(6)]
-            inputs = attended(shape, prompt, generator, scales)
+            inputs = attended(plan, prompt, generator, scales)
             run.prefill(row, inputs)
             alone[row].prefill(0, inputs)
             assert [i for i, layer in enumerate(run.layers) if layer.size[row] > 12] == [(row + turn) % 3, 5 - row]
         for _ in range(12):
-            inputs = tokens(shape, 3, 1, generator)
+            inputs = tokens(plan, 3, 1, generator)
             found = run.step(inputs)
             for row, one in enumerate(alone):
                 mine = one.step([[x[row : row + 1] for x in qkv] for qkv in inputs])
@@ -117,14 +117,14 @@ def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
 
 
 def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
-    shape = replace(make_shape(), n_layer=6)
+    plan = replace(make_plan(), n_layer=6)
     generator, sizes = torch.Generator().manual_seed(0), {}
-    for budget in (12, 40, shape.planned):
-        layers = kv.build("simlayer", shape, budget, WINDOW)
+    for budget in (12, 40, plan.planned):
+        layers = kv.build("simlayer", plan, budget, WINDOW)
         sizes[budget] = layers.bytes()[0]
-        assert sizes[budget] <= 1.1 * 6 * shape.n_kv_head * budget * shape.unit_bytes
-    assert 1 <= sizes[shape.planned] / shape.full_bytes() < 1.01
-    run = Run("simlayer", shape, shape.planned, WINDOW)
-    run.prefill(0, attended(shape, MAX_PROMPT, generator, [20, -20, 20, 20, -20, 20]))
-    read = [layer.step_bytes(101)[0] // (shape.n_kv_head * shape.unit_bytes) for layer in run.layers]
+        assert sizes[budget] <= 1.1 * 6 * plan.n_kv_head * budget * plan.unit_bytes
+    assert 1 <= sizes[plan.planned] / plan.full_bytes() < 1.01
+    run = Run("simlayer", plan, plan.planned, WINDOW)
+    run.prefill(0, attended(plan, MAX_PROMPT, generator, [20, -20, 20, 20, -20, 20]))
+    read = [layer.step_bytes(101)[0] // (plan.n_kv_head * plan.unit_bytes) for layer in run.layers]
     assert read == [12, 101, 12, 12, 101, 12]

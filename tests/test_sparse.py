@@ -11,7 +11,7 @@ from references.sparse import SlowRocketTurns, pyramid_budgets, rocket_sizes
 from runs import TensorSizes, generations, with_heads
 
 import kv
-from kv import Shape
+from kv import Plan
 from kv.parts import inductor, ops
 from kv.rocketkv import Split
 from kv.snapkv import Kernels, SnapKV
@@ -71,9 +71,9 @@ EVERY = [(name, *case, budget) for name, cases in CASES.items() for *case, budge
 PROMPTS = (100, 97, 33, 7)  # longer and shorter than the kept tokens, with full and partly filled pages
 
 
-def make_shape(heads: str, new: int = 30) -> Shape:
+def make_plan(heads: str, new: int = 30) -> Plan:
     n_head, n_kv_head = HEADS[heads]
-    return Shape(2, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), 1, 100, new)
+    return Plan(2, n_head, n_kv_head, D, n_head * D, "default", 1e4, torch.float32, torch.device("cpu"), 1, 100, new)
 
 
 class Both:
@@ -82,14 +82,14 @@ class Both:
     `chosen` holds the slots that the method selected last.
     """
 
-    def __init__(self, name, shape, budget, options, monkeypatch):
+    def __init__(self, name, plan, budget, options, monkeypatch):
         options = dict(options)
         if "head_scores" in options:  # the first layer's heads retrieve first
-            flat = [[2.0 - layer - 0.1 * h for h in range(shape.n_kv_head)] for layer in range(shape.n_layer)]
+            flat = [[2.0 - layer - 0.1 * h for h in range(plan.n_kv_head)] for layer in range(plan.n_layer)]
             options["head_scores"] = flat
-        self.name, self.shape = name, shape
-        self.layers = kv.parse_options(name, options).build(shape, budget)
-        self.slow = [self.reference(layer, budget, options) for layer in range(shape.n_layer)]
+        self.name, self.plan = name, plan
+        self.layers = kv.parse_options(name, options).build(plan, budget)
+        self.slow = [self.reference(layer, budget, options) for layer in range(plan.n_layer)]
         self.chosen = None
         attend = ops.attend_rows
 
@@ -104,8 +104,8 @@ class Both:
         options = dict(options)
         if self.name == "duo":
             ours = self.layers[layer]
-            retrieval = [False] * self.shape.n_kv_head
-            for head in ours.order[: sum(p.shape.n_kv_head for p in ours.parts if p.size == self.shape.planned)]:
+            retrieval = [False] * self.plan.n_kv_head
+            for head in ours.order[: sum(p.shape.n_kv_head for p in ours.parts if p.size == self.plan.planned)]:
                 retrieval[head] = True
             window = ours.parts[-1]
             options = {"heads": retrieval, "sinks": window.sinks, "recent": window.size - window.sinks}
@@ -113,8 +113,8 @@ class Both:
             options = options | {"page": "auto"}
         if options.pop("turns", False):
             options.pop("offload")
-            return SlowRocketTurns(self.shape, budget, layer, **options)
-        return SLOW[self.name](self.shape, budget, layer, **options)
+            return SlowRocketTurns(self.plan, budget, layer, **options)
+        return SLOW[self.name](self.plan, budget, layer, **options)
 
     def prefill(self, prompt, seed=0):
         self.random, self.length, self.new = torch.Generator().manual_seed(seed), prompt, 0
@@ -126,7 +126,7 @@ class Both:
             slow.prefill(q[0], k[0], v[0])
 
     def tokens(self, n):
-        heads = (self.shape.n_head, self.shape.n_kv_head, self.shape.n_kv_head)
+        heads = (self.plan.n_head, self.plan.n_kv_head, self.plan.n_kv_head)
         return [torch.randn(1, h, n, D, generator=self.random) for h in heads]
 
     def step(self):
@@ -153,12 +153,12 @@ class Both:
 
 @pytest.mark.parametrize("name, options, budget, heads", with_heads(EVERY, itemgetter(0)))
 def test_every_sparse_method_equals_its_reference(name, options, budget, heads, monkeypatch):
-    shape = make_shape(heads)
-    if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(shape):
+    plan = make_plan(heads)
+    if budget < kv.parse_options(name, {k: v for k, v in options.items() if v}).minimum(plan):
         pytest.skip("the budget is below the method's minimum for this shape")
     monkeypatch.setattr(inductor, "TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
-    both = Both(name, shape, budget, options, monkeypatch)
-    for prompt, steps in generations(PROMPTS, shape.max_new_tokens):
+    both = Both(name, plan, budget, options, monkeypatch)
+    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
         both.prefill(prompt)
         for _ in range(steps):
             for y, expected, chosen, attended in both.step():
@@ -170,7 +170,7 @@ def test_every_sparse_method_equals_its_reference(name, options, budget, heads, 
 def test_no_sparse_method_attends_to_everything(name, monkeypatch):
     """If it kept everything, the comparison above could not tell it from the full cache."""
     options, budgets = CASES[name][0]
-    both = Both(name, make_shape("gqa"), budgets[0], options, monkeypatch)
+    both = Both(name, make_plan("gqa"), budgets[0], options, monkeypatch)
     both.prefill(100)
     for _, _, _, attended in both.step():
         assert all(len(tokens) < 101 for tokens in attended)
@@ -178,8 +178,8 @@ def test_no_sparse_method_attends_to_everything(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ("rocketkv", "hybrid", "quest"))
 def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_tokens(name, monkeypatch):
-    shape, options = make_shape("gqa", new=72), {"quest": {"page": 4, "skip_layers": 0}}.get(name, {})
-    both = Both(name, shape, 24, options, monkeypatch)
+    plan, options = make_plan("gqa", new=72), {"quest": {"page": 4, "skip_layers": 0}}.get(name, {})
+    both = Both(name, plan, 24, options, monkeypatch)
     both.prefill(60)
     for _ in range(72):
         for y, expected, chosen, attended in both.step():
@@ -190,8 +190,8 @@ def test_methods_equal_their_reference_for_three_times_the_budget_in_generated_t
 @pytest.mark.parametrize("offload", (False, True))
 @pytest.mark.parametrize("prompt, budget", [(100, 24), (100, 90), (40, 24), (40, 8)])
 def test_every_turn_of_rocketkv_chooses_from_all_before_it(prompt, budget, offload, heads, monkeypatch):
-    shape, options = make_shape(heads), {"kernel": 5, "window": 6}
-    both = Both("rocketkv", shape, budget, options | {"turns": True, "offload": offload}, monkeypatch)
+    plan, options = make_plan(heads), {"kernel": 5, "window": 6}
+    both = Both("rocketkv", plan, budget, options | {"turns": True, "offload": offload}, monkeypatch)
     both.prefill(prompt)
     for turn in (5, 9, 3):  # shorter and longer than the window
         for _ in range(4):
@@ -207,7 +207,7 @@ def test_every_turn_of_rocketkv_chooses_from_all_before_it(prompt, budget, offlo
 
 def test_rocketkv_offloads_only_a_history():
     with pytest.raises(ValueError, match="turns=true"):
-        kv.build("rocketkv", make_shape("gqa"), 24, {"offload": True})
+        kv.build("rocketkv", make_plan("gqa"), 24, {"offload": True})
 
 
 # RocketKV's sizes
@@ -219,12 +219,12 @@ def test_rocketkv_offloads_only_a_history():
 )
 def test_rocketkv_has_the_sizes_of_the_paper(planned, budget, slots, page, channels):
     new = 128
-    shape = Shape(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), 1, planned - new, new)
-    split = Split(shape, budget, "even")
-    assert (split.slots(shape.max_prompt), *split.sizes()) == (slots, page, channels)
-    assert split.kept(shape.max_prompt, 32) == (slots - new, 32)
-    (layer, *_) = kv.build("rocketkv", shape, budget, {"split": "even"})
-    unit = shape.n_kv_head * shape.unit_bytes
+    plan = Plan(32, 32, 8, 128, 4096, "llama3", 5e5, torch.bfloat16, torch.device("meta"), 1, planned - new, new)
+    split = Split(plan, budget, "even")
+    assert (split.slots(plan.max_prompt), *split.sizes()) == (slots, page, channels)
+    assert split.kept(plan.max_prompt, 32) == (slots - new, 32)
+    (layer, *_) = kv.build("rocketkv", plan, budget, {"split": "even"})
+    unit = plan.n_kv_head * plan.unit_bytes
     pages = -(-slots // page)
     assert 1 < sum(layer.storages().values()) / ((slots + pages) * unit) < 1.01
     ratio = planned / budget
@@ -239,28 +239,28 @@ def test_sizes_equal_the_references(split):
             for new in (1, 16, 64):
                 for dim in (16, 64, 128):
                     if budget < planned:
-                        shape = replace(make_shape("gqa", new), max_prompt=planned - new, head_dim=dim)
-                        ours, expected = Split(shape, budget, split), rocket_sizes(planned, budget, new, dim, split)
+                        plan = replace(make_plan("gqa", new), max_prompt=planned - new, head_dim=dim)
+                        ours, expected = Split(plan, budget, split), rocket_sizes(planned, budget, new, dim, split)
                         assert ours.slots(planned - new) == expected["n1"]
                         assert ours.kept(planned - new, 32)[0] == expected["keep"]
                         assert ours.sizes() == (expected["page"], expected["channels"])
 
 
 def test_pages_of_one_token_add_one_copy_of_k():
-    shape = make_shape("gqa")
-    layer = kv.build("rocketkv", shape, 100, {})[0]
+    plan = make_plan("gqa")
+    layer = kv.build("rocketkv", plan, 100, {})[0]
     assert layer.page == 1
     units = sum(layer.storages().values())
-    assert 1 < units * 2 / (3 * layer.slots * shape.n_kv_head * shape.unit_bytes) < 1.05
+    assert 1 < units * 2 / (3 * layer.slots * plan.n_kv_head * plan.unit_bytes) < 1.05
 
 
 @pytest.mark.parametrize("reach", (None, 1.0))
 @pytest.mark.parametrize("name, options", [("rocketkv", {}), ("hybrid", {}), ("quest", {"page": 4, "skip_layers": 0})])
 def test_bounds_are_those_of_the_stored_keys(name, options, reach, monkeypatch):
-    shape, options = make_shape("gqa", new=40), options | ({"reach": reach} if reach else {})
+    plan, options = make_plan("gqa", new=40), options | ({"reach": reach} if reach else {})
     reach = reach or {"quest": 0.75}.get(name, 0.5)
     for prompt in (1, 3, 50, 99, 100):
-        both = Both(name, shape, 16, options, monkeypatch)
+        both = Both(name, plan, 16, options, monkeypatch)
         both.prefill(prompt, seed=prompt)
         layer = both.layers[0]
         for _ in range(40):
@@ -313,8 +313,8 @@ def test_pyramid_budgets_equal_the_references_and_average_to_the_budget():
 
 
 def test_pyramidkv_gives_higher_layers_what_lower_ones_cannot_use():
-    shape = replace(make_shape("gqa"), n_layer=32, max_prompt=2048, device=torch.device("meta"))
-    keeps = [layer.kept_of(2048) for layer in kv.build("pyramidkv", shape, 1843, {})]
+    plan = replace(make_plan("gqa"), n_layer=32, max_prompt=2048, device=torch.device("meta"))
+    keeps = [layer.kept_of(2048) for layer in kv.build("pyramidkv", plan, 1843, {})]
     assert max(keeps) == 2048 and keeps == sorted(keeps, reverse=True)
     assert sum(keeps) / 32 == pytest.approx(1843, abs=1)
 
@@ -327,54 +327,54 @@ def test_wide_pooling_begins_at_the_threshold(monkeypatch):
         return pool(x, kernel, **more)
 
     monkeypatch.setattr(torch.nn.functional, "max_pool1d", record)
-    layer = SnapKV(make_shape("gqa"), lambda prompt: (20, 4), Kernels(3, 9, threshold=50))
+    layer = SnapKV(make_plan("gqa"), lambda prompt: (20, 4), Kernels(3, 9, threshold=50))
     for length in (49, 50):
         layer.choose(0, torch.randn(1, 6, length, D), *torch.randn(2, 1, 2, length, D), length)
     assert kernels == [3, 9]
 
 
-def paper_shapes() -> tuple[Shape, Shape]:
+def paper_shapes() -> tuple[Plan, Plan]:
     """Shapes with the traits of Llama-3.1-8B and of LongChat, on the meta device."""
-    shape = replace(make_shape("gqa"), device=torch.device("meta"))
-    longchat = replace(shape, n_layer=32, n_head=32, n_kv_head=32, rope_type="linear")
-    return replace(shape, rope_theta=5e5), longchat
+    plan = replace(make_plan("gqa"), device=torch.device("meta"))
+    longchat = replace(plan, n_layer=32, n_head=32, n_kv_head=32, rope_type="linear")
+    return replace(plan, rope_theta=5e5), longchat
 
 
 @pytest.mark.parametrize("name, options", [("rocketkv", {"split": "even"}), ("snapkv++", {})])
 def test_only_the_models_of_the_paper_have_a_threshold(name, options):
-    shapes = (*paper_shapes(), make_shape("gqa"))
-    for shape, threshold in zip(shapes, (48 * 1024, 12 * 1024, None), strict=True):
-        layer = kv.build(name, shape, 24, options)[-1]
+    shapes = (*paper_shapes(), make_plan("gqa"))
+    for plan, threshold in zip(shapes, (48 * 1024, 12 * 1024, None), strict=True):
+        layer = kv.build(name, plan, 24, options)[-1]
         assert layer.kernels == (63, 511, threshold)
 
 
 def test_longchat_has_two_full_layers():
-    for shape, full in zip(paper_shapes(), (0, 2), strict=True):
-        layers = kv.build("rocketkv", shape, 24, {})
+    for plan, full in zip(paper_shapes(), (0, 2), strict=True):
+        layers = kv.build("rocketkv", plan, 24, {})
         assert [type(layer).__name__ for layer in layers].count("Full") == full
 
 
 def test_rocketkv_by_default_splits_adaptively_with_one_kernel_for_every_length():
-    for shape in (*paper_shapes(), make_shape("gqa")):
-        layer = kv.build("rocketkv", shape, 24, {})[-1]
+    for plan in (*paper_shapes(), make_plan("gqa")):
+        layer = kv.build("rocketkv", plan, 24, {})[-1]
         assert layer.kernels == (63, 511, None)
-        adaptive, even = (Split(shape, 24, how).slots(shape.max_prompt) for how in ("adaptive", "even"))
+        adaptive, even = (Split(plan, 24, how).slots(plan.max_prompt) for how in ("adaptive", "even"))
         assert layer.slots == adaptive != even
-    layer = kv.build("rocketkv", shape, 24, {"threshold": 50})[-1]
+    layer = kv.build("rocketkv", plan, 24, {"threshold": 50})[-1]
     assert layer.kernels.threshold == 50  # as the user says
 
 
 def test_stage_1_allocates_no_more_than_one_heads_window_scores(monkeypatch):
     """No T x T, nothing over all heads: the largest tensor made for a long prompt is G x window x T, or K in fp32."""
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
-    layer = SnapKV(replace(make_shape("gqa"), max_prompt=4096), lambda prompt: (200, 8), Kernels(63))
+    layer = SnapKV(replace(make_plan("gqa"), max_prompt=4096), lambda prompt: (200, 8), Kernels(63))
     with TensorSizes() as sizes:
         layer.choose(0, q, k, k, 4096)
     assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2
 
 
 def test_quest_attends_to_the_newest_page(monkeypatch):
-    both = Both("quest", make_shape("gqa"), 8, {"page": 4, "skip_layers": 0}, monkeypatch)
+    both = Both("quest", make_plan("gqa"), 8, {"page": 4, "skip_layers": 0}, monkeypatch)
     both.prefill(99)
     for step in range(20):
         for _, _, chosen, _ in both.step():
@@ -383,7 +383,7 @@ def test_quest_attends_to_the_newest_page(monkeypatch):
 
 def test_exact_topk_chooses_for_every_query_head_or_for_a_group(monkeypatch):
     for options, lists in (({}, 6), ({"shared": True}, 2)):
-        both = Both("exact_topk", make_shape("gqa"), 24, options, monkeypatch)
+        both = Both("exact_topk", make_plan("gqa"), 24, options, monkeypatch)
         both.prefill(100)
         for _, _, chosen, _ in both.step():
             assert [len(positions) for positions in chosen] == [24] * lists
@@ -391,7 +391,7 @@ def test_exact_topk_chooses_for_every_query_head_or_for_a_group(monkeypatch):
 
 
 def test_sparq_attends_to_the_newest_quarter_of_what_it_selects(monkeypatch):
-    both = Both("sparq", make_shape("gqa"), 48, {}, monkeypatch)
+    both = Both("sparq", make_plan("gqa"), 48, {}, monkeypatch)
     both.prefill(99)
     for step in range(20):
         for _, _, chosen, _ in both.step():
@@ -400,49 +400,49 @@ def test_sparq_attends_to_the_newest_quarter_of_what_it_selects(monkeypatch):
 
 
 def test_sparq_rounds_its_channels_half_up():
-    shape = make_shape("gqa")  # 16 channels, 130 planned tokens
-    assert [kv.build("sparq", shape, t, {})[0].channels for t in (2, 12, 13, 60)] == [1, 1, 2, 7]
+    plan = make_plan("gqa")  # 16 channels, 130 planned tokens
+    assert [kv.build("sparq", plan, t, {})[0].channels for t in (2, 12, 13, 60)] == [1, 1, 2, 7]
 
 
 def test_duo_keeps_at_most_the_sinks_asked_for():
-    shape = make_shape("gqa")
-    sizes = [kv.METHODS["duo"](sinks=sinks).plan(shape, t)[1:] for sinks in (128, 4) for t in (64, 200, 300)]
+    plan = make_plan("gqa")
+    sizes = [kv.METHODS["duo"](sinks=sinks).counts(plan, t)[1:] for sinks in (128, 4) for t in (64, 200, 300)]
     assert sizes == [(13, 51), (40, 160), (128, 172), (4, 60), (4, 196), (4, 296)]
 
 
 def test_duo_needs_to_know_its_heads(tmp_path):
-    shape = make_shape("gqa")
+    plan = make_plan("gqa")
     with pytest.raises(ValueError, match="calibrate.py"):
-        kv.build("duo", shape, 60, {"sinks": 4, "recent": 8})
-    assert kv.build("duo", shape, 12, {"sinks": 4, "recent": 8})  # all heads stream: nothing to know
+        kv.build("duo", plan, 60, {"sinks": 4, "recent": 8})
+    assert kv.build("duo", plan, 12, {"sinks": 4, "recent": 8})  # all heads stream: nothing to know
     with pytest.raises(ValueError, match="2 layers of 2"):
-        kv.build("duo", shape, 60, {"sinks": 4, "recent": 8, "head_scores": [[1.0]]})
+        kv.build("duo", plan, 60, {"sinks": 4, "recent": 8, "head_scores": [[1.0]]})
     (tmp_path / "heads.json").write_text('{"head_scores": [[0.1, 0.9], [0.2, 0.3]]}')
-    layers = kv.build("duo", shape, 48, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "heads.json")})
-    full = [[p.shape.n_kv_head for p in layer.parts if p.size == shape.planned] for layer in layers]
+    layers = kv.build("duo", plan, 48, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "heads.json")})
+    full = [[p.shape.n_kv_head for p in layer.parts if p.size == plan.planned] for layer in layers]
     assert full == [[1], []] and layers[0].order.tolist() == [1, 0]
     with pytest.raises(ValueError, match="head_scores"):
-        kv.build("duo", shape, 60, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "none.json")})
+        kv.build("duo", plan, 60, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "none.json")})
 
 
 def test_duo_reads_the_published_gates(tmp_path):
     """As numpy.savetxt writes them: one line per layer, with tabs; training leaves gates slightly outside 0 to 1."""
-    shape, window, file = make_shape("gqa"), {"sinks": 4, "recent": 8}, tmp_path / "full_attention_heads.tsv"
+    plan, window, file = make_plan("gqa"), {"sinks": 4, "recent": 8}, tmp_path / "full_attention_heads.tsv"
     file.write_text("-2.2e-04\t1.000000000000000000e+00\n8.593750000000000000e-01\t-9.250640869140625000e-05\n")
     for budget, retrieval in ((48, [[1], []]), (80, [[1], [0]]), (100, [[0, 1], [0]])):
-        layers = kv.build("duo", shape, budget, window | {"heads": str(file)})
-        whole = [sum(p.shape.n_kv_head for p in layer.parts if p.size == shape.planned) for layer in layers]
+        layers = kv.build("duo", plan, budget, window | {"heads": str(file)})
+        whole = [sum(p.shape.n_kv_head for p in layer.parts if p.size == plan.planned) for layer in layers]
         assert [layer.order[:n].tolist() for layer, n in zip(layers, whole, strict=True)] == retrieval
     for text, words in (("0.5\tnan\n1\t0\n", "finite"), ("0.5\t1\n", "2 layers of 2"), ("0.5 1\n0 1\n", "tabs")):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
-            kv.build("duo", shape, 60, window | {"heads": str(file)})
+            kv.build("duo", plan, 60, window | {"heads": str(file)})
 
 
 def test_duo_without_retrieval_heads_streams_within_its_budget():
-    shape = replace(make_shape("gqa"), max_prompt=4000)
+    plan = replace(make_plan("gqa"), max_prompt=4000)
     for budget, sinks in ((200, 40), (640, 128), (300, 128)):
-        for layer in kv.build("duo", shape, budget, {}):
+        for layer in kv.build("duo", plan, budget, {}):
             assert [(p.sinks, p.size) for p in layer.parts] == [(sinks, budget)] and layer.endless
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from conftest import with_all, write_random
 from conversations import converse, outcome
-from test_contract import make_shape
+from test_contract import make_plan
 
 import kv
 from engine import Engine, sample
 from eval import main as evaluate
 from generate import main
-from kv import METHODS, Shape
+from kv import METHODS, Plan
 from runtime.compile import compiled
 from runtime.speculate import draft_step, rounds
 
@@ -101,12 +101,12 @@ def test_the_tokens_are_the_full_caches(checkpoint, eos, expected, name, budget)
 
 @pytest.mark.parametrize("name", ("snapkv", "rocketkv", "keydiff"))
 def test_a_draft_keeps_after_a_question_what_it_would_keep_of_one_prompt(name):
-    shape, texts = replace(make_shape("gqa", 1, n_layer=1), rewind=2), []
-    for heads in (shape.n_head, *[shape.n_kv_head] * 2):
-        texts.append(torch.randn(1, heads, 69, shape.head_dim, generator=torch.Generator().manual_seed(heads)))
+    plan, texts = replace(make_plan("gqa", 1, n_layer=1), rewind=2), []
+    for heads in (plan.n_head, *[plan.n_kv_head] * 2):
+        texts.append(torch.randn(1, heads, 69, plan.head_dim, generator=torch.Generator().manual_seed(heads)))
     held = []
     for first in (60, 69):
-        (layer,) = kv.build(name, shape, 24, {"window": 8})
+        (layer,) = kv.build(name, plan, 24, {"window": 8})
         layer.prefill(0, *(x[:, :, :first] for x in texts))
         if first < 69:
             layer.extend(0, *(x[:, :, first:] for x in texts), first)
@@ -117,14 +117,14 @@ def test_a_draft_keeps_after_a_question_what_it_would_keep_of_one_prompt(name):
 
 def test_a_history_on_the_host_is_refused():
     with pytest.raises(ValueError, match="leave out offload"):
-        kv.build("rocketkv", replace(make_shape(), rewind=2), 24, {"turns": True, "offload": True})
+        kv.build("rocketkv", replace(make_plan(), rewind=2), 24, {"turns": True, "offload": True})
 
 
 def test_methods_that_cannot_take_tokens_back_are_refused():
     for name, (method, options) in CANNOT.items():
-        shape = replace(make_shape(n_layer=3), rewind=ROUND)
+        plan = replace(make_plan(n_layer=3), rewind=ROUND)
         with pytest.raises(ValueError, match="cannot draft"):
-            kv.build(method, shape, 40 if METHODS[method].budgeted else None, options)
+            kv.build(method, plan, 40 if METHODS[method].budgeted else None, options)
         assert name not in DRAFTS
 
 
@@ -278,15 +278,15 @@ def test_the_command_line(tiny_checkpoint, tmp_path, capsys):
 
 
 def test_a_sliding_window_is_refused(checkpoint):
-    shape = replace(make_shape(window=100), rewind=2)
+    plan = replace(make_plan(window=100), rewind=2)
     with pytest.raises(ValueError, match="sliding window"):
-        kv.build("quest", shape, 64, {"page": 4})
+        kv.build("quest", plan, 64, {"page": 4})
 
 
 @pytest.mark.parametrize("name", ("quest", "hybrid", "exact_topk", "sparq", "omnikv"))
 def test_drafts_that_hold_every_token_take_no_memory_for_the_full_cache(name):
-    shape = replace(make_shape(), n_layer=3, rewind=ROUND + 1)
-    layers = kv.build(name, shape, 32, {"page": 4} if name == "quest" else {})
+    plan = replace(make_plan(), n_layer=3, rewind=ROUND + 1)
+    layers = kv.build(name, plan, 32, {"page": 4} if name == "quest" else {})
     assert layers.bytes() == kv.Cache(layer.draft for layer in layers).bytes()
 
 
@@ -320,14 +320,14 @@ def test_a_round_is_two_graphs_for_a_gpu(checkpoint, eos, expected, name, traced
 class Feed:
     """A method's layers, fed with random tokens of three rows, whose `texts` are q, k and v [L,B,H,n,D]."""
 
-    def __init__(self, name: str, shape: Shape, budget: int):
+    def __init__(self, name: str, plan: Plan, budget: int):
         method, options = DRAFTS[name]
-        self.layers = kv.build(method, shape, budget if METHODS[method].budgeted else None, options)
+        self.layers = kv.build(method, plan, budget if METHODS[method].budgeted else None, options)
         self.layers = kv.Cache(getattr(layer, "draft", layer) for layer in self.layers)
         self.lengths = [96, 41, 7]
         g = torch.Generator().manual_seed(0)
-        heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
-        prompts = [[torch.randn(shape.n_layer, 1, h, n, 16, generator=g) for h in heads] for n in self.lengths]
+        heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
+        prompts = [[torch.randn(plan.n_layer, 1, h, n, 16, generator=g) for h in heads] for n in self.lengths]
         for row, qkv in enumerate(prompts):
             for i, layer in enumerate(self.layers):
                 layer.prefill(row, *(x[i] for x in qkv))
@@ -358,12 +358,12 @@ class Feed:
 @pytest.mark.parametrize("name", DRAFTS)
 def test_tokens_given_back_leave_no_trace(name):
     """Rounds in which 0 to all drafted tokens are accepted, against a cache that saw only the accepted tokens."""
-    shape = replace(make_shape(n_layer=3), rewind=4)
-    plain = replace(shape, max_new_tokens=shape.max_new_tokens + 4, rewind=0)
-    plain = shape if name == "kvarn" else plain  # it packs tokens when they can no longer be given back
-    clean, drafting = Feed(name, plain, 24), Feed(name, shape, 24)
+    plan = replace(make_plan(n_layer=3), rewind=4)
+    plain = replace(plan, max_new_tokens=plan.max_new_tokens + 4, rewind=0)
+    plain = plan if name == "kvarn" else plain  # it packs tokens when they can no longer be given back
+    clean, drafting = Feed(name, plain, 24), Feed(name, plan, 24)
     g = torch.Generator().manual_seed(1)
-    heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)
+    heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
     tokens = [torch.randn(3, 3, h, 40, 16, generator=g) for h in heads]
     junk = [torch.randn(3, 3, h, 5, 16, generator=g) * 3 for h in heads]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references.attention import masked_attention
-from test_contract import LAYERS, Cache, Text, make_shape
+from test_contract import LAYERS, Cache, Text, make_plan
 
 import kv
 
@@ -24,47 +24,47 @@ def streaming(text: Text, sinks: int, budget: int, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("sinks, budget", ((4, 24), (4, 5), (0, 16), (1, 70)))
 @pytest.mark.parametrize("prompt", (3, 24, 50, 96))
 def test_streaming_attends_to_sinks_and_recent_tokens(heads, sinks, budget, prompt):
-    shape, steps = make_shape(heads, batch=1, max_length=2**31), 3 * budget
-    cache = Cache("streaming", shape)
-    cache.layers = kv.build("streaming", shape, budget, {"sinks": sinks})
+    plan, steps = make_plan(heads, batch=1, max_length=2**31), 3 * budget
+    cache = Cache("streaming", plan)
+    cache.layers = kv.build("streaming", plan, budget, {"sinks": sinks})
     cache.step.layers = torch.nn.ModuleList(cache.layers)
-    text = Text.random(shape, prompt, steps, seed=prompt)
+    text = Text.random(plan, prompt, steps, seed=prompt)
     found = cache.run({0: text}, steps)[0]
     assert (found - streaming(text, sinks, budget, steps)).abs().max() <= 1e-5
 
 
 def test_streaming_takes_the_memory_of_its_budget_however_long_the_prompt():
     """The budget, a slot past the end, the keys of 4 sinks; RoPE's frequencies, and by how much the sinks moved."""
-    shape = make_shape("gqa", 1)
-    expected = LAYERS * ((128 + 1) * shape.slot_bytes + 4 * shape.slot_bytes // 2 + 4 * shape.head_dim // 2 + 8), 0
+    plan = make_plan("gqa", 1)
+    expected = LAYERS * ((128 + 1) * plan.slot_bytes + 4 * plan.slot_bytes // 2 + 4 * plan.head_dim // 2 + 8), 0
     for max_prompt in (1000, 4000):
-        assert kv.planned_bytes("streaming", replace(shape, max_prompt=max_prompt), 128, {}) == expected
+        assert kv.planned_bytes("streaming", replace(plan, max_prompt=max_prompt), 128, {}) == expected
 
 
 def test_a_budget_is_a_number_of_tokens_or_a_share_of_the_prompt():
-    shape = make_shape()
-    layers = [kv.build("streaming", shape, budget, {})[0] for budget in (24, 0.25, 0.01, 1.0)]
-    assert [layer.size_of("size", 0) for layer in layers] == [24, 24, 5, shape.planned]
+    plan = make_plan()
+    layers = [kv.build("streaming", plan, budget, {})[0] for budget in (24, 0.25, 0.01, 1.0)]
+    assert [layer.size_of("size", 0) for layer in layers] == [24, 24, 5, plan.planned]
     for budget, message in ((4, "at least 5"), (1.5, "share between 0 and 1"), (None, "needs")):
         with pytest.raises(ValueError, match=message):
-            kv.build("streaming", shape, budget, {})
+            kv.build("streaming", plan, budget, {})
     with pytest.raises(ValueError, match="takes no budget"):
-        kv.build("full", shape, 256, {})
+        kv.build("full", plan, 256, {})
 
 
 def test_options_are_checked_by_name_type_and_range():
-    shape = make_shape()
-    assert kv.build("streaming", shape, 24, {"sinks": "2"})[0].sinks == 2
+    plan = make_plan()
+    assert kv.build("streaming", plan, 24, {"sinks": "2"})[0].sinks == 2
     cases = {"sink": ("4", "no option 'sink'; it has: sinks"), "sinks": ("x", "type int")}
     for name, (value, message) in (*cases.items(), ("sinks", ("-1", "at least 0"))):
         with pytest.raises(ValueError, match=message):
-            kv.build("streaming", shape, 24, {name: value})
+            kv.build("streaming", plan, 24, {name: value})
     with pytest.raises(ValueError, match="there are: brute_offload, cam"):
-        kv.build("nosuch", shape, 24, {})
+        kv.build("nosuch", plan, 24, {})
 
 
 def test_prompts_beyond_a_sliding_window_are_refused_by_name():
-    within, beyond = make_shape(window=128), make_shape(window=127)  # 96 prompt and 32 new tokens
+    within, beyond = make_plan(window=128), make_plan(window=127)  # 96 prompt and 32 new tokens
     kv.build("streaming", within, 24, {})
     with pytest.raises(ValueError, match="streaming does not honour this model's sliding window"):
         kv.build("streaming", beyond, 24, {})
@@ -82,20 +82,20 @@ def test_prompts_beyond_a_sliding_window_are_refused_by_name():
 )
 def test_unknown_options_and_invalid_values_are_refused(name, options, words):
     with pytest.raises(ValueError, match=words):
-        kv.build(name, make_shape(), 24, options)
+        kv.build(name, make_plan(), 24, options)
 
 
 @pytest.mark.parametrize("content", ('{"head_scores": 5}', '{"head_scores": [["x", 1.0], [1.0, 1.0]]}', "[]", "{"))
 def test_a_file_without_head_scores_is_refused(tmp_path, content):
     (tmp_path / "heads.json").write_text(content)
     with pytest.raises(ValueError, match="must be JSON with head_scores"):
-        kv.build("duo", make_shape(), 60, {"heads": str(tmp_path / "heads.json"), "sinks": 2, "recent": 6})
+        kv.build("duo", make_plan(), 60, {"heads": str(tmp_path / "heads.json"), "sinks": 2, "recent": 6})
 
 
 def test_quest_has_a_minimum_even_for_a_cache_of_a_few_tokens():
-    shape = replace(make_shape(), max_prompt=4, max_new_tokens=2)
+    plan = replace(make_plan(), max_prompt=4, max_new_tokens=2)
     with pytest.raises(ValueError, match="at least 6"):
-        kv.build("quest", shape, 3, {"page": None, "skip_layers": 0})
+        kv.build("quest", plan, 3, {"page": None, "skip_layers": 0})
 
 
 def test_the_help_names_the_choices_of_an_option():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import write_random
 from conversations import converse, model_step
 from references.quantized import SlowTailorKV
-from runs import Run, compare, make_shape, tokens, with_heads
+from runs import Run, compare, make_plan, tokens, with_heads
 
 import kv
 from engine import Engine
@@ -45,16 +45,16 @@ def foreseen(q: torch.Tensor) -> torch.Tensor:
 class Tailor(Run):
     """Layers driven as the model drives them; each row has its own number of generated tokens."""
 
-    def __init__(self, shape: kv.Shape, budget: int, options: dict):
-        super().__init__("tailorkv", shape, budget, {"group": 8} | options)
-        self.generated = [0] * shape.batch
+    def __init__(self, plan: kv.Plan, budget: int, options: dict):
+        super().__init__("tailorkv", plan, budget, {"group": 8} | options)
+        self.generated = [0] * plan.batch
 
     def prefill(self, row: int, inputs: list) -> None:
         super().prefill(row, inputs)
         self.generated[row] = 0
 
     def step(self, inputs: list, active: list[bool] | None = None) -> torch.Tensor:
-        active = torch.ones(self.shape.batch, dtype=torch.bool) if active is None else torch.tensor(active)
+        active = torch.ones(self.plan.batch, dtype=torch.bool) if active is None else torch.tensor(active)
         pos, found = torch.tensor(self.position) - ~active * 1, []
         for layer in self.layers:
             layer.before_step(max(self.position) + 1, max(self.generated) + 1)
@@ -71,19 +71,19 @@ class Tailor(Run):
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
     monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
-    shape = replace(make_shape(heads, batch=2), n_layer=4)
-    run = Tailor(shape, budget, options)
+    plan = replace(make_plan(heads, batch=2), n_layer=4)
+    run = Tailor(plan, budget, options)
     known = {key: value for key, value in options.items() if key not in THREADS | HERE}
-    slow = [SlowTailorKV(shape, budget, **{"group": 8, "value_group": 16} | known) for _ in range(2)]
+    slow = [SlowTailorKV(plan, budget, **{"group": 8, "value_group": 16} | known) for _ in range(2)]
     generator = torch.Generator().manual_seed(budget)
     for prompts in ({0: 100, 1: 61}, {0: 30}, {1: 9}, {0: 100}):
         for row, prompt in prompts.items():
-            inputs = tokens(shape, 1, prompt, generator)
+            inputs = tokens(plan, 1, prompt, generator)
             run.prefill(row, inputs)
             for layer, (q, k, v) in enumerate(inputs):
                 slow[row].prefill(layer, q[0], k[0], v[0])
         for _ in range(6):
-            inputs = tokens(shape, 2, 1, generator)
+            inputs = tokens(plan, 2, 1, generator)
             found = run.step(inputs)
             for row, check in enumerate(slow):
                 for layer, (q, k, v) in enumerate(inputs):
@@ -103,22 +103,22 @@ def test_offloaded_tailorkv_equals_resident_tailorkv_to_the_bit(options, monkeyp
     """Rows of a batch are refilled; `wide` copies each row of host memory by itself."""
     options = dict(options)
     monkeypatch.setattr(offload, "WIDE", options.pop("wide", offload.WIDE))
-    shape = make_shape(batch=3)
-    compare(Tailor(shape, 24, HERE), Tailor(shape, 24, options), torch.equal)
+    plan = make_plan(batch=3)
+    compare(Tailor(plan, 24, HERE), Tailor(plan, 24, options), torch.equal)
 
 
 @pytest.mark.parametrize("options", (HERE, DIRECT, THREADS), ids=("here", "direct", "threads"))
 def test_an_inactive_row_does_not_change_where_layers_share_fetch_buffers(options):
-    shape = replace(make_shape(batch=2), n_layer=3)
-    run, generator = Tailor(shape, 24, {"quant_layers": []} | options), torch.Generator().manual_seed(0)
+    plan = replace(make_plan(batch=2), n_layer=3)
+    run, generator = Tailor(plan, 24, {"quant_layers": []} | options), torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50)):
-        run.prefill(row, tokens(shape, 1, prompt, generator))
-    run.step(tokens(shape, 2, 1, generator))
+        run.prefill(row, tokens(plan, 1, prompt, generator))
+    run.step(tokens(plan, 2, 1, generator))
     slots = [x[1, :, :-1] for layer in run.layers for x in (layer.k, layer.v)]
     own = slots + [x[1] for layer in run.layers for x in (layer.index, layer.prompt, layer.largest)]
     before = [x.clone() for x in own]
     for _ in range(3):
-        run.step(tokens(shape, 2, 1, generator), [True, False])
+        run.step(tokens(plan, 2, 1, generator), [True, False])
     assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
     run.close()
 
@@ -243,8 +243,8 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
             return method(pool, *args)
 
         monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
-    shape = replace(make_shape(), n_layer=2)
-    eager, compiled = (Tailor(shape, 24, {"quant_layers": []} | THREADS) for _ in range(2))
+    plan = replace(make_plan(), n_layer=2)
+    eager, compiled = (Tailor(plan, 24, {"quant_layers": []} | THREADS) for _ in range(2))
 
     def step(inputs, pos, active):
         x, found = inputs[0][0], []
@@ -257,11 +257,11 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
         return torch.stack(found)
 
     fast, generator = torch.compile(step, fullgraph=True), torch.Generator().manual_seed(0)
-    inputs = tokens(shape, 1, 100, generator)
+    inputs = tokens(plan, 1, 100, generator)
     for run in (eager, compiled):
         run.prefill(0, inputs)
     for i in range(3):
-        inputs = tokens(shape, 1, 1, generator)
+        inputs = tokens(plan, 1, 1, generator)
         expected = eager.step(inputs)
         for layer in compiled.layers:
             layer.before_step(101 + i, i + 1)
@@ -278,11 +278,11 @@ def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeyp
 
 @pytest.mark.parametrize("pool, what", [("channel_pool", "the channels of layer 2"), ("pool", "layer 2")])
 def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(pool, what, monkeypatch, offload_threads):
-    shape = make_shape(batch=2)
-    here, there = Tailor(shape, 24, HERE), Tailor(shape, 24, THREADS)
+    plan = make_plan(batch=2)
+    here, there = Tailor(plan, 24, HERE), Tailor(plan, 24, THREADS)
     generator = torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50)):
-        inputs = tokens(shape, 1, prompt, generator)
+        inputs = tokens(plan, 1, prompt, generator)
         here.prefill(row, inputs)
         there.prefill(row, inputs)
 
@@ -290,7 +290,7 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
         raise OSError("bus error")
 
     for _ in range(3):
-        inputs = tokens(shape, 2, 1, generator)
+        inputs = tokens(plan, 2, 1, generator)
         with monkeypatch.context() as broken:
             broken.setattr(getattr(there.layers[2], pool), "gather", fails)
             with pytest.raises(RuntimeError, match=rf"^{what}: entries \d+ to \d+ could not be fetched \(bus error\)$"):
@@ -326,14 +326,14 @@ def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_pa
 @pytest.mark.parametrize("prompt, channels", [(32 * 1024, 8), (64 * 1024, 12)])
 def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
     meta, heads, dim, new, t = torch.device("meta"), 2, 64, 64, 1024
-    shape = kv.Shape(4, 8, heads, dim, 512, "default", 1e4, torch.bfloat16, meta, 2, prompt, new)
-    rows, unit = shape.batch * heads, shape.unit_bytes
+    plan = kv.Plan(4, 8, heads, dim, 512, "default", 1e4, torch.bfloat16, meta, 2, prompt, new)
+    rows, unit = plan.batch * heads, plan.unit_bytes
     table = rows * (2 * (prompt + new) * dim * (2 / 16 + 2 / 64) + 2 * channels * prompt) * 2  # 16-bit values
-    layers = kv.build("tailorkv", shape, t, {"engine": "threads"})
+    layers = kv.build("tailorkv", plan, t, {"engine": "threads"})
     staged = rows * (t - 128) * unit  # arriving tokens; the layers share this buffer
-    device, host = kv.planned_bytes("tailorkv", shape, t, {"engine": "threads"})
+    device, host = kv.planned_bytes("tailorkv", plan, t, {"engine": "threads"})
     assert 1 < device / (table + 3 * rows * (t + new + 1) * unit + staged) < 1.02
-    assert device < 0.2 * shape.full_bytes()
+    assert device < 0.2 * plan.full_bytes()
     assert 1 <= host / (1.5 * 3 * rows * prompt * unit) < 1.06  # and where threads gather what they fetch
     lines = heads * channels * prompt * 2
     assert layers[1].step_bytes(prompt) == (lines + heads * t * unit, lines + heads * (t - 128) * unit)
@@ -341,24 +341,24 @@ def test_memory_is_table_2s_and_the_host_holds_keys_twice(prompt, channels):
 
 def test_a_layer_that_is_named_twice_is_counted_once():
     once, twice = (kv.parse_options("tailorkv", {"quant_layers": layers}) for layers in ([1], [1, 1]))
-    sizes = [sum(layer.wants_lookahead for layer in method.build(make_shape(), 24)) for method in (once, twice)]
-    assert sizes[0] == sizes[1] == make_shape().n_layer - 1
+    sizes = [sum(layer.wants_lookahead for layer in method.build(make_plan(), 24)) for method in (once, twice)]
+    assert sizes[0] == sizes[1] == make_plan().n_layer - 1
 
 
 def test_only_fetching_threads_need_buffers():
-    shape = replace(make_shape(), device=torch.device("meta"))
-    sizes = [kv.planned_bytes("tailorkv", shape, 24, options) for options in (HERE, DIRECT, THREADS)]
-    prompts = shape.n_kv_head * shape.max_prompt * shape.unit_bytes * (shape.n_layer - 1)
-    buffers = shape.n_kv_head * (2 * 8 * shape.max_prompt * 4 + 16 * shape.unit_bytes)
+    plan = replace(make_plan(), device=torch.device("meta"))
+    sizes = [kv.planned_bytes("tailorkv", plan, 24, options) for options in (HERE, DIRECT, THREADS)]
+    prompts = plan.n_kv_head * plan.max_prompt * plan.unit_bytes * (plan.n_layer - 1)
+    buffers = plan.n_kv_head * (2 * 8 * plan.max_prompt * 4 + 16 * plan.unit_bytes)
     assert sizes[1] == (sizes[0][0] - 1.5 * prompts, 1.5 * prompts) and sizes[0][1] == 0
-    tickets = 8 * (shape.n_kv_head * 8 - 1) * (shape.n_layer - 1)  # the ids of fetched channels: threads are told them
+    tickets = 8 * (plan.n_kv_head * 8 - 1) * (plan.n_layer - 1)  # the ids of fetched channels: threads are told them
     assert sizes[2][0] == sizes[1][0] + buffers - tickets and sizes[2][1] > sizes[1][1]
 
 
 def test_options_that_do_not_fit_the_model_or_the_method_are_refused_in_one_line():
     def refused(budget: int, options: dict) -> str:
         with pytest.raises(ValueError) as error:
-            kv.build("tailorkv", make_shape(), budget, options)
+            kv.build("tailorkv", make_plan(), budget, options)
         return str(error.value)
 
     assert refused(24, {"quant_layers": [0, 8]}) == "tailorkv: quant_layers must lie below 8, not [0, 8]"
@@ -370,8 +370,8 @@ def test_options_that_do_not_fit_the_model_or_the_method_are_refused_in_one_line
 
 def test_the_default_quantized_layers_depend_on_the_model():
     def of(n_layer: int, n_kv_head: int) -> list[int]:
-        shape = replace(make_shape(), n_layer=n_layer, n_head=32, n_kv_head=n_kv_head, dim=4096)
-        layers = kv.build("tailorkv", replace(shape, device=torch.device("meta")), 24, {})
+        plan = replace(make_plan(), n_layer=n_layer, n_head=32, n_kv_head=n_kv_head, dim=4096)
+        layers = kv.build("tailorkv", replace(plan, device=torch.device("meta")), 24, {})
         return [i for i, layer in enumerate(layers) if not layer.wants_lookahead]
 
     assert of(32, 8) == [0]  # Llama-3.1-8B

@@ -1,12 +1,12 @@
 """The bytes that a step reads, by the papers' formulas, written with numbers."""
 
 import pytest
-from runs import LAYERS, MAX_PROMPT, D, make_shape
+from runs import LAYERS, MAX_PROMPT, D, make_plan
 
 import kv
 from kv.rocketkv import Split
 
-HK, G, UNIT, SHAPE = 2, 3, 2 * D * 4, make_shape("gqa")  # 100 tokens of prompt, 30 generated
+HK, G, UNIT, SHAPE = 2, 3, 2 * D * 4, make_plan("gqa")  # 100 tokens of prompt, 30 generated
 SPLIT = Split(SHAPE, 26, "even")
 FIRST_HEADS = [[layer + 2.0, 0.0] for layer in range(LAYERS)]
 

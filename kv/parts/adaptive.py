@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kv.base import Held
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import attention, ops
 
 
@@ -36,7 +36,7 @@ class Adaptive:
 
     def allocate_slots(self, slots: int, width: int | None = None) -> None:
         super().allocate_slots(slots, width)
-        self.allocate("owner", self.shape.n_kv_head, slots + 1, dtype=torch.uint8)  # the head whose token a cell holds
+        self.allocate("owner", self.plan.n_kv_head, slots + 1, dtype=torch.uint8)  # the head whose token a cell holds
         self.contents["owner"] = 1, 1
         for name in ("k", "v", "owner"):
             x = getattr(self, name)
@@ -49,7 +49,7 @@ class Adaptive:
 
     def disown(self, row: int | slice) -> None:
         """Gives each head as many cells as the others, as those of generated tokens are."""
-        self.owner[row] = torch.arange(self.shape.n_kv_head, device=self.owner.device)[:, None]
+        self.owner[row] = torch.arange(self.plan.n_kv_head, device=self.owner.device)[:, None]
 
     def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         surest = ops.top(scores, int(self.alpha * kept))
@@ -66,7 +66,7 @@ class Adaptive:
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         cells = (self.read(x).transpose(1, 2).flatten(1, 2) for x in (self.k, self.v, self.owner))
-        return ops.attend_owned(q, *cells, self.shape.n_kv_head, (self.slot(pos) + 1) * self.shape.n_kv_head)
+        return ops.attend_owned(q, *cells, self.plan.n_kv_head, (self.slot(pos) + 1) * self.plan.n_kv_head)
 
     def heads(self, row: int, length: int) -> list[Held]:
         """What each head holds of a row of `length` tokens."""
@@ -97,9 +97,9 @@ class HeadBudgets(Method):
     )
     alpha: float = option(0.2, "with heads=adaptive, what each head has at least, of an equal budget", min=0, max=1)
 
-    def paper_bytes(self, shape: Shape, budget: int) -> int:
+    def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget, and every generated token."""
-        return super().paper_bytes(shape, budget + shape.max_new_tokens)
+        return super().paper_bytes(plan, budget + plan.max_new_tokens)
 
     def layer_type(self, layer: type) -> type | partial:
         """`layer`, or one that stores the tokens of adaptive heads."""

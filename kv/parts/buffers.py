@@ -5,15 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kv.method import Shape
+from kv.method import Plan
 
 
 class Buffers(nn.Module):
     """Buffers with one entry per row, which compiled steps write in place and checkpoints leave out."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, plan: Plan):
         super().__init__()
-        self.shape = shape
+        self.plan = plan
         self.initial: dict[str, float] = {}  # the values that `reset` restores, by buffer
         self.states: list[str] = []  # buffers that describe what a row holds
         self.row_sizes: dict[str, Callable[[int], int]] = {}  # see `allocate_size`
@@ -21,8 +21,8 @@ class Buffers(nn.Module):
     def allocate(self, name: str, *size: int, dtype: torch.dtype | None = None, fill: float = 0):
         """Allocates and holds a buffer [B,*size], of the cache's dtype by default; `reset` fills a row's part again."""
         self.initial[name] = fill
-        size, dtype = (self.shape.batch, *size), dtype or self.shape.dtype
-        self.hold(name, torch.full(size, fill, dtype=dtype, device=self.shape.device))
+        size, dtype = (self.plan.batch, *size), dtype or self.plan.dtype
+        self.hold(name, torch.full(size, fill, dtype=dtype, device=self.plan.device))
 
     def hold(self, name: str, buffer: Tensor | None) -> None:
         """Registers a buffer."""
@@ -35,11 +35,11 @@ class Buffers(nn.Module):
 
     def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> None:
         """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes."""
-        if self.shape.share is None:
+        if self.plan.share is None:
             setattr(self, name, of(budget))
         else:
             self.allocate_state(name, fill=of(budget))
-            self.row_sizes[name] = lambda prompt: of(self.shape.row_budget(budget, prompt))
+            self.row_sizes[name] = lambda prompt: of(self.plan.row_budget(budget, prompt))
 
     def set_sizes(self, row: int, prompt: int) -> None:
         """Sets a row's sizes, for a prompt of `prompt` tokens."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.method import Shape
+from kv.method import Plan
 from kv.parts import attention, inductor, ops
 from kv.parts.buffers import Buffers
 
@@ -12,13 +12,13 @@ from kv.parts.buffers import Buffers
 class Slots(Buffers):
     """Slots for `count` tokens per row and KV head: K, V, the position in the text (-1: empty), and `sums`."""
 
-    def __init__(self, shape: Shape, count: int, sums: tuple[str, ...]):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, count: int, sums: tuple[str, ...]):
+        super().__init__(plan)
         for name in ("k", "v"):
-            self.allocate(name, shape.n_kv_head, count, shape.head_dim)
+            self.allocate(name, plan.n_kv_head, count, plan.head_dim)
         for name in sums:
-            self.allocate(name, shape.n_kv_head, count, dtype=torch.float32)
-        self.allocate("position", shape.n_kv_head, count, dtype=torch.int64, fill=-1)
+            self.allocate(name, plan.n_kv_head, count, dtype=torch.float32)
+        self.allocate("position", plan.n_kv_head, count, dtype=torch.int64, fill=-1)
 
 
 class Evicting(KV):
@@ -35,19 +35,19 @@ class Evicting(KV):
     extends_alike = False  # an extension evicts its tokens at once, not one by one
     sums: tuple[str, ...] = ()  # names of fp32 buffers, a number for each slot, which move with the tokens
 
-    def __init__(self, shape: Shape, size: int, sinks: int = 0, recent: int = 1, slots: Slots | None = None):
+    def __init__(self, plan: Plan, size: int, sinks: int = 0, recent: int = 1, slots: Slots | None = None):
         """slots: those of other layers too; the layer then allocates `allotted`, the tokens that each row keeps."""
-        super().__init__(shape)
+        super().__init__(plan)
         self.sinks, self.recent = sinks, recent
-        self.endless = size < shape.planned
+        self.endless = size < plan.planned
         self.slots = size + 1  # one is spare
-        self.read_slots = inductor.symbol(self.slots, shape.device)
-        for name, buffer in (slots or Slots(shape, self.slots + 1, self.sums)).named_buffers():
+        self.read_slots = inductor.symbol(self.slots, plan.device)
+        for name, buffer in (slots or Slots(plan, self.slots + 1, self.sums)).named_buffers():
             self.hold(name, buffer)
         if slots is None:
             self.allocate_size("allotted", size)
-        self.allocate_state("spare", shape.n_kv_head)  # the slot of the next token
-        self.hold("inv_freq", ops.inv_freq(shape))
+        self.allocate_state("spare", plan.n_kv_head)  # the slot of the next token
+        self.hold("inv_freq", ops.inv_freq(plan))
         self.more_bytes = 8 + 4 * len(self.sums)
 
     # What a method implements
@@ -87,7 +87,7 @@ class Evicting(KV):
         """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
         old = self.held(row, pos)
         keys = old.k[None]
-        if pos + k.shape[2] > self.shape.max_length:
+        if pos + k.shape[2] > self.plan.max_length:
             last = torch.tensor([pos - 1], device=k.device)
             keys = self.side_by_side(keys, old.position[None], last, self.inv_freq[row, None])
         keys, values = torch.cat([keys, k], dim=2), torch.cat([old.v[None], v], dim=2)
@@ -120,7 +120,7 @@ class Evicting(KV):
         keys, values, position = (self.read(x) for x in (self.k, self.v, self.position))
         turned = keys
         if self.past_context:
-            past = (pos >= self.shape.max_length)[:, None, None, None]
+            past = (pos >= self.plan.max_length)[:, None, None, None]
             turned = torch.where(past, self.side_by_side(keys, position, pos, self.inv_freq), keys)
         weight = ops.weights(q, turned, position[:, :, None] < 0)  # [B,Hk,G,n]
         y = (weight.to(values.dtype) @ values).view(q.shape)

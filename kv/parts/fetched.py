@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import inductor, offload, ops
 from kv.parts.offload import Pool, Staged
 
@@ -34,25 +34,25 @@ class FetchMethod(offload.OffloadMethod):
         """How many first and how many last tokens of the prompt stay."""
         return self.initial, self.split(budget)[0] - self.initial
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         return max(8, self.initial + self.newest + 1)
 
-    def most(self, shape: Shape) -> int:
+    def most(self, plan: Plan) -> int:
         """Beyond what covers every token, n_local still grows, up to 128."""
-        return shape.planned + 3 * 128
+        return plan.planned + 3 * 128
 
-    def reach(self, shape: Shape) -> int:
+    def reach(self, plan: Plan) -> int:
         """How many tokens of a row may be chosen, or stay."""
-        return shape.planned if self.any_token else shape.max_prompt
+        return plan.planned if self.any_token else plan.max_prompt
 
-    def sizes(self, shape: Shape, budget: int) -> tuple[int, int]:
+    def sizes(self, plan: Plan, budget: int) -> tuple[int, int]:
         """`split`, with n_topk no larger than the number of tokens that do not stay."""
         local, count = self.split(budget)
-        return local, min(count, max(1, self.reach(shape) - local))
+        return local, min(count, max(1, self.reach(plan) - local))
 
-    def staged_tokens(self, shape: Shape, budget: int) -> Staged | None:
+    def staged_tokens(self, plan: Plan, budget: int) -> Staged | None:
         """The buffer where fetched tokens arrive, which all layers use in turn; None unless threads fetch."""
-        return self.staged((shape.n_kv_head * self.sizes(shape, budget)[1], 2, shape.head_dim), shape)
+        return self.staged((plan.n_kv_head * self.sizes(plan, budget)[1], 2, plan.head_dim), plan)
 
 
 Ends = Callable[[int], tuple[int, int]]  # a budget -> how many first and last tokens of a prompt stay on the device
@@ -67,14 +67,14 @@ class Parts(KV):
 
     recent, rewinds, attends_to_all = 1, True, False
 
-    def __init__(self, shape: Shape, chosen: int, budget: int = 0, ends: Ends = no_ends, prompt: Tensor | None = None):
+    def __init__(self, plan: Plan, chosen: int, budget: int = 0, ends: Ends = no_ends, prompt: Tensor | None = None):
         """chosen: how many slots. prompt [B]: the length of each row's prompt, if layers share that buffer."""
-        super().__init__(shape)
+        super().__init__(plan)
         self.end_slots = sum(ends(budget))
         self.first_generated = self.end_slots + chosen
         self.allocate_size("sinks", budget, lambda t: ends(t)[0])  # first tokens of the prompt that stay
         self.allocate_size("local", budget, lambda t: ends(t)[1])  # its last tokens that do
-        self.allocate_slots(self.first_generated + shape.max_new_tokens)
+        self.allocate_slots(self.first_generated + plan.max_new_tokens)
         self.contents.clear()  # see `views`: the slots do not fill in order
         if prompt is None:
             self.allocate_state("prompt")
@@ -152,10 +152,10 @@ class Parts(KV):
 class Fetched(Parts):
     """A pool holds the middle, K and V of `size` tokens per entry; a step fetches `count` entries per KV head."""
 
-    def __init__(self, shape: Shape, budget: int, ends: Ends, count: int, size: int, pool: Pool):
-        super().__init__(shape, count * size, budget, ends)
-        self.count, self.reach = count, shape.max_prompt  # tokens of a row that may be chosen, or stay
-        self.allocate_state("index", shape.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
+    def __init__(self, plan: Plan, budget: int, ends: Ends, count: int, size: int, pool: Pool):
+        super().__init__(plan, count * size, budget, ends)
+        self.count, self.reach = count, plan.max_prompt  # tokens of a row that may be chosen, or stay
+        self.allocate_state("index", plan.n_kv_head, count, fill=-1)  # tokens or blocks chosen; -1: none
         self.pool, self.pools = pool, [pool]
         self.hold("pool_buffer", pool.buffer)
 
@@ -169,7 +169,7 @@ class Fetched(Parts):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Of attention, with every chosen token from the pool; choosing comes on top."""
-        prompt, unit = min(length, self.shape.max_prompt), self.shape.n_kv_head * self.shape.unit_bytes
+        prompt, unit = min(length, self.plan.max_prompt), self.plan.n_kv_head * self.plan.unit_bytes
         chosen = min(self.first_generated - self.end_slots, self.choices(length))
         return (min(prompt, self.end_slots) + chosen + length - prompt) * unit, chosen * unit * self.pool.on_host
 
@@ -181,13 +181,13 @@ class Fetched(Parts):
 class FetchedTokens(Fetched):
     """An entry is one token of one KV head, [max_prompt,Hk] of them in each row: every head chooses its own."""
 
-    def __init__(self, shape: Shape, layer: int, budget: int, options: FetchMethod, staged: Staged | None):
-        _, count = options.sizes(shape, budget)
-        size = (shape.max_prompt * shape.n_kv_head, 2, shape.head_dim)
-        pool = options.pool(f"layer {layer}", size, staged, shape)
-        super().__init__(shape, budget, options.ends, count, size=1, pool=pool)
-        self.allocate_size("chosen", budget, lambda t: options.sizes(shape, t)[1])  # how many tokens to fetch
-        self.reach = options.reach(shape)
+    def __init__(self, plan: Plan, layer: int, budget: int, options: FetchMethod, staged: Staged | None):
+        _, count = options.sizes(plan, budget)
+        size = (plan.max_prompt * plan.n_kv_head, 2, plan.head_dim)
+        pool = options.pool(f"layer {layer}", size, staged, plan)
+        super().__init__(plan, budget, options.ends, count, size=1, pool=pool)
+        self.allocate_size("chosen", budget, lambda t: options.sizes(plan, t)[1])  # how many tokens to fetch
+        self.reach = options.reach(plan)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.keep_ends(row, k[0], v[0])
@@ -196,10 +196,10 @@ class FetchedTokens(Fetched):
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)
-        yield "pool", self.pool.part(row, int(self.prompt[row]) * self.shape.n_kv_head)
+        yield "pool", self.pool.part(row, int(self.prompt[row]) * self.plan.n_kv_head)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
-        entries = self.pool.read(row, prompt * self.shape.n_kv_head)  # [T Hk,2,D]
+        entries = self.pool.read(row, prompt * self.plan.n_kv_head)  # [T Hk,2,D]
         return entries.unflatten(0, (prompt, -1)).permute(2, 1, 0, 3).unbind(0)
 
     def fetch(self, scores: Tensor, candidates: Tensor, active: Tensor, q: Tensor, most: int = 0) -> Tensor:

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary, finalize, ref
 import torch
 from torch import Tensor
 
-from kv.method import Method, Shape, option
+from kv.method import Method, Plan, option
 from kv.parts import inductor
 
 BACKLOG = 4  # writes that may be in flight
@@ -425,24 +425,24 @@ class OffloadMethod(Method):
     engine: Literal["auto", "direct", "threads"] = option("auto", "who fetches: the device, or host threads")
     threads: int = option(4, "host threads that fetch", min=1, max=256)
 
-    def threaded(self, shape: Shape, early: bool = False) -> bool:
+    def threaded(self, plan: Plan, early: bool = False) -> bool:
         """Whether threads fetch. With engine=auto they fetch what is issued `early` to a GPU.
 
         On a CPU they would compete for the cores that compute; engine=threads is for those with cores to spare.
         """
-        auto = early and shape.device.type == "cuda"
+        auto = early and plan.device.type == "cuda"
         return self.offload and (self.engine == "threads" or (self.engine == "auto" and auto))
 
     def staged(
-        self, size: tuple[int, ...], shape: Shape, workers: Workers | None = None, early: bool = False
+        self, size: tuple[int, ...], plan: Plan, workers: Workers | None = None, early: bool = False
     ) -> Staged | None:
         """The buffer [B,*size] where the entries that a step fetches arrive; None unless threads fetch them."""
-        if not self.threaded(shape, early):
+        if not self.threaded(plan, early):
             return None
-        return Staged((shape.batch, *size), shape.dtype, shape.device, workers or Workers(self.threads))
+        return Staged((plan.batch, *size), plan.dtype, plan.device, workers or Workers(self.threads))
 
-    def pool(self, what: str, size: tuple[int, ...], staged: Staged | None, shape: Shape, delta: bool = False) -> Pool:
+    def pool(self, what: str, size: tuple[int, ...], staged: Staged | None, plan: Plan, delta: bool = False) -> Pool:
         """A pool [B,*size] of the kind the options ask for; `delta`: see ThreadedPool."""
         if staged is None:
-            return Pool(what, (shape.batch, *size), shape.dtype, shape.device, host=self.offload)
-        return ThreadedPool(what, (shape.batch, *size), staged, delta)
+            return Pool(what, (plan.batch, *size), plan.dtype, plan.device, host=self.offload)
+        return ThreadedPool(what, (plan.batch, *size), staged, delta)

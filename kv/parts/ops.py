@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv.method import Shape
+from kv.method import Plan
 from kv.parts import inductor
 
 # What methods need of it: the sizes of a step, which may change, and where a compiled step stores a value.
@@ -176,15 +176,15 @@ def rerotate(x: Tensor, shift: Tensor, inv_freq: Tensor) -> Tensor:
     return rotate(x, angle.cos(), angle.sin())
 
 
-def inv_freq(shape: Shape) -> Tensor:
+def inv_freq(plan: Plan) -> Tensor:
     """RoPE's frequencies of each row, for `rerotate`: [B,D/2], the model's own tensor, which follows each prompt.
 
     Without a model, they follow from rope_theta.
     """
-    if shape.inv_freq is not None:
-        return shape.inv_freq
-    pairs = shape.head_dim // 2
-    return torch.tensor([[shape.rope_theta ** (-i / pairs) for i in range(pairs)]] * shape.batch, device=shape.device)
+    if plan.inv_freq is not None:
+        return plan.inv_freq
+    pairs = plan.head_dim // 2
+    return torch.tensor([[plan.rope_theta ** (-i / pairs) for i in range(pairs)]] * plan.batch, device=plan.device)
 
 
 def ring(position: Tensor, size: Tensor | int, sinks: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import inductor, ops
 from kv.parts.buffers import Buffers
 
@@ -101,9 +101,9 @@ def vector_bytes(size: int, bits: int) -> int:
     return -(-size * bits // 8) + 4 * (size // channels(size, SPAN))
 
 
-def stored_bytes(shape: Shape, bits: int) -> int:
+def stored_bytes(plan: Plan, bits: int) -> int:
     """Bytes of one K or V vector, packed unless bits is 16."""
-    return shape.unit_bytes // 2 if bits == 16 else vector_bytes(shape.head_dim, bits)
+    return plan.unit_bytes // 2 if bits == 16 else vector_bytes(plan.head_dim, bits)
 
 
 def channels(size: int, most: int = CHANNELS) -> int:
@@ -146,10 +146,10 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 
 def hold_rotations(holder: Buffers) -> None:
     """Gives a layer's store the `rotation` of its vectors, its keys' `bias` [1,Hk,1,D], or None, and what turns it."""
-    shape = holder.shape
-    holder.hold("rotation", hadamard(shape.head_dim, shape.device))
-    holder.hold("bias", None if shape.key_bias is None else shape.key_bias[None, :, None])
-    holder.hold("inv_freq", None if shape.key_bias is None else ops.inv_freq(shape))
+    plan = holder.plan
+    holder.hold("rotation", hadamard(plan.head_dim, plan.device))
+    holder.hold("bias", None if plan.key_bias is None else plan.key_bias[None, :, None])
+    holder.hold("inv_freq", None if plan.key_bias is None else ops.inv_freq(plan))
 
 
 class Vectors(Buffers):
@@ -159,8 +159,8 @@ class Vectors(Buffers):
     Qwen2.5 that bias is nearly the whole key. Keys and values are rotated, and SPAN channels share a scale.
     """
 
-    def __init__(self, shape: Shape, bits: int):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, bits: int):
+        super().__init__(plan)
         self.bits = bits
         if bits < 16:
             hold_rotations(self)
@@ -168,7 +168,7 @@ class Vectors(Buffers):
     @property
     def width(self) -> int | None:
         """Bytes of a stored vector; None: a vector of the cache's dtype."""
-        return None if self.bits == 16 else vector_bytes(self.shape.head_dim, self.bits)
+        return None if self.bits == 16 else vector_bytes(self.plan.head_dim, self.bits)
 
     def pack(self, k: Tensor, v: Tensor, position: Tensor, row: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B,H,N,D] at position [B,H,N], broadcastable but for N, as they are stored; with `row`, B is
@@ -192,9 +192,9 @@ class Vectors(Buffers):
         return pack_vectors(k, self.bits), pack_vectors(v, self.bits)
 
     def unpacked(self, k: Tensor, v: Tensor, position: Tensor, row: int | None) -> tuple[Tensor, Tensor]:
-        k, v = torch.stack([unpack_vectors(x, self.bits, self.shape.head_dim) for x in (k, v)]) @ self.rotation
+        k, v = torch.stack([unpack_vectors(x, self.bits, self.plan.head_dim) for x in (k, v)]) @ self.rotation
         k = k if self.bias is None else k + self.turned_bias(position, row)
-        return k.to(self.shape.dtype), v.to(self.shape.dtype)
+        return k.to(self.plan.dtype), v.to(self.plan.dtype)
 
     def turned_bias(self, position: Tensor, row: int | None) -> Tensor:
         """The bias at each position, [B,Hk,N,D] fp32."""
@@ -205,12 +205,12 @@ class Vectors(Buffers):
 class Packed(Buffers):
     """`groups` groups of `group` tokens per row and KV head."""
 
-    def __init__(self, shape: Shape, groups: int, group: int, bits: int):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, groups: int, group: int, bits: int):
+        super().__init__(plan)
         if group % 8:
             raise ValueError(f"a group must be a multiple of 8 tokens, not {group}")
-        self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(shape.head_dim)
-        size, d = (shape.n_kv_head, groups and groups + 1), shape.head_dim  # one group past the end, see `store`
+        self.groups, self.group, self.bits, self.channels = groups, group, bits, channels(plan.head_dim)
+        size, d = (plan.n_kv_head, groups and groups + 1), plan.head_dim  # one group past the end, see `store`
         row = group * bits // 8  # bytes of one channel
         self.words = bits <= 2 and row % 4 == 0  # of K: else bytes
         keys = ("k", (d, row // 4), torch.int32, (d, 1)) if self.words else ("k", (d, row), torch.uint8, (d, 1))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV, Held, Views
-from kv.method import Shape, option
+from kv.method import Plan, option
 from kv.parts import attention, ops, quant
 from kv.parts.adaptive import HeadBudgets
 
@@ -30,7 +30,7 @@ class Scored(KV):
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         kept: int,
         window: int = 0,
         sinks: int = 0,
@@ -41,28 +41,28 @@ class Scored(KV):
     ):
         """kept: of the longest prompt. bits of a stored value (quant.Vectors); `decode` is then the method's own.
         queries: how many of the newest queries a row holds while it generates, for `score` to rank again (`every`)."""
-        super().__init__(replace(shape, n_kv_head=shape.n_kv_head * copies))
+        super().__init__(replace(plan, n_kv_head=plan.n_kv_head * copies))
         if 0 < every < window:  # a row would be compressed before all queries of the window are known
             raise ValueError(f"every={every} must be at least the window, {window}")
-        every = every if every <= shape.max_new_tokens else 0  # no row holds as many more
+        every = every if every <= plan.max_new_tokens else 0  # no row holds as many more
         self.every, self.queries = every, queries if every else 0
-        self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, shape.max_prompt)
+        self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, plan.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
         self.rows: dict[int, int] = {}  # how many tokens each row keeps of its prompt
         self.gone: dict[int, int] = {}  # `dropped` and `prompt`, where the host reads them
         self.prompts: dict[int, int] = {}
         self.recent = max(1, self.window)
-        self.stored, self.rounds = quant.Vectors(shape, bits), bits < 16
-        slots = min(kept + every + LAG, shape.planned) if every else self.kept + shape.max_new_tokens
+        self.stored, self.rounds = quant.Vectors(plan, bits), bits < 16
+        slots = min(kept + every + LAG, plan.planned) if every else self.kept + plan.max_new_tokens
         self.allocate_slots(slots, self.stored.width)
         self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
-        self.allocate_state("position", self.shape.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
+        self.allocate_state("position", self.plan.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
         self.rewinds = not every
         self.extends_alike = self.extends_alike and not every
         if every:
             self.allocate_state("prompt")  # its tokens, [B]
         if self.queries:  # a ring, by position
-            self.allocate_state("past", shape.n_head, queries + LAG, shape.head_dim, dtype=shape.dtype)
+            self.allocate_state("past", plan.n_head, queries + LAG, plan.head_dim, dtype=plan.dtype)
 
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Scored(KV):
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
-        kept, at = index.shape[1], (head * len(tokens.k) // self.shape.n_kv_head, index)
+        kept, at = index.shape[1], (head * len(tokens.k) // self.plan.n_kv_head, index)
         self.position[row] = -1
         self.position[row, :, :kept] = tokens.position[at]
         self.write(row, 0, tokens.k[at], tokens.v[at], tokens.position[at])
@@ -114,12 +114,12 @@ class Scored(KV):
         return self.each_head(ops.top(scores, kept).sort().values)
 
     def each_head(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        heads = torch.arange(self.shape.n_kv_head, device=index.device)[:, None]
+        heads = torch.arange(self.plan.n_kv_head, device=index.device)[:, None]
         return heads, index.expand(len(heads), -1)
 
     def kept_of(self, prompt: int) -> int:
         """How many tokens of a prompt of `prompt` tokens stay, at most `kept`."""
-        return min(self.kept, self.shape.row_budget(self.budget, prompt))
+        return min(self.kept, self.plan.row_budget(self.budget, prompt))
 
     def window_of(self, prompt: int) -> int:
         """How many of its newest tokens always stay: at most half of those that do."""
@@ -138,7 +138,7 @@ class Scored(KV):
 
     def length_of(self, row: int, end: int) -> int:
         """How long a prompt has the budget of a row of `end` tokens: if it is a share, as long as the row's own."""
-        return end if self.shape.share is None else self.prompts[row]
+        return end if self.plan.share is None else self.prompts[row]
 
     def compress(self, row: int, end: int) -> None:
         """Keeps the best of a row's tokens before position `end`; a step may have stored one after them."""
@@ -198,7 +198,7 @@ class Scored(KV):
         return (pos - self.dropped).clamp(min=0)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        position = torch.arange(pos, pos + k.shape[2], device=k.device).expand(self.shape.n_kv_head, -1)
+        position = torch.arange(pos, pos + k.shape[2], device=k.device).expand(self.plan.n_kv_head, -1)
         self.write(row, self.filled(row, pos), self.copied(k)[0], self.copied(v)[0], position)
 
     def copied(self, x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Scored(KV):
         return torch.where((slots < self.position.shape[2]) & (known >= 0), known, slots + dropped[:, None, None])
 
     def held(self, row: int, length: int) -> Held:
-        slots = torch.arange(length - int(self.dropped[row]), device=self.k.device).expand(1, self.shape.n_kv_head, -1)
+        slots = torch.arange(length - int(self.dropped[row]), device=self.k.device).expand(1, self.plan.n_kv_head, -1)
         k, v = (x[row, :, : slots.shape[2]] for x in (self.k, self.v))
         position = self.positions(slots, row)
         k, v = self.stored.read(k[None], v[None], position, row)
@@ -234,7 +234,7 @@ class Scored(KV):
             self.prompts[row] = int(self.prompt[row])
 
     def slots_to_read(self, length: int, new: int) -> int:
-        kept = max(self.rows.values(), default=self.kept_of(self.shape.max_prompt))
+        kept = max(self.rows.values(), default=self.kept_of(self.plan.max_prompt))
         return min(length, self.slots, kept + (self.slots if self.every else new))
 
 
@@ -254,12 +254,12 @@ class ScoredMethod(HeadBudgets):
     sinks: int = option(4, "first tokens that are always kept", min=0)
     every: int = EVERY
 
-    def minimum(self, shape: Shape) -> int:
+    def minimum(self, plan: Plan) -> int:
         return self.sinks + 1
 
-    def build(self, shape: Shape, budget: int) -> list[KV]:
+    def build(self, plan: Plan, budget: int) -> list[KV]:
         apart = {field.name for field in fields(HeadBudgets)}
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
         layer = self.layer_type(self.layer)
-        return [layer(shape, budget, **options) for _ in range(shape.n_layer)]
+        return [layer(plan, budget, **options) for _ in range(plan.n_layer)]

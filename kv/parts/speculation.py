@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full
-from kv.method import Shape
+from kv.method import Plan
 from kv.parts import ops
 from kv.parts.scored import Scored
 
@@ -22,9 +22,9 @@ from kv.parts.scored import Scored
 class Speculation(KV):
     """One layer's draft and full cache."""
 
-    def __init__(self, shape: Shape, draft: KV):
-        super().__init__(shape)
-        self.draft, self.full = draft, Full(shape)
+    def __init__(self, plan: Plan, draft: KV):
+        super().__init__(plan)
+        self.draft, self.full = draft, Full(plan)
         self.wants_lookahead, self.pools = draft.wants_lookahead, draft.pools
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
@@ -51,7 +51,7 @@ class Speculation(KV):
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = self.full.extend(row, q, k, v, pos)
-        if isinstance(self.draft, Scored) and self.draft.slots < self.shape.planned:
+        if isinstance(self.draft, Scored) and self.draft.slots < self.plan.planned:
             held = self.full.held(row, pos + k.shape[2])
             self.draft.keep(row, q, held.k[None], held.v[None])
         else:
@@ -77,16 +77,16 @@ class Speculation(KV):
 
     def step_bytes(self, length: int) -> tuple[int, int]:
         """Of a round: the drafts, and one verification, which reads the full cache once."""
-        device, host = (self.shape.rewind * n for n in self.draft.step_bytes(length))
+        device, host = (self.plan.rewind * n for n in self.draft.step_bytes(length))
         return device + self.full.step_bytes(length)[0], host
 
 
-def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
+def speculative(name: str, plan: Plan, drafts: list[KV]) -> list[KV]:
     """Puts the full cache behind every layer of method `name`. Raises ValueError if the method cannot draft."""
-    if shape.window is not None and shape.planned > shape.window:
+    if plan.window is not None and plan.planned > plan.window:
         raise ValueError(
             f"speculation needs the full cache, and this model's sliding window drops tokens: use at most "
-            f"{shape.window} tokens of prompt and answer together"
+            f"{plan.window} tokens of prompt and answer together"
         )
     if name == "full" and all(type(draft) is Full for draft in drafts):
         raise ValueError("the full cache cannot draft for itself: choose another --kv, or leave out --speculate")
@@ -94,4 +94,4 @@ def speculative(name: str, shape: Shape, drafts: list[KV]) -> list[KV]:
         raise ValueError(f"{name} cannot draft: its cache cannot take tokens back")
     if not all(draft.exact_prompt for draft in drafts):
         raise ValueError(f"{name} with prefill=... cannot draft: the full cache's prompt is exact")
-    return [Speculation(shape, draft) for draft in drafts]
+    return [Speculation(plan, draft) for draft in drafts]

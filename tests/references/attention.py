@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 
 def half_up(x: Fraction | float) -> int:
@@ -62,18 +62,18 @@ def causal(window: int | None = None) -> Callable[[int], range]:
     return lambda i: range(0 if window is None else max(0, i + 1 - window), i + 1)
 
 
-def refuse_window(shape: Shape) -> None:
+def refuse_window(plan: Plan) -> None:
     """Raises ValueError where a sliding window would hide tokens: the references know none."""
-    if shape.window is not None and shape.window < shape.planned:
+    if plan.window is not None and plan.window < plan.planned:
         raise ValueError("the references know no sliding window")
 
 
 class Text:
     """One layer's queries [Hq,N,D], keys and values [Hk,N,D] of every token so far."""
 
-    def __init__(self, shape: Shape, q: Tensor, k: Tensor, v: Tensor):
-        refuse_window(shape)
-        self.groups = shape.n_head // shape.n_kv_head
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor):
+        refuse_window(plan)
+        self.groups = plan.n_head // plan.n_kv_head
         self.queries, self.keys, self.values = q.double(), k.double(), v.double()
         self.prompt = k.shape[1]
 
@@ -108,9 +108,9 @@ class SlowLayers:
     layer of each step. A method decides which positions a KV head attends to (`choose`).
     """
 
-    def __init__(self, shape: Shape):
-        self.shape = shape
-        self.groups = shape.n_head // shape.n_kv_head
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.groups = plan.n_head // plan.n_kv_head
         self.texts: list[Text] = []  # by layer
         self.attended: dict[int, list[list[int]]] = {}  # by layer and KV head: positions of the last step, ascending
 
@@ -120,7 +120,7 @@ class SlowLayers:
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
         """A layer's storage of a prompt."""
-        return Text(self.shape, q, k, v)
+        return Text(self.plan, q, k, v)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
@@ -138,9 +138,9 @@ class SlowLayers:
         """Stores one token, then attends: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
         text = self.texts[layer]
         text.append(q, k, v)
-        attended = [self.choose(layer, kv_head) for kv_head in range(self.shape.n_kv_head)]
+        attended = [self.choose(layer, kv_head) for kv_head in range(self.plan.n_kv_head)]
         self.attended[layer] = attended
-        heads = range(self.shape.n_head)
+        heads = range(self.plan.n_head)
         return torch.stack([text.attend(head, attended[head // self.groups]) for head in heads]).float()
 
     def chosen(self, layer: int, kv_head: int) -> list[int]:

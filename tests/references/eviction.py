@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import attend, dots, half_up, probabilities, refuse_window
 
@@ -149,10 +149,10 @@ class SlowEvict:
     `before`, ahead of the attention, and receives in `after` the attention that each token got.
     """
 
-    def __init__(self, shape: Shape):
-        refuse_window(shape)
-        self.shape = shape
-        self.groups = shape.n_head // shape.n_kv_head
+    def __init__(self, plan: Plan):
+        refuse_window(plan)
+        self.plan = plan
+        self.groups = plan.n_head // plan.n_kv_head
         self.prompt = 0  # T
         self.length: list[int] = []  # by layer: tokens of the sequence so far
         self.tokens: list[list[list[Token]]] = []  # by layer and KV head: those held, by ascending position
@@ -174,7 +174,7 @@ class SlowEvict:
         k, v = k.double(), v.double()
         self.prompt = k.shape[1]
         self.length.append(self.prompt)
-        kv_heads = range(self.shape.n_kv_head)
+        kv_heads = range(self.plan.n_kv_head)
         self.tokens.append([[Token(i, k[h, i], v[h, i]) for i in range(self.prompt)] for h in kv_heads])
         self.observe(layer, q.double(), k)
 
@@ -196,7 +196,7 @@ class SlowEvict:
         y = torch.empty_like(q)
         position = self.length[layer]
         self.length[layer] += 1
-        for kv_head in range(self.shape.n_kv_head):
+        for kv_head in range(self.plan.n_kv_head):
             self.tokens[layer][kv_head].append(Token(position, k[kv_head], v[kv_head]))
             self.before(layer, kv_head)
             held = self.tokens[layer][kv_head]
@@ -223,14 +223,14 @@ class SlowEvict:
 class SlowH2O(SlowEvict):
     """H2O: a KV head holds t tokens: the floor(t / 2) most recent and those that received the most attention.
 
-    Derived methods change how many tokens a layer holds (`plan`), how many of them are recent (`recent`), which are
+    Derived methods change how many tokens a layer holds (`counts`), how many of them are recent (`recent`), which are
     never evicted (`protected`), how important a token is (`worth`) and what happens to evicted tokens (`absorb`).
     """
 
     sinks = 0
 
-    def __init__(self, shape: Shape, budget: int):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, budget: int):
+        super().__init__(plan)
         self.budget = budget
         self.sizes: list[int] = []  # S_l
         self.sums: list[Tensor] = []  # by layer: attention of each query head to each prompt token [Hq,T]
@@ -239,9 +239,9 @@ class SlowH2O(SlowEvict):
         super().begin()
         self.sums = []
 
-    def plan(self) -> list[int]:
+    def counts(self) -> list[int]:
         """How many tokens a KV head of each layer holds."""
-        return [self.budget] * self.shape.n_layer
+        return [self.budget] * self.plan.n_layer
 
     def recent(self, size: int) -> int:
         """M: how many of the newest positions are never evicted, including the current one."""
@@ -265,7 +265,7 @@ class SlowH2O(SlowEvict):
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
         self.sums.append(torch.zeros(q.shape[:2], dtype=torch.float64))
-        for kv_head in range(self.shape.n_kv_head):
+        for kv_head in range(self.plan.n_kv_head):
             tokens, heads = self.tokens[layer][kv_head], self.heads(q, kv_head)
             for i in range(self.prompt):
                 attention = group_attention(heads[:, i], k[kv_head, : i + 1])
@@ -274,11 +274,11 @@ class SlowH2O(SlowEvict):
                     token.see(one)
 
     def finish(self) -> None:
-        self.sizes = self.plan()
+        self.sizes = self.counts()
         for layer, size in enumerate(self.sizes):
             if self.sinks + self.recent(size) > size:
                 raise ValueError(f"{size} slots hold no {self.sinks} sinks and {self.recent(size)} recent tokens")
-            for kv_head in range(self.shape.n_kv_head):
+            for kv_head in range(self.plan.n_kv_head):
                 self.shrink(layer, kv_head)
 
     def shrink(self, layer: int, kv_head: int) -> None:
@@ -315,8 +315,8 @@ class SlowRoCo(SlowH2O):
     highest standard deviation: 30% of the budget, rounded half up, or as many as fit beside the sinks and the newest.
     """
 
-    def __init__(self, shape: Shape, budget: int, sinks: int = 4):
-        super().__init__(shape, budget)
+    def __init__(self, plan: Plan, budget: int, sinks: int = 4):
+        super().__init__(plan, budget)
         self.sinks = sinks
 
     def recent(self, size: int) -> int:
@@ -340,8 +340,8 @@ class SlowCaM(SlowH2O):
     clip(s_i / mean s of those tokens, 0, 1): whenever `u(layer, kv_head, position)` in [0, 1) is below it.
     """
 
-    def __init__(self, shape: Shape, budget: int, u: Callable[[int, int, int], float], m: int = 32):
-        super().__init__(shape, budget)
+    def __init__(self, plan: Plan, budget: int, u: Callable[[int, int, int], float], m: int = 32):
+        super().__init__(plan, budget)
         self.u, self.m = u, m
 
     def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
@@ -367,7 +367,7 @@ class SlowD2O(SlowH2O):
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         budget: int,
         sinks: int = 4,
         beta: float = 0.7,
@@ -377,7 +377,7 @@ class SlowD2O(SlowH2O):
         full_layers: Sequence[int] = (),
         uncounted: Sequence[int] = (),
     ):
-        super().__init__(shape, budget)
+        super().__init__(plan, budget)
         if merge not in ("none", "paper", "average"):
             raise ValueError(f"merge is none, paper or average, not {merge!r}")
         self.sinks, self.beta, self.allocation, self.merge = sinks, beta, allocation, merge
@@ -388,9 +388,9 @@ class SlowD2O(SlowH2O):
         super().begin()
         self.thresholds = {}
 
-    def plan(self) -> list[int]:
+    def counts(self) -> list[int]:
         """S_l by Equations 4 and 5; layers that keep everything get all planned tokens."""
-        planned, layers = self.shape.max_prompt + self.shape.max_new_tokens, range(self.shape.n_layer)
+        planned, layers = self.plan.max_prompt + self.plan.max_new_tokens, range(self.plan.n_layer)
         counted = self.budget * (len(layers) - len(self.uncounted)) - planned * len(self.full_layers)
         sharing = [layer for layer in layers if layer not in self.full_layers and layer not in self.uncounted]
         variances = [[variance(sums) for sums in self.sums[layer].tolist()] for layer in sharing]
@@ -433,8 +433,8 @@ class SlowSimLayer(SlowEvict):
     over the query heads.
     """
 
-    def __init__(self, shape: Shape, sinks: int = 4, recent: int = 1024, threshold: float = 0.9):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, sinks: int = 4, recent: int = 1024, threshold: float = 0.9):
+        super().__init__(plan)
         self.sinks, self.recent, self.threshold = sinks, recent, threshold
         self.masses: list[float] = []  # by layer
 
@@ -451,14 +451,14 @@ class SlowSimLayer(SlowEvict):
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
         masses = []
-        for head in range(self.shape.n_head):
+        for head in range(self.plan.n_head):
             attention = probabilities(q[head, -1], k[head // self.groups]).tolist()
             masses.append(math.fsum(one for i, one in enumerate(attention) if self.is_near(i, self.prompt)))
         self.masses.append(math.fsum(masses) / len(masses))
 
     def finish(self) -> None:
-        for layer in range(self.shape.n_layer):
-            for kv_head in range(self.shape.n_kv_head):
+        for layer in range(self.plan.n_layer):
+            for kv_head in range(self.plan.n_kv_head):
                 self.before(layer, kv_head)
 
     def before(self, layer: int, kv_head: int) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import Text, best, dots
 
@@ -29,7 +29,7 @@ class SlowInfLLM:
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         budget: int,
         block: int = 128,
         reps: int = 4,
@@ -37,13 +37,13 @@ class SlowInfLLM:
         local: int | None = None,
         joint: bool = True,
     ):
-        self.shape, self.budget, self.block, self.reps, self.joint = shape, budget, block, reps, joint
+        self.plan, self.budget, self.block, self.reps, self.joint = plan, budget, block, reps, joint
         self.sinks = min(128, budget // 8) if sinks is None else sinks
         self.local = min(512, budget // 2) if local is None else local
         if self.sinks + self.local > budget:
             raise ValueError(f"{self.sinks} sinks and {self.local} local tokens exceed the budget of {budget}")
         self.top = (budget - self.sinks - self.local) // block
-        self.full = budget >= shape.max_prompt + shape.max_new_tokens
+        self.full = budget >= plan.max_prompt + plan.max_new_tokens
         self.blocks: list[range] = []
         self.representatives: list[list[list[int]]] = []  # per KV head and block: positions
         self.attended: list[list[int]] = []  # per KV head: positions that the last step attended to, ascending
@@ -76,14 +76,14 @@ class SlowInfLLM:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a prompt; cuts the tokens between sinks and local ones into blocks: q [Hq,T,D], k and v [Hk,T,D]."""
-        self.text, self.attended = Text(self.shape, q, k, v), []
+        self.text, self.attended = Text(self.plan, q, k, v), []
         places = torch.arange(self.text.prompt, dtype=torch.float64)
-        self.unturned = torch.stack([turned(keys, -places, self.shape.rope_theta) for keys in self.text.keys])
+        self.unturned = torch.stack([turned(keys, -places, self.plan.rope_theta) for keys in self.text.keys])
         end = self.text.prompt - self.local
         self.blocks = [range(at, min(at + self.block, end)) for at in range(self.sinks, end, self.block)]
         self.representatives = [
             [self.choose_representatives(kv_head, block) for block in self.blocks]
-            for kv_head in range(self.shape.n_kv_head)
+            for kv_head in range(self.plan.n_kv_head)
         ]
 
     def choose(self, kv_head: int) -> list[int]:
@@ -104,9 +104,9 @@ class SlowInfLLM:
         text.append(q, k, v)
         self.scoring = text.queries[:, -1]
         if self.joint:
-            moved = torch.full((self.shape.n_head,), self.local - text.length + 1, dtype=torch.float64)
-            self.scoring = turned(self.scoring, moved, self.shape.rope_theta)
+            moved = torch.full((self.plan.n_head,), self.local - text.length + 1, dtype=torch.float64)
+            self.scoring = turned(self.scoring, moved, self.plan.rope_theta)
         self.scores = self.block_scores()
-        self.attended = [self.choose(kv_head) for kv_head in range(self.shape.n_kv_head)]
-        heads = range(self.shape.n_head)
+        self.attended = [self.choose(kv_head) for kv_head in range(self.plan.n_kv_head)]
+        heads = range(self.plan.n_head)
         return torch.stack([text.attend(head, self.attended[head // text.groups]) for head in heads]).float()

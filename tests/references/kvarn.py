@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import Text
 from .quantized import EPS, PackedLayers, quantize
@@ -142,18 +142,18 @@ class SlowKVarN(PackedLayers):
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         kbits: int,
         vbits: int,
         tile: int = 128,
         biases: Sequence[Tensor | None] | None = None,
         inv_freq: Tensor | None = None,
     ):
-        super().__init__(shape)
+        super().__init__(plan)
         self.bits, self.tile = (kbits, vbits), tile
-        self.biases = [None] * shape.n_layer if biases is None else list(biases)
+        self.biases = [None] * plan.n_layer if biases is None else list(biases)
         if inv_freq is None:
-            inv_freq = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+            inv_freq = 1.0 / plan.rope_theta ** (torch.arange(0, plan.head_dim, 2).float() / plan.head_dim)
         self.inv_freq = inv_freq
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
@@ -161,7 +161,7 @@ class SlowKVarN(PackedLayers):
 
     def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes int64 [P,D]; fp16: scales and zero points [P / tile,D], tokens' scales [P]."""
-        count, head_dim = self.packed(layer), self.shape.head_dim
+        count, head_dim = self.packed(layer), self.plan.head_dim
         codes, s_t = torch.zeros(count, head_dim).long(), torch.zeros(count).half()
         scales, zeros = torch.zeros(2, count // self.tile, head_dim).half()
         for i, tile in enumerate(self.texts[layer].key_tiles[kv_head]):
@@ -171,7 +171,7 @@ class SlowKVarN(PackedLayers):
 
     def packed_values(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes int64 [P,D]; fp16: scales and zero points [P], channels' scales [P / tile,D]."""
-        count, head_dim = self.packed(layer), self.shape.head_dim
+        count, head_dim = self.packed(layer), self.plan.head_dim
         codes, s_c = torch.zeros(count, head_dim).long(), torch.zeros(count // self.tile, head_dim).half()
         scales, zeros = torch.zeros(2, count).half()
         for i, tile in enumerate(self.texts[layer].value_tiles[kv_head]):

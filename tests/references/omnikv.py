@@ -16,7 +16,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import SlowLayers, Text, best, half_up, masked_attention, probabilities
 
@@ -30,7 +30,7 @@ class SlowOmni(SlowLayers):
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         budget: int,
         filter_layers: list[int] | tuple[int, ...],
         selector: str = "last",
@@ -39,7 +39,7 @@ class SlowOmni(SlowLayers):
     ):
         if selector not in ("last", "uniform", "exp"):
             raise ValueError(f"a selector is last, uniform or exp, not {selector!r}")
-        super().__init__(shape)
+        super().__init__(plan)
         self.budget, self.selector, self.max_window, self.mem = budget, selector, window, mem
         self.filter_layers = sorted(filter_layers)
         if mem is not None and Fraction(str(mem)) < self.full_share():
@@ -58,8 +58,8 @@ class SlowOmni(SlowLayers):
 
     def full_share(self) -> Fraction:
         """a: the full layers' share of all layers."""
-        full = [layer for layer in range(self.shape.n_layer) if self.kind(layer) == "full"]
-        return Fraction(len(full), self.shape.n_layer)
+        full = [layer for layer in range(self.plan.n_layer) if self.kind(layer) == "full"]
+        return Fraction(len(full), self.plan.n_layer)
 
     def top(self, prompt: int) -> int:
         """k: how many positions of a prompt are selected."""
@@ -86,7 +86,7 @@ class SlowOmni(SlowLayers):
         observed = range(max(0, newest - window + 1), newest + 1)
         for position in observed:
             highest = torch.zeros(prompt, dtype=torch.float64)  # of the query heads; 0 where the query cannot see
-            for head in range(self.shape.n_head):
+            for head in range(self.plan.n_head):
                 keys = text.keys[head // text.groups, : position + 1]
                 seen = probabilities(text.queries[head, position], keys)[:prompt]
                 highest[: len(seen)] = torch.maximum(highest[: len(seen)], seen)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import SlowLayers, Text, best, half_up, probabilities
 
@@ -78,13 +78,11 @@ class QuantizedText(Text):
     its values per token over spans of `channels` channels (a head's last span may be shorter).
     """
 
-    def __init__(
-        self, shape: Shape, q: Tensor, k: Tensor, v: Tensor, bits: int, group: int, channels: int, recent: int
-    ):
-        super().__init__(shape, q, k, v)
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, bits: int, group: int, channels: int, recent: int):
+        super().__init__(plan, q, k, v)
         self.keys, self.values = self.keys.clone(), self.values.clone()  # packing writes to them
         self.bits, self.group, self.recent = bits, group, recent
-        head_dim = shape.head_dim
+        head_dim = plan.head_dim
         self.spans = [(at, min(at + channels, head_dim)) for at in range(0, head_dim, min(channels, head_dim))]
         self.packed = 0
         # codes, scale and zero point by (KV head, group index, channel) and by (KV head, token, span index)
@@ -170,12 +168,12 @@ class SlowQuantized(PackedLayers):
     everything.
     """
 
-    def __init__(self, shape: Shape, bits: int = 4, group: int = 64, channels: int = 64, recent: int = 128):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, bits: int = 4, group: int = 64, channels: int = 64, recent: int = 128):
+        super().__init__(plan)
         self.bits, self.group, self.channels, self.recent = bits, group, channels, recent
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
-        return QuantizedText(self.shape, q, k, v, self.bits, self.group, self.channels, self.recent)
+        return QuantizedText(self.plan, q, k, v, self.bits, self.group, self.channels, self.recent)
 
     def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes int64 [P,D], scales and zero points fp16 [P / group,D]."""
@@ -196,7 +194,7 @@ class SlowTailorKV(SlowQuantized):
 
     def __init__(
         self,
-        shape: Shape,
+        plan: Plan,
         budget: int,
         quant_layers: Iterable[int],
         bits: int = 2,
@@ -206,7 +204,7 @@ class SlowTailorKV(SlowQuantized):
         local: int | None = None,
         value_group: int = 64,
     ):
-        super().__init__(shape, bits, group, value_group, recent=0)
+        super().__init__(plan, bits, group, value_group, recent=0)
         self.budget, self.initial, self.critical = budget, initial, channels
         self.quant_layers = sorted(quant_layers)
         self.n_local, self.n_topk = split_budget(budget, initial, local)
@@ -220,12 +218,12 @@ class SlowTailorKV(SlowQuantized):
         return layer in self.quant_layers
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
-        return super().text_of(layer, q, k, v) if self.is_quantized(layer) else Text(self.shape, q, k, v)
+        return super().text_of(layer, q, k, v) if self.is_quantized(layer) else Text(self.plan, q, k, v)
 
     def n_channels(self, prompt: int) -> int:
         """d_s: how many channels of a prompt's keys are read to choose tokens."""
         default = 12 if prompt > LONG_PROMPT else 8
-        return min(default if self.critical is None else self.critical, self.shape.head_dim)
+        return min(default if self.critical is None else self.critical, self.plan.head_dim)
 
     def channels_of(self, layer: int, kv_head: int) -> list[int]:
         """The critical channels of a sparse layer's last step, ascending: those with the highest |q_i| max|K_i|.
@@ -236,7 +234,7 @@ class SlowTailorKV(SlowQuantized):
         text = self.texts[layer]
         heads = self.predicted[layer][kv_head * self.groups : (kv_head + 1) * self.groups]
         scores = []
-        for channel in range(self.shape.head_dim):
+        for channel in range(self.plan.head_dim):
             query = abs(math.fsum(heads[:, channel].tolist()) / self.groups)
             scores.append(query * max(abs(x) for x in text.keys[kv_head, : text.prompt, channel].tolist()))
         return best(torch.tensor(scores, dtype=torch.float64), self.n_channels(text.prompt))
@@ -307,11 +305,11 @@ class SlowPQCache(SlowLayers):
     """
 
     def __init__(
-        self, shape: Shape, budget: int, partitions: int = 2, codebits: int = 6, rounds: int = 8, initial: int = 4
+        self, plan: Plan, budget: int, partitions: int = 2, codebits: int = 6, rounds: int = 8, initial: int = 4
     ):
-        super().__init__(shape)
-        if shape.head_dim % partitions:
-            raise ValueError(f"{shape.head_dim} channels make no {partitions} equal parts")
+        super().__init__(plan)
+        if plan.head_dim % partitions:
+            raise ValueError(f"{plan.head_dim} channels make no {partitions} equal parts")
         self.budget, self.partitions, self.codebits, self.rounds = budget, partitions, codebits, rounds
         self.initial = initial
         self.window = max(1, split_budget(budget, initial)[0] - initial)
@@ -327,7 +325,7 @@ class SlowPQCache(SlowLayers):
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """The partitions of some vectors' channels: [...,D] -> [...,d] each."""
-        size = self.shape.head_dim // self.partitions
+        size = self.plan.head_dim // self.partitions
         return [x[..., p * size : (p + 1) * size] for p in range(self.partitions)]
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import dots, probabilities, softmax
 from .eviction import SlowEvict, Token, cosines, highest
@@ -95,13 +95,13 @@ class SlowExpected(SlowScored):
 
     def rotation(self, length: int) -> Tensor:
         """R: the mean of the rotation matrices of the positions length ... length + future - 1: [D,D]."""
-        if self.shape.rope_type != "default":
+        if self.plan.rope_type != "default":
             raise ValueError(f"the reference knows no RoPE of type {self.shape.rope_type!r}")
-        future, eye = self.option["future"], torch.eye(self.shape.head_dim, dtype=torch.float64)
+        future, eye = self.option["future"], torch.eye(self.plan.head_dim, dtype=torch.float64)
         total = torch.zeros_like(eye)
         for position in range(length, length + future):
             moved = torch.full((eye.shape[0],), position, dtype=torch.float64)
-            total += turned(eye, moved, self.shape.rope_theta).T  # row j of the turned unit vectors is column j of R
+            total += turned(eye, moved, self.plan.rope_theta).T  # row j of the turned unit vectors is column j of R
         return total / future
 
     def distribution(self, q: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class SlowExpected(SlowScored):
         """
         length, sinks = self.text.length, self.option["sinks"]
         places = torch.arange(length - q.shape[0], length, dtype=torch.float64)
-        plain = turned(q, -places, self.shape.rope_theta)[places >= sinks]
+        plain = turned(q, -places, self.plan.rope_theta)[places >= sinks]
         mu = plain.mean(0)
         covariance = torch.zeros(q.shape[1], q.shape[1], dtype=torch.float64)
         for one in plain:
@@ -211,8 +211,8 @@ class SlowTOVA(SlowEvict):
     the newest one, the lowest position among equals.
     """
 
-    def __init__(self, shape: Shape, budget: int):
-        super().__init__(shape)
+    def __init__(self, plan: Plan, budget: int):
+        super().__init__(plan)
         self.budget = budget
         self.weights: list[list[list[float]]] = []  # by layer and KV head: the last query's, summed over the group
 
@@ -223,7 +223,7 @@ class SlowTOVA(SlowEvict):
     def means(self, layer: int) -> dict[int, float]:
         """By position held: the last query's attention weight, the mean over all query heads."""
         heads, tokens = self.weights[layer], self.tokens[layer][0]
-        return {t.position: math.fsum(h[i] for h in heads) / self.shape.n_head for i, t in enumerate(tokens)}
+        return {t.position: math.fsum(h[i] for h in heads) / self.plan.n_head for i, t in enumerate(tokens)}
 
     def hold(self, layer: int, kept: list[Token]) -> None:
         """Drops all tokens but those at the positions of `kept`, in every KV head."""
@@ -233,12 +233,12 @@ class SlowTOVA(SlowEvict):
 
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
         self.weights.append([])
-        for kv_head in range(self.shape.n_kv_head):
+        for kv_head in range(self.plan.n_kv_head):
             group = [probabilities(one[-1], k[kv_head]) for one in self.heads(q, kv_head)]
             self.weights[layer].append(torch.stack(group).sum(0).tolist())
 
     def finish(self) -> None:
-        for layer in range(self.shape.n_layer):
+        for layer in range(self.plan.n_layer):
             if self.prompt > self.budget:
                 *older, last = self.tokens[layer][0]
                 means = self.means(layer)
@@ -247,7 +247,7 @@ class SlowTOVA(SlowEvict):
 
     def after(self, layer: int, kv_head: int, attention: list[float]) -> None:
         self.weights[layer][kv_head] = attention
-        if kv_head < self.shape.n_kv_head - 1 or len(attention) <= self.budget:
+        if kv_head < self.plan.n_kv_head - 1 or len(attention) <= self.budget:
             return  # the last KV head's attention completes the means
         *older, last = self.tokens[layer][0]
         means = self.means(layer)

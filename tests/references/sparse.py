@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kv.method import Shape
+from kv.method import Plan
 
 from .attention import Text, attend, best, causal, dots, half_up, masked_attention, probabilities, softmax
 
@@ -169,12 +169,12 @@ class Slow:
 
     defaults: dict = {}
 
-    def __init__(self, shape: Shape, budget: int, layer: int = 0, **options):
+    def __init__(self, plan: Plan, budget: int, layer: int = 0, **options):
         if options.keys() - self.defaults.keys():
             raise TypeError(f"{type(self).__name__} has no option {sorted(options.keys() - self.defaults.keys())}")
-        self.shape, self.budget, self.layer = shape, budget, layer
+        self.plan, self.budget, self.layer = plan, budget, layer
         self.option = {**self.defaults, **options}
-        self.groups = shape.n_head // shape.n_kv_head
+        self.groups = plan.n_head // plan.n_kv_head
         self.shared = self.option.get("gqa", self.option.get("shared", True))  # a group shares its choice
         self.full = layer < self.option.get("skip_layers", 0)
         self.kept: list[list[int]] = []  # prompt positions per head of storage
@@ -191,8 +191,8 @@ class Slow:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a prompt: q [Hq,T,D], k and v [Hk,T,D]."""
-        self.text = Text(self.shape, q, k, v)  # every token so far; `stored` says which are held
-        heads = range(self.shape.n_kv_head if self.shared else self.shape.n_head)
+        self.text = Text(self.plan, q, k, v)  # every token so far; `stored` says which are held
+        heads = range(self.plan.n_kv_head if self.shared else self.plan.n_head)
         self.kept = [list(range(k.shape[1])) for _ in heads] if self.full else self.keep_heads(heads)
         self.stored, self.attended = [list(kept) for kept in self.kept], []
 
@@ -245,8 +245,8 @@ class SlowRanked(Slow):
     With `heads` = "adaptive", n is the mean over the layer's heads, and each keeps at least floor(alpha n) (Ada-KV).
     """
 
-    def __init__(self, shape: Shape, budget: int, layer: int = 0, **options):
-        super().__init__(shape, budget, layer, **options)
+    def __init__(self, plan: Plan, budget: int, layer: int = 0, **options):
+        super().__init__(plan, budget, layer, **options)
         heads = self.option.get("heads", "equal")
         if heads not in ("equal", "adaptive"):
             raise ValueError(f"heads is equal or adaptive, not {heads!r}")
@@ -309,9 +309,9 @@ class SlowRocket(SlowSnapPlus):
 
     def sizes(self, prompt: int | None = None) -> dict[str, int]:
         """The sizes of both stages."""
-        shape = self.shape
-        planned = (prompt or shape.max_prompt) + shape.max_new_tokens
-        return rocket_sizes(planned, self.budget, shape.max_new_tokens, shape.head_dim, self.option["split"])
+        plan = self.plan
+        planned = (prompt or plan.max_prompt) + plan.max_new_tokens
+        return rocket_sizes(planned, self.budget, plan.max_new_tokens, plan.head_dim, self.option["split"])
 
     def prompt_share(self, prompt: int) -> int:
         return min(self.sizes(prompt)["keep"], self.sizes()["keep"])
@@ -356,7 +356,7 @@ class SlowRocketTurns(SlowRocket):
             text.append(q[:, i], k[:, i], v[:, i])
         y = masked_attention(text.queries, text.keys, text.values, causal(), range(start, text.length))
         self.attended = []
-        self.kept = [self.keep_of_history(head, count) for head in range(self.shape.n_kv_head)]
+        self.kept = [self.keep_of_history(head, count) for head in range(self.plan.n_kv_head)]
         self.stored = [list(kept) for kept in self.kept]
         return y.float()
 
@@ -376,9 +376,9 @@ class SlowHybrid(SlowRocket):
     """RocketKV's second stage alone: the whole prompt is kept, n1 = S."""
 
     def sizes(self, prompt: int | None = None) -> dict[str, int]:
-        shape = self.shape
-        sizes = hybrid_sizes(shape.planned, self.budget, shape.head_dim)
-        return {"n1": shape.planned, "keep": shape.max_prompt, **sizes}
+        plan = self.plan
+        sizes = hybrid_sizes(plan.planned, self.budget, plan.head_dim)
+        return {"n1": plan.planned, "keep": plan.max_prompt, **sizes}
 
     def keep(self, head: int, q: Tensor, keys: Tensor) -> list[int]:
         return list(range(keys.shape[0]))
@@ -486,7 +486,7 @@ class SlowSnap(SlowCompressing):
     defaults = {"window": 32, "kernel": 7, "gqa": True, "deduct": False, **SlowCompressing.defaults}
 
     def share(self) -> int:
-        share = self.budget - (self.shape.max_new_tokens if self.option["deduct"] else 0)
+        share = self.budget - (self.plan.max_new_tokens if self.option["deduct"] else 0)
         return share if self.shared else share // self.groups
 
     def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -505,7 +505,7 @@ class SlowPyramid(SlowCompressing):
         return self.prompt_share(self.text.length)
 
     def prompt_share(self, prompt: int) -> int:
-        return pyramid_budgets(self.shape.n_layer, self.budget, self.option["window"], prompt)[self.layer]
+        return pyramid_budgets(self.plan.n_layer, self.budget, self.option["window"], prompt)[self.layer]
 
     def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return snap_ranks(q, keys, min(self.option["window"], self.budget // 2), self.option["kernel"])
@@ -532,7 +532,7 @@ class SlowQuest(Slow):
         """(tokens per page, pages that a step attends to)"""
         page = self.option["page"]
         if page == "auto":
-            page = max(1, half_up(Fraction(2 * self.shape.planned, self.budget)))
+            page = max(1, half_up(Fraction(2 * self.plan.planned, self.budget)))
             return page, max(1, self.budget // (2 * page))
         return page, max(1, self.budget // page)
 
@@ -564,7 +564,7 @@ class SlowSparQ(Slow):
         if self.full or count >= len(stored):
             return stored, self.attend(head, q, stored)
         keys, values = self.keys(head), self.values(head)
-        channels = largest_channels(q, max(1, half_up(Fraction(q.shape[1] * self.budget, self.shape.planned))))
+        channels = largest_channels(q, max(1, half_up(Fraction(q.shape[1] * self.budget, self.plan.planned))))
         approximate = [partial_weights(one, keys, channels) for one in q]
         older = len(stored) - count // 4
         positions = best(torch.stack(approximate).sum(0)[:older], count - count // 4) + stored[older:]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import kv as methods
-from kv import Shape
+from kv import Plan
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
 from runtime import arguments
@@ -17,7 +17,7 @@ from runtime.parallel import free_share, minimum
 WRONG = 0.5  # a layer's error of attention (KV.error): Qwen2.5-0.5B diverges by .04 nats at .30, by 1.5 at 1.46
 
 
-def shape_of(
+def plan_for(
     c: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -26,7 +26,7 @@ def shape_of(
     max_new_tokens: int,
     rewind: int = 0,
     ranks: Ranks = ALONE,
-) -> Shape:
+) -> Plan:
     """What KV methods receive about a model and a plan. Raises ValueError if no machine could hold it."""
     if batch * (max_prompt + max_new_tokens) > 2**40:
         raise ValueError(
@@ -35,9 +35,9 @@ def shape_of(
         )
     heads = {"n_layer": c.n_layer, "n_head": c.n_head, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim, "dim": c.dim}
     rope = {"rope_type": c.rope["rope_type"], "rope_theta": c.rope["rope_theta"]}
-    plan = {"batch": batch, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
+    sizes = {"batch": batch, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
     limits = {"window": c.window, "max_length": c.max_length}
-    return Shape(**heads, **rope, **plan, **limits, dtype=dtype, device=device, rewind=rewind, ranks=ranks)
+    return Plan(**heads, **rope, **sizes, **limits, dtype=dtype, device=device, rewind=rewind, ranks=ranks)
 
 
 def longest_prompt(c: ModelConfig, new: int) -> int:
@@ -45,10 +45,10 @@ def longest_prompt(c: ModelConfig, new: int) -> int:
     return min(c.max_length, max(1, c.window - new)) if c.window else c.max_length
 
 
-def plan_of(engine, max_prompt: int, max_new_tokens: int) -> Shape:
+def plan_of(engine, max_prompt: int, max_new_tokens: int) -> Plan:
     """The plan of an engine for prompts of `max_prompt` tokens."""
     sizes = engine.batch, max_prompt, max_new_tokens, engine.speculate
-    return shape_of(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
+    return plan_for(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
 
 
 def check(
@@ -68,10 +68,10 @@ def check(
     if prompt > model.config.max_length:
         raise ValueError(f"max_prompt is {prompt} and the model's context is {model.config.max_length}")
     sizes = batch, prompt, max_new_tokens, speculate
-    shape = shape_of(model.config, model.dtype, model.device, *sizes, model.ranks)
+    plan = plan_for(model.config, model.dtype, model.device, *sizes, model.ranks)
     with compile_errors():
         compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
-    methods.planned_bytes(kv, shape, budget, options, model.profile)
+    methods.planned_bytes(kv, plan, budget, options, model.profile)
 
 
 def check_length(engine, tokens: int) -> None:
@@ -82,17 +82,17 @@ def check_length(engine, tokens: int) -> None:
 
 def check_caches(engine, tokens: int) -> None:
     """Raises ValueError if the engine has no caches yet and cannot have any for a prompt of `tokens` tokens."""
-    if engine.shape is None:
+    if engine.plan is None:
         check_memory(engine, plan_of(engine, engine.max_prompt or tokens, engine.max_new_tokens))
 
 
-def needed(engine, length: int, new: int) -> Shape | None:
+def needed(engine, length: int, new: int) -> Plan | None:
     """The plan for prompts of `length` tokens and `new` more, for which it frees the caches; None if they suffice.
 
     Raises ValueError if it would close rows, or if such prompts are too long.
     """
     check_length(engine, length)
-    has, new = engine.shape, max(new, engine.max_new_tokens)
+    has, new = engine.plan, max(new, engine.max_new_tokens)
     if has is None:
         return plan_of(engine, engine.max_prompt or length, new)
     if length <= has.max_prompt and (new <= has.max_new_tokens or engine.endless):
@@ -109,7 +109,7 @@ def room(engine, row, question: list[int]) -> int:
     tokens = len(row.tokens) + (row.pending is not None) + len(question)
     if tokens == len(row.tokens) and row.logits is None:
         raise ValueError("there is nothing to continue: give a question")
-    left = row.prompt_tokens + engine.shape.max_new_tokens - tokens + 1
+    left = row.prompt_tokens + engine.plan.max_new_tokens - tokens + 1
     if left < 1 and not engine.endless:
         raise ValueError(
             f"no room for another question: the caches hold {engine.shape.max_new_tokens} tokens after the prompt, and "
@@ -118,27 +118,27 @@ def room(engine, row, question: list[int]) -> int:
     return 2**31 if engine.endless else left
 
 
-def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
-    """A plan for longer prompts, or for more new tokens, than those of `shape`.
+def grown(engine, plan: Plan, prompt: int, new: int) -> Plan:
+    """A plan for longer prompts, or for more new tokens, than those of `plan`.
 
     A size that grows becomes a power of two, so that a slightly longer prompt needs no recompile, but stays as
     requested if that would not leave half of the free memory for prefill.
     """
-    prompt, new = max(prompt, shape.max_prompt), max(new, shape.max_new_tokens)
+    prompt, new = max(prompt, plan.max_prompt), max(new, plan.max_new_tokens)
     windowed = methods.METHODS[engine.method].windowed
     longest = engine.config.max_length if windowed else longest_prompt(engine.config, new)
     larger = replace(
-        shape,
-        max_prompt=prompt if prompt == shape.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
-        max_new_tokens=new if new == shape.max_new_tokens else power_of_two(new),
+        plan,
+        max_prompt=prompt if prompt == plan.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
+        max_new_tokens=new if new == plan.max_new_tokens else power_of_two(new),
     )
     try:
         check_memory(engine, larger, spare=0.5)
     except ValueError:
-        larger = replace(shape, max_prompt=prompt, max_new_tokens=new)
+        larger = replace(plan, max_prompt=prompt, max_new_tokens=new)
     sizes = f"prompts of {larger.max_prompt} tokens and {larger.max_new_tokens} more"
     print(f"allocating larger caches, for {sizes}", file=sys.stderr)
-    before, after = (sizes_of(engine, plan) for plan in (shape, larger))
+    before, after = (sizes_of(engine, each) for each in (plan, larger))
     if changes := [f"{name} {before[name]} -> {size}" for name, size in after.items() if size != before.get(name)]:
         warn(
             engine,
@@ -148,9 +148,9 @@ def grown(engine, shape: Shape, prompt: int, new: int) -> Shape:
     return larger
 
 
-def sizes_of(engine, shape: Shape) -> dict[str, int]:
+def sizes_of(engine, plan: Plan) -> dict[str, int]:
     """The sizes of an engine's method that follow from the longest prompt."""
-    return methods.plan_sizes(engine.method, shape, engine.budget, engine.options, engine.profile)
+    return methods.plan_sizes(engine.method, plan, engine.budget, engine.options, engine.profile)
 
 
 def power_of_two(n: int) -> int:
@@ -158,15 +158,15 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def check_budget(engine, shape: Shape) -> None:
+def check_budget(engine, plan: Plan) -> None:
     """Warns of a budget whose sizes are too small for such prompts, and of layers that nobody chose for the model."""
     if engine.fingerprint and (name := methods.guessed(engine.method, engine.options, engine.profile)):
         warn(engine, f"{engine.method}'s default {name} suit some models only: calibrate.py measures this one's")
-    if enough := methods.enough(engine.method, shape, engine.budget, engine.options, engine.profile):
-        sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, shape).items())
+    if enough := methods.enough(engine.method, plan, engine.budget, engine.options, engine.profile):
+        sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, plan).items())
         warn(
             engine,
-            f"with a budget of {engine.budget}, {engine.method} chooses too coarsely among {shape.max_prompt} tokens"
+            f"with a budget of {engine.budget}, {engine.method} chooses too coarsely among {plan.max_prompt} tokens"
             f"{sizes}: give it {enough} or more",
         )
 
@@ -179,12 +179,12 @@ def check_error(engine) -> None:
         warn(engine, f"{engine.method} stores this prompt in too few bits, {off}")
 
 
-def planned_bytes(engine, shape: Shape) -> tuple[int, int]:
+def planned_bytes(engine, plan: Plan) -> tuple[int, int]:
     """(device, host) bytes of an engine's caches under another plan."""
-    return methods.planned_bytes(engine.method, shape, engine.budget, engine.options, engine.profile)
+    return methods.planned_bytes(engine.method, plan, engine.budget, engine.options, engine.profile)
 
 
-def smaller(engine, shape: Shape) -> str | None:
+def smaller(engine, plan: Plan) -> str | None:
     """The first flag found with which the engine's caches would take less of the device than the full cache.
 
     If there is none, but they do for the longest prompt: that of a longer prompt.
@@ -195,8 +195,8 @@ def smaller(engine, shape: Shape) -> str | None:
     options = set(vars(methods.parse_options(engine.method, {})))
     flags |= {f"--kv-bits {n}": (engine.budget, {"bits": str(n)}) for n in (8, 4) if "bits" in options}
     flags |= {"--offload": (engine.budget, {"offload": "true"})} if "offload" in options else {}
-    longer = replace(shape, max_prompt=longest_prompt(engine.config, shape.max_new_tokens))
-    tried = [(flag, shape, *how) for flag, how in flags.items()]
+    longer = replace(plan, max_prompt=longest_prompt(engine.config, plan.max_new_tokens))
+    tried = [(flag, plan, *how) for flag, how in flags.items()]
     for flag, own, budget, more in [*tried, ("that of a longer prompt", longer, engine.budget, {})]:
         with suppress(ValueError):  # a budget that is too small, or bits that the method has not
             device, _ = methods.planned_bytes(engine.method, own, budget, engine.options | more, engine.profile)
@@ -205,21 +205,21 @@ def smaller(engine, shape: Shape) -> str | None:
     return None
 
 
-def full_bytes(shape: Shape) -> int:
+def full_bytes(plan: Plan) -> int:
     """Bytes of the full cache as it is allocated for the same plan, all layers and rows."""
-    device, _ = methods.planned_bytes("full", replace(shape, rewind=0), None, {})
+    device, _ = methods.planned_bytes("full", replace(plan, rewind=0), None, {})
     return device
 
 
-def check_memory(engine, shape: Shape, spare: float = 0.0) -> None:
+def check_memory(engine, plan: Plan, spare: float = 0.0) -> None:
     """Raises ValueError if the engine's caches would leave less than the share `spare` of the free memory."""
-    device, host = planned_bytes(engine, shape)
-    apart = shape.device.type != "cpu"
-    for place, needed in ((shape.device, device), ("cpu", host)) if apart else ((shape.device, device + host),):
+    device, host = planned_bytes(engine, plan)
+    apart = plan.device.type != "cpu"
+    for place, needed in ((plan.device, device), ("cpu", host)) if apart else ((plan.device, device + host),):
         free = free_share(torch.device(place))
-        if minimum(shape.ranks, (1 - spare) * free - needed) < 0:
+        if minimum(plan.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
-                f"the {engine.method} cache of {shape.batch} x {shape.planned} tokens needs {needed / 1e9:.2f} GB on "
+                f"the {engine.method} cache of {plan.batch} x {plan.planned} tokens needs {needed / 1e9:.2f} GB on "
                 f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens or --batch"
                 f"{', or --budget' if engine.budget else ''}, or choose a --kv that keeps less"
             )
@@ -240,16 +240,16 @@ def warn_past_context(engine) -> None:
 def figures(engine, length: int) -> dict:
     """What reports say of an engine's caches: their bytes, all rows together, and the bytes that a step reads for one
     row of `length` tokens; the options that the checkpoint's kv_profile.json set. Raises ValueError without caches."""
-    if engine.shape is None:
+    if engine.plan is None:
         raise ValueError("no cache is allocated yet: give max_prompt, or generate first")
     device, host = engine.layers.bytes()
     read_device, read_host = engine.layers.step_bytes(length)
     return {
-        "plan_sizes": sizes_of(engine, engine.shape),
+        "plan_sizes": sizes_of(engine, engine.plan),
         "profile": methods.from_profile(engine.method, engine.options, engine.profile),
         "kv_device_bytes": device,
         "kv_host_bytes": host,
-        "kv_full_bytes": full_bytes(engine.shape),
+        "kv_full_bytes": full_bytes(engine.plan),
         "step_device_bytes": read_device,
         "step_host_bytes": read_host,
     }
