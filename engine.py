@@ -193,7 +193,7 @@ class Row:
     def __init__(self, engine: "Engine", index: int, tokens: list[int]):
         self.engine, self.index = engine, index
         self.tokens = tokens  # what the caches hold, as far as the host has read
-        self.prompt_tokens = len(tokens)  # how many of them were prefilled; the caches hold max_new_tokens more
+        self.prompt_tokens = len(tokens)  # how many of them were prefilled; the caches hold `room` more
         self.pending: int | None = None  # the last token of an answer, if it is not in the caches yet
         self.logits: Tensor | None = None  # [vocab], after `tokens`, where no token was sampled from them yet
 
@@ -300,7 +300,7 @@ class Engine:
         self.lock, self.interrupted, self.called, self.stats = threading.Lock(), False, 0.0, Stats()
         self.warnings: set[str] = set()  # printed
         self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
-        self.batch, self.max_prompt, self.max_new_tokens = 1, None, 256
+        self.batch, self.max_prompt, self.room = 1, None, 256
         self.layers = Cache()
         self._release()
         if self.device.type == "cuda":
@@ -329,6 +329,8 @@ class Engine:
         so a tokenizer that cannot be read is an error. progress: wraps what takes long, as tqdm(items, what) does.
         Raises ValueError or FileNotFoundError, before it reads weights, with one line that says what to do.
         """
+        if "max_new_tokens" in sizes:
+            sizes["room"] = arguments.renamed(sizes.pop("max_new_tokens"))
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
@@ -348,23 +350,25 @@ class Engine:
         options: dict | None = None,
         batch: int = 1,
         max_prompt: int | None = None,
-        max_new_tokens: int = 256,
+        room: int = 256,
         speculate: int = 0,
+        max_new_tokens: int | None = None,
     ) -> "Engine":
         """Sets the KV method and the sizes of its caches; closes all rows.
 
         budget: tokens per KV head, or a share of the prompt. options: the method's options, typed or as strings.
         batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
-        caches fit the first prompts, and grow to powers of two. max_new_tokens: tokens a row may hold after its prompt,
-        questions included. speculate: tokens that the method drafts per step, for the full cache to verify; the answers
-        are the full cache's. Raises ValueError with one line that says what to do.
+        caches fit the first prompts, and grow to powers of two. room: tokens a row may hold after its prompt, questions
+        included; max_new_tokens is its old name. speculate: tokens that the method drafts per step, for the full cache
+        to verify; the answers are the full cache's. Raises ValueError with one line that says what to do.
         """
-        planning.check(self, kv, budget, options or {}, batch, max_prompt, max_new_tokens, speculate)
+        room = room if max_new_tokens is None else arguments.renamed(max_new_tokens)
+        planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate)
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
-        self.batch, self.max_prompt, self.max_new_tokens = batch, max_prompt, max_new_tokens
+        self.batch, self.max_prompt, self.room = batch, max_prompt, room
         self._release()
         if max_prompt is not None:
-            self._reserve(max_prompt, max_new_tokens)
+            self._reserve(max_prompt, room)
         return self
 
     @one_call
@@ -428,7 +432,7 @@ class Engine:
         arguments.check_rows(self, rows)
         limit, requests = self._begin_answers(max_new_tokens, stop, sampling), []
         for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
-            most, text = min(limit, planning.room(self, row, question)), AnswerText(self.tokenizer, stop)
+            most, text = min(limit, planning.room_left(self, row, question)), AnswerText(self.tokenizer, stop)
             requests.append(Request(i, row, question, most, text, on_token, on_answer))
         if rows:
             self._warm_up(self.plan.max_prompt)
@@ -441,11 +445,11 @@ class Engine:
         arguments.check_free(self, len(ids))
         self._begin_call()
         if ids:
-            self._reserve(max(map(len, ids)), self.max_new_tokens)
+            self._reserve(max(map(len, ids)), self.room)
         rows, begin = [], time.perf_counter()
         try:
             for prompt in ids:
-                rows.append(self._prefill(prompt, self.max_new_tokens))
+                rows.append(self._prefill(prompt, self.room))
             synchronize(self.device)
         except BaseException:
             for row in rows:
@@ -500,7 +504,7 @@ class Engine:
         texts = self._encode_for(rows, texts, "texts")
         arguments.check_rows(self, rows)
         for row, ids in zip(rows, texts, strict=True):
-            planning.room(self, row, ids)
+            planning.room_left(self, row, ids)
         self._begin_answers(None, None, {})
         if rows:
             self._warm_up(self.plan.max_prompt)
@@ -545,7 +549,7 @@ class Engine:
 
     def _begin_answers(self, limit: int | None, stop: list[str] | None, sampling: dict) -> int:
         """Checks what `generate` and `ask` share, and begins the call; returns the most tokens of an answer."""
-        limit = self.max_new_tokens if limit is None else limit
+        limit = self.room if limit is None else limit
         arguments.check_count("max_new_tokens", limit)
         arguments.check_stop(stop, self.tokenizer, self.no_tokenizer)
         sampling = Sampling(**sampling, seed=self.seed)

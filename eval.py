@@ -213,7 +213,7 @@ def evaluate(
             mine = missing[ranks.rank :: ranks.count]
             unknown = [i for i in mine if (job.length, i) not in reference] if job.task == "fidelity" else []
             if unknown:
-                engine.use("full", batch=args.batch, max_prompt=job.prompt, max_new_tokens=job.new)
+                engine.use("full", batch=args.batch, max_prompt=job.prompt, room=job.new)
             for part in parts(unknown, args.batch):
                 reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
             try:
@@ -258,7 +258,7 @@ def wanted(args: argparse.Namespace, method: Choice, job: Job) -> tuple:
 def use(engine: Engine, caches: tuple) -> dict:
     """Gives the engine caches for the arguments of `Engine.use`, unless it has them. Returns the options that the
     profile set, the caches' bytes per row, and the bytes per row that a step reads."""
-    has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.max_new_tokens)
+    has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.room)
     if caches != (*has, engine.speculate) or engine.plan is None:  # no plan: the last caches were refused
         engine.use(*caches)
     batch, prompt = caches[3:5]
@@ -324,7 +324,7 @@ def main(argv: list[str] | None = None) -> None:
     haystack = None if args.haystack is None else whole_text("--haystack", args.haystack)
     forced_texts = [] if args.text is None else [whole_text("--text", file) for file in args.text.split(",")]
     ranks, whole = parallel.join(), args.ranks == "data"  # whether each rank has a whole model
-    how = {"device": args.device, "dtype": args.dtype, "max_new_tokens": 1, "seed": 0, "parallel": not whole}
+    how = {"device": args.device, "dtype": args.dtype, "room": 1, "seed": 0, "parallel": not whole}
     engine = Engine.load(args.checkpoint, **how)
     prefill_once(engine)
     engine.compile = args.compile if args.compile is not None else engine.device.type == "cuda"

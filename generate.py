@@ -87,7 +87,7 @@ def load(args: argparse.Namespace, saved: prefix.Header | None, room: int, pays:
         seed=args.seed,
         batch=args.batch if args.batch is not None else min(len(results.prompts), 8),
         max_prompt=args.max_prompt,
-        max_new_tokens=room,
+        room=room,
         compile=args.compile if args.compile is not None else pays,
         text=True,
         speculate=args.speculate or 0,

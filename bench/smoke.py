@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def load(method: Choice, ids: list[int], device: torch.device, dtype: str, compile: bool) -> Engine:
-    plan = {"max_prompt": len(ids), "max_new_tokens": 2 * NEW, "device": device, "dtype": dtype, "seed": 0}
+    plan = {"max_prompt": len(ids), "room": 2 * NEW, "device": device, "dtype": dtype, "seed": 0}
     return Engine.load(NEEDLE, method.kv, method.budget, method.options, compile=compile, **plan)
 
 

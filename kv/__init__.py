@@ -83,7 +83,7 @@ def _resolve(
 ) -> tuple[Method, Plan, int | None]:
     """The method with its options, the plan with the budget's share, and the longest prompt's budget in tokens."""
     if plan.rewind:
-        plan = replace(plan, max_new_tokens=plan.max_new_tokens + plan.rewind)  # tokens that may be rejected
+        plan = replace(plan, room=plan.room + plan.rewind)  # tokens that may be rejected
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
     if plan.window is not None and plan.planned > plan.window and not method.windowed:
         raise ValueError(

@@ -275,7 +275,7 @@ class D2OMethod(Method):
     def tokens(self, plan: Plan, budget: int, prompt: int) -> int:
         """The mean slots of the layers that share slots, for a prompt of `prompt` tokens."""
         sharing, full, uncounted = self.layers(plan)
-        planned = plan.planned if plan.share is None else prompt + plan.max_new_tokens
+        planned = plan.planned if plan.share is None else prompt + plan.room
         counted = plan.row_budget(budget, prompt) * (plan.n_layer - uncounted)
         return max(self.sinks + FEWEST, (counted - full * planned) // len(sharing))
 

@@ -35,7 +35,7 @@ class Duo(KV):
             for kind, n, sizes in kinds
             if n
         )
-        self.counts = [part.shape.n_kv_head for part in self.parts]
+        self.counts = [part.plan.n_kv_head for part in self.parts]
         self.endless = all(part.endless for part in self.parts)
         self.recent = min(part.recent for part in self.parts)
         heads = torch.tensor(order, device=plan.device)

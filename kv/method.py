@@ -41,7 +41,7 @@ class Plan:
     device: torch.device
     batch: int
     max_prompt: int
-    max_new_tokens: int
+    room: int  # tokens after the prompt
     window: int | None = None  # the model's sliding window in tokens, where it has one
     max_length: int = 2**31  # the model's context in tokens
     share: Share | None = None  # of a row's prompt, its budget; None: all rows have the same
@@ -54,7 +54,7 @@ class Plan:
     @property
     def planned(self) -> int:
         """S: the largest number of tokens a row will hold."""
-        return self.max_prompt + self.max_new_tokens
+        return self.max_prompt + self.room
 
     def layer(self, index: int) -> "Plan":
         """The plan for one layer, with its own key bias: for caches that pack keys."""

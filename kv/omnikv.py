@@ -141,7 +141,7 @@ class Sparse(Full):
         self.recent, self.attends_to_all = 1, False
         self.hold("index", chooser.index)
         self.hold("prompt", chooser.prompt)
-        self.read_new = ops.symbol(plan.max_new_tokens, plan.device)  # generated tokens to read
+        self.read_new = ops.symbol(plan.room, plan.device)  # generated tokens to read
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
@@ -154,11 +154,11 @@ class Sparse(Full):
         return ops.attend_rows(q, self.k, self.v, *(x[:, None].expand(-1, k.shape[1], -1) for x in (index, mask)))
 
     def before_step(self, length: int, new: int) -> tuple:
-        self.read_new = ops.covering(self.read_new, max(new, 1), self.plan.max_new_tokens)
+        self.read_new = ops.covering(self.read_new, max(new, 1), self.plan.room)
         return (ops.value(self.read_new),)
 
     def slots_to_read(self, length: int, new: int) -> int:
-        read = self.plan.max_new_tokens if self.plan.device.type == "cuda" else new  # a gather reads masked slots too
+        read = self.plan.room if self.plan.device.type == "cuda" else new  # a gather reads masked slots too
         return min(self.most, length - new) + read
 
 
@@ -328,7 +328,7 @@ class OmniKVMethod(offload.OffloadMethod):
         """The full cache, in `bits` except filter layers and new tokens of sparse layers; offload adds chosen ones."""
         layout = Layout.of(plan, budget, self)
         sparse, filters = sum(map(len, layout.segments.values())), sum(map(bool, layout.segments.values()))
-        layer = plan.max_prompt * 2 * quant.stored_bytes(plan, self.bits) + plan.max_new_tokens * plan.unit_bytes
+        layer = plan.max_prompt * 2 * quant.stored_bytes(plan, self.bits) + plan.room * plan.unit_bytes
         layers = plan.batch * plan.n_kv_head * sparse * (layer + self.offload * layout.k * plan.unit_bytes)
         others = (plan.n_layer - sparse - filters) * FullMethod(self.bits).paper_bytes(plan, None)
         return layers + (filters * plan.full_bytes() + others) // plan.n_layer

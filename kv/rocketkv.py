@@ -1,6 +1,6 @@
 """rocketkv, hybrid: coarse eviction at the prompt, then fine selection at every step (RocketKV, arXiv 2502.14051).
 
-Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S, a row's prompt and max_new_tokens. Stage 2 (Algorithm 2) stores
+Stage 1 (Algorithm 1, kv/snapkv.py) keeps n1 slots of S, a row's prompt and room. Stage 2 (Algorithm 2) stores
 the minimum and maximum of each channel over the keys of each page of p stored tokens. A step scores all pages by the
 query's r largest channels and attends to the tokens of the best pages, here always including the newest page (the paper
 leaves it out if it is not among the best: newest=false). The bounds lie nearer to a page's mean key than its extremes,
@@ -53,7 +53,7 @@ class Split:
 
     def slots(self, prompt: int) -> int:
         """n1 for a prompt of `prompt` tokens: S / c**power, and at least twice the tokens that may be generated."""
-        planned, new = prompt + self.plan.max_new_tokens, self.plan.max_new_tokens
+        planned, new = prompt + self.plan.room, self.plan.room
         c = self.compression(prompt)
         return max(math.floor(planned / c ** self.power(c) + 0.5), min(2 * new, planned))
 
@@ -61,7 +61,7 @@ class Split:
         """c, at least 1: that of the share or, for a budget in tokens, of the prompt and what is generated."""
         if self.plan.share is not None:
             return float(1 / self.plan.share.part)
-        return max(1.0, (prompt + self.plan.max_new_tokens) / self.budget)
+        return max(1.0, (prompt + self.plan.room) / self.budget)
 
     def power(self, c: float) -> float:
         """Stage 1 compresses by c**power."""
@@ -69,7 +69,7 @@ class Split:
 
     def kept(self, prompt: int, window: int) -> tuple[int, int]:
         """How many tokens of a prompt stage 1 keeps, and its window."""
-        kept = self.slots(prompt) - self.plan.max_new_tokens
+        kept = self.slots(prompt) - self.plan.room
         return kept, min(window, kept // 2)
 
     def sizes(self) -> tuple[int, int]:

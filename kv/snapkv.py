@@ -87,7 +87,7 @@ class WindowMethod(Method):
 class SnapKVBase(HeadBudgets, WindowMethod):
     """Builds SnapKV layers; the budget may include the generated tokens."""
 
-    deduct: bool = option(False, "the budget includes max_new_tokens: the prompt keeps fewer")
+    deduct: bool = option(False, "the budget includes the room for an answer: the prompt keeps fewer")
     every: int = EVERY
 
     def copies(self, plan: Plan) -> int:
@@ -95,23 +95,23 @@ class SnapKVBase(HeadBudgets, WindowMethod):
         return 1
 
     def minimum(self, plan: Plan) -> int:
-        return 2 * self.copies(plan) + self.deduct * plan.max_new_tokens
+        return 2 * self.copies(plan) + self.deduct * plan.room
 
     def most(self, plan: Plan) -> int:
-        return plan.planned + self.deduct * plan.max_new_tokens
+        return plan.planned + self.deduct * plan.room
 
     def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget, and every generated token, in each head that keeps its own."""
-        return super().paper_bytes(plan, budget + (self.copies(plan) - 1) * plan.max_new_tokens)
+        return super().paper_bytes(plan, budget + (self.copies(plan) - 1) * plan.room)
 
     def sizes(self, plan: Plan, budget: int, prompt: int) -> tuple[int, int]:
-        kept = (plan.row_budget(budget, prompt) - self.deduct * plan.max_new_tokens) // self.copies(plan)
+        kept = (plan.row_budget(budget, prompt) - self.deduct * plan.room) // self.copies(plan)
         return kept, min(self.window, kept // 2)
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
         sizes, kernels = partial(self.sizes, plan, budget), self.kernels(plan)
         if self.every and self.deduct:
-            raise ValueError("with every, the budget never includes max_new_tokens: leave out deduct")
+            raise ValueError("with every, the budget never includes the room: leave out deduct")
         if self.copies(plan) > 1 and budget >= self.most(plan):
             return full_layers(plan)
         layer = partial(self.layer_type(SnapKV), plan, sizes, kernels, copies=self.copies(plan), every=self.every)
@@ -165,7 +165,7 @@ class PyramidKVMethod(HeadBudgets, WindowMethod):
     def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget in layers that would have less, because of shorter prompts; and every generated token."""
         sizes = pyramid_budgets(plan.n_layer, budget, self.window, plan.max_prompt)
-        return sum(max(size, budget) + plan.max_new_tokens for size in sizes) * plan.slot_bytes
+        return sum(max(size, budget) + plan.room for size in sizes) * plan.slot_bytes
 
     def sizes(self, plan: Plan, budget: int, layer: int, prompt: int) -> tuple[int, int]:
         budget = plan.row_budget(budget, prompt)

@@ -1,6 +1,7 @@
 """Checks of calls of the engine from Python, and of what they pass to it."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from reprlib import repr as shortened
@@ -107,9 +108,15 @@ def check_stop(stop: object, tokenizer: object, no_tokenizer: str) -> None:
         raise ValueError("stop must be a list of texts, none of them empty")
 
 
-def check_sizes(batch: object, max_prompt: object, max_new_tokens: object, speculate: object) -> None:
+def renamed(max_new_tokens: object) -> object:
+    """The `room` of `Engine.use` under its old name, which the next release will not accept."""
+    print("note: max_new_tokens of Engine.load and use is now called room", file=sys.stderr)
+    return max_new_tokens
+
+
+def check_sizes(batch: object, max_prompt: object, room: object, speculate: object) -> None:
     check_count("batch", batch)
-    check_count("max_new_tokens", max_new_tokens)
+    check_count("room", room)
     if max_prompt is not None:
         check_count("max_prompt", max_prompt)
     if speculate != 0:

@@ -23,19 +23,18 @@ def plan_for(
     device: torch.device,
     batch: int,
     max_prompt: int,
-    max_new_tokens: int,
+    room: int,
     rewind: int = 0,
     ranks: Ranks = ALONE,
 ) -> Plan:
     """What KV methods receive about a model and a plan. Raises ValueError if no machine could hold it."""
-    if batch * (max_prompt + max_new_tokens) > 2**40:
+    if batch * (max_prompt + room) > 2**40:
         raise ValueError(
-            f"{batch} x {max_prompt + max_new_tokens} tokens exceed the memory of any machine; lower --max-new-tokens "
-            "or --batch"
+            f"{batch} x {max_prompt + room} tokens exceed the memory of any machine; lower --max-new-tokens or --batch"
         )
     heads = {"n_layer": c.n_layer, "n_head": c.n_head, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim, "dim": c.dim}
     rope = {"rope_type": c.rope["rope_type"], "rope_theta": c.rope["rope_theta"]}
-    sizes = {"batch": batch, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
+    sizes = {"batch": batch, "max_prompt": max_prompt, "room": room}
     limits = {"window": c.window, "max_length": c.max_length}
     return Plan(**heads, **rope, **sizes, **limits, dtype=dtype, device=device, rewind=rewind, ranks=ranks)
 
@@ -45,9 +44,9 @@ def longest_prompt(c: ModelConfig, new: int) -> int:
     return min(c.max_length, max(1, c.window - new)) if c.window else c.max_length
 
 
-def plan_of(engine, max_prompt: int, max_new_tokens: int) -> Plan:
+def plan_of(engine, max_prompt: int, room: int) -> Plan:
     """The plan of an engine for prompts of `max_prompt` tokens."""
-    sizes = engine.batch, max_prompt, max_new_tokens, engine.speculate
+    sizes = engine.batch, max_prompt, room, engine.speculate
     return plan_for(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
 
 
@@ -58,16 +57,16 @@ def check(
     options: dict,
     batch: int = 1,
     max_prompt: int | None = None,
-    max_new_tokens: int = 256,
+    room: int = 256,
     speculate: int = 0,
 ) -> None:
     """Raises ValueError if `Engine.use` cannot have these arguments. model: an engine, or `read_known`'s result."""
-    arguments.check_sizes(batch, max_prompt, max_new_tokens, speculate)
+    arguments.check_sizes(batch, max_prompt, room, speculate)
     methods.parse_options(kv, options)
-    prompt = longest_prompt(model.config, max_new_tokens) if max_prompt is None else max_prompt
+    prompt = longest_prompt(model.config, room) if max_prompt is None else max_prompt
     if prompt > model.config.max_length:
         raise ValueError(f"max_prompt is {prompt} and the model's context is {model.config.max_length}")
-    sizes = batch, prompt, max_new_tokens, speculate
+    sizes = batch, prompt, room, speculate
     plan = plan_for(model.config, model.dtype, model.device, *sizes, model.ranks)
     with compile_errors():
         compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
@@ -83,7 +82,7 @@ def check_length(engine, tokens: int) -> None:
 def check_caches(engine, tokens: int) -> None:
     """Raises ValueError if the engine has no caches yet and cannot have any for a prompt of `tokens` tokens."""
     if engine.plan is None:
-        check_memory(engine, plan_of(engine, engine.max_prompt or tokens, engine.max_new_tokens))
+        check_memory(engine, plan_of(engine, engine.max_prompt or tokens, engine.room))
 
 
 def needed(engine, length: int, new: int) -> Plan | None:
@@ -92,27 +91,27 @@ def needed(engine, length: int, new: int) -> Plan | None:
     Raises ValueError if it would close rows, or if such prompts are too long.
     """
     check_length(engine, length)
-    has, new = engine.plan, max(new, engine.max_new_tokens)
+    has, new = engine.plan, max(new, engine.room)
     if has is None:
         return plan_of(engine, engine.max_prompt or length, new)
-    if length <= has.max_prompt and (new <= has.max_new_tokens or engine.endless):
+    if length <= has.max_prompt and (new <= has.room or engine.endless):
         return None
     if any(engine.rows):
-        has = f"{has.max_prompt} tokens and {has.max_new_tokens} more"
+        has = f"{has.max_prompt} tokens and {has.room} more"
         raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
     engine._release()  # so that its memory counts as free
     return grown(engine, has, length, new)
 
 
-def room(engine, row, question: list[int]) -> int:
+def room_left(engine, row, question: list[int]) -> int:
     """The most tokens of an answer to a question to a row. Raises ValueError if there is no room for one."""
     tokens = len(row.tokens) + (row.pending is not None) + len(question)
     if tokens == len(row.tokens) and row.logits is None:
         raise ValueError("there is nothing to continue: give a question")
-    left = row.prompt_tokens + engine.plan.max_new_tokens - tokens + 1
+    left = row.prompt_tokens + engine.plan.room - tokens + 1
     if left < 1 and not engine.endless:
         raise ValueError(
-            f"no room for another question: the caches hold {engine.shape.max_new_tokens} tokens after the prompt, and "
+            f"no room for another question: the caches hold {engine.plan.room} tokens after the prompt, and "
             f"{1 - left} more are needed: load with a larger --max-new-tokens, or save a saved prompt again with one"
         )
     return 2**31 if engine.endless else left
@@ -124,19 +123,19 @@ def grown(engine, plan: Plan, prompt: int, new: int) -> Plan:
     A size that grows becomes a power of two, so that a slightly longer prompt needs no recompile, but stays as
     requested if that would not leave half of the free memory for prefill.
     """
-    prompt, new = max(prompt, plan.max_prompt), max(new, plan.max_new_tokens)
+    prompt, new = max(prompt, plan.max_prompt), max(new, plan.room)
     windowed = methods.METHODS[engine.method].windowed
     longest = engine.config.max_length if windowed else longest_prompt(engine.config, new)
     larger = replace(
         plan,
         max_prompt=prompt if prompt == plan.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
-        max_new_tokens=new if new == plan.max_new_tokens else power_of_two(new),
+        room=new if new == plan.room else power_of_two(new),
     )
     try:
         check_memory(engine, larger, spare=0.5)
     except ValueError:
-        larger = replace(plan, max_prompt=prompt, max_new_tokens=new)
-    sizes = f"prompts of {larger.max_prompt} tokens and {larger.max_new_tokens} more"
+        larger = replace(plan, max_prompt=prompt, room=new)
+    sizes = f"prompts of {larger.max_prompt} tokens and {larger.room} more"
     print(f"allocating larger caches, for {sizes}", file=sys.stderr)
     before, after = (sizes_of(engine, each) for each in (plan, larger))
     if changes := [f"{name} {before[name]} -> {size}" for name, size in after.items() if size != before.get(name)]:
@@ -195,7 +194,7 @@ def smaller(engine, plan: Plan) -> str | None:
     options = set(vars(methods.parse_options(engine.method, {})))
     flags |= {f"--kv-bits {n}": (engine.budget, {"bits": str(n)}) for n in (8, 4) if "bits" in options}
     flags |= {"--offload": (engine.budget, {"offload": "true"})} if "offload" in options else {}
-    longer = replace(plan, max_prompt=longest_prompt(engine.config, plan.max_new_tokens))
+    longer = replace(plan, max_prompt=longest_prompt(engine.config, plan.room))
     tried = [(flag, plan, *how) for flag, how in flags.items()]
     for flag, own, budget, more in [*tried, ("that of a longer prompt", longer, engine.budget, {})]:
         with suppress(ValueError):  # a budget that is too small, or bits that the method has not

@@ -33,7 +33,7 @@ class Header:
     budget: int | float | None
     options: dict  # with those of the checkpoint's kv_profile.json
     max_prompt: int
-    max_new_tokens: int
+    max_new_tokens: int  # the plan's `room`
     dtype: str
     speculate: int
     prompt: int  # how many of the tokens were prefilled

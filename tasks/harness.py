@@ -71,7 +71,7 @@ class KVFast(TemplateLM):
         if rows != "auto" and not rows.isdecimal():
             raise ValueError(f"batch_size must be a number or auto, not {batch_size}")
         self.most = max_batch_size if rows == "auto" else None  # rows, if `use` chooses how many
-        how = {"device": device, "dtype": dtype, "compile": compile, "seed": 0, "max_new_tokens": ROUND}
+        how = {"device": device, "dtype": dtype, "compile": compile, "seed": 0, "room": ROUND}
         self.engine = Engine.load(checkpoint, kv, budget, options, batch=1 if self.most else int(rows), **how)
         self.prefilled, self.tokenizer = prefill_once(self.engine), self.engine.tokenizer
         if self.tokenizer is None:
@@ -151,15 +151,15 @@ class KVFast(TemplateLM):
 
         batch_size auto: as many are decoded together as fit into a quarter of the free memory.
         """
-        engine, new = self.engine, max(self.engine.max_new_tokens, -(-new // ROUND) * ROUND)
+        engine, new = self.engine, max(self.engine.room, -(-new // ROUND) * ROUND)
         batch = engine.batch
         if self.most:
             engine.close()  # so that its memory counts as free
             batch = min(rows, self.most)
             while batch > 1 and not self.fits(batch, prompt, new, scored):
                 batch //= 2
-        if (batch, new) != (engine.batch, engine.max_new_tokens):
-            engine.use(engine.method, engine.budget, engine.options, batch=batch, max_new_tokens=new)
+        if (batch, new) != (engine.batch, engine.room):
+            engine.use(engine.method, engine.budget, engine.options, batch=batch, room=new)
 
     def fits(self, batch: int, prompt: int, new: int, scored: int) -> bool:
         """Whether caches of such a plan, and the logits, each take less than a quarter of the free memory."""

@@ -17,9 +17,9 @@ def print_plan(engine: Engine, longest: int) -> None:
 
     longest: tokens of the longest prompt.
     """
-    plan = engine.plan or planning.plan_of(engine, engine.max_prompt or longest, engine.max_new_tokens)
+    plan = engine.plan or planning.plan_of(engine, engine.max_prompt or longest, engine.room)
     device, host = planning.planned_bytes(engine, plan)
-    full, tokens = planning.full_bytes(plan), f"{plan.max_prompt} + {plan.max_new_tokens} tokens"
+    full, tokens = planning.full_bytes(plan), f"{plan.max_prompt} + {plan.room} tokens"
     tokens += f" in each of {plan.batch} rows" if plan.batch > 1 else ""
     plain = engine.method == "full" and not engine.options
     of_full = "" if plain else f", {device / full:.0%} of the full cache's {mb(full)}"
@@ -32,7 +32,7 @@ def print_plan(engine: Engine, longest: int) -> None:
     else:
         smaller = planning.smaller(engine, plan)
         helps = f"{smaller} takes less" if smaller else "it saves reads, not memory"
-    new = device - planning.planned_bytes(engine, replace(plan, max_new_tokens=1))[0]
+    new = device - planning.planned_bytes(engine, replace(plan, room=1))[0]
     room = f"; {mb(new)} of it are for new tokens, see --max-new-tokens" if new > device / 2 else ""
     planning.warn(engine, f"this cache is as large as the full one or larger: {helps}{room}")
 

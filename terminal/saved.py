@@ -26,7 +26,7 @@ def save(engine: Engine, prompt: list[int], args: argparse.Namespace) -> None:
         "save_s": time.perf_counter() - begin,
         "saved_bytes": size,
         "saved_full_bytes": full,
-        "room": engine.plan.max_new_tokens,
+        "room": engine.plan.room,
     }
     seconds = f"{report['save_s']:.2f} s"
     print(f"-- saved {len(prompt)} tokens in {args.save_prompt}: {size / 1e6:.1f} MB, {seconds}", file=sys.stderr)
@@ -53,7 +53,7 @@ def ask_saved(
         row, asked = engine.load_row(path), {}
         for index, question in enumerate(questions[start : start + engine.batch], start):
             try:
-                planning.room(engine, row, question)
+                planning.room_left(engine, row, question)
                 asked[index] = question
             except ValueError as error:
                 fail(index, str(error))

@@ -16,7 +16,7 @@ OPTIONS = {"keydiff": {"alpha": 0.0}, "snapkv": {"window": 6, "kernel": 3}, "rkv
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_texts_and_steps_after_the_prompt_attend_to_what_each_head_keeps(name):
-    plan, options = replace(make_plan("gqa"), n_layer=1, max_prompt=max(PROMPTS), max_new_tokens=NEW), OPTIONS[name]
+    plan, options = replace(make_plan("gqa"), n_layer=1, max_prompt=max(PROMPTS), room=NEW), OPTIONS[name]
     (layer,) = kv.build(name, plan, BUDGET, options | {"heads": "adaptive"})
     (equal,) = kv.build(name, plan, BUDGET, {key: value for key, value in options.items() if key != "alpha"})
     assert sum(layer.storages().values()) == sum(equal.storages().values()) + layer.owner.nbytes

@@ -24,7 +24,7 @@ class Spy(Full):
 
 def spy(engine: Engine, ids: list[int]) -> list[Spy]:
     """Layers that have recorded q and k of a prompt of 90 tokens."""
-    engine.use("full", max_prompt=90, max_new_tokens=1)
+    engine.use("full", max_prompt=90, room=1)
     spies = [Spy(engine.plan) for _ in engine.layers]
     engine.model.set_kv(spies)
     engine.model.prefill(0, torch.tensor(ids))
@@ -135,7 +135,7 @@ def test_a_replay_without_filter_layers_is_the_model(deep):
     deep.model.set_rows(1)
     probes = calibrate.probes_of(deep, ids, 4, 16, "")
     logits = calibrate.replay(deep, ids, probes, ())
-    exact = Engine.use(deep, "full", max_prompt=160, max_new_tokens=160).logits(ids[:1], ids[1:] + [0])
+    exact = Engine.use(deep, "full", max_prompt=160, room=160).logits(ids[:1], ids[1:] + [0])
     assert torch.allclose(logits, exact[probes[0].at], rtol=1e-3, atol=1e-3)
 
 
@@ -152,7 +152,7 @@ def test_the_proposed_filter_layers_diverge_no_more_than_the_default_and_read_no
 
 
 def deep_shape(engine: Engine):
-    return engine.use("full", max_prompt=160, max_new_tokens=1).shape
+    return engine.use("full", max_prompt=160, room=1).plan
 
 
 def divergence_of(engine: Engine, filters: list[int], texts: list[list[int]]) -> float:
@@ -160,7 +160,7 @@ def divergence_of(engine: Engine, filters: list[int], texts: list[list[int]]) ->
     total = 0.0
     for ids in texts:
         p, q = (
-            engine.use(*kv, max_prompt=120, max_new_tokens=40).logits(ids[:120], ids[120:])[1:].log_softmax(-1)
+            engine.use(*kv, max_prompt=120, room=40).logits(ids[:120], ids[120:])[1:].log_softmax(-1)
             for kv in (("full",), ("omnikv", 8, {"filter_layers": filters}))
         )
         total += (p.exp() * (p - q)).sum(-1).mean().item()
@@ -203,7 +203,7 @@ def test_the_plot_is_drawn_and_omnikv_finds_its_filter_layers(text_checkpoint, t
     said = capsys.readouterr()
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "proposed" in said.out
     assert said.err.splitlines()[0].startswith("-- measure excerpt 1 of") and "-- try filter layers" in said.err
-    engine = Engine.load(folder, "omnikv", 24, max_prompt=96, max_new_tokens=8, compile=False)
+    engine = Engine.load(folder, "omnikv", 24, max_prompt=96, room=8, compile=False)
     chosen = json.loads((folder / "kv_profile.json").read_text())["filter_layers"]
     assert {type(engine.layers[layer]).__name__ for layer in chosen} >= {"Filter"}
 
@@ -218,10 +218,10 @@ def test_duo_finds_the_head_scores_that_calibrate_wrote(text_checkpoint, tmp_pat
     profile = json.loads((folder / "kv_profile.json").read_text())
     assert profile["format"] == 1 and profile["text"] == "text.txt" and profile["of_others"] == [1]
     assert len(profile["head_scores"]) == 8 and len(profile["head_scores"][0]) == 2
-    engine = Engine.load(folder, "duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, max_new_tokens=8, compile=False)
+    engine = Engine.load(folder, "duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, room=8, compile=False)
     chosen, others = [], []
     for layer, scores in zip(engine.layers, profile["head_scores"], strict=True):
-        full = sum(p.shape.n_kv_head for p in layer.parts if p.size == engine.plan.planned)
+        full = sum(p.plan.n_kv_head for p in layer.parts if p.size == engine.plan.planned)
         order = layer.order.tolist()
         chosen, others = chosen + [scores[h] for h in order[:full]], others + [scores[h] for h in order[full:]]
     assert chosen and others and min(chosen) >= max(others)

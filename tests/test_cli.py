@@ -532,7 +532,7 @@ def test_a_conversation_takes_pastes_and_history_and_ctrl_c_stops_only_the_answe
     (completion,) = json.loads((tmp_path / "out.json").read_text())["completions"]
     answers = completion["answers"]
     assert [a["finish_reason"] == "interrupted" for a in answers] == [False, False, True, False]
-    engine = Engine.load(chat_checkpoint, compile=False, dtype="float32", max_prompt=400, max_new_tokens=60)
+    engine = Engine.load(chat_checkpoint, compile=False, dtype="float32", max_prompt=400, room=60)
     turns = [engine.tokenizer.chat_next(text) for text in ("Two lines\n\n/exit\nand a third",) * 2 + ("And?",)]
     ids = engine.tokenizer.chat("Who?", "Be brief.")
     for turn, answer in zip([[], *turns], answers, strict=True):  # every answer continues the whole conversation

@@ -90,7 +90,7 @@ def make_plan(
         device=torch.device("cpu"),
         batch=batch,
         max_prompt=MAX_PROMPT,
-        max_new_tokens=MAX_NEW,
+        room=MAX_NEW,
         window=window,
         max_length=max_length,
     )
@@ -261,11 +261,11 @@ def poison(cache: Cache) -> Cache:
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in (*module.states, "inv_freq", "rotation", "bias"):
-                    buffer.unflatten(0, (layer.shape.batch, -1))[row] = 1e4
+                    buffer.unflatten(0, (layer.plan.batch, -1))[row] = 1e4
 
     for layer in cache.layers:
         layer.reset = partial(reset_to_noise, layer, layer.reset)
-        for row in range(layer.shape.batch):
+        for row in range(layer.plan.batch):
             layer.reset(row)
     return cache
 
@@ -483,7 +483,7 @@ def test_law_7_bytes_equal_the_buffers(name, plan, budget):
 
 @every_method
 def test_law_7_bytes_are_the_papers(name):
-    plan = llama_8b(max_prompt=32512, max_new_tokens=256, batch=2)
+    plan = llama_8b(max_prompt=32512, room=256, batch=2)
     name, options = VARIANTS[name]
     options = with_scores(name, options, plan)
     method = kv.parse_options(name, options)
@@ -667,7 +667,7 @@ def test_law_12_a_restored_row_continues_in_another_batch_on_another_plan(name, 
     monkeypatch.setattr(inductor, "STEP", 1)  # so that a step that reads too few slots is noticed
     plan = make_plan("gqa", 3, n_layer=layers_of(name))
     texts = make_texts(plan)
-    source, target = Cache(name, plan), poison(Cache(name, replace(plan, batch=5, max_new_tokens=2 * MAX_NEW)))
+    source, target = Cache(name, plan), poison(Cache(name, replace(plan, batch=5, room=2 * MAX_NEW)))
     source.run(texts, 9)
     shortest = max(texts)  # prefilled beside the restored rows, before they are and afterwards
     target.run({0: texts[shortest]}, 9)

@@ -228,7 +228,7 @@ def test_a_head_stored_beside_tied_embeddings_is_used_if_it_differs_from_them(tm
     own = {"output.weight": head} if differs else {}
     assert_same(written(tmp_path / "out"), expected(model) | own)
     assert ("lm_head.weight is not the embedding table" in capsys.readouterr().err) is differs
-    engine = Engine.load(tmp_path / "out", compile=False, max_new_tokens=2)
+    engine = Engine.load(tmp_path / "out", compile=False, room=2)
     with torch.no_grad():
         theirs = LlamaForCausalLM.from_pretrained(src)(torch.tensor([[3, 4, 5]])).logits[0, -1]
     torch.testing.assert_close(engine.logits([3, 4, 5], [6])[0], theirs, rtol=1e-4, atol=1e-4)

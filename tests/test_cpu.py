@@ -283,7 +283,7 @@ def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
     assert inductor.FUSED == {(torch.float32, 16): 8 if faster == "fused" else 0}
     monkeypatch.setattr(cpu, "LEAST", 0)  # a large model with a small cache
     for planned, tokens in ((40, 256), (1023, 512), (1024, 1024)):
-        cpu.tune_attention(model, replace(small, max_prompt=planned - small.max_new_tokens), 1)
+        cpu.tune_attention(model, replace(small, max_prompt=planned - small.room), 1)
         assert measured[-1] == (2, tokens)
     monkeypatch.setenv("KV_FAST_PRODUCT", "kernel")
     cpu.tune_attention(model, large, 1)

@@ -294,7 +294,7 @@ def test_uncounted_layers_stay_full_beyond_the_budget():
     layers = kv.build("d2o", plan, 20, {"uncounted": "0+1+7"})
     assert [isinstance(layer, D2O) for layer in layers] == [False] * 2 + [True] * 5 + [False]
     assert layers[2].shared.budget == 20
-    shape_8b = llama_8b(max_prompt=8000, max_new_tokens=192, batch=1)
+    shape_8b = llama_8b(max_prompt=8000, room=192, batch=1)
     tokens = 29 * 1024 + 3 * 8192
     size = sum(kv.planned_bytes("d2o", shape_8b, 1024, {"uncounted": "0+1+7"}))
     assert 1 < size / (tokens * shape_8b.slot_bytes) < 1.03

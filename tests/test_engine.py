@@ -23,7 +23,7 @@ SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 
 
 def load(checkpoint, method="full", lag=0, eos=(), **plan):
-    plan = {"batch": 1, "max_new_tokens": 80, "compile": False, "seed": 0} | METHODS.get(method, {}) | plan
+    plan = {"batch": 1, "room": 80, "compile": False, "seed": 0} | METHODS.get(method, {}) | plan
     engine = Engine.load(checkpoint, kv=method, **plan)
     engine.lag, engine.eos = lag, set(eos)
     return engine
@@ -234,7 +234,7 @@ def test_one_compiled_step_serves_every_length(checkpoint):
     write = {"max_position_embeddings": 8192}
     folder = write_random(checkpoint.parent / "long", **write)
     long = torch.randint(128, (6000,), generator=torch.Generator().manual_seed(0)).tolist()
-    engines = [Engine.load(folder, compile=c, max_prompt=6000, max_new_tokens=40) for c in (True, False)]
+    engines = [Engine.load(folder, compile=c, max_prompt=6000, room=40) for c in (True, False)]
     for prompt in (PROMPTS[0], long, long[:700], long[:5000]):
         compiled, eager = (engine.logits(prompt, PROMPTS[0][:20]) for engine in engines)
         assert (compiled - eager).abs().max() < 1e-3
@@ -245,7 +245,7 @@ def test_one_compiled_step_serves_every_length(checkpoint):
 def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path, family):
     folder = write_random(tmp_path / "model", architectures=[family])
     exact, eager, compiled = (
-        Engine.load(folder, dtype=dtype, compile=c, max_new_tokens=20).logits(PROMPTS[0], PROMPTS[2][:10])
+        Engine.load(folder, dtype=dtype, compile=c, room=20).logits(PROMPTS[0], PROMPTS[2][:10])
         for dtype, c in (("float32", False), ("bfloat16", False), ("bfloat16", True))
     )
     assert (eager - exact).abs().mean() > 0  # the dtype is what was asked for
@@ -264,7 +264,7 @@ def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(ch
 @pytest.mark.parametrize("method", METHODS)
 def test_the_step_is_one_graph_for_a_gpu(checkpoint, method, traced_only):
     """Where CUDA graphs capture it, the whole step is compiled at once; here that is traced on the CPU."""
-    graph, eager = (load(checkpoint, method, compile=c, max_prompt=97, max_new_tokens=4) for c in (True, False))
+    graph, eager = (load(checkpoint, method, compile=c, max_prompt=97, room=4) for c in (True, False))
     graph.run_step = torch.compile(decode_step, fullgraph=True, backend="eager")
     found, expected = (e.generate(PROMPTS[:1], 4) for e in (graph, eager))
     assert outcome(found) == outcome(expected) and graph.stats.compiles == 1
@@ -286,12 +286,18 @@ def test_a_seed_gives_a_prompt_the_same_answer_whatever_ran_before(checkpoint):
 
 
 def test_a_refused_method_leaves_the_engine_as_it_was(checkpoint):
-    engine = load(checkpoint, max_new_tokens=6)
+    engine = load(checkpoint, room=6)
     (row,) = engine.start([PROMPTS[0]])
     for refused in (("streaming",), ("nothing",), ("streaming", 10**9, {"sinks": "x"}), ("full", None, {}, 1, 10**6)):
         with pytest.raises(ValueError):
             engine.use(*refused)
-    assert outcome(engine.ask([row])) == outcome(load(checkpoint, max_new_tokens=6).generate([PROMPTS[0]]))
+    assert outcome(engine.ask([row])) == outcome(load(checkpoint, room=6).generate([PROMPTS[0]]))
+
+
+def test_the_old_name_of_room_is_accepted_for_now_and_named(checkpoint, capsys):
+    engine = Engine.load(checkpoint, compile=False, max_prompt=8, max_new_tokens=7)
+    assert engine.plan.room == 7 and engine.use("full", max_prompt=8, max_new_tokens=9).plan.room == 9
+    assert capsys.readouterr().err.count("now called room") == 2
 
 
 def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsys):
@@ -307,20 +313,18 @@ def test_caches_grow_with_the_prompts_unless_max_prompt_is_set(checkpoint, capsy
         fixed.generate([PROMPTS[2]], max_new_tokens=3)
     fixed.close()
     fixed.generate([PROMPTS[1]], max_new_tokens=3)
-    assert fixed.shape.max_prompt == 50
+    assert fixed.plan.max_prompt == 50
 
 
 def sizes_of(engine, monkeypatch):
-    """The plans that the engine allocates from now on, as (max_prompt, max_new_tokens)."""
+    """The plans that the engine allocates from now on, as (max_prompt, room)."""
     found, allocate = [], engine._allocate
-    monkeypatch.setattr(
-        engine, "_allocate", lambda plan: (found.append((plan.max_prompt, plan.max_new_tokens)), allocate(plan))
-    )
+    monkeypatch.setattr(engine, "_allocate", lambda plan: (found.append((plan.max_prompt, plan.room)), allocate(plan)))
     return found
 
 
 def test_growing_caches_step_up_by_powers_of_two(checkpoint, monkeypatch):
-    engine = load(checkpoint, max_new_tokens=5)
+    engine = load(checkpoint, room=5)
     plans = sizes_of(engine, monkeypatch)
     for prompt in (20, 22, 30, 32, 33, 60, 64, 1, 65, 3000):
         engine.generate([[7] * prompt], max_new_tokens=2)
@@ -331,33 +335,31 @@ def test_growing_caches_step_up_by_powers_of_two(checkpoint, monkeypatch):
 
 
 def test_a_grown_cache_stays_within_the_context_and_half_the_free_memory(checkpoint, monkeypatch):
-    engine = Engine.load(
-        write_random(checkpoint.parent / "odd", max_position_embeddings=3000), compile=False, max_new_tokens=2
-    )
+    engine = Engine.load(write_random(checkpoint.parent / "odd", max_position_embeddings=3000), compile=False, room=2)
     plans = sizes_of(engine, monkeypatch)
     needed = 2 * 2 * 2 * 16 * 4  # bytes a token takes: layers, KV heads, K and V, head dim, fp32
     for prompt in (20, 2100):
         engine.generate([[7] * prompt])
     monkeypatch.setattr("runtime.parallel.free_bytes", lambda _: 2 * 2600 * needed)
-    engine.use("full", max_new_tokens=2).generate([[7] * 20])
+    engine.use("full", room=2).generate([[7] * 20])
     engine.generate([[7] * 1100])  # 2,048 + 2 leave half
     engine.generate([[7] * 2100])  # 3,000 + 2 would not
     assert plans == [(20, 2), (3000, 2), (20, 2), (2048, 2), (2100, 2)]
 
 
 def test_a_budget_that_is_a_share_stays_one_of_each_prompt_while_caches_grow(checkpoint, monkeypatch):
-    engine = load(checkpoint, "streaming", budget=0.5, max_new_tokens=2)
+    engine = load(checkpoint, "streaming", budget=0.5, room=2)
     plans = sizes_of(engine, monkeypatch)
     for prompt in (20, 33, 97):
         found = outcome(engine.generate([PROMPTS[2][:prompt]]))
-        alone = load(checkpoint, "streaming", budget=0.5, max_new_tokens=2, max_prompt=prompt)
+        alone = load(checkpoint, "streaming", budget=0.5, room=2, max_prompt=prompt)
         assert found == outcome(alone.generate([PROMPTS[2][:prompt]]))
     assert plans == [(20, 2), (64, 2), (128, 2)]
 
 
 def test_a_cache_grows_no_further_than_the_sliding_window(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "mistral", architectures=["MistralForCausalLM"], sliding_window=100)
-    engine = load(folder, "streaming", max_new_tokens=2)
+    engine = load(folder, "streaming", room=2)
     plans = sizes_of(engine, monkeypatch)
     for prompt in (20, 40, 70, 98):
         engine.generate([[7] * prompt])
@@ -405,7 +407,7 @@ def test_prompts_that_wait_are_answered_after_an_interruption(checkpoint):
 def test_a_question_taken_at_once_is_answered_like_one_fed_token_by_token(checkpoint, eos, lag, sampling):
     """With the full cache, greedy or sampled, after answers that end in any way."""
     questions = [[[9, 8, 7, 6], [5]], [list(range(3, 40))], [[1, 2]], [], [[60] * 7, [61] * 9]]
-    engine = load(checkpoint, batch=5, max_new_tokens=90, seed=3, lag=lag, eos=eos)
+    engine = load(checkpoint, batch=5, room=90, seed=3, lag=lag, eos=eos)
     once, fed = (converse(engine, PROMPTS, questions, stepwise=stepwise, **sampling) for stepwise in (False, True))
     assert once == fed and len({reason for row in once for _, reason in row}) == 2
 
@@ -499,23 +501,23 @@ def test_progress_wraps_what_takes_long(checkpoint, monkeypatch):
 
 
 def test_the_cache_holds_what_was_planned_and_reports_it(checkpoint):
-    engine = load(checkpoint, max_prompt=100, max_new_tokens=28, batch=3)
+    engine = load(checkpoint, max_prompt=100, room=28, batch=3)
     planned = 3 * 2 * 2 * 128 * 2 * 16 * 4  # rows, layers, KV heads, tokens, K and V, head dim, fp32
     known = figures(engine, 1)
     assert planned <= known["kv_full_bytes"] == known["kv_device_bytes"] <= 1.02 * planned
     assert known["kv_host_bytes"] == 0
-    small = load(checkpoint, "streaming", max_prompt=3000, max_new_tokens=28)
+    small = load(checkpoint, "streaming", max_prompt=3000, room=28)
     assert figures(small, 1)["kv_device_bytes"] < figures(small, 1)["kv_full_bytes"] / 20
 
 
 def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
-    engine = load(checkpoint, "streaming", max_prompt=97, max_new_tokens=10)
+    engine = load(checkpoint, "streaming", max_prompt=97, room=10)
     (answer,) = engine.generate([PROMPTS[2]], max_new_tokens=300)
     assert len(answer.tokens) == 300 and not capsys.readouterr().err
 
 
 def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
-    engine = load(checkpoint, max_prompt=40, max_new_tokens=20, batch=2)
+    engine = load(checkpoint, max_prompt=40, room=20, batch=2)
     rows = engine.start([PROMPTS[0]])
     answers = [engine.ask(rows, None, 8), engine.ask(rows, [[5] * 4], 7)]
     for question, row in itertools.product(([[5] * 4], [[5] * 3], [[5] * 10**5]), (rows[0], rows[0].fork())):
@@ -528,16 +530,16 @@ def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
 
 
 def test_caches_may_be_recompiled_any_number_of_times(checkpoint, traced_only):
-    engine = load(checkpoint, compile=True, max_new_tokens=3)
+    engine = load(checkpoint, compile=True, room=3)
     for length in range(10, 30, 2):  # torch.compile gives up at the ninth recompile of one function
         engine.close()
         prompt = list(range(length))
-        expected = load(checkpoint, max_new_tokens=3).generate([prompt])
+        expected = load(checkpoint, room=3).generate([prompt])
         assert outcome(engine.generate([prompt])) == outcome(expected)
 
 
 def test_streaming_with_a_budget_for_everything_equals_full_even_beyond_the_plan(checkpoint):
-    plan = {"budget": 1000, "max_prompt": 97, "max_new_tokens": 10}
+    plan = {"budget": 1000, "max_prompt": 97, "room": 10}
     tokens = torch.randint(128, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     streaming, full = load(checkpoint, "streaming", **plan), load(checkpoint)
     assert outcome(streaming.generate([PROMPTS[2]], max_new_tokens=60)) == outcome(
@@ -549,13 +551,13 @@ def test_streaming_with_a_budget_for_everything_equals_full_even_beyond_the_plan
 
 def test_more_sinks_than_tokens_equal_full_attention(checkpoint):
     for sinks in (4, 5, 50):
-        engine = load(checkpoint, "streaming", budget=100, options={"sinks": sinks}, max_new_tokens=2)
-        expected = load(checkpoint, max_new_tokens=2).generate([PROMPTS[1]])
+        engine = load(checkpoint, "streaming", budget=100, options={"sinks": sinks}, room=2)
+        expected = load(checkpoint, room=2).generate([PROMPTS[1]])
         assert outcome(engine.generate([PROMPTS[1]])) == outcome(expected)
 
 
 def test_a_share_is_at_least_the_methods_minimum(checkpoint):
-    engine = load(checkpoint, "streaming", budget=0.001, max_new_tokens=2)
+    engine = load(checkpoint, "streaming", budget=0.001, room=2)
     assert len(engine.generate([PROMPTS[2]])[0].tokens) == 2
     assert engine.layers[0].size_of("size", 0) == 5
 
@@ -687,12 +689,12 @@ def test_rows_that_are_closed_or_anothers_are_refused(checkpoint, tmp_path):
 def test_an_engine_switches_to_another_method_and_back(checkpoint):
     engine = load(checkpoint)
     full = outcome(engine.generate(PROMPTS[:2], max_new_tokens=8))
-    engine.use("streaming", 6, batch=2, max_new_tokens=8)
+    engine.use("streaming", 6, batch=2, room=8)
     alone = load(checkpoint, "streaming", budget=6, batch=2)
     assert outcome(engine.generate(PROMPTS[:2], max_new_tokens=8)) == outcome(
         alone.generate(PROMPTS[:2], max_new_tokens=8)
     )
-    assert outcome(engine.use("full", max_new_tokens=8).generate(PROMPTS[:2], max_new_tokens=8)) == full
+    assert outcome(engine.use("full", room=8).generate(PROMPTS[:2], max_new_tokens=8)) == full
 
 
 def test_prompts_may_be_arrays(checkpoint):
@@ -785,14 +787,14 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
         (lambda: Engine.load(checkpoint, seed="1"), "seed must be a whole number"),
         (lambda: Engine.load(checkpoint, batch=0), "at least 1"),
         (lambda: Engine.load(checkpoint, batch=10**20), "memory of any machine"),
-        (lambda: Engine.load(checkpoint, max_new_tokens=10**30), "memory of any machine"),
-        (lambda: Engine.load(checkpoint, max_new_tokens=True), "whole number"),
+        (lambda: Engine.load(checkpoint, room=10**30), "memory of any machine"),
+        (lambda: Engine.load(checkpoint, room=True), "whole number"),
         (lambda: Engine.load(checkpoint, kv="streaming"), "needs --budget"),
         (lambda: Engine.load(checkpoint, kv="streaming", budget=2), "at least 5"),
         (lambda: Engine.load(checkpoint, dtype="int8"), "'int8' is not supported"),
         (lambda: Engine.load(checkpoint, device="tpu"), "'tpu' is not here"),
         (lambda: Engine.load(checkpoint, max_prompt=10**4), "context is 4096"),
-        (lambda: Engine.load(checkpoint, max_new_tokens=10**9, max_prompt=10), "GB are free"),
+        (lambda: Engine.load(checkpoint, room=10**9, max_prompt=10), "GB are free"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -835,11 +837,11 @@ def test_caches_grow_for_longer_answers_if_any_layer_needs_it(tmp_path):
     """duo with a full layer above a windowed one; the windowed one alone could generate any number of tokens."""
     folder = write_random(tmp_path / "model")
     options = {"head_scores": [[0.0, 0.0], [1.0, 1.0]], "sinks": 2, "recent": 6}
-    engine, large = (Engine.load(folder, "duo", 0.5, options, compile=False, max_new_tokens=n) for n in (4, 60))
+    engine, large = (Engine.load(folder, "duo", 0.5, options, compile=False, room=n) for n in (4, 60))
     assert engine.generate([PROMPTS[0]]) and large.generate([PROMPTS[0]])
     assert [layer.endless for layer in engine.layers] == [True, False]
     longer = engine.generate([PROMPTS[0]], max_new_tokens=60)
-    assert engine.plan.max_new_tokens == 64 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
+    assert engine.plan.room == 64 and outcome(longer) == outcome(large.generate([PROMPTS[0]]))
 
 
 def test_a_gpu_is_known_by_its_index(monkeypatch):
@@ -887,7 +889,7 @@ def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoin
 @pytest.mark.parametrize("options", ({}, {"compile": True}, {"kv": "streaming", "budget": 24, "speculate": 2}))
 def test_closing_frees_the_caches_at_once(checkpoint, options):
     """Larger caches are allocated when the old ones are gone, not when the garbage collector finds them."""
-    engine = Engine.load(checkpoint, **{"compile": False, "max_new_tokens": 4} | options)
+    engine = Engine.load(checkpoint, **{"compile": False, "room": 4} | options)
     engine.generate([[5, 6, 7]])
     buffers = [
         weakref.ref(buffer)
@@ -912,7 +914,7 @@ def test_an_answer_depends_on_no_other_prompt_now_or_before(checkpoint, method, 
     prompts = [list(range(3, 43)), list(range(5, 125)) + list(range(3, 43))]
 
     def engine(budget, batch=1, **plan):
-        return Engine.load(checkpoint, method, budget, options, batch=batch, max_new_tokens=24, compile=False, **plan)
+        return Engine.load(checkpoint, method, budget, options, batch=batch, room=24, compile=False, **plan)
 
     for budget in (0.3, 40):
         alone = engine(budget).generate(prompts[:1])[0].tokens
@@ -936,15 +938,15 @@ def test_an_answer_depends_on_no_other_prompt_now_or_before(checkpoint, method, 
 
 @pytest.mark.parametrize("method", ("sparq", "hybrid"))
 def test_a_budget_too_small_for_its_prompts_is_said_once_with_one_that_does(checkpoint, method, capsys):
-    engine = Engine.load(checkpoint, method, 8, batch=2, max_new_tokens=8, compile=False)
+    engine = Engine.load(checkpoint, method, 8, batch=2, room=8, compile=False)
     prompt = list(range(3, 123)) * 3
     engine.generate([prompt, prompt[:40]])
     engine.generate(prompt)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "too coarsely" in line]
     enough = int(line.split("give it ")[1].split()[0])
-    engine.use(method, enough, max_new_tokens=8).generate(prompt)
+    engine.use(method, enough, room=8).generate(prompt)
     assert "too coarsely" not in capsys.readouterr().err
-    engine.use(method, enough - 1, max_new_tokens=8).generate(prompt)
+    engine.use(method, enough - 1, room=8).generate(prompt)
     assert f"give it {enough} or more" in capsys.readouterr().err
 
 
@@ -952,7 +954,7 @@ def test_a_budget_too_small_for_its_prompts_is_said_once_with_one_that_does(chec
 @pytest.mark.parametrize("fails", (False, True))
 def test_a_step_ignores_a_row_that_was_never_asked_or_whose_prefill_failed(checkpoint, method, fails, monkeypatch):
     """What compresses it far must not let its position point outside of its slots."""
-    plan = {"method": method, "max_new_tokens": 8, "budget": 16}
+    plan = {"method": method, "room": 8, "budget": 16}
     alone, engine = load(checkpoint, **plan), load(checkpoint, batch=2, **plan)
     alone._reserve(400, 8)
     expected = outcome(alone.ask(alone.start([PROMPTS[0]]), None, 5))

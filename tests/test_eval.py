@@ -72,7 +72,7 @@ def samples_of(out, task: str, kv: str) -> list[dict]:
 
 
 def test_perplexity_is_computed_through_the_decode_path(result, tiny_checkpoint):
-    engine = Engine.load(tiny_checkpoint, compile=False, max_new_tokens=128)
+    engine = Engine.load(tiny_checkpoint, compile=False, room=128)
     for i, sample in enumerate(samples_of(result, "perplexity", "full")):
         prompt, forced = excerpt(engine, i)
         logits = engine.logits(prompt, forced)
@@ -82,7 +82,7 @@ def test_perplexity_is_computed_through_the_decode_path(result, tiny_checkpoint)
 
 def test_fidelity_leaves_out_the_token_that_prefill_predicts(result, tiny_checkpoint):
     engines = [
-        Engine.load(tiny_checkpoint, *kv, compile=False, max_prompt=472, max_new_tokens=128)
+        Engine.load(tiny_checkpoint, *kv, compile=False, max_prompt=472, room=128)
         for kv in (("full",), ("streaming", 64))
     ]
     for i, sample in enumerate(samples_of(result, "fidelity", "streaming")):

@@ -28,7 +28,7 @@ CASES = {
 def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
     (name, _, which), options = case.partition(":"), CASES[case] | {"every": N}
     which = int(which) if which.isdigit() else 0
-    plan = replace(make_plan("gqa"), batch=1, n_layer=3, max_prompt=max(PROMPTS), max_new_tokens=NEW)
+    plan = replace(make_plan("gqa"), batch=1, n_layer=3, max_prompt=max(PROMPTS), room=NEW)
     layer = kv.build(name, plan, BUDGET, options)[which]
     held = (BUDGET if case != "snapkv:heads" else BUDGET // (plan.n_head // plan.n_kv_head)) + N
     assert name == "pyramidkv" or layer.k.shape[2] == held + 2  # a step in flight, and the slot for rows that sleep
@@ -47,7 +47,7 @@ def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_flight_changes_no_choice(case):
     """On a GPU the host makes room one step late: the token of that step is stored, and its query too."""
-    plan = replace(make_plan("gqa"), batch=1, n_layer=1, max_prompt=50, max_new_tokens=NEW)
+    plan = replace(make_plan("gqa"), batch=1, n_layer=1, max_prompt=50, room=NEW)
     heads, g = (plan.n_head, plan.n_kv_head, plan.n_kv_head), torch.Generator().manual_seed(0)
     texts = [torch.randn(1, h, 50 + NEW, plan.head_dim, generator=g) for h in heads]
     held = []
@@ -73,7 +73,7 @@ def test_a_window_that_is_not_generated_yet_is_refused():
 @pytest.mark.parametrize("budget", (60, 0.97))
 def test_a_pyramid_follows_from_no_plan(budget, options):
     """What a layer keeps of a text depends neither on the longest prompt nor on what may be generated."""
-    plan = replace(make_plan("gqa"), batch=1, n_layer=2, max_new_tokens=NEW)
+    plan = replace(make_plan("gqa"), batch=1, n_layer=2, room=NEW)
     heads, g = (plan.n_head, plan.n_kv_head, plan.n_kv_head), torch.Generator().manual_seed(0)
     for prompt in (16, 41):
         texts = [torch.randn(h, prompt + NEW, plan.head_dim, generator=g) for h in heads]
@@ -90,9 +90,7 @@ def test_more_tokens_than_a_row_may_generate_are_as_good_as_none():
     for name in ("expected", "snapkv"):
         bytes_ = []
         for every in (0, 10**6):
-            (layer,) = kv.build(
-                name, replace(make_plan("gqa"), n_layer=1, max_new_tokens=NEW), BUDGET, {"every": every}
-            )
+            (layer,) = kv.build(name, replace(make_plan("gqa"), n_layer=1, room=NEW), BUDGET, {"every": every})
             bytes_.append(layer.storages().values())
         assert sorted(bytes_[0]) == sorted(bytes_[1])
 
@@ -103,7 +101,7 @@ def test_when_tokens_are_read_changes_no_answer(lag, tiny_checkpoint):
     found = []
     for split, late in ((40, 0), (40, lag), (17, lag)):
         options = {"every": N, "window": 8}
-        engine = Engine.load(tiny_checkpoint, "snapkv", BUDGET, options, compile=False, max_new_tokens=60)
+        engine = Engine.load(tiny_checkpoint, "snapkv", BUDGET, options, compile=False, room=60)
         engine.lag = late
         (row,) = engine.start([list(range(3, 43))])
         tokens = [engine.ask([row], max_new_tokens=n)[0].tokens for n in (split, 40 - split) if n]

@@ -30,7 +30,7 @@ def test_infllm_equals_its_reference(budget, options, heads):
     plan = make_plan(heads)
     run, slow = Run("infllm", plan, budget, options), SlowInfLLM(plan, budget, **options)
     layer = run.layers[0]
-    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
+    for prompt, steps in generations(PROMPTS, plan.room):
         generator = torch.Generator().manual_seed(prompt)
         inputs = tokens(plan, 1, prompt, generator)
         run.prefill(0, inputs)

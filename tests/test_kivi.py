@@ -30,7 +30,7 @@ def same_codes(layer, slow: SlowQuantized, index: int) -> None:
     """Asserts that the packed tokens of a layer's row 0 equal the reference's to the bit."""
     packed = layer.packed
     count = slow.packed(index) // packed.group
-    for head in range(layer.shape.n_kv_head):
+    for head in range(layer.plan.n_kv_head):
         codes, scale, zero = slow.packed_keys(index, head)
         found = packed.key_codes(packed.k[0, head, :count])
         assert torch.equal(found.mT.flatten(0, 1).long(), codes)
@@ -48,7 +48,7 @@ def test_kivi_equals_its_reference(bits, recent, heads):
     plan = replace(make_plan(heads, new=30), n_layer=2)
     run = Run("kivi", plan, None, {"bits": bits, "group": 8, "recent": recent})
     slow = SlowQuantized(plan, bits, 8, quant.channels(plan.head_dim), recent)
-    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
+    for prompt, steps in generations(PROMPTS, plan.room):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
         for _ in range(steps):
@@ -98,7 +98,7 @@ def test_codes_in_bfloat16_are_those_of_the_rounded_tokens():
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("bits", (1, 2, 4, 8))
 def test_memory_is_table_2s_and_the_window(bits, head_dim):
-    plan = replace(make_plan(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, max_new_tokens=96)
+    plan = replace(make_plan(batch=2), dtype=torch.bfloat16, head_dim=head_dim, max_prompt=4000, room=96)
     table = 2 * 4096 * plan.n_kv_head * head_dim * (bits / 16 + 2 / 64) * 2  # bytes of a row in a layer
     rows = plan.n_layer * plan.batch
     for recent in (0, 128):
@@ -126,7 +126,7 @@ def long_step(request, monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 256)
     monkeypatch.setattr(quant, "SLICE", PART)
     monkeypatch.setattr(quant, "CODES", 2 * PART * 64)
-    plan = replace(make_plan(batch=batch), n_layer=1, head_dim=64, max_prompt=LONG, max_new_tokens=500)
+    plan = replace(make_plan(batch=batch), n_layer=1, head_dim=64, max_prompt=LONG, room=500)
     layer, generator = kv.build("kivi", plan, None, {"recent": 0})[0], torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, LONG + 1, 64, generator=generator) for h in (6, 2, 2))
     for row in range(batch):
@@ -216,7 +216,7 @@ def test_rocketkv_in_fewer_bits_chooses_the_pages_of_16(name, monkeypatch):
 
 @pytest.mark.parametrize("question", (1, 7, 90))
 def test_the_newest_tokens_of_hybrid_are_attended_to_as_they_were(question, monkeypatch):
-    plan = replace(make_plan(), n_layer=1, max_prompt=150, max_new_tokens=200)
+    plan = replace(make_plan(), n_layer=1, max_prompt=150, room=200)
     run, generator, attend = Run("hybrid", plan, 64, {"bits": 4}), torch.Generator().manual_seed(0), ops.attend_pages
     given = [tokens(plan, 1, n, generator)[0][1:] for n in (150, question, *[1] * 80)]
     layer, lengths = run.layers[0], []

@@ -113,7 +113,7 @@ def test_kvarn_equals_its_reference(bits, norm, heads, monkeypatch):
     plan, most = (biased(plan, norm), 0.02) if norm else (plan, 1e-5)
     run = Run("kvarn", plan, None, {"kbits": bits[0], "vbits": bits[1], "tile": TILE})
     slow = SlowKVarN(plan, *bits, TILE, plan.key_biases)
-    for prompt, steps in generations((100, 61, 17, 9, 5), plan.max_new_tokens):
+    for prompt, steps in generations((100, 61, 17, 9, 5), plan.room):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
         for _ in range(steps):

@@ -130,7 +130,7 @@ def test_requests_leave_nothing_behind(tmp_path, name, compiled, total):
     folder = write_random(tmp_path / "model", dtype=dtype, num_hidden_layers=4, eos_token_id=2)
     budget, options = METHODS[name]
     others = set(threading.enumerate())
-    plan = {"batch": BATCH, "max_prompt": MAX_PROMPT, "max_new_tokens": NEW}
+    plan = {"batch": BATCH, "max_prompt": MAX_PROMPT, "room": NEW}
     engine, other = (Engine.load(folder, name, budget, options, compile=compiled, seed=0, **plan) for _ in range(2))
     engine.eos = other.eos = set(range(2, 10))  # answers end at different steps
     for each in (engine, other):

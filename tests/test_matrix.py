@@ -83,7 +83,7 @@ def folders(text_checkpoint, tmp_path_factory) -> dict:
 
 
 def load(folder, name: str, storage: dict, **more) -> Engine:
-    engine = Engine.load(folder, batch=1, compile=False, seed=0, max_new_tokens=1)
+    engine = Engine.load(folder, batch=1, compile=False, seed=0, room=1)
     engine.eos = set()  # every answer has its full length
     engine.compile = more.pop("compile", False)
     if name == "rocketkv" and "offload" in storage:
@@ -92,7 +92,7 @@ def load(folder, name: str, storage: dict, **more) -> Engine:
     if method.takes_budget:
         plan = dataclasses.replace(plan_of(engine, MAX_PROMPT, 40), device=torch.device("meta"))
         takes = max(BUDGET, method.minimum(plan))
-    return engine.use(name, takes, storage, max_prompt=MAX_PROMPT, max_new_tokens=40, **more)
+    return engine.use(name, takes, storage, max_prompt=MAX_PROMPT, room=40, **more)
 
 
 def test_a_combination_works_or_is_refused(folders, combination):

@@ -232,7 +232,7 @@ def test_dynamic_ntk_takes_its_base_from_the_length_that_the_row_will_reach(leng
 
 def test_dynamic_ntk_counts_the_tokens_that_may_follow_a_prompt(tmp_path):
     """Those of its answer or, where questions may follow, all that the row has room for."""
-    engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False, max_new_tokens=19)
+    engine = Engine.load(converted(hf_model(DYNAMIC), DYNAMIC, tmp_path), compile=False, room=19)
     prompt = text(40, DYNAMIC["vocab_size"])[0]
     for call, new in ((lambda: engine.generate([prompt], 7), 7), (lambda: engine.start([prompt]), 19)):
         call()

@@ -15,11 +15,11 @@ NEEDLE = Path(train.__file__).parent
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine.load(NEEDLE, compile=False, max_new_tokens=32, seed=0)
+    return Engine.load(NEEDLE, compile=False, room=32, seed=0)
 
 
 def accuracy(engine, task, length, samples, method="full", budget=None, seed=1):
-    engine.use(method, budget, batch=4, max_new_tokens=32)
+    engine.use(method, budget, batch=4, room=32)
     recipe = Recipe(length, engine.encode, engine.tokenizer.decode, seed)
     asked = [TASKS[task].sample(recipe, i) for i in range(samples)]
     answers = engine.generate([sample.prompt for sample in asked])

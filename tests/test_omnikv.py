@@ -65,7 +65,7 @@ def test_omnikv_equals_its_reference(options, budget, heads):
     run, slow_options = Omni(plan, budget, options), dict(options)
     filters = slow_options.pop("filter_layers", default_filters(plan))
     slow = SlowOmni(plan, budget, filters, **slow_options)
-    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
+    for prompt, steps in generations(PROMPTS, plan.room):
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, slow, prompt, generator)
         for _ in range(steps):
@@ -161,7 +161,7 @@ def test_memory_is_the_papers_share(engine):
         sparse = [layer for layer in layers if isinstance(layer, BankSparse)]
         device, host = layers.bytes()
         unit = plan.n_kv_head * plan.unit_bytes
-        generated = LAYERS * plan.max_new_tokens * unit
+        generated = LAYERS * plan.room * unit
         assert 1 <= (device - generated) / ((3 * 1000 + 5 * k * copies) * unit) < 1.01  # staging included
         if k > 1:
             assert device - generated == pytest.approx(mem * LAYERS * 1000 * unit, rel=0.01)
@@ -228,15 +228,15 @@ def test_a_cache_that_does_not_fit_the_host_is_refused_before_anything_is_alloca
 
 
 def test_the_engine_runs_omnikv_with_refilled_rows_and_leaves_no_thread(tmp_path, offload_threads):
-    engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=3), batch=2, max_new_tokens=40, compile=False)
+    engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=3), batch=2, room=40, compile=False)
     expected = answers(engine)
-    engine.use("omnikv", 60, {"offload": True, "engine": "threads"}, batch=2, max_new_tokens=40)  # 60: all are chosen
+    engine.use("omnikv", 60, {"offload": True, "engine": "threads"}, batch=2, room=40)  # 60: all are chosen
     assert answers(engine) == expected
-    engine.use("omnikv", 12, {}, batch=2, max_new_tokens=40)
+    engine.use("omnikv", 12, {}, batch=2, room=40)
     few = answers(engine)
     assert few != expected
     for delta in (False, True):
-        engine.use("omnikv", 12, {"offload": True, "engine": "threads", "delta": delta}, batch=2, max_new_tokens=40)
+        engine.use("omnikv", 12, {"offload": True, "engine": "threads", "delta": delta}, batch=2, room=40)
         assert answers(engine) == few
         wanted, fetched = engine.layers.fetched()
         assert wanted > 500 and (fetched < wanted) == delta
@@ -257,7 +257,7 @@ def test_on_a_gpu_compiled_and_offloaded_equals_eager_and_resident(tmp_path, nam
     elif name == "infllm":
         how = {key: value for key, value in how.items() if key != "delta"}
     expected, found = (
-        answers(Engine.load(folder, name, budget, more, batch=2, max_new_tokens=40, max_prompt=60, compile=compiled))
+        answers(Engine.load(folder, name, budget, more, batch=2, room=40, max_prompt=60, compile=compiled))
         for more, compiled in ((options, False), (options | (how and {"offload": True} | how), True))
     )
     assert found == expected
@@ -364,7 +364,7 @@ def test_more_than_the_prompt_is_exact_and_less_is_not(tmp_path):
     logits = []
     for options in ({}, {"prefill": 8, "chunk": 16}, {"prefill": 1, "chunk": 16}):
         options = {"filter_layers": [0], **options}
-        engine = Engine.load(folder, "omnikv", 24, options, max_prompt=120, max_new_tokens=8, compile=False)
+        engine = Engine.load(folder, "omnikv", 24, options, max_prompt=120, room=8, compile=False)
         logits.append(engine.start([prompt])[0].logits)
     assert (logits[0] - logits[1]).abs().max() <= 1e-4 < (logits[0] - logits[2]).abs().max()
 

@@ -111,9 +111,9 @@ def surprise(engine: Engine, prompt: list[int], continuation: list[int]) -> torc
 def beyond_afresh(engine: Engine, name: str, budget: int, measured: range) -> float:
     """Nats by which a method's mean surprise exceeds that of a window of `budget` tokens, reread for each token."""
     text = engine.encode(shipped_haystack(), bos=False)[: measured.stop]
-    engine.use("full", max_prompt=budget, max_new_tokens=1)
+    engine.use("full", max_prompt=budget, room=1)
     afresh = [surprise(engine, text[t - budget : t], text[t : t + 1]) for t in measured]
-    engine.use(name, budget, max_prompt=4000, max_new_tokens=len(text) - 4000)
+    engine.use(name, budget, max_prompt=4000, room=len(text) - 4000)
     found = surprise(engine, text[:4000], text[4000:])[[t - 4000 for t in measured]]
     return (found - torch.cat(afresh)).mean().item()
 

@@ -186,7 +186,7 @@ def pair(request, tmp_path_factory):
 
 @pytest.mark.parametrize("method", ("full", "rocketkv", "tailorkv"))  # tailorkv asks for the next layer's queries
 def test_methods_run_on_quantized_weights(method, pair):
-    plan = {"batch": 2, "max_new_tokens": 32, "compile": False, "seed": 0}
+    plan = {"batch": 2, "room": 32, "compile": False, "seed": 0}
     budget = 40 if METHODS[method].budgeted else None
     found, expected = (Engine.load(folder, method, budget, **plan) for folder in pair)
     prompt, forced = list(range(3, 60)), list(range(80, 100))

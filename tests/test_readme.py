@@ -88,7 +88,7 @@ def folder(tmp_path, monkeypatch):
     shutil.copy(NEEDLE / "tokenizer.model", model)
     (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
     (tmp_path / "book.txt").write_text((NEEDLE / "demo.txt").read_text()[:2000])
-    monkeypatch.setattr(Engine, "load", partial(Engine.load, compile=False, max_new_tokens=64))
+    monkeypatch.setattr(Engine, "load", partial(Engine.load, compile=False, room=64))
     monkeypatch.chdir(tmp_path)
 
 

@@ -105,7 +105,7 @@ class Both:
         if self.name == "duo":
             ours = self.layers[layer]
             retrieval = [False] * self.plan.n_kv_head
-            for head in ours.order[: sum(p.shape.n_kv_head for p in ours.parts if p.size == self.plan.planned)]:
+            for head in ours.order[: sum(p.plan.n_kv_head for p in ours.parts if p.size == self.plan.planned)]:
                 retrieval[head] = True
             window = ours.parts[-1]
             options = {"heads": retrieval, "sinks": window.sinks, "recent": window.size - window.sinks}
@@ -158,7 +158,7 @@ def test_every_sparse_method_equals_its_reference(name, options, budget, heads, 
         pytest.skip("the budget is below the method's minimum for this shape")
     monkeypatch.setattr(inductor, "TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
     both = Both(name, plan, budget, options, monkeypatch)
-    for prompt, steps in generations(PROMPTS, plan.max_new_tokens):
+    for prompt, steps in generations(PROMPTS, plan.room):
         both.prefill(prompt)
         for _ in range(steps):
             for y, expected, chosen, attended in both.step():
@@ -419,7 +419,7 @@ def test_duo_needs_to_know_its_heads(tmp_path):
         kv.build("duo", plan, 60, {"sinks": 4, "recent": 8, "head_scores": [[1.0]]})
     (tmp_path / "heads.json").write_text('{"head_scores": [[0.1, 0.9], [0.2, 0.3]]}')
     layers = kv.build("duo", plan, 48, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "heads.json")})
-    full = [[p.shape.n_kv_head for p in layer.parts if p.size == plan.planned] for layer in layers]
+    full = [[p.plan.n_kv_head for p in layer.parts if p.size == plan.planned] for layer in layers]
     assert full == [[1], []] and layers[0].order.tolist() == [1, 0]
     with pytest.raises(ValueError, match="head_scores"):
         kv.build("duo", plan, 60, {"sinks": 4, "recent": 8, "heads": str(tmp_path / "none.json")})
@@ -431,7 +431,7 @@ def test_duo_reads_the_published_gates(tmp_path):
     file.write_text("-2.2e-04\t1.000000000000000000e+00\n8.593750000000000000e-01\t-9.250640869140625000e-05\n")
     for budget, retrieval in ((48, [[1], []]), (80, [[1], [0]]), (100, [[0, 1], [0]])):
         layers = kv.build("duo", plan, budget, window | {"heads": str(file)})
-        whole = [sum(p.shape.n_kv_head for p in layer.parts if p.size == plan.planned) for layer in layers]
+        whole = [sum(p.plan.n_kv_head for p in layer.parts if p.size == plan.planned) for layer in layers]
         assert [layer.order[:n].tolist() for layer, n in zip(layers, whole, strict=True)] == retrieval
     for text, words in (("0.5\tnan\n1\t0\n", "finite"), ("0.5\t1\n", "2 layers of 2"), ("0.5 1\n0 1\n", "tabs")):
         file.write_text(text)

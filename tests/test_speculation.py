@@ -54,13 +54,13 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def eos(checkpoint):
     """Tokens that some rows sample in their first answer, declared as end-of-sequence ids."""
-    engine = Engine.load(checkpoint, batch=5, max_new_tokens=80, compile=False, seed=0)
+    engine = Engine.load(checkpoint, batch=5, room=80, compile=False, seed=0)
     answers = engine.generate(PROMPTS, max_new_tokens=12)
     return {answers[0].tokens[5], answers[2].tokens[8]}
 
 
 def load(checkpoint, eos, method="full", options=None, budget=None, speculate=0, lag=0, **plan):
-    plan = {"batch": 5, "max_new_tokens": 80, "compile": False, "seed": 0} | plan
+    plan = {"batch": 5, "room": 80, "compile": False, "seed": 0} | plan
     budget = budget if METHODS[method].budgeted else None
     engine = Engine.load(checkpoint, method, budget, options, speculate=speculate, **plan)
     engine.eos, engine.lag = eos, lag
@@ -133,7 +133,7 @@ def test_methods_that_cannot_take_tokens_back_are_refused():
 def test_a_draft_that_is_always_right_gains_every_token(checkpoint, exact, temperature):
     """One reads the full cache's tokens; the other holds its own, and must be given the last one of each round, and
     questions."""
-    engine = load(checkpoint, set(), *exact, speculate=ROUND, batch=1, max_new_tokens=100)
+    engine = load(checkpoint, set(), *exact, speculate=ROUND, batch=1, room=100)
     rows = engine.start([PROMPTS[0]])
     for questions in (None, [[1, 2, 3]]):
         (answer,) = engine.ask(rows, questions, 41, temperature=temperature)
@@ -178,8 +178,8 @@ def test_logits_that_are_not_finite_end_an_answer_inside_a_round(checkpoint, cap
 @pytest.mark.parametrize("method", ("quest", "snapkv++", "streaming"))
 def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, method, lag):
     """The cache then holds the same tokens as the full cache's: the question's answer is the same."""
-    engines = [load(tiny_checkpoint, set(), max_new_tokens=200)]
-    engines.append(load(tiny_checkpoint, set(), method, {}, 60, speculate=5, lag=lag, max_new_tokens=200))
+    engines = [load(tiny_checkpoint, set(), room=200)]
+    engines.append(load(tiny_checkpoint, set(), method, {}, 60, speculate=5, lag=lag, room=200))
     texts = ["The mill stood by the river, and the miller", "Once there was a mouse"]
     text = engines[0].generate(texts[:1], max_new_tokens=40)[0].text
     for cut in (text[7:9], text[12:15], text[20:22]):
@@ -193,7 +193,7 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, metho
 def test_a_round_may_cross_the_end_of_the_slots_that_are_read_and_of_the_plan(checkpoint, method, lag):
     """A CPU reads slots in multiples of 256."""
     prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (244, 250, 254)]
-    plan = {"batch": 1, "max_prompt": 254, "max_new_tokens": 12}
+    plan = {"batch": 1, "max_prompt": 254, "room": 12}
     drafting = load(checkpoint, set(), method, {}, 250, speculate=ROUND, lag=lag, **plan)
     found, expected = (outcome(engine.generate(prompts, 12)) for engine in (drafting, load(checkpoint, set(), **plan)))
     assert found == expected
@@ -359,7 +359,7 @@ class Feed:
 def test_tokens_given_back_leave_no_trace(name):
     """Rounds in which 0 to all drafted tokens are accepted, against a cache that saw only the accepted tokens."""
     plan = replace(make_plan(n_layer=3), rewind=4)
-    plain = replace(plan, max_new_tokens=plan.max_new_tokens + 4, rewind=0)
+    plain = replace(plan, room=plan.room + 4, rewind=0)
     plain = plan if name == "kvarn" else plain  # it packs tokens when they can no longer be given back
     clean, drafting = Feed(name, plain, 24), Feed(name, plan, 24)
     g = torch.Generator().manual_seed(1)

@@ -93,7 +93,7 @@ def test_a_file_without_head_scores_is_refused(tmp_path, content):
 
 
 def test_quest_has_a_minimum_even_for_a_cache_of_a_few_tokens():
-    plan = replace(make_plan(), max_prompt=4, max_new_tokens=2)
+    plan = replace(make_plan(), max_prompt=4, room=2)
     with pytest.raises(ValueError, match="at least 6"):
         kv.build("quest", plan, 3, {"page": None, "skip_layers": 0})
 

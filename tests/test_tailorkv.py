@@ -134,7 +134,7 @@ MODELS = {
 def engine_of(folder, changes: dict, options: dict, name: str = "tailorkv", budget: int | None = 24) -> Engine:
     folder = write_random(folder / "m", num_hidden_layers=4, **changes)
     options = {"group": 8, "quant_layers": [1]} | options if name == "tailorkv" else options
-    return Engine.load(folder, name, budget, options, batch=2, max_prompt=80, max_new_tokens=30, compile=False)
+    return Engine.load(folder, name, budget, options, batch=2, max_prompt=80, room=30, compile=False)
 
 
 def steps(engine: Engine, count: int) -> torch.Tensor:
@@ -305,12 +305,12 @@ def test_the_engine_runs_tailorkv_with_refilled_rows_and_leaves_no_thread(tmp_pa
     prompts = [[3 + i % 90 for i in range(n)] for n in (60, 31, 5, 44)]
 
     def answers(options: dict) -> list:
-        engine.use("tailorkv", 12, {"group": 8, "channels": 2} | options, batch=2, max_new_tokens=40)
+        engine.use("tailorkv", 12, {"group": 8, "channels": 2} | options, batch=2, room=40)
         pairs = [converse(engine, prompts[i : i + 2], [[[7, 8, 9]]] * 2, 10) for i in (0, 2)]
         return pairs[0] + pairs[1]
 
     folder = write_random(tmp_path / "m", num_hidden_layers=3)
-    engine = Engine.load(folder, batch=2, max_new_tokens=40, compile=False)
+    engine = Engine.load(folder, batch=2, room=40, compile=False)
     expected = answers(HERE)
     assert expected != answers(HERE | {"channels": 16})
     assert answers(DIRECT) == expected

@@ -72,9 +72,7 @@ def use(name: str, **more) -> dict:
     return {"kv": method, "options": options, "budget": budget, **more}
 
 
-SHAPE = kv.Plan(
-    3, 8, 4, 16, 64, "default", 1e4, torch.float32, torch.device("meta"), batch=3, max_prompt=90, max_new_tokens=60
-)
+SHAPE = kv.Plan(3, 8, 4, 16, 64, "default", 1e4, torch.float32, torch.device("meta"), batch=3, max_prompt=90, room=60)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +166,7 @@ class Apart(nn.Module):
 def per_rank(case: dict, world: int) -> dict:
     """`tp_worker.run` of one process, in which groups of KV heads choose by themselves."""
     engine = Engine.load(case["checkpoint"], compile=False, seed=0)
-    engine.use(batch=3, max_prompt=90, max_new_tokens=60, **case["use"])
+    engine.use(batch=3, max_prompt=90, room=60, **case["use"])
     small = replace(engine.plan, n_head=8 // world, n_kv_head=4 // world)
     parts = [kv.build(engine.method, small, engine.budget, engine.options) for _ in range(world)]
     whole, engine.layers[:] = kv.Cache(engine.layers), [Apart(*layer) for layer in zip(*parts, strict=True)]
@@ -196,7 +194,7 @@ def test_ranks_compute_what_one_process_does(ranked, alone, cases):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bytes_are_divided_by_the_ranks(name):
     method, options = VARIANTS[name]
-    alone = llama_8b(max_prompt=8000, max_new_tokens=192, batch=1)
+    alone = llama_8b(max_prompt=8000, room=192, batch=1)
     arguments = 1024 if METHODS[method].budgeted else None, with_scores(method, options, alone)
     halves = [replace(alone, n_head=16, n_kv_head=4, ranks=Ranks(rank, 2)) for rank in range(2)]
     parts = sum(sum(kv.planned_bytes(method, plan, *arguments)) for plan in halves)

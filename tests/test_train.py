@@ -156,7 +156,7 @@ def test_what_is_shipped_is_what_was_trained(small, tokenizer, folder, tmp_path)
     for _ in range(3):
         run.train_step([make_data(tokenizer).sequence("direct", 256)])
     train.ship(run, tmp_path / "shipped")
-    engine = Engine.load(tmp_path / "shipped", compile=False, dtype="float32", max_new_tokens=8)
+    engine = Engine.load(tmp_path / "shipped", compile=False, dtype="float32", room=8)
     ids = engine.encode("One of the magic numbers is 1234567. What is it?")
     state = {name: p.to(torch.bfloat16).float() for name, p in run.model.state_dict().items()}
     run.model.load_state_dict(state)

@@ -42,7 +42,7 @@ def run(case: dict, engines: dict[str, Engine]) -> dict:
         engines[folder] = Engine.load(folder, compile=False, seed=0)
     engine = engines[folder]
     engine.compile = case.get("compile", False)
-    engine.use(batch=3, max_prompt=90, max_new_tokens=60, **case["use"])
+    engine.use(batch=3, max_prompt=90, room=60, **case["use"])
     try:
         return outcome(engine)
     finally:

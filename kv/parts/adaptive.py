@@ -99,7 +99,7 @@ class HeadBudgets(Method):
 
     def paper_bytes(self, plan: Plan, budget: int) -> int:
         """The budget, and every generated token."""
-        return super().paper_bytes(plan, budget + plan.max_new_tokens)
+        return super().paper_bytes(plan, budget + plan.room)
 
     def layer_type(self, layer: type) -> type | partial:
         """`layer`, or one that stores the tokens of adaptive heads."""

@@ -74,7 +74,7 @@ class Parts(KV):
         self.first_generated = self.end_slots + chosen
         self.allocate_size("sinks", budget, lambda t: ends(t)[0])  # first tokens of the prompt that stay
         self.allocate_size("local", budget, lambda t: ends(t)[1])  # its last tokens that do
-        self.allocate_slots(self.first_generated + plan.max_new_tokens)
+        self.allocate_slots(self.first_generated + plan.room)
         self.contents.clear()  # see `views`: the slots do not fill in order
         if prompt is None:
             self.allocate_state("prompt")

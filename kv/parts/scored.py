@@ -44,7 +44,7 @@ class Scored(KV):
         super().__init__(replace(plan, n_kv_head=plan.n_kv_head * copies))
         if 0 < every < window:  # a row would be compressed before all queries of the window are known
             raise ValueError(f"every={every} must be at least the window, {window}")
-        every = every if every <= plan.max_new_tokens else 0  # no row holds as many more
+        every = every if every <= plan.room else 0  # no row holds as many more
         self.every, self.queries = every, queries if every else 0
         self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, plan.max_prompt)
         self.window, self.sinks = min(window, self.kept), sinks
@@ -53,7 +53,7 @@ class Scored(KV):
         self.prompts: dict[int, int] = {}
         self.recent = max(1, self.window)
         self.stored, self.rounds = quant.Vectors(plan, bits), bits < 16
-        slots = min(kept + every + LAG, plan.planned) if every else self.kept + plan.max_new_tokens
+        slots = min(kept + every + LAG, plan.planned) if every else self.kept + plan.room
         self.allocate_slots(slots, self.stored.width)
         self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
         self.allocate_state("position", self.plan.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept

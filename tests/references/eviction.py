@@ -390,7 +390,7 @@ class SlowD2O(SlowH2O):
 
     def counts(self) -> list[int]:
         """S_l by Equations 4 and 5; layers that keep everything get all planned tokens."""
-        planned, layers = self.plan.max_prompt + self.plan.max_new_tokens, range(self.plan.n_layer)
+        planned, layers = self.plan.max_prompt + self.plan.room, range(self.plan.n_layer)
         counted = self.budget * (len(layers) - len(self.uncounted)) - planned * len(self.full_layers)
         sharing = [layer for layer in layers if layer not in self.full_layers and layer not in self.uncounted]
         variances = [[variance(sums) for sums in self.sums[layer].tolist()] for layer in sharing]

@@ -43,7 +43,7 @@ class SlowInfLLM:
         if self.sinks + self.local > budget:
             raise ValueError(f"{self.sinks} sinks and {self.local} local tokens exceed the budget of {budget}")
         self.top = (budget - self.sinks - self.local) // block
-        self.full = budget >= plan.max_prompt + plan.max_new_tokens
+        self.full = budget >= plan.max_prompt + plan.room
         self.blocks: list[range] = []
         self.representatives: list[list[list[int]]] = []  # per KV head and block: positions
         self.attended: list[list[int]] = []  # per KV head: positions that the last step attended to, ascending

@@ -96,7 +96,7 @@ class SlowExpected(SlowScored):
     def rotation(self, length: int) -> Tensor:
         """R: the mean of the rotation matrices of the positions length ... length + future - 1: [D,D]."""
         if self.plan.rope_type != "default":
-            raise ValueError(f"the reference knows no RoPE of type {self.shape.rope_type!r}")
+            raise ValueError(f"the reference knows no RoPE of type {self.plan.rope_type!r}")
         future, eye = self.option["future"], torch.eye(self.plan.head_dim, dtype=torch.float64)
         total = torch.zeros_like(eye)
         for position in range(length, length + future):

@@ -34,10 +34,10 @@ def hybrid_sizes(slots: int, budget: int, head_dim: int) -> dict[str, int]:
     return {"page": page, "channels": channels, "pages": max(1, budget // (2 * page))}
 
 
-def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, split: str) -> dict[str, int]:
+def rocket_sizes(planned: int, budget: int, room: int, head_dim: int, split: str) -> dict[str, int]:
     """RocketKV's sizes: n1 slots after stage 1, `keep` of them for the prompt, and the sizes of stage 2.
 
-    c = S / t, n1 = max(round(S / c ** e), min(2 max_new_tokens, S)), keep = n1 - max_new_tokens; e =
+    c = S / t, n1 = max(round(S / c ** e), min(2 room, S)), keep = n1 - room; e =
     min(0.2 + 0.06 log2 c, 0.8) if the split is adaptive, 0.5 if it is even, as in the first paper.
     """
     budget = min(budget, planned)
@@ -50,8 +50,8 @@ def rocket_sizes(planned: int, budget: int, max_new_tokens: int, head_dim: int, 
         slots = half_up(planned / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8))
     else:
         raise ValueError(f"split is even or adaptive, not {split!r}")
-    slots = max(slots, min(2 * max_new_tokens, planned))
-    return {"n1": slots, "keep": slots - max_new_tokens, **hybrid_sizes(slots, budget, head_dim)}
+    slots = max(slots, min(2 * room, planned))
+    return {"n1": slots, "keep": slots - room, **hybrid_sizes(slots, budget, head_dim)}
 
 
 def pyramid_budgets(n_layer: int, budget: int, window: int, prompt: int) -> list[int]:
@@ -296,7 +296,7 @@ class SlowSnapPlus(SlowRanked):
 
 
 class SlowRocket(SlowSnapPlus):
-    """RocketKV: stage 1 keeps n1 - max_new_tokens prompt tokens, stage 2 (Algorithm 2) attends to the best pages.
+    """RocketKV: stage 1 keeps n1 - room prompt tokens, stage 2 (Algorithm 2) attends to the best pages.
 
     n1 follows from each prompt's own length, the sizes of stage 2 from the longest prompt of the plan.
 
@@ -310,8 +310,8 @@ class SlowRocket(SlowSnapPlus):
     def sizes(self, prompt: int | None = None) -> dict[str, int]:
         """The sizes of both stages."""
         plan = self.plan
-        planned = (prompt or plan.max_prompt) + plan.max_new_tokens
-        return rocket_sizes(planned, self.budget, plan.max_new_tokens, plan.head_dim, self.option["split"])
+        planned = (prompt or plan.max_prompt) + plan.room
+        return rocket_sizes(planned, self.budget, plan.room, plan.head_dim, self.option["split"])
 
     def prompt_share(self, prompt: int) -> int:
         return min(self.sizes(prompt)["keep"], self.sizes()["keep"])
@@ -480,13 +480,13 @@ class SlowCompressing(SlowRanked):
 class SlowSnap(SlowCompressing):
     """SnapKV: a group keeps t prompt tokens; without `gqa`, each query head keeps floor(t / G) of its own.
 
-    `deduct` subtracts max_new_tokens from t first.
+    `deduct` subtracts the room from t first.
     """
 
     defaults = {"window": 32, "kernel": 7, "gqa": True, "deduct": False, **SlowCompressing.defaults}
 
     def share(self) -> int:
-        share = self.budget - (self.plan.max_new_tokens if self.option["deduct"] else 0)
+        share = self.budget - (self.plan.room if self.option["deduct"] else 0)
         return share if self.shared else share // self.groups
 
     def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
