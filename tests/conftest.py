@@ -54,18 +54,24 @@ def with_scores(name: str, options: dict, plan: Plan) -> dict:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run all cases where a run otherwise samples them; takes hours")
+    how = "run all cases where a run otherwise samples them; takes hours"
+    parser.addoption("--exhaustive", action="store_true", help=how)
 
 
-def with_all(*case):
-    """A case of a test that runs with --all alone."""
-    return pytest.param(*case, marks=pytest.mark.all)
+def slow(*case):
+    """A case of a test that `make test` leaves out."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def exhaustive(*case):
+    """A case of a test that runs with --exhaustive alone."""
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        left = [item for item in items if item.get_closest_marker("all")]
-        items[:] = [item for item in items if not item.get_closest_marker("all")]
+    if not config.getoption("--exhaustive"):
+        left = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left)
     if not torch.cuda.is_available():
         for item in items:

@@ -45,7 +45,7 @@ def result(*args) -> dict:
         return json.load(file)
 
 
-def test_every_method_context_batch_and_quantization_is_a_row_with_all_keys(here):
+def test_every_method_context_batch_and_quantization_is_a_row_exhaustive_keys(here):
     report = result("--kv", "all", "--budget", "32")
     assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(report)
     assert len(report["rows"]) == len(kv.METHODS) - 1  # infllm needs a larger budget and is left out

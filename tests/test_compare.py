@@ -23,7 +23,7 @@ def measured(tiny_checkpoint, tmp_path_factory):
     return [str(folder / "answers.json"), str(folder / "speed.json")]
 
 
-def test_every_method_and_budget_is_a_row_with_all_measurements(measured, capsys):
+def test_every_method_and_budget_is_a_row_exhaustive_measurements(measured, capsys):
     compare.main(measured)
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     head, _, *rows = lines

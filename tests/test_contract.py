@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import llama_8b, with_all, with_scores
+from conftest import llama_8b, exhaustive, with_scores
 from references.attention import attend, causal, masked_attention
 from torch import Tensor
 
@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 }
 
 BUDGETS = {"simlayer": 72}  # one layer of two can keep everything
-SIMILAR = {  # compiled with --all alone: their steps are other variants', or parts of them
+SIMILAR = {  # compiled with --exhaustive alone: their steps are other variants', or parts of them
     *("rocketkv:even", "rocketkv:turns", "rocketkv:bits", "hybrid", "quest:auto", "duo", "snapkv", "pyramidkv"),
     *("keynorm", "keydiff", "lagkv", "expected", "rkv", "pyramidkv:every", "expected:every"),
     *("omnikv", "omnikv:mem", "omnikv:prefill", "omnikv:threads"),
@@ -337,7 +337,7 @@ def test_law_1_holds_within_a_sliding_window_that_the_method_honours(name):
 
 
 SHARES = ("streaming", "sparq", "roco", "pqcache")  # compiled with a share, of which rows' sizes differ
-COMPILED = [with_all(name, SMALL) if name in (*SIMILAR, *SHARES) else (name, SMALL) for name in VARIANTS]
+COMPILED = [exhaustive(name, SMALL) if name in (*SIMILAR, *SHARES) else (name, SMALL) for name in VARIANTS]
 COMPILED += [(name, 0.4) for name in SHARES]
 
 

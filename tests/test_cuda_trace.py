@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LLAMA, with_all
+from conftest import LLAMA, exhaustive
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -134,8 +134,8 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
 SCORES_ALONE = {"snapkv++", "pyramidkv", "keynorm", "keydiff", "lagkv", "expected", "rkv"}  # their steps are snapkv's
 
 
-@pytest.mark.parametrize("name", [with_all(name) if name in SCORES_ALONE else name for name in VARIANTS])
-@pytest.mark.parametrize(("batch", "sampling"), ((5, "cut"), with_all(1, "greedy")))
+@pytest.mark.parametrize("name", [exhaustive(name) if name in SCORES_ALONE else name for name in VARIANTS])
+@pytest.mark.parametrize(("batch", "sampling"), ((5, "cut"), exhaustive(1, "greedy")))
 def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     state = build(name, gpu, batch)
     graph, known = trace(decode_step, state, sampling, gpu, batch)

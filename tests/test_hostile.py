@@ -1,5 +1,5 @@
 """Damaged checkpoints, senseless command lines and kills: each ends in one clear line or in a correct run. A run
-samples them; `pytest tests/test_hostile.py --all` runs 300 checkpoints, and 100 command lines and 20 kills per tool."""
+samples them; `pytest tests/test_hostile.py --exhaustive` runs 300 checkpoints, and 100 command lines and 20 kills per tool."""
 
 import io
 import json
@@ -186,7 +186,7 @@ ANSWER = ("--prompt", "The keeper " * 30, "--max-new-tokens", 4, "--no-compile",
 
 
 def pytest_generate_tests(metafunc):
-    everything = metafunc.config.getoption("--all")
+    everything = metafunc.config.getoption("--exhaustive")
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(300 if everything else 40))
     if "lines" in metafunc.fixturenames:

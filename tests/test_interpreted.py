@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import with_all
+from conftest import exhaustive
 from test_cuda_trace import VARIANTS
 
 pytest.importorskip("triton")
@@ -46,7 +46,7 @@ def run(*args: str) -> dict[str, float]:
 MORE += tuple([name, *how] for name in VARIANTS for how in ([], ["--batch", "1", "--cut"]))
 
 
-@pytest.mark.parametrize("case", [*SAMPLE, *map(with_all, MORE)], ids=" ".join)
+@pytest.mark.parametrize("case", [*SAMPLE, *map(exhaustive, MORE)], ids=" ".join)
 def test_the_kernels_for_a_gpu_give_the_eager_step(case):
     worst = run(*case)
     assert max(worst.values()) < LIMIT, worst

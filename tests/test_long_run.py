@@ -1,5 +1,5 @@
 """A long run: one engine, requests of every kind, some of them bad. Memory and threads do not grow, and every answer
-equals the same request's alone. `pytest tests/test_long_run.py --all` sends 1,000 requests, any other run 30."""
+equals the same request's alone. `pytest tests/test_long_run.py --exhaustive` sends 1,000 requests, any other run 30."""
 
 import random
 import threading
@@ -119,7 +119,7 @@ def same_up_to_ties(asked: Asked, answers: list, expected: list, engine: Engine)
 
 
 def pytest_generate_tests(metafunc):
-    everything = metafunc.config.getoption("--all")
+    everything = metafunc.config.getoption("--exhaustive")
     metafunc.parametrize("total", [1000 if everything else 30])
     metafunc.parametrize("compiled", [False, True] if everything else [False])
 

@@ -1,5 +1,5 @@
 """Every combination of method, dtype, weights, batch, compilation, chat and storage options works or is refused in one
-line. A run samples them; `pytest tests/test_matrix.py --all` runs them all, which takes hours."""
+line. A run samples them; `pytest tests/test_matrix.py --exhaustive` runs them all, which takes hours."""
 
 import dataclasses
 import itertools
@@ -54,7 +54,7 @@ def accepts(name: str, storage: dict) -> bool:
 
 def pytest_generate_tests(metafunc):
     if "combination" in metafunc.fixturenames:
-        chosen = EVERY if metafunc.config.getoption("--all") else sample()
+        chosen = EVERY if metafunc.config.getoption("--exhaustive") else sample()
         ids = ["-".join(f"{x}" for x in c if not isinstance(x, dict)) + "-".join(["", *c[-1]]) for c in chosen]
         metafunc.parametrize("combination", chosen, ids=ids)
 

@@ -118,7 +118,7 @@ def beyond_afresh(engine: Engine, name: str, budget: int, measured: range) -> fl
     return (found - torch.cat(afresh)).mean().item()
 
 
-@pytest.mark.all  # it takes minutes
+@pytest.mark.exhaustive  # it takes minutes
 @pytest.mark.parametrize("name", ("streaming", "h2o", "roco", "d2o"))  # cam is just as far off within the context
 def test_far_beyond_the_context_no_methods_surprise_rises_sharply(needle, name):
     found = beyond_afresh(needle, name, 512, range(5500, 8500, 12))

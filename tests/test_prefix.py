@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
 def load(checkpoint, kv="full", batch=2, **more):
     budget = {} if not METHODS[kv].budgeted else {"budget": 24}
-    more |= {"options": OPTIONS.get(kv, {}), "max_new_tokens": 60, "compile": False, "seed": 1}
+    more |= {"options": OPTIONS.get(kv, {}), "room": 60, "compile": False, "seed": 1}
     return Engine.load(checkpoint, kv, batch=batch, **budget, **more)
 
 
@@ -193,7 +193,7 @@ def test_a_row_that_outgrew_the_plan_is_saved_too(checkpoint, tmp_path):
     engine.ask([row], [[3, 4, 5]])
     row.save(tmp_path / "long.kv")
     copy = engine.load_row(tmp_path / "long.kv")
-    assert len(copy.tokens) > len(TEXT) + engine.max_new_tokens
+    assert len(copy.tokens) > len(TEXT) + engine.room
     one, other = engine.ask([row, copy], [[6, 7], [6, 7]])
     assert one.tokens == other.tokens
 

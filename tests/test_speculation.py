@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import with_all, write_random
+from conftest import exhaustive, write_random
 from conversations import converse, outcome
 from test_contract import make_plan
 
@@ -243,7 +243,7 @@ def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
         assert outcome([answer]) == outcome(found[1][:1])
 
 
-@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), with_all("tailorkv", 2)))
+@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), exhaustive("tailorkv", 2)))
 def test_compiled(checkpoint, eos, expected, name, case):
     method, options = DRAFTS[name]
     engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True)

@@ -5,7 +5,7 @@ Triton's compiler needs nothing but the architecture.
 
 import pytest
 import torch
-from conftest import with_all
+from conftest import exhaustive
 from test_cuda_trace import VARIANTS, build, has_threads, launch
 
 from bench import generated
@@ -16,7 +16,7 @@ from runtime.compile import cuda_options
 pytest.importorskip("triton")
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # A100, H100: bytes of shared memory that a block may have
-SAMPLE = ("full", "rocketkv:bits", "omnikv:threads")  # without --all
+SAMPLE = ("full", "rocketkv:bits", "omnikv:threads")  # without --exhaustive
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def compile_all(found: Generated) -> None:
             assert code.asm["cubin"][:4] == b"\x7fELF" and code.metadata.shared <= shared
 
 
-@pytest.mark.parametrize("name", [name if name in SAMPLE else with_all(name) for name in VARIANTS])
+@pytest.mark.parametrize("name", [name if name in SAMPLE else exhaustive(name) for name in VARIANTS])
 def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     state = build(name, h100, 2)
