@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import llama_8b, exhaustive, with_scores
+from conftest import exhaustive, llama_8b, with_scores
 from references.attention import attend, causal, masked_attention
 from torch import Tensor
 

@@ -1,5 +1,5 @@
 """Damaged checkpoints, senseless command lines and kills: each ends in one clear line or in a correct run. A run
-samples them; `pytest tests/test_hostile.py --exhaustive` runs 300 checkpoints, and 100 command lines and 20 kills per tool."""
+samples them; with --exhaustive there are 300 checkpoints, and 100 command lines and 20 kills per tool."""
 
 import io
 import json
