@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from engine import Engine
-from needle import train
 from runtime.checkpoint import open_weights
 from tasks import Recipe
 from tasks.registry import TASKS
 
-NEEDLE = Path(train.__file__).parent
+NEEDLE = Path(__file__).parent.parent / "needle"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TOOLS = [f"{name}.py" for name in "generate eval calibrate convert_hf_checkpoint quantize".split()]
-MODULES = ["bench", "bench.compare", "needle.train"]
+MODULES = ["bench", "bench.compare"]
 
 
 def python(place: Path, *command) -> subprocess.CompletedProcess:
