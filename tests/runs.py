@@ -121,11 +121,11 @@ def compare(here: Run, there: Run, same) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         for row, prompt in enumerate((100, 50, 9)):
-            inputs = tokens(here.shape, 1, prompt, generator)
+            inputs = tokens(here.plan, 1, prompt, generator)
             here.prefill(row, inputs)
             there.prefill(row, inputs)
         for _ in range(12):
-            inputs = tokens(here.shape, 3, 1, generator)
+            inputs = tokens(here.plan, 3, 1, generator)
             assert same(here.step(inputs), there.step(inputs))
     there.close()
 

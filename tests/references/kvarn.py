@@ -92,7 +92,7 @@ class KVarNText(Text):
     """
 
     def __init__(self, method: "SlowKVarN", layer: int, q: Tensor, k: Tensor, v: Tensor):
-        super().__init__(method.shape, q, k, v)
+        super().__init__(method.plan, q, k, v)
         self.keys, self.values = self.keys.clone(), self.values.clone()  # packing writes to them
         self.bits, self.tile, self.inv_freq = method.bits, method.tile, method.inv_freq
         self.bias = torch.zeros(k.shape[0], k.shape[2]) if method.biases[layer] is None else method.biases[layer]
