@@ -212,7 +212,7 @@ def calibrate(
         steps = [replay(engine, *text, filters).log_softmax(-1) for text in texts]
         return torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(exact, steps, strict=True)])
 
-    n_layer, default = len(sparse), tuple(default_filters(measured[0][0].shape))
+    n_layer, default = len(sparse), tuple(default_filters(measured[0][0].plan))
     most = full_layers(default, n_layer) if full is None else full
     choices = engine.progress((default, *best_filters(sparse, most)), "try filter layers")
     tried = {filters: divergence(filters) for filters in choices}
