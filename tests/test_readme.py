@@ -1,4 +1,4 @@
-"""What the README and the other pages show is true."""
+"""What the README and the other pages show is true: programs, commands, tables, links."""
 
 import importlib
 import importlib.util
@@ -9,32 +9,26 @@ import shutil
 import sys
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
-import test_contract
 from conftest import write_random
 from lm_eval._cli import HarnessCLI
 
+from bench.results import ROOT, documents, render
 from engine import Engine
 from kv import METHODS
 from terminal.cli import Parser
 
-ROOT = Path(__file__).parent.parent
 NEEDLE = ROOT / "needle"
-PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", NEEDLE / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*documents(), NEEDLE / "README.md"]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 README = TEXTS["README.md"]
 PYTHON = re.compile(r"```python\n(.*?)```", re.S)
-BLOCKS = PYTHON.findall(README)
-
-
-(KEYNORM,) = (block for block in BLOCKS if "class KeyNorm(" in block)
 
 
 def test_the_example_method_is_that_of_the_repository():
     """A registered method is tested like any other, so what the README shows obeys the laws."""
-    assert (ROOT / "kv" / "keynorm.py").read_text() == KEYNORM
+    assert (ROOT / "kv" / "keynorm.py").read_text() in PYTHON.findall(README)
 
 
 def test_the_table_of_methods_links_their_papers():
@@ -42,37 +36,23 @@ def test_the_table_of_methods_links_their_papers():
     assert len(links) > 20 and all(METHODS[name].paper == link for name, link in links)
 
 
-def test_a_method_that_scores_tokens_fits_on_one_screen():
-    assert len([line for line in KEYNORM.splitlines() if line.strip()]) <= 15
+def test_tables_are_made_from_the_results():
+    assert all(render(page.read_text()) == page.read_text() for page in documents()), "run python -m bench.results"
 
 
-def test_the_example_method_keeps_the_tokens_it_says():
-    plan = test_contract.make_plan("gqa", 1)
-    cache, text = test_contract.Cache("keynorm", plan), test_contract.make_texts(plan)[0]
-    cache.prefill(0, text)
-    for layer in range(test_contract.LAYERS):
-        for head in range(plan.n_kv_head):
-            keys = text.k[layer, head, : text.prompt]
-            older = sorted(range(4, text.prompt - 8), key=lambda i, keys=keys: float(keys[i].norm()))
-            kept = [0, 1, 2, 3, *sorted(older[: test_contract.SMALL - 12]), *range(text.prompt - 8, text.prompt)]
-            assert (cache.layers[layer].k[0, head, : test_contract.SMALL] == keys[kept]).all()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_names_lead_to_files(page):
+    text = TEXTS[str(page.relative_to(ROOT))]
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+    names = re.findall(r"`((?:\w+/)+\w+\.\w+|\w+\.(?:py|md|sh))`", text)
+    assert not [name for name in names if not (ROOT / name).exists()]
 
 
-def test_the_files_and_flags_that_the_readme_names_exist():
-    usage = "".join(
-        (ROOT / f"{tool}.py").read_text() for tool in ("terminal/options", "eval", "bench/__main__", "quantize")
-    )
-    for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|md))`", README):
-        assert (ROOT / name).exists(), name
-    for flag in set(re.findall(r"`(--[a-z-]+)", README)) - {"--no-compile"}:
-        assert f'"{flag}"' in usage, flag
-
-
-def test_the_readmes_commands_overwrite_nothing_that_ships():
-    pages = TEXTS["docs/options.md"]
-    outputs = re.findall(r"python calibrate.py .*?--(?:out|plot) (\S+).*?--(?:out|plot) (\S+)", pages)[0]
-    ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert set(outputs) <= set(ignored)
+def test_the_flags_that_the_readme_names_exist():
+    tools = "terminal/options.py", "eval.py", "bench/__main__.py", "quantize.py"
+    usage = "".join((ROOT / tool).read_text() for tool in tools)
+    assert not [flag for flag in re.findall(r"`(--[a-z-]+)", README) if f'"{flag}"' not in usage]
 
 
 # The blocks that are not parts of the repository, by page.
