@@ -40,20 +40,15 @@ def asked(question: Question) -> str:
     return re.search(r"(?:What does|Which value does) (\w+)", question.text)[1]
 
 
-@pytest.mark.parametrize("index", range(24))
-def test_the_answer_is_what_the_text_says(index):
-    made = sample("code_facts", index)
-    [question] = made.questions
-    name = asked(question)
-    found, steps = value(made.text, name)
-    assert question.answers == (found,) and question.text.endswith(f"\n\n{question.opening}")
-    assert steps == (2 if "the function that it calls" in question.text else 1)
-
-
-def test_each_kind_of_fact_is_as_hard_as_it_says():
-    texts = [sample("code_facts", i) for i in range(12)]
-    assert len({made.text for made in texts}) == 1  # one prefill serves all
-    names = [asked(made.questions[0]) for made in texts]
+def test_the_answer_is_what_the_text_says_and_each_kind_of_fact_as_hard():
+    texts = [sample("code_facts", i) for i in range(24)]
+    for made in texts:
+        [question] = made.questions
+        found, steps = value(made.text, asked(question))
+        assert question.answers == (found,) and question.text.endswith(f"\n\n{question.opening}")
+        assert steps == (2 if "the function that it calls" in question.text else 1)
+    assert len({made.text for made in texts[:12]}) == 1  # one prefill serves all
+    names = [asked(made.questions[0]) for made in texts[:12]]
     assert len(set(names)) == 12
     defined = re.findall(r"^(?:def (\w+)\(\):\n    return (?:\d{7}|\w+\(\))$)", texts[0].text, re.MULTILINE)
     alike = [[n for n in defined if n.split("_")[:2] == name.split("_")[:2]] for name in names]

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections import Counter
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -137,41 +138,26 @@ def test_no_word_is_drawn_twice():
 
 
 @pytest.mark.parametrize("name", NIAH)
-@pytest.mark.parametrize("index", range(3))
-def test_niah_hides_as_many_needles_as_ruler_and_each_value_once(name, index):
-    haystack, key_kind, value_kind, keys, values, _ = NIAH[name]
-    text = sample(name, 2048, index).text
-    found = hidden(text)
-    assert all(text.count(value) == 1 for _, value in found)
-    assert all(re.fullmatch(KINDS[key_kind], key) and re.fullmatch(KINDS[value_kind], value) for key, value in found)
-    assert set(Counter(key for key, _ in found).values()) == {values}
-    if haystack == "needle":
-        assert len(found) == len(text.splitlines()) - 1 > 15  # all but the first line, which says what is to be done
-    else:
-        assert len(found) == keys * values
-
-
-@pytest.mark.parametrize("name", NIAH)
-@pytest.mark.parametrize("index", range(3))
-def test_niah_asks_for_keys_in_the_text_and_knows_all_their_values(name, index):
-    _, _, _, _, values, queries = NIAH[name]
-    made = sample(name, 2048, index)
-    [question] = made.questions
-    asked = re.search(r" for (.+?) mentioned in the provided text\?", question.text)[1]
-    asked = re.split(", and |, ", asked)
-    assert len(set(asked)) == queries
-    assert all(made.text.count(f" for {key} is: ") == values for key in asked)
-    assert [Counter(question.answers)] == [Counter(value for key, value in hidden(made.text) if key in asked)]
-    assert len(question.answers) == queries * values
-
-
-def test_a_question_for_four_keys_has_their_values_in_its_order():
-    made = sample("niah_multiquery")
-    values = dict(hidden(made.text))
-    asked = re.search(r" for ([^?]+) mentioned", made.questions[0].text)[1]
-    *most, last = asked.split(", ")
-    assert last.startswith("and ")
-    assert made.questions[0].answers == tuple(values[key] for key in [*most, last.removeprefix("and ")])
+def test_niah_hides_rulers_needles_and_asks_for_keys_of_which_it_knows_all_values(name):
+    haystack, key_kind, value_kind, keys, values, queries = NIAH[name]
+    for index in range(3):
+        made = sample(name, 2048, index)
+        found = hidden(made.text)
+        assert all(made.text.count(value) == 1 for _, value in found)
+        assert all(
+            re.fullmatch(KINDS[key_kind], key) and re.fullmatch(KINDS[value_kind], value) for key, value in found
+        )
+        assert set(Counter(key for key, _ in found).values()) == {values}
+        if haystack == "needle":
+            assert len(found) == len(made.text.splitlines()) - 1 > 15  # all but the first line, which says what to do
+        else:
+            assert len(found) == keys * values
+        [question] = made.questions
+        asked = re.search(r" for (.+?) mentioned in the provided text\?", question.text)[1]
+        asked = re.split(", and |, ", asked)
+        assert len(set(asked)) == queries and len(question.answers) == queries * values
+        parts = [set(question.answers[i : i + values]) for i in range(0, len(question.answers), values)]
+        assert parts == [{value for key, value in found if key == own} for own in asked]  # in the question's order
 
 
 def test_backwards_asks_for_the_last_needle_first():
@@ -192,10 +178,13 @@ def test_the_noise_around_a_needle_is_rulers():
 
 
 @pytest.mark.parametrize("name", [name for name, (haystack, *_) in NIAH.items() if haystack == "essay"])
-def test_the_text_around_needles_is_the_beginning_of_the_haystack(name):
-    text = sample(name, 2048).text.partition("\n")[2]
-    rest = re.sub(r"One of the special magic \w+ for .+? is: \S+\.( |$)", "", text).split()
-    assert len(rest) > 1000 and rest == shipped_haystack().split()[: len(rest)]
+@pytest.mark.parametrize("haystack", [None, "Bees hum.  Do wasps hum?\n\nFlies buzz!\n"])
+def test_the_text_around_needles_is_the_haystack_again_and_again(name, haystack):
+    text = sample(name, 2048, haystack=haystack).text.partition("\n")[2]
+    rest = re.sub(r"One of the special magic \w+ for .+? is: \S+\.( |$)", "", text).rstrip()
+    words = rest.split()
+    assert len(words) > 1000
+    assert rest == " ".join(islice(cycle((haystack or shipped_haystack()).split()), len(words)))  # on one line
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2", "vt"])
@@ -222,13 +211,6 @@ def test_later_questions_ask_for_other_keys_of_the_same_text(name):
             asked.append(re.search(r" for (\S.*?) mentioned", question.text)[1])
             assert question.answers == (values[asked[-1]],)
         assert len(set(asked)) == 4
-
-
-@pytest.mark.parametrize("name", TWO_STAGE)
-def test_later_questions_ask_for_other_sums(name):
-    made = sample(name, 1024, questions=4)
-    sums = {sum(map(int, re.search(r"(\d+) \+ (\d+)", question.text).groups())) for question in made.questions}
-    assert len(sums) == len(made.questions) == 4
 
 
 @pytest.mark.parametrize("name", [*LATER, *TWO_STAGE])
@@ -348,11 +330,14 @@ def test_the_color_of_the_sum_is_the_answer(name, said, length):
         assert [int(key) for key, _ in pairs] == list(range(len(pairs)))
         colours = {int(key): colour for key, colour in pairs}
         assert len(set(colours.values())) > 10
+        sums = set()
         for question in made.questions:
             found = re.search(rf"(\d+) \+ (\d+) = {said} ", question.text)
             a, b, *total = map(int, found.groups())
             assert total in ([], [a + b])
             assert question.answers == (colours[a + b],)
+            sums.add(a + b)
+        assert len(sums) == 3
 
 
 def test_two_stage_and_its_lookup_differ_only_in_the_sum():
@@ -361,19 +346,6 @@ def test_two_stage_and_its_lookup_differ_only_in_the_sum():
 
 
 # Published wordings
-
-
-def test_a_whole_prompt_with_a_single_needle_is_as_published():
-    made = sample("niah_single_1", 128 + 130)  # one line of noise, and no room for a second
-    key, value = hidden(made.text)[0]
-    assert made.prompt == (
-        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        "the number afterwards.\n"
-        f"One of the special magic numbers for {key} is: {value}.\n"
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-        f"What is the special magic number for {key} mentioned in the provided text? The special magic number for "
-        f"{key} mentioned in the provided text is"
-    )
 
 
 @pytest.mark.parametrize("name", NIAH)
@@ -393,7 +365,6 @@ def test_niah_prompts_begin_and_end_in_rulers_words(name):
     )
 
 
-VALUE = r"\d{5}"
 WORDINGS = {
     "vt": (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
@@ -428,7 +399,7 @@ def test_other_prompts_begin_and_end_in_published_words(name):
     made = sample(name, 2048)
     assert made.text.startswith(begin)
     ending = made.text[-1:] * (name == "two_stage") + made.questions[0].text
-    numbers = VALUE if name == "vt" else r"\d+(?= \+| =)"
+    numbers = r"\d{5}" if name == "vt" else r"\d+(?= \+| =)"
     assert re.sub(numbers, "12345", ending) == end
 
 
@@ -567,16 +538,12 @@ def test_documents_and_question_are_worded_as_published(tmp_path):
     )
 
 
-def test_questions_that_cannot_be_answered_are_left_out(data):
-    assert TASKS["qa_1"].size(Recipe(4096, encode, str, data=data)) == 2
+def test_every_question_that_can_be_answered_is_a_sample(data):
+    assert [TASKS[name].size(Recipe(4096, encode, str, data=data)) for name in QA] == [2, 2]
     asked = [sample("qa_1", 500, index, data=data).questions[0].text for index in range(2)]
     assert "Ann" in asked[0] and "Who lives in Rome?" in asked[1]
     with pytest.raises(IndexError):
         sample("qa_1", 500, 2, data=data)
-
-
-def test_every_record_of_hotpotqa_is_a_question(data):
-    assert TASKS["qa_2"].size(Recipe(4096, encode, str, data=data)) == 2
 
 
 @pytest.mark.parametrize(
@@ -605,38 +572,35 @@ def test_other_paragraphs_of_the_article_come_before_those_of_others(data):
 
 
 @pytest.mark.parametrize("name", QA)
-def test_documents_repeat_when_there_are_too_few(name, data):
-    found = Counter(documents(sample(name, 4096, data=data).text))
-    assert len(found) == 62 < found.total()
+@pytest.mark.parametrize("articles, pages", [(2, 62), (1, 2)])
+def test_documents_repeat_when_there_are_too_few(name, data, articles, pages):
+    (data / "squad.json").write_text(json.dumps({"data": SQUAD["data"][:articles]}))
+    (data / "hotpotqa.json").write_text(json.dumps(HOTPOTQA[:articles]))
+    made = sample(name, 4096, data=data)
+    found = Counter(documents(made.text))
+    assert len(found) == pages < found.total() and len(encode(made.prompt)) > 3900
 
 
-@pytest.mark.parametrize("name", QA)
-def test_a_dataset_of_one_article_fills_any_length(name, tmp_path):
-    (tmp_path / "squad.json").write_text(json.dumps({"data": SQUAD["data"][:1]}))
-    (tmp_path / "hotpotqa.json").write_text(json.dumps(HOTPOTQA[:1]))
-    made = sample(name, 2048, data=tmp_path)
-    assert len(encode(made.prompt)) > 1900
-    assert len(set(documents(made.text))) == 2
-
-
-@pytest.mark.parametrize("name, file", [("qa_1", "squad.json"), ("qa_2", "hotpotqa.json")])
-def test_without_a_dataset_one_line_says_what_to_give(name, file, tmp_path):
+@pytest.mark.parametrize(
+    "task, file, damaged",
+    [
+        (TASKS["qa_1"], "squad.json", ('{"data": ', '[["other"]]')),
+        (TASKS["qa_2"], "hotpotqa.json", ('{"data": ', '[["other"]]')),
+        (scbench.TASKS["scbench_kv"], "scbench_kv.jsonl", ("[1]", "{", '{"multi_turns": [{}]}')),
+    ],
+)
+def test_without_a_dataset_one_line_says_what_to_give(task, file, damaged, tmp_path):
     def refused(kind: type, folder) -> str:
-        recipe = Recipe(4096, encode, str, data=folder)
-        for use in (lambda: TASKS[name].size(recipe), lambda: TASKS[name].sample(recipe, 0)):
-            with pytest.raises(kind) as error:
-                use()
-        assert "\n" not in str(error.value)
+        with pytest.raises(kind) as error:
+            task.size(Recipe(4096, encode, str, data=folder))
+        assert file in str(error.value) and "\n" not in str(error.value)
         return str(error.value)
 
-    said = refused(ValueError, None)
-    assert file in said and "--data" in said
-    said = refused(FileNotFoundError, tmp_path)
-    assert str(tmp_path / file) in said and "--data" in said
-    (tmp_path / file).write_text('{"data": ')
-    assert f"{tmp_path / file} is not the {file.removesuffix('.json')} file" in refused(ValueError, tmp_path)
-    (tmp_path / file).write_text('[["other"]]')
-    assert str(tmp_path / file) in refused(ValueError, tmp_path)
+    assert "--data" in refused(ValueError, None)
+    assert "--data" in refused(FileNotFoundError, tmp_path)
+    for text in damaged:
+        (tmp_path / file).write_text("\n" + text)
+        assert str(tmp_path / file) in refused(ValueError, tmp_path)
 
 
 # SCBench's files
@@ -684,29 +648,7 @@ def test_answers_in_lists_are_one_or_all_to_be_found(tmp_path):
         assert question.answers == ("x1", "2") and task.score("X1", question) == half
 
 
-def test_what_is_no_file_of_scbench_is_named(tmp_path):
-    task, recipe = scbench.TASKS["scbench_kv"], Recipe(4096, encode, str)
-    with pytest.raises(ValueError, match="scbench_kv.jsonl .*--data"):
-        task.size(recipe)
-    with pytest.raises(FileNotFoundError, match="scbench_kv.jsonl is missing"):
-        task.size(Recipe(4096, encode, str, data=tmp_path))
-    for bad in ("[1]", "{", '{"multi_turns": [{}]}'):
-        (tmp_path / "scbench_kv.jsonl").write_text("\n" + bad)
-        with pytest.raises(ValueError, match="line 2: not a record"):
-            task.size(Recipe(4096, encode, str, data=tmp_path))
-
-
 # Haystacks
-
-
-@pytest.mark.parametrize("name", [name for name, (kind, *_) in NIAH.items() if kind == "essay"] + ["needle"])
-def test_needles_are_hidden_in_the_text_that_the_user_gives(name):
-    haystack = "Bees hum.  Do wasps hum?\n\nFlies buzz!\n"
-    text = sample(name, 2048, haystack=haystack).text
-    words = Counter(re.findall(r"\w+", re.sub(r"(One of|The access|Some special|A special).+?\.( |$)", "", text)))
-    assert {"Bees", "hum", "Do", "wasps", "Flies", "buzz"} <= {word for word, times in words.items() if times > 50}
-    assert "Bees hum. Do wasps hum? Flies buzz! Bees hum." in text  # repeated from its beginning, on one line
-    assert shipped_haystack().split()[0] not in words
 
 
 def test_an_empty_haystack_is_refused():
@@ -720,11 +662,7 @@ def test_an_empty_haystack_is_refused():
 def test_excerpts_are_adjacent_and_end_in_the_forced_tokens():
     found = texts.excerpts(list(range(1000)), length=202, forced=128, samples=3, bos=[-1, -2])
     assert found == [([-1, -2, *range(at, at + 72)], list(range(at + 72, at + 200))) for at in (0, 200, 400)]
-
-
-def test_a_text_gives_as_many_excerpts_as_it_has():
-    assert len(texts.excerpts(list(range(599)), 200, 128, 10, [])) == 2
-    assert len(texts.excerpts(list(range(600)), 200, 128, 10, [])) == 3
+    assert [len(texts.excerpts(list(range(n)), 200, 128, 10, [])) for n in (599, 600)] == [2, 3]
 
 
 def test_excerpts_that_cannot_be_made_are_refused():
