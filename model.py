@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=table)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)  # load.connect
 
     def set_rows(self, batch: int) -> None:
         """Gives every row RoPE frequencies, which dynamic NTK adapts to the row's length."""
@@ -175,8 +175,7 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [...,C] -> [...,vocab] fp32"""
-        x = self.norm(x)
-        return (F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)).float()
+        return self.output(self.norm(x)).float()
 
     @torch.no_grad()
     def prefill(
