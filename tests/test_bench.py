@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,10 +44,10 @@ def result(*args) -> dict:
         return json.load(file)
 
 
-def test_every_method_context_batch_and_quantization_is_a_row_exhaustive_keys(here):
+def test_every_method_context_batch_and_quantization_is_a_row(here, capsys):
     report = result("--kv", "all", "--budget", "32")
     assert {"machine", "bandwidth_gbs", "commit", "date", "command", "rows"} <= set(report)
-    assert len(report["rows"]) == len(kv.METHODS) - 1  # infllm needs a larger budget and is left out
+    assert len(report["rows"]) == len(kv.METHODS) - 1 and "left out: infllm" in capsys.readouterr().err
     product = ["--budget", "32,0.5", "--context", "64,96", "--batch", "1,2", "--quantize", "none,int4"]
     rows = result("--kv", "full,streaming", *product)["rows"]
     cases = list(itertools.product((None, "int4"), (64, 96), (1, 2), (None, 32, 0.5)))
@@ -78,10 +77,11 @@ def test_every_case_is_checked_before_the_first_is_measured(here, monkeypatch):
         run("--kv", "full", "--quantize", "none,int4")
 
 
-@pytest.mark.parametrize("tied", (False, True))
-@pytest.mark.parametrize(("quantize", "embeddings"), ((None, 0), ("int8", 0), ("int4", 0), ("int4", 1)))
+@pytest.mark.parametrize(
+    ("tied", "quantize", "embeddings"), ((0, None, 0), (1, None, 0), (0, "int8", 0), (0, "int4", 0), (1, "int4", 1))
+)
 def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(here, tied, quantize, embeddings):
-    (here / "tiny.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
+    (here / "tiny.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": bool(tied)}))
     more = ["--quantize", quantize, "--groupsize", 32] if quantize else []
     more += ["--embeddings"] * embeddings
     rows = result("--kv", "full,streaming", "--budget", "16", "--batch", "2", *more)["rows"]
@@ -119,8 +119,6 @@ def test_peer_transformers_adds_its_dynamic_and_static_caches(here):
     rows = result("--kv", "full", "--peer", "transformers")["rows"]
     assert [r["kv"] for r in rows] == ["full", "transformers, dynamic", "transformers, static"]
     assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[1:])
-    with pytest.raises(ValueError, match="--peer transformers has no --quantize"):
-        run("--kv", "full", "--peer", "transformers", "--quantize", "none,int8")
 
 
 def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
@@ -141,14 +139,8 @@ def test_peer_llama_cpp_runs_the_same_shape(here, quantize):
 def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, capsys):
     flags = "--kv", "full,streaming,h2o", "--budget", "16", "--speculate", "1,3", "--accept", "0.5"
     rows = result(*flags)["rows"]
-    assert [(r["kv"], r["speculate"]) for r in rows] == [
-        ("full", 0),
-        ("streaming", 0),
-        ("h2o", 0),
-        ("streaming", 1),
-        ("streaming", 3),
-    ]
     full, draft, _, one, three = rows
+    assert [(r["kv"], r["speculate"]) for r in (one, three)] == [("streaming", 1), ("streaming", 3)]
     assert one["round_ms"] == pytest.approx(1.5 * one["ms_per_token"])
     assert three["round_ms"] == pytest.approx(1.875 * three["ms_per_token"])
     weights = full["step_weight_bytes"]
@@ -157,45 +149,40 @@ def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, ca
     assert three["floor_ms"] == pytest.approx((4 * weights + three["step_device_bytes"]) / 1e6 / 1.875)
     out, err = capsys.readouterr()
     assert "left out: h2o cannot draft" in err and "break-even" in out and "streaming 16, drafts 3" in out
-    for flags, message in (
-        (["--accept", "1.5"], "--accept must lie"),
-        (["--speculate", "0"], "must be positive"),
-        (["--speculate", "2", "--generate", "5"], "leave out --generate"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run("--kv", "full", *flags)
 
 
-def test_acceptance(tiny_checkpoint, tmp_path, capsys, monkeypatch):
-    def interrupted(*_):
-        yield rows[0]
-        raise KeyboardInterrupt
+@pytest.mark.slow
+def test_acceptance_counts_the_drafts_that_the_full_cache_accepts(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+    def ask(*more) -> None:
+        flags = ["--length", "400", "--tokens", "6", "--samples", "2", "--budget", "32", "--json", str(file)]
+        acceptance.main(["--checkpoint", str(tiny_checkpoint), "--kv", "quest:page=4:skip_layers=0", *flags, *more])
 
-    file = str(tmp_path / "out.json")
-    flags = ["--kv", "quest:page=4:skip_layers=0,full:bits=8", "--budget", "32"]
-    flags += ["--length", "400", "--tokens", "6", "--samples", "2"]
-    acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--speculate", "3", "--json", file])
-    with open(file) as found:
-        rows = json.load(found)["rows"]
-    assert [(r["kv"], r["speculate"]) for r in rows] == [("quest", 3), ("full", 3)]
-    for row in rows:
+    def rows() -> list[dict]:
+        return json.loads(file.read_text())["rows"]
+
+    file = tmp_path / "out.json"
+    ask("--kv", "quest:page=4:skip_layers=0,full:bits=8", "--speculate", "3")
+    assert [(r["kv"], r["speculate"]) for r in rows()] == [("quest", 3), ("full", 3)]
+    for row in rows():
         assert all(0 <= x["accepted"] <= row["speculate"] and x["same"] == 2 for x in row["kinds"].values())
         assert 0 < row["draft_bytes"] < row["full_bytes"]
-    assert all(x["accepted"] > 1 for x in rows[1]["kinds"].values())  # 8 bits of every token draft well
+    assert all(x["accepted"] > 1 for x in rows()[1]["kinds"].values())  # 8 bits of every token draft well
     assert "accepted, free text" in capsys.readouterr().out
-    sampled = ["--temperature", "5", "--samples", "1", "--kv", "quest:page=4", "--json", f"{file}.hot"]
-    acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, *sampled])
-    with open(f"{file}.hot") as found:
-        assert json.load(found)["rows"][0]["kinds"]["free text"]["same"] == 1
+    ask("--temperature", "5", "--samples", "1")
+    assert rows()[0]["kinds"]["free text"]["same"] == 1
+    measured = rows()
+
+    def interrupted(*_):
+        yield measured[0]
+        raise KeyboardInterrupt
+
+    for more, message in ((["--kv", "quest,h2o"], "h2o cannot draft"), (["--samples", "0"], "--samples must be")):
+        with pytest.raises(ValueError, match=message):
+            ask(*more)
     monkeypatch.setattr(acceptance, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--json", file])
-    with open(file) as found:
-        assert json.load(found)["rows"] == rows[:1]
-    with pytest.raises(ValueError, match="h2o cannot draft"):
-        acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--kv", "quest,h2o"])
-    with pytest.raises(ValueError, match="--samples must be at least 1"):
-        acceptance.main(["--checkpoint", str(tiny_checkpoint), *flags, "--samples", "0"])
+        ask()
+    assert rows() == measured
 
 
 def test_a_follow_up_in_steps_takes_a_steps_time_for_each_token():
@@ -204,6 +191,7 @@ def test_a_follow_up_in_steps_takes_a_steps_time_for_each_token():
     assert line.split() == ["full", "100", "20", "7", "60", "600"]
 
 
+@pytest.mark.slow
 def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):
     for _ in range(2):
         run("--kv", "full,streaming", "--budget", "16,32", "--plot", "out.png", "--profile", "trace.json", "--json")
@@ -216,12 +204,7 @@ def test_every_run_is_appended_to_the_results_and_plotted(here, capsys):
     assert "x floor" in err
 
 
-def test_a_budget_that_is_too_small_is_skipped_and_reported(here, capsys):
-    rows = result("--kv", "full,streaming", "--budget", "2,16")["rows"]
-    assert [(r["kv"], r["budget"]) for r in rows] == [("full", None), ("streaming", 16)]
-    assert "at least 5 tokens" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_contenders_side_by_side_give_the_same_rows(here, capfd):
     """Each in a process of its own; one that cannot be measured stops no other."""
     args = ("--kv", "full,streaming", "--budget", "2,32", "--quantize", "none,int8")
@@ -249,8 +232,6 @@ def test_a_memory_cap_is_respected(here, capsys, monkeypatch):
     with pytest.raises(ValueError, match="nothing was measured"):
         run("--kv", "full", "--memory-cap", "0.001")
     assert "free" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="memory-cap"):
-        run("--memory-cap", "-1")
 
 
 @pytest.mark.parametrize("cap", ("0.0001", "1e-9"))
@@ -278,10 +259,6 @@ def test_whole_generations_are_timed_with_as_many_rows_as_fit(here, monkeypatch,
         budget = None if name == "full" else 32
         one_more = sum(kv.planned_bytes(name, case.plan(), budget, {}))
         assert one_more < 2 * 10**6 * 1.1 and one_more + (batch + 1) * 12 * 128 + 8 * 32 * 64 * 4 > 2 * 10**6
-    with pytest.raises(ValueError, match="--embeddings needs --quantize int8 or int4"):
-        result("--kv", "full", "--embeddings")
-    with pytest.raises(ValueError, match="needs --generate"):
-        run("--batch", "max")
 
 
 @pytest.mark.parametrize("end, code", ((KeyboardInterrupt(), 130), (ValueError("broken"), 2)))
@@ -305,12 +282,10 @@ def test_finished_rows_survive_an_interrupt_or_a_failure(here, monkeypatch, caps
     assert len(open("bench-results.jsonl").readlines()) == 2 and (here / "out.png").exists()
 
 
-def test_the_default_results_file_is_checked_before_the_work(here, capsys):
+def test_the_default_results_file_is_checked_before_the_work(here):
     (here / "bench-results.jsonl").mkdir()
     with pytest.raises(ValueError, match="--results bench-results.jsonl: not a file"):
         run("--kv", "full")
-    with pytest.raises(ValueError, match="--results /proc/r: cannot be written"):
-        run("--kv", "full", "--results", "/proc/r")
 
 
 def test_a_generations_tokens_pay_for_the_room_that_rows_make(here, monkeypatch):
@@ -330,24 +305,33 @@ def test_a_generations_tokens_pay_for_the_room_that_rows_make(here, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--shape", "gpt-2"], ["gpt-2", "llama-3.1-8b"]),
-        (["--kv", "lru"], ["lru", "streaming"]),
-        (["--quantize", "int3"], ["int3", "int8"]),
-        (["--quantize", "int4", "--groupsize", "48"], ["48", "use --groupsize 32"]),
-        (["--context", "many"], ["--context", "commas"]),
-        (["--context", "0"], ["--context"]),
-        (["--steps", "0"], ["--steps"]),
-        (["--json", "no/such/folder.json"], ["--json"]),
-        (["--budget", ""], ["cam", "--budget"]),
-    ],
+    ("flags", "words"),
+    (
+        ("--shape gpt-2", "gpt-2 llama-3.1-8b"),
+        ("--kv lru", "lru streaming"),
+        ("--quantize int3", "int3 int8"),
+        ("--quantize int4 --groupsize 48", "48 --groupsize 32"),
+        ("--embeddings", "--embeddings --quantize"),
+        ("--context many", "--context commas"),
+        ("--context 0", "--context"),
+        ("--steps 0", "--steps"),
+        ("--json no/such/folder.json", "--json"),
+        ("--results /proc/r", "--results written"),
+        ("--budget=", "cam --budget"),
+        ("--accept 1.5", "--accept 1.5"),
+        ("--speculate 0", "--speculate positive"),
+        ("--speculate 2 --generate 5", "--speculate --generate"),
+        ("--side-by-side --generate 5", "--side-by-side --generate"),
+        ("--batch max", "--batch --generate"),
+        ("--memory-cap -1", "--memory-cap -1"),
+        ("--peer transformers --quantize none,int8", "--peer --quantize"),
+    ),
 )
-def test_mistakes_are_refused_in_one_line(here, capsys, args, words):
+def test_mistakes_are_refused_in_one_line(here, capsys, flags, words):
     with pytest.raises(SystemExit) as stop:
-        run_main(lambda: run(*args))
+        run_main(lambda: run(*flags.split()))
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and all(word in line for word in words)
+    assert stop.value.code == 2 and all(word in line for word in words.split())
 
 
 def test_known_shapes_have_the_sizes_of_their_models():
@@ -366,7 +350,6 @@ def test_known_shapes_have_the_sizes_of_their_models():
     assert count == {name: pytest.approx(n, rel=0.005) for name, n in expected.items()}
 
 
-@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
 def test_bench_sh_passes_its_arguments_on(tmp_path):
     """Runs a copy of bench.sh in a folder whose make and python only print what they are asked to do."""
     (tmp_path / "bench.sh").write_text((Path(bench.__file__).parents[1] / "bench.sh").read_text())
