@@ -44,13 +44,17 @@ LLAMA3 = (
     "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-LLAMA31 = """\
+LLAMA32 = """\
 {{- bos_token }}
 {%- if custom_tools is defined %}
     {%- set tools = custom_tools %}
 {%- endif %}
 {%- if not date_string is defined %}
-    {%- set date_string = "26 Jul 2024" %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
 {%- endif %}
 {%- if not tools is defined %}
     {%- set tools = none %}
@@ -83,16 +87,6 @@ LLAMA31 = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-LLAMA32 = LLAMA31.replace(
-    '    {%- set date_string = "26 Jul 2024" %}\n',
-    """\
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}
-        {%- set date_string = "26 Jul 2024" %}
-    {%- endif %}
-""",
-)
 MISTRAL1 = (
     "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
     "{%- set turns = messages[1:] %}{%- else %}{%- set turns = messages %}{%- endif %}{{- bos_token }}"
@@ -152,32 +146,6 @@ MISTRAL3 = """\
 {%- endfor %}
 """
 NEMO = MISTRAL3.replace('"[INST] "', '"[INST]"').replace('" " + message["content"] | trim', 'message["content"]')
-SMALL_2501 = """\
-{%- set today = strftime_now("%Y-%m-%d") %}
-{%- set default_system_message = "You are Mistral Small 3, a Large Language Model (LLM).\\nYour knowledge base was \
-last updated on 2023-10-01. The current date is " + today + ".\\n\\nWhen you're not sure, you say so." %}
-
-{{- bos_token }}
-
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = default_system_message %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}
-
-{%- for message in loop_messages %}
-    {%- if message['role'] == 'user' %}
-        {{- '[INST]' + message['content'] + '[/INST]' }}
-    {%- elif message['role'] == 'assistant' %}
-        {{- message['content'] + eos_token }}
-    {%- else %}
-        {{- raise_exception('Only user, system and assistant roles are supported!') }}
-    {%- endif %}
-{%- endfor %}
-"""
 LARGE_2411 = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ '[INST] ' + message['content'] + '[/INST]' }}{% elif message['role'] == 'system' %}"
@@ -213,10 +181,6 @@ QWEN25 = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-QWEN25_MATH = QWEN25.replace(
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-    "Please reason step by step, and put your final answer within \\\\boxed{}.",
-)
 QWEN3 = """\
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -257,22 +221,6 @@ not (message.content.startswith('<tool_response>') and message.content.endswith(
 {%- endif %}
 """
 QWEN3_THINKING = QWEN3.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}")
-QWQ = """\
-{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" and not message.tool_calls %}
-        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n<think>\\n' }}
-{%- endif %}
-"""
 YI15 = (
     "{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}{% endif %}"
     "{% if system_message is defined %}{{ system_message }}{% endif %}{% for message in messages %}"
@@ -285,18 +233,14 @@ YI15 = (
 TEMPLATES = {
     "Llama-2": ("sentencepiece", (), LLAMA2),
     "Llama-3": ("byte-level", LLAMA3_TOKENS, LLAMA3),
-    "Llama-3.1": ("byte-level", LLAMA3_TOKENS, LLAMA31),
     "Llama-3.2": ("byte-level", LLAMA3_TOKENS, LLAMA32),
     "Mistral-7B-v0.1": ("sentencepiece", (), MISTRAL1),
     "Mistral-7B-v0.3": ("sentencepiece", INST, MISTRAL3),
     "Mistral-Nemo": ("byte-level", INST, NEMO),
-    "Mistral-Small-2501": ("byte-level", SYSTEM_PROMPT, SMALL_2501),
     "Mistral-Large-2411": ("sentencepiece", SYSTEM_PROMPT, LARGE_2411),
     "Qwen2": ("byte-level", CHATML_TOKENS, QWEN2),
     "Qwen2.5": ("byte-level", CHATML_TOKENS, QWEN25),
-    "Qwen2.5-Math": ("byte-level", CHATML_TOKENS, QWEN25_MATH),
     "Qwen3": ("byte-level", CHATML_TOKENS, QWEN3),
     "Qwen3-Thinking": ("byte-level", CHATML_TOKENS, QWEN3_THINKING),
-    "QwQ": ("byte-level", CHATML_TOKENS, QWQ),
     "Yi-1.5": ("sentencepiece", CHATML_TOKENS, YI15),
 }

@@ -13,6 +13,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import sentencepiece
+from chat_templates import CHATML as CHATML_TEMPLATE
+from chat_templates import LLAMA2, LLAMA3, MISTRAL1, QWEN2
+from conftest import slow
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -123,34 +126,6 @@ def split_by(pattern: str):
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
 
 
-LLAMA2_TEMPLATE = (
-    "{% set first = messages[0].role == 'system' %}{% for m in (messages[1:] if first else messages) %}"
-    "{% set before = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' if first and loop.first else '' %}"
-    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (before + m.content).strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-MISTRAL_TEMPLATE = (
-    "{{ bos_token }}{% set first = messages[0].role == 'system' %}{% for m in (messages[1:] if first else messages) %}"
-    "{% set before = messages[0].content + '\n\n' if first and loop.first else '' %}{% if m.role == 'user' %}"
-    "{{ ' [INST] ' + before + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}"
-    "{% endfor %}"
-)
-MISTRAL3_TEMPLATE = MISTRAL_TEMPLATE.replace("' [INST] '", "'[INST] '").replace("' [/INST]'", "'[/INST]'")
-LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-    "{{ m.content | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-CHATML_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-QWEN_TEMPLATE = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}"
-    + CHATML_TEMPLATE
-)
-
-
 def trained(
     model, trainer, normalizer=None, splitter=None, decoder=None, post=None, special=("<unk>", "</s>")
 ) -> Oracle:
@@ -228,24 +203,19 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     llama = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     made = {
-        "llama-2": sentencepiece_folder(root / "llama-2", {**llama, "chat_template": LLAMA2_TEMPLATE, "legacy": False}),
-        "mistral-v0.3": sentencepiece_folder(
-            root / "mistral-v0.3",
-            {**llama, "chat_template": MISTRAL3_TEMPLATE, "legacy": False},
-            control_symbols=["[INST]", "[/INST]"],
-        ),
+        "llama-2": sentencepiece_folder(root / "llama-2", {**llama, "chat_template": LLAMA2, "legacy": False}),
         "llama-3": byte_level_folder(
             root / "llama-3",
             split_by(LLAMA3_SPLIT),
             LLAMA3_SPECIAL,
-            {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "chat_template": LLAMA3_TEMPLATE},
+            {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "chat_template": LLAMA3},
             bos="<|begin_of_text|>",
         ),
         "qwen": byte_level_folder(
             root / "qwen",
             split_by(QWEN_SPLIT),
             ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False, "chat_template": QWEN_TEMPLATE},
+            {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False, "chat_template": QWEN2},
             plain=["<think", "<think>", "</think>"],
             form=normalizers.NFC(),
         ),
@@ -260,8 +230,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     shutil.copytree(made["llama-2-legacy"], made["llama-2-original"])
     original(made["llama-2-legacy"]).save(str(made["llama-2-original"] / "tokenizer.json"))
     (made["llama-2-original"] / "tokenizer.model").unlink()
-    made["mistral"] = edited(made["llama-2"], root / "mistral", chat_template=MISTRAL_TEMPLATE)
-    made["chatml"] = edited(made["qwen"], root / "chatml", chat_template=CHATML_TEMPLATE)
     made["shuffled"] = edited(made["qwen"], root / "shuffled")
     shuffle_ids(made["shuffled"])
     made["steps"] = edited(made["gpt2"], root / "steps")
@@ -327,8 +295,8 @@ def pairs(folders) -> dict[str, SimpleNamespace]:
     transformers reads a sentencepiece model right in chats if it is not `legacy`. In texts it omits the space before a
     text that begins with one, so there it reads what Llama 2's tokenizer.json would be.
     """
-    classes = {"qwen": Qwen2Tokenizer, "chatml": Qwen2Tokenizer, "shuffled": Qwen2Tokenizer, "llama-2": LlamaTokenizer}
-    classes |= dict.fromkeys(["llama-2-json", "mistral", "mistral-v0.3"], LlamaTokenizer)
+    classes = dict.fromkeys(["qwen", "shuffled"], Qwen2Tokenizer)
+    classes |= dict.fromkeys(["llama-2", "llama-2-json"], LlamaTokenizer)
     pairs = {}
     for name, folder in folders.items():
         if name == "llama-2-legacy":
@@ -365,57 +333,39 @@ def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
     return folder
 
 
-NAMES = ["llama-2", "llama-2-legacy", "mistral-v0.3", "llama-3", "ranks", "qwen", "shuffled", "gpt2", "steps"]
+NAMES = ["llama-2", "llama-2-legacy", "llama-3", "ranks", "qwen", "shuffled", "gpt2", "steps"]
 NAMES += ["llama-2-json", "llama-2-original", *KINDS]
 LOSSLESS = ["llama-3", "ranks", "gpt2", "steps", "ignore-merges", "two-tokens", "eos"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_equal_transformers(pairs, name):
+def test_ids_and_texts_equal_transformers_and_a_text_holds_no_special_token(pairs, name):
     ours, theirs = pairs[name].ours, pairs[name].theirs
-    for text in NASTY:
-        if name == "unigram" and "</s>" in text:
-            continue  # the model itself forms this special token, there
-        assert ours.encode(text) == ids_of(theirs, text), text
-        assert ours.inner(ours.encode(text)) == ids_of(theirs, text, bos=False), text
+    unknown = {ours.special.get("[UNK]"), ours.special.get("<unk>")}
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ids_and_texts_of_any_text_equal_transformers(pairs, name):
-    ours, theirs = pairs[name].ours, pairs[name].theirs
-
-    @PROPERTY
-    @given(text=TEXT)
     def same(text):
-        ids = ours.inner(ours.encode(text))
+        whole = ours.encode(text)
+        ids, stream = ours.inner(whole), ours.stream()
+        assert whole == ids_of(theirs, text)
         assert ids == ids_of(theirs, text, bos=False)
         decoded = ours.decode(ids)
         assert decoded == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert decoded == text or name not in LOSSLESS
-        assert not ours.silent.intersection(ids) - {ours.special.get("[UNK]"), ours.special.get("<unk>")}
+        assert not ours.silent.intersection(ids) - unknown
+        streamed = "".join(stream.push(i) for i in whole)
+        assert streamed + stream.flush() == ours.decode(whole)
+        assert streamed.count("\ufffd") <= text.count("\ufffd") or name == "lacking-bytes"
 
-    same()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_in_user_text_stay_plain_text(pairs, name):
-    ours = pairs[name].ours
-    for token, special in list(ours.special.items())[:12]:
-        if token in ("<unk>", "[UNK]"):
-            continue  # what is unknown, typed or not
-        assert special not in ours.inner(ours.encode(f"say {token}{token} now"))
-        if name in LOSSLESS:
-            assert ours.decode(ours.encode(f"say {token} now")) == f"say {token} now"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_streamed_text_is_the_decoded_text_without_broken_characters(pairs, name):
-    ours = pairs[name].ours
     for text in NASTY:
-        ids, stream = ours.encode(text), ours.stream()
-        pieces = [stream.push(i) for i in ids]
-        assert "".join(pieces) + stream.flush() == pairs[name].theirs.decode(ids, skip_special_tokens=True)
-        assert "".join(pieces).count("\ufffd") <= text.count("\ufffd") or name == "lacking-bytes"
+        if name != "unigram" or "</s>" not in text:  # transformers' model forms this special token, there
+            same(text)
+    PROPERTY(given(text=TEXT)(same))()
+    for token, special in list(ours.special.items())[:12]:
+        if special not in unknown:  # what is unknown, typed or not
+            ids = ours.encode(f"say {token}{token} now")
+            assert special not in ours.inner(ids)
+            assert ours.decode(ids) == f"say {token}{token} now" or name not in LOSSLESS
 
 
 @pytest.mark.parametrize("name", ["llama-2", "qwen"])
@@ -441,14 +391,17 @@ def test_text_that_never_ends_a_character_is_streamed_in_time(pairs):
     assert len(stream.ids) < 200 and len(shown + stream.flush()) == 1000
 
 
-@pytest.mark.parametrize("name", ["llama-2", "ranks", "qwen"])
+SPACES, LETTERS = " " * 600_000 + "x", "a" * 600_000 + "\t" * 600_000
+
+
 @pytest.mark.parametrize(
-    "text", [" " * 600_000 + "x", "a" * 600_000 + "\t" * 600_000], ids=["spaces", "letters and tabs"]
+    "name, text",
+    [("ranks", SPACES), slow("ranks", LETTERS), slow("llama-2", LETTERS), slow("qwen", LETTERS)],
+    ids=["spaces", "ranks", "llama-2", "qwen"],
 )
 def test_a_very_long_run_is_encoded_without_loss(pairs, name, text):
     ours = pairs[name].ours
-    decoded = ours._decode(ours.inner(ours.encode(text)))
-    assert decoded == text
+    assert ours._decode(ours.inner(ours.encode(text))) == text
 
 
 def test_bos_and_the_ends_of_answers_are_the_checkpoints(pairs, folders, tmp_path):
@@ -460,11 +413,6 @@ def test_bos_and_the_ends_of_answers_are_the_checkpoints(pairs, folders, tmp_pat
     for i, eos in enumerate((token, {"content": token, "lstrip": False})):
         ours = load_tokenizer(edited(folders["llama-3"], tmp_path / str(i), eos_token=eos))
         assert {ours.special[token], ours.special["<|eot_id|>"]} <= ours.eos_ids
-
-
-def test_vocab_size_is_the_highest_id_plus_one(pairs):
-    for name in NAMES:
-        assert pairs[name].ours.vocab_size == max(pairs[name].theirs.get_vocab().values()) + 1
 
 
 # In "end", the added tokens are outside the vocabulary: the package tokenizers gives them ids in the gap.
@@ -516,12 +464,6 @@ def test_added_tokens_follow_their_flags_in_texts_and_templates(folders, tmp_pat
     assert theirs.convert_tokens_to_ids("[T]") in seen
 
 
-@PROPERTY
-@given(text=TEXT.map(lambda text: text.replace("▁", "_")))
-def test_sentencepiece_text_survives_a_round_trip(pairs, text):
-    assert pairs["llama-2"].ours.decode(pairs["llama-2"].ours.encode(text)) == text
-
-
 def test_a_chat_token_that_sentencepiece_would_match_in_text_stays_plain(tmp_path):
     chatml = ["<|im_start|>", "<|im_end|>"]
     folder = sentencepiece_folder(tmp_path, {"chat_template": CHATML_TEMPLATE}, user_defined_symbols=chatml)
@@ -544,29 +486,15 @@ def test_rank_file_gives_llama_3s_special_tokens_their_ids(pairs):
     assert (ranks.encode(""), ranks.vocab_size) == (ours.encode(""), ours.vocab_size)
 
 
-def test_bos_is_added_as_the_config_says_and_by_default_with_sentencepiece(folders, tmp_path):
-    silent = edited(folders["llama-2"], tmp_path / "silent", add_bos_token=False)
-    assert load_tokenizer(silent).encode("hi") == ids_of(LlamaTokenizer.from_pretrained(silent), "hi")
-    assert 1 not in load_tokenizer(silent).encode("hi")
-    (silent / "tokenizer_config.json").unlink()
-    assert load_tokenizer(silent).encode("hi")[0] == 1
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
 
 
-def test_a_json_has_precedence_over_a_rank_file(folders, tmp_path):
-    both = edited(folders["llama-3"], tmp_path / "both")
-    shutil.copy(folders["ranks"] / "tokenizer.model", both)
-    shuffle_ids(both)
-    assert load_tokenizer(both).encode("hello") == ids_of(PreTrainedTokenizerFast.from_pretrained(both), "hello")
-    (both / "tokenizer.json").unlink()
-    assert load_tokenizer(both).encode("hello") == load_tokenizer(folders["ranks"]).encode("hello")
-
-
-@pytest.mark.parametrize("other", ["", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", None])
-def test_a_json_has_precedence_over_a_sentencepiece_model(folders, tmp_path, other):
-    both = edited(folders["llama-2"], tmp_path / "both")
-    original(both).save(str(both / "tokenizer.json"))
+@pytest.mark.parametrize("other", ["llama-2", "ranks", None])
+def test_a_json_has_precedence_over_a_model(folders, tmp_path, other):
+    both = edited(folders["llama-2-original"], tmp_path / "both")
+    (both / "tokenizer.model").write_text(POINTER)
     if other is not None:
-        (both / "tokenizer.model").write_text(other)
+        shutil.copy(folders[other] / "tokenizer.model", both)
     shuffle_ids(both)
     theirs = Oracle.from_file(str(both / "tokenizer.json"))
     assert load_tokenizer(both).encode(" hello") == theirs.encode(" hello").ids
@@ -575,7 +503,7 @@ def test_a_json_has_precedence_over_a_sentencepiece_model(folders, tmp_path, oth
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_pointer_in_place_of_a_file_is_refused_by_name(folders, tmp_path, name):
     folder = edited(folders["llama-2"] if name == "tokenizer.model" else folders["qwen"], tmp_path / "pointer")
-    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    (folder / name).write_text(POINTER)
     refused(folder, name, "git lfs pull")
 
 
@@ -635,13 +563,7 @@ def test_an_unfinished_character_appears_as_a_replacement_on_flush(pairs):
     assert stream.flush() == "\ufffd" and ours.decode(ids) == "ok \ufffd"
 
 
-# Long inputs
-
-
 # Chat formats
-
-CHATS = ["llama-2", "llama-2-json", "llama-2-legacy", "mistral", "mistral-v0.3"]
-CHATS += ["llama-3", "qwen", "chatml"]
 
 
 def rendered(theirs, *said: str, system: str | None = None) -> list[int]:
@@ -650,17 +572,12 @@ def rendered(theirs, *said: str, system: str | None = None) -> list[int]:
     return theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-@pytest.mark.parametrize("name", CHATS)
-@pytest.mark.parametrize("system", [None, "Be brief.", "Line one.\nLine {two}."])
-@pytest.mark.parametrize("user", ["hello world", "  keep {} this? \n", "日本語", "it's\n\n12"])
-def test_the_first_turn_is_that_of_the_published_template(pairs, name, user, system):
-    pair = pairs[name]
-    assert pair.ours.chat(user, system=system) == rendered(pair.chats, user, system=system)
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_a_later_turn_continues_the_published_template_from_the_end_of_the_answer(pairs, name):
+@pytest.mark.parametrize("name", ["llama-2-json", "llama-2-legacy", "qwen"])  # test_chat.py has the others
+def test_turns_are_those_of_the_published_template(pairs, name):
     ours, theirs = pairs[name].ours, pairs[name].chats
+    for system in (None, "Line one.\nLine {two}."):
+        for user in ("hello world", "  keep {} this? \n", "日本語", "it's\n\n12"):
+            assert ours.chat(user, system=system) == rendered(theirs, user, system=system)
     whole = rendered(theirs, "hello", "the answer", " and the world?", system="Be brief.")
     first, later = ours.chat("hello", system="Be brief."), ours.chat_next(" and the world?")
     assert whole[: len(first)] == first and whole[-len(later) :] == later
@@ -670,25 +587,25 @@ def test_a_later_turn_continues_the_published_template_from_the_end_of_the_answe
 
 def test_a_template_file_overrides_the_configs_template(folders, tmp_path):
     folder = edited(folders["llama-2"], tmp_path / "jinja")
-    (folder / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(MISTRAL1)
     theirs = LlamaTokenizer.from_pretrained(folder)
     ours, configs = load_tokenizer(folder), load_tokenizer(folders["llama-2"])
     assert ours.chat(" hi ") == rendered(theirs, " hi ") != configs.chat(" hi ")
 
 
 def test_a_list_of_named_templates_is_read(folders, tmp_path):
-    templates = [{"name": "tools", "template": ""}, {"name": "default", "template": LLAMA2_TEMPLATE}]
+    templates = [{"name": "tools", "template": ""}, {"name": "default", "template": LLAMA2}]
     folder = edited(folders["llama-2"], tmp_path / "named", chat_template=templates)
     assert load_tokenizer(folder).chat(" hi ") == load_tokenizer(folders["llama-2"]).chat(" hi ")
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_a_finetunes_chatml_tokens_are_read_from_its_config_and_bos_from_its_template(folders, tmp_path, special):
-    start = load_tokenizer(folders["mistral"]).vocab_size
+    start = load_tokenizer(folders["llama-2"]).vocab_size
     names = ["<|im_end|>", "<|im_start|>"]
     tokens = {str(start + i): {"content": name, "special": special} for i, name in enumerate(names)}
     template = "{{ bos_token }}" + CHATML_TEMPLATE
-    folder = edited(folders["mistral"], tmp_path / "finetune", chat_template=template, added_tokens_decoder=tokens)
+    folder = edited(folders["llama-2"], tmp_path / "finetune", chat_template=template, added_tokens_decoder=tokens)
     ours, theirs = load_tokenizer(folder), LlamaTokenizer.from_pretrained(folder)
     assert ours.chat("hello", system="be brief") == rendered(theirs, "hello", system="be brief")
     assert (ours.vocab_size, ours.eos_ids) == (start + 2, {2, start})
@@ -785,8 +702,8 @@ def test_a_token_that_its_file_calls_special_and_the_config_does_not_is_plain(fo
 
 def test_a_name_that_a_template_knows_otherwise_does_not_replace_it(folders, tmp_path):
     names = {"messages": "<|im_start|>", "add_generation_prompt": "<|im_end|>"}
-    ours = load_tokenizer(edited(folders["chatml"], tmp_path / "names", extra_special_tokens=names))
-    assert ours.chat("hello") == load_tokenizer(folders["chatml"]).chat("hello")
+    ours = load_tokenizer(edited(folders["qwen"], tmp_path / "names", extra_special_tokens=names))
+    assert ours.chat("hello") == load_tokenizer(folders["qwen"]).chat("hello")
 
 
 @pytest.mark.parametrize("bos, eos", [(True, True), (False, True), (None, None)])
@@ -794,9 +711,10 @@ def test_a_sentencepiece_model_puts_the_tokens_around_a_text_that_its_config_say
     folder = edited(folders["llama-2"], tmp_path / "around", add_bos_token=bos, add_eos_token=eos)
     ours = load_tokenizer(folder)
     assert ours.around == ([1] * (bos is not False), [2] * bool(eos))
-    assert (
-        ours.encode("hello") == ours.around[0] + load_tokenizer(folders["llama-2"]).encode("hello")[1:] + ours.around[1]
-    )
+    hello = load_tokenizer(folders["llama-2"]).encode("hello")[1:]
+    assert ours.encode("hello") == ours.around[0] + hello + ours.around[1]
+    (folder / "tokenizer_config.json").unlink()
+    assert load_tokenizer(folder).around == ([1], [])
 
 
 @pytest.mark.parametrize("name", ["llama-2", "llama-2-json", "ranks", "qwen"])
@@ -873,7 +791,7 @@ def refused(folder: Path, *words: str) -> None:
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 500, -40])
+@pytest.mark.parametrize("keep", [0, 500, -40])
 def test_a_truncated_sentencepiece_model_is_refused(folders, tmp_path, keep):
     data = (folders["llama-2"] / "tokenizer.model").read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(data[:keep])
@@ -881,15 +799,7 @@ def test_a_truncated_sentencepiece_model_is_refused(folders, tmp_path, keep):
 
 
 @pytest.mark.parametrize(
-    "old, new",
-    [
-        (b" 300\n", b"\n"),
-        (b" 300\n", b" 301\n"),
-        (b" 300\n", b" x\n"),
-        (b"\n", b"\n!!!! "),
-        (b"IA==", b"I!A=="),
-        (b"IA==", b"ISEh"),
-    ],
+    "old, new", [(b" 300\n", b"\n"), (b" 300\n", b" 301\n"), (b"IA==", b"I!A=="), (b"IA==", b"ISEh")]
 )
 def test_a_damaged_rank_file_is_refused(folders, tmp_path, old, new):
     data = (folders["ranks"] / "tokenizer.model").read_bytes()
@@ -899,7 +809,7 @@ def test_a_damaged_rank_file_is_refused(folders, tmp_path, old, new):
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config"])
-@pytest.mark.parametrize("text", ['{"model": ', "[]", '"x"', "\udcff"])
+@pytest.mark.parametrize("text", ['{"model": ', "[]", "\udcff"])
 def test_invalid_json_is_refused_by_name(folders, tmp_path, name, text):
     folder = edited(folders["qwen"], tmp_path / "damaged")
     (folder / f"{name}.json").write_text(text, errors="surrogateescape")
@@ -927,7 +837,7 @@ def test_a_json_that_is_damaged_is_refused(folders, tmp_path, change, word):
     refused(folder, word)
 
 
-@pytest.mark.parametrize("i", ["1000000000", str(2**63), "-1", "x", "1.5"])
+@pytest.mark.parametrize("i", ["1000000000", str(2**63), "-1"])
 @pytest.mark.parametrize("name", ["qwen", "llama-2"])
 def test_an_added_token_with_an_id_that_it_cannot_have_is_refused(folders, tmp_path, name, i):
     entry = {"content": "new", "special": False}
