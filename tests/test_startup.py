@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import slow
 
 ROOT = Path(__file__).parent.parent
-TOOLS = [f"{name}.py" for name in "generate eval calibrate convert_hf_checkpoint quantize".split()]
-MODULES = ["bench", "bench.compare"]
+SCRIPTS = [[f"{name}.py"] for name in "eval calibrate convert_hf_checkpoint quantize".split()]
+MODULES = [["-m", name] for name in ("bench", "bench.compare")]
+every_tool = pytest.mark.parametrize("tool", [["generate.py"], *map(slow, [*SCRIPTS, *MODULES])], ids=" ".join)
 
 
 def python(place: Path, *command) -> subprocess.CompletedProcess:
@@ -24,23 +26,25 @@ def python(place: Path, *command) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture
-def interrupting(tmp_path):
-    """A torch whose import is interrupted."""
-    (tmp_path / "torch").mkdir()
-    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
-    (tmp_path / "torch" / "__init__.py").write_text(code)
-    return tmp_path
+def with_torch(place: Path, code: str) -> Path:
+    """A folder with a torch whose import runs the code."""
+    (place / "torch").mkdir()
+    (place / "torch" / "__init__.py").write_text(code)
+    return place
 
 
-@pytest.mark.parametrize("tool", [*TOOLS, *MODULES])
-def test_ctrl_c_while_a_tool_imports_is_one_line_and_130(interrupting, tool):
-    result = python(interrupting, *(["-m", tool] if tool in MODULES else [tool]))
+INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+
+
+@every_tool
+def test_ctrl_c_while_a_tool_imports_is_one_line_and_130(tmp_path, tool):
+    result = python(with_torch(tmp_path, INTERRUPT), *tool)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
-def test_ctrl_c_reaches_a_program_that_imports_the_engine(interrupting):
-    result = python(interrupting, "-c", "try:\n    import engine\nexcept KeyboardInterrupt:\n    print('mine')")
+def test_ctrl_c_reaches_a_program_that_imports_the_engine(tmp_path):
+    program = "try:\n    import engine\nexcept KeyboardInterrupt:\n    print('mine')"
+    result = python(with_torch(tmp_path, INTERRUPT), "-c", program)
     assert (result.returncode, result.stdout, result.stderr) == (0, "mine\n", "")
 
 
@@ -51,14 +55,14 @@ def dated(place: Path, version: str) -> Path:
     return place
 
 
-@pytest.mark.parametrize("tool", [*TOOLS, *MODULES])
+@every_tool
 def test_without_torch_a_tool_ends_with_one_whole_line(tmp_path, tool):
-    result = python(tmp_path, "-S", *(["-m", tool] if tool in MODULES else [tool]))  # -S: no installed packages
+    result = python(tmp_path, "-S", *tool)  # -S: no installed packages
     line = "error: torch is not installed here: source .venv/bin/activate, or pip install -r requirements.txt\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
-@pytest.mark.parametrize("version", ("2.10.1+cu126", "1.13.0"))
+@pytest.mark.parametrize("version", ("2.10.1+cu126", slow("1.13.0")))
 def test_a_torch_that_is_too_old_is_refused_in_one_line(tmp_path, version):
     result = python(dated(tmp_path, version), "generate.py", "--list-kv")
     line = f"torch {version} is too old, kv-fast runs on 2.11 to 2.13: pip install -r requirements.txt"
@@ -84,27 +88,6 @@ def test_installing_is_refused_because_kv_fast_runs_from_its_clone(tmp_path):
     assert result.returncode == 1 and result.stderr.startswith("kv-fast is run from its clone and is not installed")
 
 
-@pytest.mark.parametrize(
-    "command, given, spins",
-    (
-        (["generate.py"], {}, "30000"),
-        (["-m", "bench"], {}, "30000"),
-        (["generate.py"], {"GOMP_SPINCOUNT": "7"}, "7"),
-        (["generate.py"], {"OMP_WAIT_POLICY": "active"}, "None"),
-        (["-c", "import engine"], {}, "None"),
-    ),
-)
-def test_a_tools_waiting_threads_soon_sleep_unless_the_user_decides(tmp_path, monkeypatch, command, given, spins):
-    (tmp_path / "torch").mkdir()
-    code = "import os\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\nos._exit(0)"
-    (tmp_path / "torch" / "__init__.py").write_text(code)
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert python(tmp_path, *command).stdout == f"{spins}\n"
-
-
 # Page faults of rounds that take four buffers of 8 MB, write to them, and free them.
 ROUNDS = """
 import ctypes, os, resource
@@ -121,25 +104,31 @@ for _ in range(3):
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
     round()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ.get("THP_MEM_ALLOC_ENABLE"), flush=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("THP_MEM_ALLOC_ENABLE"), flush=True)
 os._exit(0)
 """
 
 
+OWN = {"GOMP_SPINCOUNT": "7", "MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "0"}
+
+
 @pytest.mark.parametrize(
-    "command, given, keeps, pages",
+    "command, given, keeps, spins, pages",
     (
-        (["generate.py"], {}, True, "1"),
-        (["generate.py"], {"MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "0"}, False, "0"),
-        (["-c", "import engine"], {}, False, "None"),
+        (["generate.py"], {}, True, "30000", "1"),
+        slow(["-m", "bench"], {}, True, "30000", "1"),
+        (["generate.py"], OWN, False, "7", "0"),
+        (["generate.py"], {"OMP_WAIT_POLICY": "active"}, True, "None", "1"),
+        (["-c", "import engine"], {}, False, "None", "None"),
     ),
 )
-def test_a_tool_keeps_the_memory_it_freed_unless_the_user_decides(tmp_path, monkeypatch, command, given, keeps, pages):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(ROUNDS)
-    for name in ("MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE"):
+def test_a_tools_threads_soon_sleep_and_it_keeps_the_memory_it_freed_unless_the_user_decides(
+    tmp_path, monkeypatch, command, given, keeps, spins, pages
+):
+    for name in ("OMP_WAIT_POLICY", *OWN):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    faults, huge = python(tmp_path, *command).stdout.split()
-    assert (int(faults) < 100) == keeps and huge == pages
+    faults, *found = python(with_torch(tmp_path, ROUNDS), *command).stdout.split()
+    assert (int(faults) < 100) == keeps and found == [spins, pages]
