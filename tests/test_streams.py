@@ -29,7 +29,7 @@ class Machine:
         self.clocks: dict[object, Clock] = defaultdict(Clock)
         self.local, self.lock = threading.local(), threading.RLock()
         self.compute = Stream(self)
-        self.accesses: dict[int, list] = defaultdict(list)  # by storage: (begin, end, writes, actor, its time, clock)
+        self.accesses: dict[int, list] = defaultdict(list)  # by storage: (begin, end, writes, actor, clock)
         self.on_device: set[int] = set()  # storages: what touches one runs on the current stream
         self.tracked: dict[int, str] = {}
         self.races: set[str] = set()
@@ -38,18 +38,13 @@ class Machine:
     def stream(self) -> "Stream":
         return getattr(self.local, "stream", self.compute)
 
-    def host(self) -> object:
-        return threading.get_ident()
-
-    def learn(self, actor: object, clock: Clock) -> None:
+    def act(self, after: Clock | None = None, stream: "Stream | None" = None) -> Clock:
+        """An action of a stream, or of this thread, which learns of what is known in `after`; returns what it knows."""
+        actor = stream or threading.get_ident()
         with self.lock:
             own = self.clocks[actor]
-            for other, time in clock.items():
+            for other, time in (after or {}).items():
                 own[other] = max(own.get(other, 0), time)
-
-    def act(self, actor: object) -> Clock:
-        with self.lock:
-            own = self.clocks[actor]
             own[actor] = own.get(actor, 0) + 1
             return dict(own)
 
@@ -62,20 +57,10 @@ class Machine:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = first + (last + 1) * tensor.itemsize
         with self.lock:
-            for begin, stop, wrote, other, time in self.accesses[storage]:
-                if begin < end and first < stop and (writes or wrote) and clock.get(other, 0) < time:
+            for begin, stop, wrote, other, then in self.accesses[storage]:
+                if begin < end and first < stop and (writes or wrote) and clock.get(other, 0) < then[other]:
                     self.races.add(self.tracked[storage])
-            self.accesses[storage].append((first, end, writes, actor, clock[actor]))
-
-    def run(self, touched: list[tuple[Tensor, bool]]) -> None:
-        """An operator that touches tensors, and writes to those with True."""
-        actor = self.host()
-        if any(x.untyped_storage().data_ptr() in self.on_device for x, _ in touched):  # the host queues it
-            self.learn(self.stream, self.act(actor))
-            actor = self.stream
-        clock = self.act(actor)
-        for x, writes in touched:
-            self.access(x, writes, actor, clock)
+            self.accesses[storage].append((first, end, writes, actor, clock))
 
 
 class Event:
@@ -83,7 +68,7 @@ class Event:
         self.machine, self.clock = machine, clock
 
     def synchronize(self) -> None:
-        self.machine.learn(self.machine.host(), self.clock)
+        self.machine.act(self.clock)
 
 
 class Stream:
@@ -91,11 +76,10 @@ class Stream:
         self.machine = machine
 
     def record_event(self) -> Event:
-        self.machine.learn(self, self.machine.act(self.machine.host()))
-        return Event(self.machine, self.machine.act(self))
+        return Event(self.machine, self.machine.act(self.machine.act(), self))
 
     def wait_event(self, event: Event) -> None:
-        self.machine.learn(self, event.clock)
+        self.machine.act(event.clock, self)
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
@@ -109,16 +93,19 @@ class Watch(TorchDispatchMode):
         self.machine = machine
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not func.is_view:
-            names = [argument.name for argument in func._schema.arguments]
-            given, touched = dict(zip(names, args, strict=False)) | kwargs, []
-            for argument in func._schema.arguments:
-                value = given.get(argument.name)
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                values = value if isinstance(value, tuple | list) else [value]
-                touched += [(x, writes) for x in values if isinstance(x, Tensor)]
-            self.machine.run(touched)
+        kwargs, machine, touched = kwargs or {}, self.machine, []  # tensors, and whether they are written to
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for argument in func._schema.arguments if not func.is_view else ():
+            value = given.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            touched += [(x, writes) for x in (value if isinstance(value, tuple | list) else [value])]
+        touched = [(x, writes) for x, writes in touched if isinstance(x, Tensor)]
+        actor, clock = threading.get_ident(), machine.act()
+        if any(x.untyped_storage().data_ptr() in machine.on_device for x, _ in touched):  # the host queues it
+            actor, clock = machine.stream, machine.act(clock, machine.stream)
+        for x, writes in touched:
+            machine.access(x, writes, actor, clock)
         return func(*args, **kwargs)
 
 
@@ -126,35 +113,28 @@ class Job:
     """A Future whose result tells the reader what the job's thread knew at its end."""
 
     def __init__(self, machine: Machine, future):
-        self.machine, self.future = machine, future
-
-    def exception(self):
-        return self.future.exception()
+        self.machine, self.future, self.exception = machine, future, future.exception
 
     def result(self):
         found, clock = self.future.result()
-        self.machine.learn(self.machine.host(), clock)
+        self.machine.act(clock)
         return found
 
 
 class Executor:
     def __init__(self, machine: Machine, executor):
-        self.machine, self.executor = machine, executor
+        self.machine, self.executor, self.shutdown = machine, executor, executor.shutdown
 
     def submit(self, function, *args) -> Job:
-        machine = self.machine
-        before = machine.act(machine.host())
+        before = self.machine.act()
 
         def job():
-            machine.learn(machine.host(), before)
-            with Watch(machine):
+            self.machine.act(before)
+            with Watch(self.machine):
                 found = function(*args)
-            return found, machine.act(machine.host())
+            return found, self.machine.act()
 
-        return Job(machine, self.executor.submit(job))
-
-    def shutdown(self) -> None:
-        self.executor.shutdown()
+        return Job(self.machine, self.executor.submit(job))
 
 
 class Queue:
@@ -165,11 +145,11 @@ class Queue:
 
     def get(self) -> list:
         found = self.free.get()
-        self.machine.learn(self.machine.host(), self.left.get(id(found), {}))
+        self.machine.act(self.left.get(id(found)))
         return found
 
     def put(self, buffers: list) -> None:
-        self.left[id(buffers)] = self.machine.act(self.machine.host())
+        self.left[id(buffers)] = self.machine.act()
         self.free.put(buffers)
 
 
