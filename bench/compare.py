@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -52,10 +51,9 @@ def join(files: list[dict]) -> dict[int, Results]:
     for file in files:
         args = file.get("args", {})
         asked = "blind" if args.get("blind") else "answers"
-        right = defaultdict(list)  # whether a next line is right
         for sample in file.get("samples", ()):
             if sample["task"] == "code_line":
-                right[sample["length"], method_of(sample)].append(100 * (sample["score"] == 100))
+                measured[sample["length"]][method_of(sample)]["right"].append(100 * (sample["score"] == 100))
         for row in file["rows"]:
             if "task" not in row:
                 timed.append(row)
@@ -66,21 +64,19 @@ def join(files: list[dict]) -> dict[int, Results]:
                 for key in {"kl", "perplexity"} & row.keys():
                     own["alone" if row["task"] == "perplexity" else key].append(row[key])
                 if row["task"] == "code_line":
-                    own["right"], own["similar"] = right[row["length"], method_of(row)], [row["score"]]
-                elif args.get("fork"):
-                    own[asked, "first"].append(row["score"])
+                    own["similar"].append(row["score"])
                 else:
+                    graded = {"first": row["score"]} if args.get("fork") else row
                     for when in ("first", "later"):
-                        if row[when] is not None:
-                            own[asked, when].append(row[when])
+                        if graded.get(when) is not None:
+                            own[asked, when].append(graded[when])
                 if row["first"] is not None:
-                    for key, value in megabytes(row).items():
-                        own[key] = [value]
+                    own |= {key: [value] for key, value in megabytes(row).items()}
     results = {
         length: {method: {key: fmean(values) for key, values in own.items()} for method, own in by_method.items()}
         for length, by_method in sorted(measured.items())
     }
-    for own in itertools.chain(*(by_method.values() for by_method in results.values())):
+    for own in (own for by_method in results.values() for own in by_method.values()):
         if "alone" in own:
             own.setdefault("perplexity", own.pop("alone"))
         for asked in ("answers", "blind"):
@@ -123,23 +119,13 @@ def table(results: Results) -> tuple[dict[str, str], list[list]]:
     """(title -> format, rows) of a result file; a column that no method has is left out."""
     used = {title: entry for title, entry in COLUMNS.items() if any(entry[0] in own for own in results.values())}
     rows = []
-    for (method, budget), own in results.items():
-        rows.append([name_of(method, budget), *(own.get(key) for key, _ in used.values())])
+    for method, own in results.items():
+        rows.append([name_of(*method), *(own.get(key) for key, _ in used.values())])
     return {"method": ""} | {title: form for title, (_, form) in used.items()}, rows
 
 
 def name_of(method: str, budget: int | float | None) -> str:
     return method if budget is None else f"{method} {budget}"
-
-
-def answers(own: dict) -> float | None:
-    """The mean of the answers to first and later questions."""
-    scores = [own["answers", when] for when in ("first", "later") if ("answers", when) in own]
-    return fmean(scores) if scores else None
-
-
-def divergence(own: dict) -> float | None:
-    return own.get("kl") or None  # the full cache itself has no place on a logarithmic axis
 
 
 def across(models: dict[str, dict[int, Results]]) -> tuple[dict[str, str], list[list]]:
@@ -159,8 +145,8 @@ def across(models: dict[str, dict[int, Results]]) -> tuple[dict[str, str], list[
     return columns, [[name_of(*method), *map(own.get, list(columns)[1:])] for method, own in cells.items()]
 
 
-READ: tuple[str, Callable] = "MB of cache read a step", lambda own: own["read"]
-KEPT: tuple[str, Callable] = "MB of cache kept, on the device and the host", lambda own: own["kv"] + own["host"]
+READ = "MB of cache read a step", ("read",)
+KEPT = "MB of cache kept, on the device and the host", ("kv", "host")
 
 
 def draw(models: dict[str, dict[int, Results]], path: str) -> None:
@@ -170,14 +156,17 @@ def draw(models: dict[str, dict[int, Results]], path: str) -> None:
     one color in all panels, and its options differ in marker. A dashed line stands at the full cache's bytes.
     """
     several = len(models) > 1
-    columns = [(name, KEPT) for name in models] if several else [(name, x) for name in models for x in (READ, KEPT)]
+    columns = [(name, x) for name in models for x in (READ, KEPT)[several:]]
     drawn = defaultdict(dict)  # length -> column -> whether KL is drawn, and (method, results, height) for each mark
     for at, (name, _) in enumerate(columns):
         for length, by_method in models[name].items():
-            diverges = any("kl" in own for own in by_method.values())
-            height = divergence if diverges else answers
-            marks = [(method, own, height(own)) for (method, _), own in by_method.items() if "read" in own]
-            if marks := [mark for mark in marks if mark[2] is not None]:
+            diverges, marks = any("kl" in own for own in by_method.values()), []
+            for (method, _), own in by_method.items():
+                scores = [own["answers", when] for when in ("first", "later") if ("answers", when) in own]
+                heights = [own["kl"]] * bool(own.get("kl")) if diverges else scores  # a logarithmic axis has no 0
+                if heights and "read" in own:
+                    marks.append((method, own, fmean(heights)))
+            if marks:
                 drawn[length][at] = diverges, marks
     if not drawn:
         raise ValueError("--plot: no method has both bytes and a divergence or answers")
@@ -193,11 +182,11 @@ def draw(models: dict[str, dict[int, Results]], path: str) -> None:
                 diverges, marks = found[at]
                 lines = defaultdict(list)
                 for method, own, y in marks:
-                    lines[method].append((x(own), y))
+                    lines[method].append((sum(own[key] for key in x), y))
                 for method, points in lines.items():
                     axis.plot(*zip(*points, strict=True), **how[method])
                 if "read" in (full := models[name][length].get(("full", None), {})):
-                    axis.axvline(x(full), color="0.6", linestyle="--", zorder=0)
+                    axis.axvline(sum(full[key] for key in x), color="0.6", linestyle="--", zorder=0)
                 title = f"{name}, {length} tokens" if several else f"{length} tokens"
                 axis.set(xlabel=label, title=title, yscale="log" if diverges else "linear")
                 axis.set_ylabel("KL to the full cache, nats" if diverges else "answers right, %")

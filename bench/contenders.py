@@ -265,8 +265,6 @@ class Ours:
             "profile": known["profile"],
             "compile_s": engine.stats.compile_s,
             "products": engine.stats.products,
-            "kv_device_bytes": known["kv_device_bytes"],
-            "kv_host_bytes": known["kv_host_bytes"],
-            "step_device_bytes": batch * known["step_device_bytes"],
-            "step_host_bytes": batch * known["step_host_bytes"],
+            **{key: known[key] for key in ("kv_device_bytes", "kv_host_bytes")},
+            **{key: batch * known[key] for key in ("step_device_bytes", "step_host_bytes")},
         }

@@ -1,7 +1,6 @@
 """Times contenders: steps in turns, with the memory and the kernels they use, and whole generations."""
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -234,16 +233,12 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
     return row | {"full_bytes": engine.plan.full_bytes(), "weight_bytes": sum(t.nbytes for t in weights.values())}
 
 
-def generations(
-    case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int, memory: float = math.inf
-) -> Iterator[dict]:
-    """Yields a row per method and batch. batches None: the largest batch that fits, with the weights, in `memory` bytes
-    and on the device."""
+def generations(case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int) -> Iterator[dict]:
+    """Yields a row per method and batch. batches None: the largest batch that fits on the device."""
     case = replace(case, steps=new + steps + 2, prefill=False)
     weights = random_weights(case)
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
-        free = min(free_bytes(case.device), memory - sum(t.nbytes for t in weights.values()))
-        for batch in batches or [largest_batch(case, method, free)]:
+        for batch in batches or [largest_batch(case, method, free_bytes(case.device))]:
             if not batch:
                 print(f"left out: {method.label} does not fit even with one row", file=sys.stderr)
                 continue

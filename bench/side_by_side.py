@@ -23,6 +23,7 @@ from bench.measure import compare, prepare, timing
 from runtime.device import free_bytes, memory_errors
 from terminal.cli import Choice, one_line
 
+MOST = 12
 SPARE = 2.5e9  # bytes that a process takes beside its weights and caches
 
 
@@ -35,8 +36,8 @@ class Job:
     pipe: Connection | None = None
 
 
-def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choice], most: int = 12) -> Iterator[dict]:
-    """Yields a row of the JSON object for each contender, as they are timed; at most `most` run at once."""
+def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choice]) -> Iterator[dict]:
+    """Yields a row of the JSON object for each contender, as they are timed; at most MOST run at once."""
     shared = next((case for case in cases if not case.quantize), None)
     weights, context, begin = shared and random_weights(shared), mp.get_context("spawn"), time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
@@ -53,13 +54,12 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
                 print(f"left out: contenders after --limit {args.limit}", file=sys.stderr)
                 waiting.clear()
                 continue
-            while waiting and len(running) < most and sum(job.bytes for job in running) + waiting[0].bytes <= free:
+            while waiting and len(running) < MOST and sum(job.bytes for job in running) + waiting[0].bytes <= free:
                 running.append(started(context, waiting.pop(0), args, weights, lock))
             pipe = wait([job.pipe for job in running])[0]
             job = next(job for job in running if job.pipe is pipe)
             running.remove(job)
-            row = turn(job, running)
-            if row is not None:
+            if (row := turn(job, running)) is not None:
                 rows = done.setdefault(id(job.case), [])
                 rows.append(row)
                 compare(rows)

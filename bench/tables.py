@@ -8,9 +8,7 @@ from terminal.plots import logarithmic, panels
 WIDE = 0.25  # share of the median; a row is marked if its 10th and 90th percentiles are further apart
 
 
-def cell(x: float | str | None, form: str = ".2f") -> str:
-    if isinstance(x, str):
-        return x
+def cell(x: float | None, form: str = ".2f") -> str:
     return "-" if x is None else format(x, form)
 
 
@@ -83,18 +81,14 @@ def tokens_per_round(drafted: int, accept: float) -> float:
 def speculations(rows: list[dict]) -> str:
     """What a round costs, and the share of accepted tokens at which it begins to pay."""
 
-    def step_ms(r: dict, method: str) -> float | None:
-        """The time of a method's step in the same case."""
-        case = "context", "batch", "quantize"
-        steps = (x for x in rows if not x.get("speculate") and all(x[key] == r[key] for key in case))
-        return next((x["ms_per_token"] for x in steps if label(x) == method), None)
+    def case(r: dict, method: str) -> tuple:
+        return r["context"], r["batch"], r["quantize"], method
 
+    alone = {case(r, label(r)): r["ms_per_token"] for r in rows if not r.get("speculate")}
     lines = []
-    for r in rows:
-        if not r.get("speculate"):
-            continue
+    for r in (r for r in rows if r.get("speculate")):
         n, method = r["speculate"], label(r | {"speculate": 0})
-        draft, full = step_ms(r, method), step_ms(r, "full")
+        draft, full = alone.get(case(r, method)), alone.get(case(r, "full"))
         shares = range(101) if full else ()
         pays = next((p for p in shares if r["round_ms"] <= full * tokens_per_round(n, p / 100)), None)
         lines.append(
