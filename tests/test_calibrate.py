@@ -22,43 +22,44 @@ class Spy(Full):
         return super().prefill(row, q, k, v)
 
 
-def spy(engine: Engine, ids: list[int]) -> list[Spy]:
-    """Layers that have recorded q and k of a prompt of 90 tokens."""
+def spy(engine: Engine) -> list[Spy]:
+    """Layers that have recorded q and k of the prompt IDS."""
     engine.use("full", max_prompt=90, room=1)
     spies = [Spy(engine.plan) for _ in engine.layers]
     engine.model.set_kv(spies)
-    engine.model.prefill(0, torch.tensor(ids))
+    engine.model.prefill(0, torch.tensor(IDS))
     return spies
 
 
+IDS = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+MEASURED = torch.linspace(45, 89, 64).long().tolist()
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_random(tmp_path_factory.mktemp("calibrate") / "llama")
+def engine(tmp_path_factory) -> Engine:
+    return Engine.load(write_random(tmp_path_factory.mktemp("calibrate") / "llama"), compile=False)
 
 
-def test_head_scores_are_the_attention_between_sinks_and_window(folder):
-    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine.load(folder, compile=False)
-    found = calibrate.calibrate(engine, [ids], sinks=4, recent=16)["head_scores"]
-    spies = spy(engine, ids)
-    for scores, one in zip(found, spies, strict=True):
+@pytest.fixture(scope="module")
+def found(engine) -> dict:
+    return calibrate.calibrate(engine, [IDS], sinks=4, recent=16)
+
+
+def test_head_scores_are_the_attention_between_sinks_and_window(engine, found):
+    for scores, one in zip(found["head_scores"], spy(engine), strict=True):
         q, k = one.seen
         for head, score in enumerate(scores):
-            most = 0.0
-            for query_head in (2 * head, 2 * head + 1):
-                total = 0.0
+            totals = [0.0, 0.0]
+            for i, query_head in enumerate((2 * head, 2 * head + 1)):
                 for at in range(90 - 32, 90):
-                    p = probabilities(q[query_head, at], k[head, : at + 1])
-                    total += sum(p[i].item() for i in range(4, at - 16 + 1))
-                most = max(most, total / 32)
-            assert score == pytest.approx(most, abs=2e-5)
+                    totals[i] += probabilities(q[query_head, at], k[head, : at + 1])[4 : at - 16 + 1].sum().item()
+            assert score == pytest.approx(max(totals) / 32, abs=2e-5)
 
 
 def test_filter_ability_is_the_attention_of_later_layers_to_a_layers_choice(tmp_path):
     engine = Engine.load(write_random(tmp_path / "m", num_hidden_layers=4), compile=False)
-    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-    found = calibrate.calibrate(engine, [ids], sinks=4, recent=16)
-    spies = spy(engine, ids)
+    found = calibrate.calibrate(engine, [IDS], sinks=4, recent=16)
+    spies = spy(engine)
 
     def attention(layer: int, at: int) -> list[list[float]]:
         """Each query head's attention over all positions."""
@@ -66,38 +67,29 @@ def test_filter_ability_is_the_attention_of_later_layers_to_a_layers_choice(tmp_
         seen = [probabilities(q[h, at], k[h // 2, : at + 1]).tolist() for h in range(len(q))]
         return [p + [0.0] * (89 - at) for p in seen]
 
-    measured = torch.linspace(45, 89, 64).long().tolist()
     for layer in range(3):
         caught = {later: 0.0 for later in range(layer + 1, 4)}
-        for at in measured:
+        for at in MEASURED:
             most = [max(p) for p in zip(*attention(layer, at), strict=True)]
             chosen = sorted((i for i in range(90) if i != at), key=lambda i: -most[i])[: int(0.05 * 90 + 0.5)]
             for later in caught:
                 heads = attention(later, at)
-                caught[later] += sum(p[i] for p in heads for i in [*chosen, at]) / len(heads) / len(measured)
+                caught[later] += sum(p[i] for p in heads for i in [*chosen, at]) / len(heads) / len(MEASURED)
         assert found["filter_ability"][layer] == pytest.approx(sum(caught.values()) / len(caught), abs=2e-5)
     assert found["filter_ability"][3] is None and found["filter_layers"] == [0, 1]  # the default
 
 
-def test_dense_preference_is_the_attention_outside_the_most_attended_tokens(folder):
-    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine.load(folder, compile=False)
-    found = calibrate.calibrate(engine, [ids], sinks=4, recent=16)
-    spies = spy(engine, ids)
-    expected = [dense_preference(*one.seen) for one in spies]
+def test_dense_preference_is_the_attention_outside_the_most_attended_tokens(engine, found):
+    expected = [dense_preference(*one.seen) for one in spy(engine)]
     assert found["dense_preference"] == pytest.approx(expected, abs=2e-5)
 
 
-def test_layers_whose_output_stands_quantization_are_proposed(folder):
-    engine = Engine.load(folder, compile=False)
-    ids = torch.randint(128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-    spies = spy(engine, ids)
-    slow = [[quant_error(*one.seen, one.v[0, :, :90], bits) for bits in (2, 1)] for one in spies]
-    found = calibrate.calibrate(engine, [ids], sinks=4, recent=16)
+def test_layers_whose_output_stands_quantization_are_proposed(engine, found):
+    slow = [[quant_error(*one.seen, one.v[0, :, :90], bits) for bits in (2, 1)] for one in spy(engine)]
     for errors, expected in zip(found["quant_error"], slow, strict=True):
         assert errors == pytest.approx(expected, rel=1e-3)
     for tau, tolerance in ((0, 1), (0.1, 1), (0, 0.5), (0.1, 0.5), (0, 0)):
-        quantized = calibrate.calibrate(engine, [ids], 4, 16, tau, tolerance)["quant_layers"]
+        quantized = calibrate.calibrate(engine, [IDS], 4, 16, tau, tolerance)["quant_layers"]
         stands = [error <= tolerance for error, _ in slow]
         assert quantized == [i for i, dense in enumerate(found["dense_preference"]) if dense > tau and stands[i]]
 
@@ -111,7 +103,7 @@ def quant_error(q, k, v, bits: int) -> float:
 
     keys, values = (torch.cat([rounded(x[:, :64], dim), x[:, 64:]], dim=1) for x, dim in ((k, 1), (v, 2)))
     wrong, total = 0.0, 0.0
-    for at in torch.linspace(45, 89, 64).long().tolist():
+    for at in MEASURED:
         for head in range(len(q)):
             seen = head // 2, slice(at + 1)
             y, z = (probabilities(q[head, at], a[seen]).float() @ b[seen].float() for a, b in ((k, v), (keys, values)))
@@ -141,7 +133,8 @@ def test_a_replay_without_filter_layers_is_the_model(deep):
 
 def test_the_proposed_filter_layers_diverge_no_more_than_the_default_and_read_no_more(deep):
     both = calibrate.calibrate(deep, texts(2), sinks=4, recent=16)["filters"]
-    assert both["default"]["layers"] == default_filters(deep_shape(deep)) and both["default"]["full"] == 7
+    plan = deep.use("full", max_prompt=160, room=1).plan
+    assert both["default"]["layers"] == default_filters(plan) and both["default"]["full"] == 7
     assert both["proposed"]["kl"] <= both["default"]["kl"] and both["proposed"]["full"] <= 7
     few = calibrate.calibrate(deep, texts(2), sinks=4, recent=16, full=3)["filters"]
     assert few["proposed"]["full"] <= 3 and few["default"] == both["default"]
@@ -149,10 +142,6 @@ def test_the_proposed_filter_layers_diverge_no_more_than_the_default_and_read_no
     unseen = texts(2, seed=1)
     kl = {name: divergence_of(deep, x["layers"], unseen) for name, x in (both | {"few": few["proposed"]}).items()}
     assert kl["proposed"] <= kl["default"] < kl["few"]
-
-
-def deep_shape(engine: Engine):
-    return engine.use("full", max_prompt=160, room=1).plan
 
 
 def divergence_of(engine: Engine, filters: list[int], texts: list[list[int]]) -> float:
@@ -195,30 +184,27 @@ def test_excerpts_are_cut_from_the_end_of_a_text_and_begin_with_bos(text_checkpo
     assert [token for part in parts for token in part[1:]] == ids[-4 * 49 :]
 
 
-def test_the_plot_is_drawn_and_omnikv_finds_its_filter_layers(text_checkpoint, tmp_path, capsys):
-    folder = shutil.copytree(text_checkpoint, tmp_path / "model")
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    more = ["--text", str(tmp_path / "text.txt"), "--sinks", "4", "--recent", "16", "--plot", str(tmp_path / "p.png")]
-    calibrate.main(["--checkpoint", str(folder), *more])
-    said = capsys.readouterr()
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG" and "proposed" in said.out
-    assert said.err.splitlines()[0].startswith("-- measure excerpt 1 of") and "-- try filter layers" in said.err
-    engine = Engine.load(folder, "omnikv", 24, max_prompt=96, room=8, compile=False)
-    chosen = json.loads((folder / "kv_profile.json").read_text())["filter_layers"]
-    assert {type(engine.layers[layer]).__name__ for layer in chosen} >= {"Filter"}
+@pytest.fixture
+def flags(text_checkpoint, tmp_path) -> list[str]:
+    """A command line that calibrates a copy of a checkpoint, tmp_path / "model"."""
+    folder, text = shutil.copytree(text_checkpoint, tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    return ["--checkpoint", str(folder), "--text", str(text), "--sinks", "4", "--recent", "16"]
 
 
-def test_duo_finds_the_head_scores_that_calibrate_wrote(text_checkpoint, tmp_path, capsys):
-    folder = shutil.copytree(text_checkpoint, tmp_path / "model")
+def test_a_profile_is_written_and_drawn_and_the_methods_find_it(flags, tmp_path, capsys):
+    folder, plot = tmp_path / "model", tmp_path / "plot.png"
     (folder / "kv_profile.json").write_text(json.dumps({"of_others": [1]}))
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    text = str(tmp_path / "text.txt")
-    calibrate.main(["--checkpoint", str(folder), "--text", text, "--sinks", "4", "--recent", "16"])
-    assert "filter ability" in capsys.readouterr().out
+    calibrate.main([*flags, "--plot", str(plot)])
+    said = capsys.readouterr()
+    assert plot.read_bytes()[:4] == b"\x89PNG" and "filter ability" in said.out and "proposed" in said.out
+    assert said.err.splitlines()[0].startswith("-- measure excerpt 1 of") and "-- try filter layers" in said.err
     profile = json.loads((folder / "kv_profile.json").read_text())
     assert profile["format"] == 1 and profile["text"] == "text.txt" and profile["of_others"] == [1]
     assert len(profile["head_scores"]) == 8 and len(profile["head_scores"][0]) == 2
-    engine = Engine.load(folder, "duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, room=8, compile=False)
+    engine = Engine.load(folder, "omnikv", 24, max_prompt=96, room=8, compile=False)
+    assert {type(engine.layers[layer]).__name__ for layer in profile["filter_layers"]} >= {"Filter"}
+    engine.use("duo", 60, {"sinks": 4, "recent": 8}, max_prompt=96, room=8)
     chosen, others = [], []
     for layer, scores in zip(engine.layers, profile["head_scores"], strict=True):
         full = sum(p.plan.n_kv_head for p in layer.parts if p.size == engine.plan.planned)
@@ -227,27 +213,17 @@ def test_duo_finds_the_head_scores_that_calibrate_wrote(text_checkpoint, tmp_pat
     assert chosen and others and min(chosen) >= max(others)
 
 
-def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(text_checkpoint, tmp_path, capsys):
-    folder, text = shutil.copytree(text_checkpoint, tmp_path / "model"), tmp_path / "text.txt"
-    (folder / "kv_profile.json").write_text('{"mine": 1}')
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    flags = ["--checkpoint", str(folder), "--text", str(text), "--sinks", "4", "--recent", "16"]
-    calibrate.main([*flags, "--out", str(tmp_path / "profile.json")])
-    tokens = json.loads((tmp_path / "profile.json").read_text())["tokens"]
-    assert f"measured on {tokens} tokens:" in capsys.readouterr().out
-    assert (folder / "kv_profile.json").read_text() == '{"mine": 1}'
-    profile = json.loads((tmp_path / "profile.json").read_text())
-    assert "head_scores" in profile and "mine" not in profile
-    with pytest.raises(ValueError, match="--out /proc/p: cannot be written"):
-        calibrate.main([*flags, "--out", "/proc/p"])
-
-
-def test_an_out_that_is_no_profile_is_refused_before_the_work(folder, tmp_path, monkeypatch):
+def test_the_profile_goes_where_out_says_and_the_checkpoint_keeps_its_own(flags, tmp_path, capsys, monkeypatch):
+    own, out = tmp_path / "model" / "kv_profile.json", tmp_path / "profile.json"
+    own.write_text('{"mine": 1}')
+    calibrate.main([*flags, "--out", str(out)])
+    profile = json.loads(out.read_text())
+    assert f"measured on {profile['tokens']} tokens:" in capsys.readouterr().out
+    assert "head_scores" in profile and "mine" not in profile and own.read_text() == '{"mine": 1}'
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("loaded"))
-    (tmp_path / "notes.txt").write_text("any text")
-    flags = ["--checkpoint", str(folder), "--text", str(tmp_path / "notes.txt")]
-    with pytest.raises(ValueError, match="notes.txt is not valid JSON"):
-        calibrate.main([*flags, "--out", str(tmp_path / "notes.txt")])
+    for name, error in (("/proc/p", "--out /proc/p: cannot be"), (tmp_path / "text.txt", "text.txt is not valid JSON")):
+        with pytest.raises(ValueError, match=error):
+            calibrate.main([*flags, "--out", str(name)])
 
 
 @pytest.mark.parametrize(
@@ -261,29 +237,28 @@ def test_an_out_that_is_no_profile_is_refused_before_the_work(folder, tmp_path, 
         ({"full": 0}, "--full must be at least 1, not 0"),
     ),
 )
-def test_settings_out_of_range_are_refused(folder, wrong, words):
-    engine = Engine.load(folder, compile=False)
+def test_settings_out_of_range_are_refused(engine, wrong, words):
     with pytest.raises(ValueError, match=words):
-        calibrate.calibrate(engine, [list(range(90))], **{"sinks": 4, "recent": 16} | wrong)
+        calibrate.calibrate(engine, [IDS], **{"sinks": 4, "recent": 16} | wrong)
 
 
-def test_attention_that_is_not_a_number_is_refused(folder):
-    engine = Engine.load(folder, compile=False)
+def test_attention_that_is_not_a_number_is_refused(checkpoint):
+    engine = Engine.load(checkpoint, compile=False)
     engine.model.layers[1].attention_norm.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="is not a number in torch.float32"):
-        calibrate.calibrate(engine, [list(range(90))], sinks=4, recent=16)
+        calibrate.calibrate(engine, [IDS], sinks=4, recent=16)
 
 
-def test_mistakes_are_refused_in_one_line(folder, text_checkpoint, tmp_path, capsys):
+def test_mistakes_are_refused_in_one_line(checkpoint, text_checkpoint, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("Too short.")
-    for checkpoint, text, words in (
+    for model, text, words in (
         (text_checkpoint, "short.txt", "at least"),
         (text_checkpoint, "none.txt", "none.txt"),
-        (folder, "short.txt", "no tokenizer"),
+        (checkpoint, "short.txt", "no tokenizer"),
         (tmp_path / "none", "short.txt", "no checkpoint folder"),
     ):
         with pytest.raises(SystemExit) as stop:
-            run_main(lambda c=checkpoint, t=text: calibrate.main(["--checkpoint", str(c), "--text", str(tmp_path / t)]))
+            run_main(lambda m=model, t=text: calibrate.main(["--checkpoint", str(m), "--text", str(tmp_path / t)]))
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert stop.value.code == 2 and words in line
     assert not (text_checkpoint / "kv_profile.json").exists()
