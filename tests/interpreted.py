@@ -1,7 +1,6 @@
 """Runs a step's kernels for a GPU on a CPU: Inductor generates them, and Triton's interpreter runs them one by one.
 
-    TRITON_INTERPRET=1 python tests/interpreted.py rocketkv,h2o [--batch 1] [--cut] [--drafts 2] [--ranks]
-        [--quantize int4]
+    TRITON_INTERPRET=1 python tests/interpreted.py rocketkv [--batch 1] [--cut] [--drafts 2] [--ranks] [--quantize int4]
 
 A decoder on a GPU that is not here (bench/generated.py) is compiled as the engine does it. The same decoder is made on
 the CPU, with random weights, and prefills its rows. From one state, the eager step and the wrapper that Inductor wrote
@@ -413,14 +412,18 @@ class Case:
         return state
 
     def compare(self, corrupt: str | None = None) -> list[dict[str, float]]:
-        """The differences of the tokens, logits and tensors of each of STEPS, by path."""
+        """The differences of the tokens, logits and tensors of each of STEPS, by path.
+
+        corrupt: an error that a test must see: in a kernel, or a grid that lacks its last program.
+        """
         made, theirs = self.generate()
         state, parts = self.decoder(), []
         step = self.step(state, lambda function: parts.append(Part(function)) or parts[-1])
         ours, calls = dict(zip(map(str, theirs), map(str, handles(state)), strict=True)), []
         for code, _ in made:
             code = re.sub(r"\b\d{13}\b", lambda found: ours.get(found[0], found[0]), code)
-            calls.append(wrapper(damaged(code, corrupt), corrupt == "grid"))
+            code = code.replace("rsqrt(", "sqrt(", 1) if corrupt == "kernel" else code
+            calls.append(wrapper(code, corrupt == "grid"))
         knobs, results = self.sampling.tensors(torch.device("cpu")), []
 
         def run(commands: list[int], new: int) -> list[Tensor]:
@@ -459,35 +462,15 @@ class Case:
         return results
 
 
-def damaged(code: str, how: str | None) -> str:
-    """The code with an error of Inductor's, which a test must see."""
-    if how == "kernel":
-        return code.replace("rsqrt(", "sqrt(", 1)
-    if how != "reuse":
-        return code
-    lines, live, found = code.splitlines(), {}, None  # live: the buffers of the wrapper, by how they were allocated
-    for at, line in enumerate(lines):
-        made, freed = re.search(r"(\w+) = (empty_strided_cuda\(.*float32\))", line), re.search(r"\bdel (\w+)", line)
-        live = {size: name for size, name in live.items() if not freed or name != freed[1]}
-        if made and made[2] in live:
-            uses = [re.findall(r"\w+", call) for call in lines[at + 1 :] if "run(" in call]
-            written = next(i for i, names in enumerate(uses) if made[1] in names)
-            if any(live[made[2]] in names for names in uses[written + 1 :]):  # else the reuse is right
-                found = made[0], f"{made[1]} = {live[made[2]]}"
-        live |= {made[2]: made[1]} if made else {}
-    assert found, "no buffer is read after another of its size is written"
-    return code.replace(*found, 1)  # the last: the first are maxima, of which a softmax may subtract any
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", help="variants of test_cuda_trace.VARIANTS, comma-separated; or all")
+    parser.add_argument("name", choices=VARIANTS)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--cut", action="store_true", help="sample from the 20 best tokens")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of a draft")
     parser.add_argument("--ranks", action="store_true", help="the second of two ranks")
     parser.add_argument("--quantize", choices=MODES, help="quantize the weights of linear layers")
-    parser.add_argument("--corrupt", choices=("kernel", "grid", "reuse"))
+    parser.add_argument("--corrupt", choices=("kernel", "grid"))
     args = parser.parse_args()
     correct()
     ranks = ALONE
@@ -497,14 +480,12 @@ def main() -> None:
         torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
         ranks = Ranks(1, 2, torch.distributed.group.WORLD.group_name)
     sampling = Sampling(1.0, 20) if args.cut else Sampling()
-    for name in VARIANTS if args.names == "all" else args.names.split(","):
-        begin = time.perf_counter()
-        with torch.no_grad():
-            results = Case(name, args.batch, sampling, args.drafts, ranks, args.quantize).compare(args.corrupt)
-        always = {"token", "logits"}
-        worst = [dict(sorted(r.items(), key=lambda item: (item[0] not in always, -item[1]))[:6]) for r in results]
-        about = {"name": name, "tensors": len(results[0]), "worst": worst, "s": round(time.perf_counter() - begin, 1)}
-        print(json.dumps(about), flush=True)
+    begin = time.perf_counter()
+    with torch.no_grad():
+        results = Case(args.name, args.batch, sampling, args.drafts, ranks, args.quantize).compare(args.corrupt)
+    always = {"token", "logits"}
+    worst = [dict(sorted(r.items(), key=lambda item: (item[0] not in always, -item[1]))[:6]) for r in results]
+    print(json.dumps({"tensors": len(results[0]), "worst": worst, "s": round(time.perf_counter() - begin, 1)}))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from runtime import load, speculate
 from runtime.hf_config import from_hf
 from runtime.planning import plan_for
 
+pytestmark = pytest.mark.slow
 CONFIG = from_hf(LLAMA | {"num_hidden_layers": 4, "head_dim": 32, "hidden_size": 128})
 LAYERS = {"omnikv": 3, "quest": 3}  # of a step; of other methods, two layers show all that a step does
 SCORES = [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0], [1.0, 2.0]]
@@ -134,10 +135,16 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
 SCORES_ALONE = {"snapkv++", "pyramidkv", "keynorm", "keydiff", "lagkv", "expected", "rkv"}  # their steps are snapkv's
 
 
-@pytest.mark.parametrize("name", [exhaustive(name) if name in SCORES_ALONE else name for name in VARIANTS])
-@pytest.mark.parametrize(("batch", "sampling"), ((5, "cut"), exhaustive(1, "greedy")))
+STEPS = [exhaustive(name, 5, "cut") if name in SCORES_ALONE else (name, 5, "cut") for name in VARIANTS]
+STEPS += [("full", 1, "plain"), ("full", 1, "penalized greedy"), ("full", 1, "penalized cut")]
+STEPS += [exhaustive(name, 1, "greedy") for name in VARIANTS]
+
+
+@pytest.mark.parametrize(("name", "batch", "sampling"), STEPS)
 def test_a_step_is_one_graph_on_the_device(gpu, name, batch, sampling):
     state = build(name, gpu, batch)
+    if sampling.startswith("penalized"):
+        state.seen = torch.zeros(batch, CONFIG.vocab_size, dtype=torch.bool, device=gpu)
     graph, known = trace(decode_step, state, sampling, gpu, batch)
     assert not problems(graph, known)
     fetches = [n for n in graph.graph.nodes if n.op == "call_function" and "kv_fast" in str(n.target)]
@@ -153,14 +160,6 @@ def test_rounds_are_two_graphs_on_the_device(gpu, name, variant):
     for part in passes:
         graph, known = trace(part, state, variant, gpu, 3)
         assert not problems(graph, known)
-    generated.caches(state).close()
-
-
-@pytest.mark.parametrize("variant", ("plain", "penalized greedy", "penalized cut"))
-def test_a_plain_or_penalized_step_of_one_row_is_one_graph_on_the_device(gpu, variant):
-    state = build("full", gpu, 1)
-    state.seen = torch.zeros(1, CONFIG.vocab_size, dtype=torch.bool, device=gpu)
-    assert not problems(*trace(decode_step, state, variant, gpu, 1))
     generated.caches(state).close()
 
 
@@ -183,7 +182,6 @@ class Wrong(nn.Module):
     def __init__(self, device: torch.device):
         super().__init__()
         self.register_buffer("state", torch.zeros(8, device=device))
-        self.plain = torch.zeros(8, device=device).clone()
 
     def cpu(self, _, command: Tensor, *__) -> Tensor:
         return command + torch.arange(3).sum().to(command.device)
@@ -271,22 +269,17 @@ LAYER_WAITS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_host_waits_for_a_prompt_only_where_it_is_known_to(name):
-    few, many = (prompt_waits(name, layers, 700) for layers in (4, 8))
-    assert (many.count.total() - few.count.total()) / 4 == LAYER_WAITS.get(name, 0)
-    assert few.count.total() == 4 * LAYER_WAITS.get(name, 0)
-    squares = ("roco", "rkv")  # which compute each query's attention, or all keys' similarity, a block at a time
-    assert many.largest < 700**2 or VARIANTS[name][0] in squares
-
-
 # Bytes per token that a layer keeps until the last layer is done. All others keep nothing.
 PARKED = {"d2o": 4 * 2 * CONFIG.n_kv_head * CONFIG.head_dim}  # K and V: all layers' statistics decide what stays
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_memory_for_a_prompt_grows_with_its_length_alone(name, monkeypatch):
-    """Beside weights and caches; not with its square, nor with the number of layers."""
+def test_a_prompt_waits_only_where_it_is_known_to_and_its_memory_grows_with_its_length(name, monkeypatch):
+    """Beside weights and caches, memory grows neither with the square of the length nor with the number of layers."""
     monkeypatch.setattr(attention, "SCORES", 2**14)  # weights that may exist at once, few for prompts that are short
-    short, long = (prompt_waits(name, *size).peak for size in ((4, 700), (8, 1400)))
-    assert long / 1400 < 1.05 * (short / 700 + 4 * PARKED.get(VARIANTS[name][0], 0))
+    waits, method = LAYER_WAITS.get(name, 0), VARIANTS[name][0]
+    short, long = prompt_waits(name, 4, 700), prompt_waits(name, 8, 1400)
+    assert (short.count.total(), long.count.total()) == (4 * waits, 8 * waits)
+    assert long.peak / 1400 < 1.05 * (short.peak / 700 + 4 * PARKED.get(method, 0))
+    squares = ("roco", "rkv")  # which compute each query's attention, or all keys' similarity, a block at a time
+    assert long.largest < 1400**2 / 2 or method in squares

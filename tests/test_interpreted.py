@@ -11,6 +11,7 @@ from conftest import exhaustive
 from test_cuda_trace import VARIANTS
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 SAMPLE = (
     ["full", "--batch", "1", "--cut"],
     ["rocketkv", "--drafts", "2"],
@@ -24,6 +25,7 @@ MORE = (
     ["d2o", "--ranks"],
     ["rocketkv", "--quantize", "int8"],
     ["kvarn", "--drafts", "2"],
+    *([name, *how] for name in VARIANTS for how in ([], ["--batch", "1", "--cut"])),
 )
 LIMIT = 1e-5  # in fp32, relative to a tensor's largest value
 
@@ -43,16 +45,13 @@ def run(*args: str) -> dict[str, float]:
     return worst
 
 
-MORE += tuple([name, *how] for name in VARIANTS for how in ([], ["--batch", "1", "--cut"]))
-
-
 @pytest.mark.parametrize("case", [*SAMPLE, *map(exhaustive, MORE)], ids=" ".join)
 def test_the_kernels_for_a_gpu_give_the_eager_step(case):
     worst = run(*case)
     assert max(worst.values()) < LIMIT, worst
 
 
-@pytest.mark.parametrize("error", ("kernel", "grid", "reuse"))
+@pytest.mark.parametrize("error", ("kernel", "grid"))
 def test_an_error_is_seen(error):
     try:
         worst = run("full", "--corrupt", error)

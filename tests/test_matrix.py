@@ -21,6 +21,7 @@ from kv.kivi import Quantized
 from kv.parts.evicting import Evicting
 from runtime.planning import plan_of
 
+pytestmark = pytest.mark.slow
 AXES = {
     "dtype": ("float32", "bfloat16"),
     "weights": (None, "int8", "int4"),
@@ -64,14 +65,8 @@ def folders(text_checkpoint, tmp_path_factory) -> dict:
     """(dtype, weights) -> a checkpoint with a tokenizer and a chat template."""
     found, root = {}, tmp_path_factory.mktemp("matrix")
     for dtype in AXES["dtype"]:
-        plain = write_random(
-            root / dtype,
-            dtype=getattr(torch, dtype),
-            num_hidden_layers=4,
-            vocab_size=1024,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+        sizes = {"num_hidden_layers": 4, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
+        plain = write_random(root / dtype, dtype=getattr(torch, dtype), **sizes)
         shutil.copy(text_checkpoint / "tokenizer.model", plain)
         chat = {"chat_template": LLAMA2, "add_bos_token": True}
         (plain / "tokenizer_config.json").write_text(json.dumps(chat))

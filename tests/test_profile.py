@@ -21,6 +21,7 @@ def test_options_that_are_left_out_come_from_the_profile():
     assert [type(layer).__name__ for layer in given].index("Filter") == 2
     own = kv.build("omnikv", make_plan(), 24, {"filter_layers": [3]}, PROFILE)
     assert [type(layer).__name__ for layer in own].index("Filter") == 3
+    assert kv.from_profile("omnikv", {"filter_layers": [3]}, PROFILE) == {}
 
 
 def test_a_profile_sets_only_what_calibrate_finds():
@@ -55,21 +56,20 @@ def test_the_engine_refuses_a_profile_that_is_wrong_or_nested_too_deeply(text_ch
 def test_reports_say_what_the_profile_set(text_checkpoint, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(text_checkpoint, tmp_path / "own")
     (folder / "kv_profile.json").write_text(json.dumps(PROFILE | {"bits": 4, "filter_layers": [1]}))
-    line, out = "omnikv: filter_layers=[1], from kv_profile.json", tmp_path / "out.json"
-    kvs = ["--kv", "omnikv", "--budget", "64", "--json", str(out)]
-    generate.main(["--checkpoint", str(folder), "--prompt", "x", "--max-new-tokens", "2", "--no-compile", *kvs])
-    assert line in capsys.readouterr().err and json.loads(out.read_text())["profile"] == {"filter_layers": [1]}
-    tasks = ["--tasks", "perplexity", "--length", "300", "--samples", "1"]
-    evaluation.main(["--checkpoint", str(folder), *tasks, *kvs])
-    (row,) = json.loads(out.read_text())["rows"]
-    assert line in capsys.readouterr().out and row["profile"] == {"filter_layers": [1]}
+    out = tmp_path / "out.json"
+
+    def report(tool, flags: str) -> dict:
+        tool.main([*flags.split(), "--kv", "omnikv", "--budget", "64", "--json", str(out)])
+        assert "omnikv: filter_layers=[1], from kv_profile.json" in "".join(capsys.readouterr())
+        return json.loads(out.read_text())
+
+    found = [report(generate, f"--checkpoint {folder} --prompt x --max-new-tokens 2 --no-compile")]
+    found += report(evaluation, f"--checkpoint {folder} --tasks perplexity --length 300 --samples 1")["rows"]
     monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e9)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 8}))
-    small = ["--context", "96", "--steps", "1", "--repeats", "1", "--no-compile", "--results", str(tmp_path / "r")]
-    bench.main(["--shape", str(folder / "config.json"), *small, *kvs])
-    (row,) = json.loads(out.read_text())["rows"]
-    assert line in capsys.readouterr().out and row["profile"] == {"filter_layers": [1]}
-    assert kv.from_profile("omnikv", {"filter_layers": [3]}, PROFILE) == {}
+    small = f"--context 96 --steps 1 --repeats 1 --no-compile --results {tmp_path / 'r'}"
+    found += report(bench, f"--shape {folder / 'config.json'} {small}")["rows"]
+    assert [row["profile"] for row in found] == [{"filter_layers": [1]}] * 3
 
 
 @pytest.mark.parametrize("method, option", [("omnikv", "filter_layers"), ("tailorkv", "quant_layers")])

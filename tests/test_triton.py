@@ -14,14 +14,15 @@ from engine import decode_step
 from runtime.compile import cuda_options
 
 pytest.importorskip("triton")
-
+pytestmark = pytest.mark.slow
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # A100, H100: bytes of shared memory that a block may have
 SAMPLE = ("full", "rocketkv:bits", "omnikv:threads")  # without --exhaustive
 
 
 @pytest.fixture
-def h100():
+def h100(monkeypatch, tmp_path):
     """A GPU that answers questions, and runs nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with generated.fake_gpu() as device:
         yield device
 
@@ -57,18 +58,15 @@ def compile_all(found: Generated) -> None:
 
 
 @pytest.mark.parametrize("name", [name if name in SAMPLE else exhaustive(name) for name in VARIANTS])
-def test_every_kernel_of_a_step_becomes_machine_code(h100, name, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_every_kernel_of_a_step_becomes_machine_code(h100, name):
     state = build(name, h100, 2)
     found = generate(decode_step, state, "cut" if name == "full" else "greedy", h100, 2)
     assert len(found.kernels) > 10 and (found.graphs > 1) == has_threads(name)
     compile_all(found)
-    print(name, len(found.kernels), "kernels,", found.graphs, "graphs")
     generated.caches(state).close()
 
 
-def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_a_top_k_of_tiles_becomes_machine_code(h100, monkeypatch):
     monkeypatch.setattr("kv.parts.inductor.TILE", 2)  # 256 of 1,088 scores are too many for tiles of 8
     found = []
     for ranked in (0, 600):  # the second ranks 543 tiles, then what is in 257
