@@ -258,9 +258,9 @@ def tune_attention(model: nn.Module, plan: Plan, queries: int) -> dict[str, Time
 
     def choose(_: str, form: str) -> None:
         """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
-        kind = plan.dtype, plan.head_dim
-        fused = inductor.FUSED.get(kind, 0)
-        inductor.FUSED[kind] = max(fused, rows) if form == "fused" else min(fused, rows - 1)
+        most = inductor.most_fused(plan.dtype, plan.head_dim)
+        most = max(most, rows) if form == "fused" else min(most, rows - 1)
+        inductor.fuse(plan.dtype, plan.head_dim, most)
 
     if plan.device.type != "cpu":
         return {}
@@ -283,7 +283,7 @@ def double(dtype: torch.dtype, dim: int) -> None:
         return
     name = f"{dtype_name(dtype)} attention, one query of {dim}"
     if fastest(recalled([name], lambda _: measure_doubling(dtype, dim))[name]) == "twice":
-        inductor.DOUBLED.add((dtype, dim))
+        inductor.double(dtype, dim)
 
 
 def decide(
@@ -361,7 +361,7 @@ def measure(modules: list[nn.Module], rows: int) -> Times:
 def measure_attention(plan: Plan, rows: int, tokens: int) -> Times:
     """Milliseconds of each form over as many caches as a model has layers, within READ."""
     heads, dim, dtype = plan.n_kv_head, plan.head_dim, plan.dtype
-    before = inductor.FUSED.get((dtype, dim), 0)
+    before = inductor.most_fused(dtype, dim)
     count = max(1, min(plan.n_layer, READ // 2 // (tokens * heads * plan.unit_bytes)))
     caches = [torch.ones(2, 1, heads, tokens, dim, dtype=dtype).unbind() for _ in range(count)]
     q, mask = torch.ones(1, heads, rows, dim, dtype=dtype), torch.ones(1, 1, rows, tokens, dtype=torch.bool)
@@ -370,12 +370,12 @@ def measure_attention(plan: Plan, rows: int, tokens: int) -> Times:
         return ops.attend_groups(*inputs)
 
     def step(run: Parts, most: int) -> None:
-        inductor.FUSED[dtype, dim] = most
+        inductor.fuse(dtype, dim, most)
         for k, v in caches:
             run(attend, None, q, k, v, mask)
 
     times = least_ms({"kernel": partial(step, Parts(), 0), "fused": partial(step, Parts(), rows)}, ROUNDS)
-    inductor.FUSED[dtype, dim] = before
+    inductor.fuse(dtype, dim, before)
     return {form: ms / count for form, ms in times.items()}
 
 

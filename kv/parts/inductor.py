@@ -20,9 +20,9 @@ JOINED = 64  # products of which a GPU makes a long sum of a KV head
 TILE = 8  # scores per tile, see `tile_winners`
 REREAD = 4096  # the most vectors of a KV head that each query of a group reads for itself on a GPU
 BLOCK = 128  # slots per block of flex_attention's mask
-# By (dtype, D): the most queries for which fused products and sums beat SDPA on this CPU, measured by runtime/cpu.py.
+# By (dtype, D), written by `fuse` and `double` alone. A compiled step is compiled again once what it read has changed.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
-DOUBLED: set[tuple[torch.dtype, int]] = set()  # (dtype, D) for which SDPA takes less time on two queries than on one
+DOUBLED: set[tuple[torch.dtype, int]] = set()
 
 
 # Integers: a compiled step treats a Python int as a constant and is compiled again for each value. The size of a tensor
@@ -226,9 +226,24 @@ def ranked(rank: Tensor, k: int) -> Tensor:
 # Attention
 
 
+def fuse(dtype: torch.dtype, dim: int, most: int) -> None:
+    """From now on, compiled steps on a CPU fuse attention with up to `most` queries of a KV head and D = dim."""
+    FUSED[dtype, dim] = most
+
+
+def most_fused(dtype: torch.dtype, dim: int) -> int:
+    """What `fuse` chose; 0 before."""
+    return FUSED.get((dtype, dim), 0)
+
+
+def double(dtype: torch.dtype, dim: int) -> None:
+    """From now on, steps on a CPU give SDPA the one query of a KV head, with D = dim, twice."""
+    DOUBLED.add((dtype, dim))
+
+
 def fuses(q: Tensor) -> bool:
     """Whether a compiled step attends with queries [B,Hk,R,D] by products and sums that Inductor fuses, not by SDPA."""
-    few = q.shape[2] <= FUSED.get((q.dtype, q.shape[3]), 0)
+    few = q.shape[2] <= most_fused(q.dtype, q.shape[3])
     return few and q.device.type == "cpu" and torch.compiler.is_compiling()
 
 
