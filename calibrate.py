@@ -42,7 +42,7 @@ from kv.method import Plan
 from kv.omnikv import default_filters, segments_of
 from runtime.device import DTYPES
 from runtime.planning import plan_for
-from terminal.cli import Parser, check_output, progress, read_text, run, table
+from terminal.cli import Parser, check_output, progress, run, table, whole_text
 from terminal.plots import panels
 from text.files import read_json, replacing
 
@@ -351,9 +351,7 @@ def main(argv: list[str] | None = None) -> None:
     check_output(args.plot, "--plot")
     if args.length < 1:
         raise ValueError(f"--length must be at least 1, not {args.length}")
-    text = read_text(args.text)
-    if not text.strip():
-        raise ValueError(f"--text {args.text}: the text is empty")
+    text = whole_text("--text", args.text)
     old = read_json(path) if path.is_file() and path.stat().st_size else {}  # a redirected stdout is an empty file
     engine = Engine.load(args.checkpoint, device=args.device, dtype=args.dtype, compile=False, progress=progress)
     excerpts = excerpts_of(engine, text, args.length)

@@ -39,9 +39,9 @@ from terminal.cli import (
     number,
     numbers,
     profile_lines,
-    read_text,
     run,
     table,
+    whole_text,
     write_json,
 )
 
@@ -99,13 +99,6 @@ def chosen_tasks(text: str) -> list[str]:
     if not names:
         raise ValueError("--tasks names no task")
     return list(dict.fromkeys(names))
-
-
-def whole_text(flag: str, file: str) -> str:
-    text = read_text(file)
-    if not text.strip():
-        raise ValueError(f"{flag} {file}: the text is empty")
-    return text
 
 
 def prepare(

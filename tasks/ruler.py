@@ -109,33 +109,19 @@ def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
 # Needles in a haystack
 
 
-@dataclass(frozen=True)
-class Wording:
-    """How a task words needles and questions. {type}, the kind of value, {key}, {value} and {query} are filled in."""
-
-    needle: str
-    question: str
-    prefix: str  # the beginning of the answer
-    intro: str = ""
-
-    def ask(self, type: str, query: str, answers: tuple[str, ...]) -> Question:
-        question, prefix = (part.format(type=type, query=query) for part in (self.question, self.prefix))
-        return Question(question + prefix, answers, opening=prefix)
-
-
-ONE = Wording(
-    intro="A special magic {type} is hidden within the following text. Make sure to memorize it. I will quiz you about "
+NEEDLE = "One of the special magic {type} for {key} is: {value}."
+# If one value is asked for, and if several are: what begins the text, a question, and what begins its answer.
+ONE = (
+    "A special magic {type} is hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {type} afterwards.\n",
-    needle="One of the special magic {type} for {key} is: {value}.",
-    question="\nWhat is the special magic {type} for {query} mentioned in the provided text?",
-    prefix=" The special magic {type} for {query} mentioned in the provided text is",
+    "\nWhat is the special magic {type} for {query} mentioned in the provided text?",
+    " The special magic {type} for {query} mentioned in the provided text is",
 )
-MANY = Wording(
-    intro="Some special magic {type} are hidden within the following text. Make sure to memorize it. I will quiz you "
+MANY = (
+    "Some special magic {type} are hidden within the following text. Make sure to memorize it. I will quiz you "
     "about the {type} afterwards.\n",
-    needle=ONE.needle,
-    question="\nWhat are all the special magic {type} for {query} mentioned in the provided text?",
-    prefix=" The special magic {type} for {query} mentioned in the provided text are",
+    "\nWhat are all the special magic {type} for {query} mentioned in the provided text?",
+    " The special magic {type} for {query} mentioned in the provided text are",
 )
 
 
@@ -149,20 +135,18 @@ class Niah:
     keys: int = 1
     values: int = 1
     queries: int = 1
-    wording: Wording | None = None  # None: RULER's
     backwards: bool = False  # a needle for each question, and the last one is asked for first
 
     def sample(self, recipe: Recipe, drawer: Drawer, n: int) -> Sample:
         """n: words of the essay, lines of noise, or other needles."""
-        rng, single = drawer.rng, self.queries * self.values == 1
-        wording = self.wording or (ONE if single else MANY)
+        rng = drawer.rng
         count = recipe.questions if self.backwards else max(self.keys, self.queries)
         keys = [drawer.draw(self.key) for _ in range(count)]
         facts = {key: [drawer.draw(self.value) for _ in range(self.values)] for key in keys}
         order = keys[::-1] if self.backwards else rng.sample(keys, len(keys))  # in which questions ask for keys
 
         def needle(key: str, value: str) -> str:
-            return wording.needle.format(type=self.value, key=key, value=value)
+            return NEEDLE.format(type=self.value, key=key, value=value)
 
         needles = [needle(key, value) for key, values in facts.items() for value in values]
         if not self.backwards:
@@ -179,12 +163,16 @@ class Niah:
             for at in sorted(rng.sample(range(n), len(needles)), reverse=True):
                 lines.insert(at, needles.pop())
             context = "\n".join(lines)
-        asked = [order[i : i + self.queries] for i in range(0, len(order), self.queries)][: recipe.questions]
+        single = self.queries * self.values == 1
         kind = self.value[:-1] if single else self.value
-        questions = [
-            wording.ask(kind, join(group), tuple(value for key in group for value in facts[key])) for group in asked
-        ]
-        return Sample(wording.intro.format(type=kind) + context, tuple(questions))
+        intro, asking, opening = ONE if single else MANY
+        questions, order = [], order[: self.queries * recipe.questions]
+        for i in range(0, len(order), self.queries):
+            group = order[i : i + self.queries]
+            text, begun = (part.format(type=kind, query=join(group)) for part in (asking, opening))
+            answers = tuple(value for key in group for value in facts[key])
+            questions.append(Question(text + begun, answers, opening=begun))
+        return Sample(intro.format(type=kind) + context, tuple(questions))
 
 
 def join(names: list[str]) -> str:
@@ -204,15 +192,11 @@ def opened(text: str, answers: tuple[str, ...]) -> Question:
     return Question(text, answers, opening=text[text.rindex(" Answer:") :])
 
 
-def letters(rng: random.Random, n: int, alphabet: str = string.ascii_uppercase) -> str:
-    return "".join(rng.choices(alphabet, k=n))
-
-
-def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample:
-    """One chain of hops + 1 variables, with names of `size` letters, in n lines of noise."""
+def tracking(rng: random.Random, n: int, size: int) -> Sample:
+    """A chain of five variables, with names of `size` letters, in n lines of noise."""
     names: list[str] = []
-    while len(names) <= hops:
-        names = list(dict.fromkeys([*names, letters(rng, size)]))
+    while len(names) < 5:
+        names = list(dict.fromkeys([*names, "".join(rng.choices(string.ascii_uppercase, k=size))]))
     value = str(rng.randint(10000, 99998))
     lines, chain = [NOISE] * n, [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
@@ -221,7 +205,7 @@ def tracking(rng: random.Random, n: int, hops: int = 4, size: int = 5) -> Sample
     text = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n" + "\n".join(lines)
     question = (
         f"\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to "
-        f"the chain(s) of variable assignment in the text above, {hops + 1} variables are assigned the value {value}, "
+        f"the chain(s) of variable assignment in the text above, 5 variables are assigned the value {value}, "
         "they are: "
     )
     return Sample(text, (opened(question, tuple(names)),))
@@ -233,7 +217,7 @@ def variable_tracking(recipe: Recipe, index: int) -> Sample:
     shown = example.prompt + " " + " ".join(example.questions[0].answers) + "\n\n"
 
     def make(n: int) -> Sample:
-        sample = tracking(recipe.rng("vt", index), n)
+        sample = tracking(recipe.rng("vt", index), n, size=5)
         return replace(sample, text=shown + sample.text)
 
     return fill_length(make, recipe, 30, smallest=5)
@@ -293,7 +277,7 @@ def frequent_words(recipe: Recipe, index: int) -> Sample:
     def make(n: int) -> Sample:
         rng, coded = recipe.rng("fwe", index), {"...": None}
         while len(coded) < max(4, (recipe.length - 50) // 50):
-            coded[letters(rng, 6, string.ascii_lowercase)] = None
+            coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
         words = list(coded)
         text = [word for k, word in enumerate(words, 1) for _ in range(int(n * k**-2.0 / (math.pi**2 / 6)))]
         rng.shuffle(text)
@@ -340,15 +324,12 @@ def hotpotqa(data: list) -> tuple[list[Asked], list[str]]:
     return [Asked(r["question"], (r["answer"],), [number[page] for page in pages(r)], []) for r in data], documents
 
 
-READERS = {"squad": squad, "hotpotqa": hotpotqa}
-
-
 @cache
 def read_qa(dataset: str, folder: Path | None) -> tuple[list[Asked], list[str]]:
     """The questions and the documents of a dataset. Raises ValueError or FileNotFoundError that says what to give."""
-    path = data_file(folder, f"{dataset}.json")
+    path, read = data_file(folder, f"{dataset}.json"), squad if dataset == "squad" else hotpotqa
     try:
-        return READERS[dataset](parse_json(path.read_bytes(), path))
+        return read(parse_json(path.read_bytes(), path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the {dataset} file that RULER reads ({error!r})") from None
 

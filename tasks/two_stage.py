@@ -11,6 +11,7 @@ from functools import partial
 from tasks import Question, Recipe, Sample, Task, fill_length
 
 PAIRS = 200  # the most pairs in the dict
+NEW_TOKENS = 64  # of an answer
 COLOURS = (
     "lime yellow red black brown maroon teal violet blue green orange purple pink white gray cyan magenta navy olive "
     "gold silver beige indigo coral"
@@ -27,9 +28,9 @@ def ask(a: int, b: int, given: bool) -> str:
     return f" The equation is {a} + {b} = {total} Answer the corresponding color based on the addition result."
 
 
-def two_stage(given: bool, recipe: Recipe, index: int, name: str = "two_stage", reserve: int = 64) -> Sample:
+def two_stage(given: bool, recipe: Recipe, index: int) -> Sample:
     def make(n: int) -> Sample:
-        rng = recipe.rng(name, index)
+        rng = recipe.rng("two_stage", index)
         order = rng.sample(range(PAIRS), PAIRS)
         splits = [rng.random() for _ in range(PAIRS)]
         colours = [rng.choice(COLOURS) for _ in range(PAIRS)][: min(n, PAIRS)]
@@ -41,9 +42,8 @@ def two_stage(given: bool, recipe: Recipe, index: int, name: str = "two_stage", 
         return Sample(INTRO + "{" + pairs + "}", tuple(questions))
 
     whole = make(PAIRS)  # the longest sample there is
-    if len(recipe.encode(whole.prompt)) + reserve <= recipe.length:
-        return whole
-    return fill_length(make, recipe, reserve)
+    fits = len(recipe.encode(whole.prompt)) + NEW_TOKENS <= recipe.length
+    return whole if fits else fill_length(make, recipe, NEW_TOKENS)
 
 
 def names_colour(answer: str, question: Question) -> float:
@@ -53,6 +53,6 @@ def names_colour(answer: str, question: Question) -> float:
 
 
 TASKS = {
-    "two_stage": Task("two_stage", 64, partial(two_stage, False), names_colour),
-    "two_stage_lookup": Task("two_stage_lookup", 64, partial(two_stage, True), names_colour),
+    "two_stage": Task("two_stage", NEW_TOKENS, partial(two_stage, False), names_colour),
+    "two_stage_lookup": Task("two_stage_lookup", NEW_TOKENS, partial(two_stage, True), names_colour),
 }

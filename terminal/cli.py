@@ -161,6 +161,14 @@ def read_text(name: str) -> str:
         raise ValueError(f"cannot read the file {name!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
+def whole_text(flag: str, name: str) -> str:
+    """`read_text` of the file that a flag names. Raises ValueError if the text is empty."""
+    text = read_text(name)
+    if not text.strip():
+        raise ValueError(f"{flag} {name}: the text is empty")
+    return text
+
+
 def write_json(name: str | None, found: dict) -> None:
     """Writes to the file that --json names, or to stdout for `-`; does nothing without --json."""
     if name == "-":
