@@ -20,8 +20,7 @@ class ExactTopK(Full):
     def __init__(self, plan: Plan, budget: int, shared: bool):
         super().__init__(plan)
         self.attends_to_all, self.recent, self.shared = False, 0, shared
-        self.budget = min(budget, self.size)
-        self.allocate_size("count", self.budget)
+        self.budget = self.allocate_size("count", min(budget, self.size))
         self.min_slots = ops.min_scores(self.size, self.budget, plan.device)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:

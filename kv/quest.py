@@ -7,7 +7,6 @@ every token builds the full cache.
 Memory: the full cache and two vectors per page. Traffic: the bounds, and the budget.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,23 +14,17 @@ from torch import Tensor
 
 from kv.base import KV
 from kv.full import Full, full_layers
-from kv.method import HALF, Method, Plan, option
+from kv.method import Method, Plan, of_share, option
 from kv.parts import ops
 
 
 class Quest(Full):
     def __init__(self, plan: Plan, budget: int, options: "QuestMethod"):
         super().__init__(plan)
-        self.attends_to_all, self.recent = False, 1
+        self.attends_to_all, self.recent, self.reach = False, 1, options.reach
         self.page = page = options.page_of(plan, budget)
-        self.reach = options.reach
         count = -(-self.size // page)
-
-        def pages(tokens: int) -> int:
-            return min(options.pages(tokens, page), count)
-
-        self.pages = pages(budget)
-        self.allocate_size("count", budget, pages)
+        self.pages = self.allocate_size("count", budget, lambda t: min(options.pages(t, page), count))
         self.min_slots = self.pages * page
         for name in ("low", "high"):
             self.allocate(name, plan.n_kv_head, count + 1, plan.head_dim)  # one past the end: ops.store
@@ -84,7 +77,7 @@ class QuestMethod(Method):
         """Tokens per page; auto: the bounds of S / page pages are half the budget."""
         if self.page is not None:
             return self.page
-        return max(1, math.floor(2 / plan.part(budget) + HALF))
+        return max(1, of_share(1 / plan.part(budget), 2))
 
     def pages(self, budget: int, page: int) -> int:
         """Pages attended to."""

@@ -33,11 +33,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kv.base import KV, Held, Views
+from kv.base import KV, Held
 from kv.full import FullMethod, full_layer, full_layers
-from kv.method import HALF, Method, Plan, option
-from kv.parts import attention, ops, quant
-from kv.parts.offload import Pool
+from kv.method import Method, Plan, of_share, option
+from kv.parts import ops, quant
+from kv.parts.turns import Turns
 from kv.snapkv import Kernels, PoolingMethod, SnapKV, is_longchat
 
 EXACT = 64  # newest tokens that are held unquantized too
@@ -80,7 +80,7 @@ class Split:
         else:
             c2 = Fraction(c ** (1 - self.power(c)))  # the compression ratio left to stage 2
         page = max(1, min(math.floor(c2), math.ceil(math.sqrt(c2))))
-        return page, min(max(math.floor(self.plan.head_dim * page / c2 + HALF), 1), self.plan.head_dim)
+        return page, min(max(1, of_share(page / c2, self.plan.head_dim)), self.plan.head_dim)
 
 
 class RocketKV(SnapKV):
@@ -88,17 +88,12 @@ class RocketKV(SnapKV):
 
     def __init__(self, plan: Plan, split: Split, bits: int, newest: bool, reach: float, window: int, kernels: Kernels):
         super().__init__(plan, partial(split.kept, window=window), kernels, bits=bits)
-        self.page, self.channels = split.sizes()
+        page, self.channels = split.sizes()
         self.newest, self.recent, self.reach, self.attends_to_all = newest, int(newest), reach, False
         self.holds_all = self.slots == plan.planned and bits == 16
-        count = -(-self.slots // self.page)
-
-        def pages(tokens: int) -> int:
-            return min(max(1, tokens // 2 // self.page), count)
-
-        self.pages = pages(split.budget)
-        self.allocate_size("count", split.budget, pages)
-        self.min_slots = self.pages * self.page
+        self.page, count = page, -(-self.slots // page)
+        self.pages = self.allocate_size("count", split.budget, lambda t: min(max(1, t // 2 // page), count))
+        self.min_slots = self.pages * page
         # Channel-major: the D minima, then the D maxima of each page. A page of one token stores one copy of both.
         self.allocate("bounds", plan.n_kv_head, plan.head_dim * (2 if self.page > 1 else 1), count + 1)
         self.contents["bounds"] = 2, self.page
@@ -179,77 +174,8 @@ class RocketKV(SnapKV):
         return self.plan.n_kv_head * (choose + attend + min(self.ring, length) * self.plan.unit_bytes), 0
 
 
-class MultiTurn(RocketKV):
-    """The slots hold what the last turn chose and all tokens generated since; `history` holds all before these."""
-
-    extends_alike = False
-
-    def __init__(self, layer: int, host: bool, plan: Plan, *args):
-        super().__init__(plan, *args)
-        size = (plan.batch, plan.planned, 2, *self.k.shape[1::2])
-        self.history = Pool(f"the history of layer {layer}", size, self.k.dtype, plan.device, host)
-        self.pools = [self.history]
-        self.hold("history_buffer", self.history.buffer)
-        self.allocate_state("prompt")  # tokens of each row's prompt, [B]
-        self.allocate("position", plan.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # a later turn keeps more
-        self.room = self.kept  # how many tokens stay of the text that is stored
-
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.prompt[row] = k.shape[2]
-        self.record(row, 0, k[0], v[0])
-        self.choose_anew(row, q, k, v, 0)
-
-    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        self.join(row, pos)
-        self.record(row, pos, k[0], v[0])
-        keys, values = self.everything(row, pos + k.shape[2])
-        self.choose_anew(row, q, keys, values, keys.shape[2] - int(self.prompt[row]))
-        return attention.suffix_attention(q, keys, values)
-
-    def record(self, row: int, pos: int, k: Tensor, v: Tensor) -> None:
-        """Adds n tokens to the history, the first at `pos`: k and v [Hk,n,D]."""
-        position = torch.arange(pos, pos + k.shape[1], device=k.device)[None, None]
-        stored = torch.cat(self.stored.pack(k[None], v[None], position, row))
-        self.history.write(row, pos, stored.permute(2, 0, 1, 3))
-
-    def join(self, row: int, length: int) -> None:
-        """Adds the tokens that were generated since the last turn to the history of a row of `length` tokens."""
-        recorded, dropped = self.recorded(row), int(self.dropped[row])
-        new = torch.stack([x[row, :, recorded - dropped : length - dropped] for x in (self.k, self.v)])
-        self.history.write(row, recorded, new.permute(2, 0, 1, 3))
-
-    def recorded(self, row: int) -> int:
-        """How many tokens of a row the last turn left in the history."""
-        return int((self.position[row, 0] >= 0).sum() + self.dropped[row])
-
-    def everything(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of a row's history of `length` tokens, on the device: [1,Hk,length,D] each."""
-        k, v = self.history.read(row, length).permute(1, 2, 0, 3)[:, None]
-        return self.stored.read(k, v, torch.arange(length, device=k.device), row)
-
-    def choose_anew(self, row: int, q: Tensor, k: Tensor, v: Tensor, later: int) -> None:
-        """Stage 1: fills the slots from the whole history, k and v [1,Hk,N,D], by the last of a turn's queries.
-
-        `later` tokens come after the prompt; n1 has a slot for each of them.
-        """
-        self.room = super().kept_of(k.shape[2] - later) + later
-        super().keep(row, q, k, v)
-        self.rows[row] -= later  # as `slots_to_read` adds them
-
-    def kept_of(self, prompt: int) -> int:
-        return self.room
-
-    def window_of(self, prompt: int) -> int:
-        return min(self.window, self.room // 2)
-
-    def held(self, row: int, length: int) -> Held:
-        self.join(row, length)
-        k, v = self.everything(row, length)
-        return Held.new(k[0], v[0])
-
-    def views(self, row: int, length: int) -> Views:
-        yield from super().views(row, length)
-        yield "history", self.history.part(row, self.recorded(row))
+class MultiTurn(Turns, RocketKV):
+    """The small store is RocketKV's."""
 
 
 @dataclass(frozen=True)

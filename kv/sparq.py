@@ -6,7 +6,6 @@ the best the rest. The mean of all V gets the weight of the other tokens. A budg
 full cache. Memory: one and a half times the full cache. Traffic: t / 2 units to select, t / 2 to attend.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kv.base import KV, Views
 from kv.full import Full, full_layers
-from kv.method import HALF, Method, Plan
+from kv.method import Method, Plan, of_share
 from kv.parts import ops
 
 
@@ -22,8 +21,7 @@ class SparQ(Full):
     def __init__(self, plan: Plan, budget: int):
         super().__init__(plan)
         self.channels = channels_of(plan, budget)
-        self.chosen = max(1, budget // 2)
-        self.allocate_size("count", budget, lambda t: max(1, t // 2))
+        self.chosen = self.allocate_size("count", budget, lambda t: max(1, t // 2))
         self.min_slots = ops.min_scores(self.size, self.chosen, plan.device)
         self.attends_to_all, self.recent = False, self.chosen // 4
         self.allocate("kt", plan.n_kv_head, plan.head_dim, self.size + 1)  # K, channel-major
@@ -81,7 +79,7 @@ class SparQ(Full):
 
 def channels_of(plan: Plan, budget: int) -> int:
     """r = D t / S, rounded half up."""
-    return min(max(1, math.floor(plan.head_dim * plan.part(budget) + HALF)), plan.head_dim)
+    return min(max(1, of_share(plan.part(budget), plan.head_dim)), plan.head_dim)
 
 
 @dataclass(frozen=True)

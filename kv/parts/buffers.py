@@ -33,13 +33,18 @@ class Buffers(nn.Module):
         self.allocate(name, *size, dtype=dtype, fill=fill)
         self.states.append(name)
 
-    def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> None:
-        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes."""
+    def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> int:
+        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes.
+
+        Returns the largest.
+        """
+        largest = of(budget)
         if self.plan.share is None:
-            setattr(self, name, of(budget))
+            setattr(self, name, largest)
         else:
-            self.allocate_state(name, fill=of(budget))
+            self.allocate_state(name, fill=largest)
             self.row_sizes[name] = lambda prompt: of(self.plan.row_budget(budget, prompt))
+        return largest
 
     def set_sizes(self, row: int, prompt: int) -> None:
         """Sets a row's sizes, for a prompt of `prompt` tokens."""

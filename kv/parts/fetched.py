@@ -58,16 +58,14 @@ class FetchMethod(offload.OffloadMethod):
 Ends = Callable[[int], tuple[int, int]]  # a budget -> how many first and last tokens of a prompt stay on the device
 
 
-def no_ends(budget: int) -> tuple[int, int]:
-    return 0, 0
-
-
 class Parts(KV):
     """Slots in three parts: the ends of the prompt, tokens chosen from its middle, generated tokens."""
 
     recent, rewinds, attends_to_all = 1, True, False
 
-    def __init__(self, plan: Plan, chosen: int, budget: int = 0, ends: Ends = no_ends, prompt: Tensor | None = None):
+    def __init__(
+        self, plan: Plan, chosen: int, budget: int = 0, ends: Ends = lambda t: (0, 0), prompt: Tensor | None = None
+    ):
         """chosen: how many slots. prompt [B]: the length of each row's prompt, if layers share that buffer."""
         super().__init__(plan)
         self.end_slots = sum(ends(budget))

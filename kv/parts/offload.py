@@ -67,7 +67,10 @@ class Pool:
     def write(self, row: int, start: int, values: Tensor, *column: int | slice) -> None:
         """Writes values [n, ...] to `column` of a row's entries from `start` on; later layers may compute meanwhile."""
         first = row * self.count + start
-        target = self.entries[(slice(first, first + len(values)), *column)]
+        self.copy(self.entries[(slice(first, first + len(values)), *column)], values)
+
+    def copy(self, target: Tensor, values: Tensor) -> None:
+        """Starts a write."""
         if self.stream is None:
             target.copy_(values)
             return
@@ -251,11 +254,13 @@ class ThreadedPool(Pool):
 
     def write(self, row: int, start: int, values: Tensor, *column: int | slice) -> None:
         self.forget(row)
-        if self.stream is not None:
-            return super().write(row, start, values, *column)
-        first = row * self.count + start
-        target = self.entries[(slice(first, first + len(values)), *column)]
-        self.pend(self.workers.executor.submit(target.copy_, values))
+        super().write(row, start, values, *column)
+
+    def copy(self, target: Tensor, values: Tensor) -> None:
+        if self.stream is None:
+            self.pend(self.workers.executor.submit(target.copy_, values))
+        else:
+            super().copy(target, values)
 
     def reset(self, row: int) -> None:
         self.forget(row)
