@@ -47,8 +47,10 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     A rejected prompt among several fails alone: after the others are answered, ValueError names it. skipped: how many
     more prompts the file of --out answers.
     """
-    results = Results(prompts, flags.asked(args), skipped, single=len(prompts) == 1 and args.batch_file is None)
-    typed = results.single and "-" not in (args.prompt, args.prompt_file) and args.save_prompt is None
+    out = sys.stderr if args.json == "-" else sys.stdout
+    single = len(prompts) == 1 and args.batch_file is None
+    results = Results(prompts, flags.asked(args), skipped, single, out)
+    typed = single and "-" not in (args.prompt, args.prompt_file) and args.save_prompt is None
     talk = args.chat and typed and parallel.same(ranks, sys.stdin.isatty())
     saved = None if args.load_prompt is None else prefix.read_header(args.load_prompt)
     how = flags.given_sampling(args, args.checkpoint or flags.NEEDLE)
@@ -59,12 +61,25 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
         return save(engine, next(iter(ids.values())), args)
     if not saved and ids:
         print_plan(engine, max(map(len, ids.values())))
-    interrupted = False
+    names, asked, interrupted = list(ids), list(ids.values()), False
+    how["on_token"] = results.stream if single else None
+
+    def done(index: int, *answers: Answer) -> None:
+        results.done(names[index], saved.prompt if saved else len(asked[index]), answers)
+
+    def fail(index: int, error: str) -> None:
+        results.fail(names[index], error)
+
     with results.kept(None if ranks.rank else args.out):
         for name, error in refused.items():
             results.fail(name, error)
-        if ids:
-            interrupted = respond(engine, args, ids, saved, how, talk, results)
+        if talk and ids:
+            answers, interrupted = converse(engine, asked[0], how, out)
+            done(0, *answers)
+        elif saved:
+            ask_saved(engine, args.load_prompt, asked, how, done, fail)
+        elif ids:
+            engine.generate(asked, **how, on_answer=done)
     finish(engine, args, results)
     if interrupted:
         raise KeyboardInterrupt
@@ -96,43 +111,6 @@ def load(args: argparse.Namespace, saved: prefix.Header | None, room: int, pays:
     if saved and (args.max_new_tokens or 0) > saved.max_new_tokens and not engine.endless:
         print(f"note: the prompt was saved with room for {saved.max_new_tokens} more tokens", file=sys.stderr)
     return engine
-
-
-def respond(
-    engine: Engine,
-    args: argparse.Namespace,
-    ids: dict[str | int, list[int]],
-    saved: prefix.Header | None,
-    how: dict,
-    talk: bool,
-    results: Results,
-) -> bool:
-    """Answers prompts, questions about a saved one, or a conversation; whether Ctrl-C ended a conversation."""
-    out = sys.stderr if args.json == "-" else sys.stdout
-    names, streamed, interrupted = list(ids), [], False
-    if results.single:
-        how["on_token"] = lambda index, token, text: streamed.append(print(text, end="", file=out, flush=True))
-
-    def done(index: int, *answers: Answer) -> None:
-        results.done(names[index], saved.prompt if saved else len(ids[names[index]]), answers)
-
-    def fail(index: int, error: str) -> None:
-        results.fail(names[index], error)
-
-    try:
-        if talk:
-            answers, interrupted = converse(engine, ids[names[0]], how, out)
-            done(0, *answers)
-        elif saved is not None:
-            ask_saved(engine, args.load_prompt, list(ids.values()), how, done, fail)
-        else:
-            engine.generate(list(ids.values()), **how, on_answer=done)
-    finally:
-        if streamed and not talk:
-            print(file=out)  # ends the answer's line, before an error's too
-        if not results.single:
-            results.show(out)
-    return interrupted
 
 
 def finish(engine: Engine, args: argparse.Namespace, results: Results) -> None:

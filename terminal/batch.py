@@ -22,7 +22,7 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
     if not lines:
         raise ValueError(f"{name} holds no prompt")
     if not name.endswith(".jsonl") and "prompt" not in parse_object(next(iter(lines.values()))):
-        if is_json(text):
+        if isinstance(parse_any(text), list | dict):
             raise ValueError(f'{name} is one JSON value: write a prompt a line, or JSONL of {{"id", "prompt"}}')
         return lines
     prompts = {}
@@ -39,21 +39,18 @@ def parse_batch(name: str, text: str) -> dict[str | int, str]:
     return prompts
 
 
-def is_json(text: str) -> bool:
-    """Whether the whole text is a JSON array or object."""
-    try:
-        return isinstance(parse_json(text, "a text"), list | dict)
-    except ValueError:
-        return False
-
-
 def parse_object(line: str | bytes) -> dict:
     """The JSON object in a line; an empty dict if there is none."""
-    try:
-        value = parse_json(line, "a line")
-    except ValueError:
-        return {}
+    value = parse_any(line)
     return value if isinstance(value, dict) else {}
+
+
+def parse_any(text: str | bytes) -> object:
+    """The JSON value that a text is; None if it is none."""
+    try:
+        return parse_json(text, "a text")
+    except ValueError:
+        return None
 
 
 def digest(prompt: str, asked: str) -> str:
@@ -99,26 +96,46 @@ def appended(name: str | None) -> Iterator[BinaryIO | None]:
 
 
 class Results:
-    """What became of each prompt of a call: its answers or its error, also in the file of --out."""
+    """What became of each prompt of a call: its answers or its error, printed and in the file of --out."""
 
-    def __init__(self, prompts: dict[str | int, str], asked: str, skipped: int, single: bool):
-        """asked: as in `digest`. skipped: how many more prompts the file answers. single: no batch, so no progress."""
-        self.prompts, self.asked, self.skipped, self.single = prompts, asked, skipped, single
+    def __init__(self, prompts: dict[str | int, str], asked: str, skipped: int, single: bool, screen: TextIO):
+        """asked: as in `digest`. skipped: how many more prompts the file answers. single: no batch, so no progress.
+
+        screen: where answers are printed.
+        """
+        self.prompts, self.asked, self.skipped, self.single, self.screen = prompts, asked, skipped, single, screen
         self.completions: dict[str | int, dict] = {}
         self.failed: dict[str | int, str] = {}
+        self.streamed = False
 
     @contextmanager
     def kept(self, out: str | None) -> Iterator[None]:
-        """While it is open, results are appended to the file `out`; Ctrl-C says how many answers the file has."""
+        """While it is open, results are appended to the file `out`; then those of a batch are printed.
+
+        If something ends a batch early, it says how many answers the file has.
+        """
         hidden = True if self.single else None  # None: where stderr is no terminal
         with tqdm(total=len(self.prompts), unit="prompt", disable=hidden) as self.bar, appended(out) as self.file:
             try:
                 yield
-            except KeyboardInterrupt:
-                if out is not None and not self.single:
+            finally:
+                self.show()
+                early = len(self.completions) + len(self.failed) < len(self.prompts)
+                if early and out is not None and not self.single:
                     count = f"{self.skipped + len(self.completions)} of {self.skipped + len(self.prompts)}"
                     tqdm.write(f"-- {count} answers are in {out}: the same command continues", file=sys.stderr)
-                raise
+
+    def stream(self, index: int, token: int, text: str) -> None:
+        """Prints a piece of a single answer: an `on_token` of the engine."""
+        self.streamed = True
+        print(text, end="", file=self.screen, flush=True)
+
+    def show(self) -> None:
+        """Ends the line of a streamed answer, or prints a line for each answer of a batch, which may have several."""
+        if self.streamed:
+            print(file=self.screen)
+        for name, found in () if self.single else self.in_order().items():
+            print(f"{name}: {one_line(self.prompts[name])[:60]} -> {found['text']}", file=self.screen)
 
     def done(self, name: str | int, prompt_tokens: int, answers: Sequence[Answer]) -> None:
         about = {"id": name, "request_digest": digest(self.prompts[name], self.asked)}
@@ -137,11 +154,6 @@ class Results:
             self.file.write(json.dumps(entry).encode() + b"\n")
             self.file.flush()
         self.bar.update()
-
-    def show(self, out: TextIO) -> None:
-        """Prints a line for each answer, which may have several lines."""
-        for name, found in self.in_order().items():
-            print(f"{name}: {one_line(self.prompts[name])[:60]} -> {found['text']}", file=out)
 
     def in_order(self) -> dict[str | int, dict]:
         """The completions in the order of the prompts."""

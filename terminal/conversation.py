@@ -48,6 +48,7 @@ def converse(engine: Engine, prompt: list[int], how: dict, out: TextIO) -> tuple
 
     Returns the answers, and whether Ctrl-C at the input prompt ended it.
     """
+    how = how | {"on_token": lambda index, token, text: print(text, end="", file=out, flush=True)}
     rows, stats = engine.start([prompt]), engine.stats  # Ctrl-C before the first answer ends the program
     with Conversation(engine, out) as conversation:
         answers = conversation.answered(engine.ask(rows, None, **how))
