@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import slow
 
 import eval as evaluation
 from engine import Engine, Row
@@ -36,15 +37,12 @@ def test_every_method_budget_and_task_is_a_row_with_the_bytes_it_takes(result):
     budgets = [("full", None), ("streaming", 64), ("streaming", 3)]
     tasks = ["niah_multikey_1", "two_stage", "needle", "fidelity", "perplexity"]
     assert set(found) == {(kv, budget, task) for kv, budget in budgets for task in tasks}
-    full, small = found["full", None, "needle"], found["streaming", 64, "needle"]
+    full, small, none = (found[kv, budget, "needle"] for kv, budget in budgets)
     assert full["n"] == small["n"] == 2 and full["share_of_full"] == 1
     assert small["kv_device_bytes"] < full["kv_device_bytes"] / 5 and small["share_of_full"] < 0.2
     assert small["step_device_bytes"] == 2 * 2 * 64 * 2 * 16 * 4  # layers, KV heads, slots, K and V, head dim, fp32
-
-
-def test_a_budget_below_the_minimum_is_an_empty_cell(result, capsys):
-    row = rows(result)["streaming", 3, "needle"]
-    assert row["score"] is None and row["n"] == 0 and "at least 5" in row["why"]
+    assert none["score"] is None and none["n"] == 0 and "at least 5" in none["why"]  # below the minimum
+    assert result.with_name(result.name + ".png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_later_questions_are_scored_apart_from_the_first(result):
@@ -80,6 +78,7 @@ def test_perplexity_is_computed_through_the_decode_path(result, tiny_checkpoint)
         assert sample["nll"] == pytest.approx(expected, rel=1e-5) and sample["prompt_tokens"] == len(prompt) == 472
 
 
+@pytest.mark.slow
 def test_fidelity_leaves_out_the_token_that_prefill_predicts(result, tiny_checkpoint):
     engines = [
         Engine.load(tiny_checkpoint, *kv, compile=False, max_prompt=472, room=128)
@@ -92,6 +91,7 @@ def test_fidelity_leaves_out_the_token_that_prefill_predicts(result, tiny_checkp
         assert sample["kl_spans"] == pytest.approx([span.mean().item() for span in rows[1:].tensor_split(8)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, monkeypatch):
     """From half the progress and a truncated line, only what is missing is computed; the result is the same."""
     before = json.loads(result.read_text())
@@ -114,16 +114,6 @@ def test_a_rerun_continues_where_the_run_was_stopped(result, tiny_checkpoint, mo
     assert len(progress.read_text().splitlines()) == length == len(lines) + 1  # nothing was computed twice
 
 
-def test_a_changed_profile_invalidates_saved_answers(tiny_checkpoint, tmp_path):
-    folder, out = tmp_path / "own", tmp_path / "out.json"
-    shutil.copytree(tiny_checkpoint, folder)
-    for layer in (1, 2, 2):
-        (folder / "kv_profile.json").write_text(json.dumps({"filter_layers": [layer]}))
-        arguments(folder, "--json", out, "--samples", 1, tasks="perplexity", kv="full")
-    lines = out.with_name("out.json.progress.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-
-
 def test_saved_answers_are_not_those_of_another_plan(tiny_checkpoint, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     for tokens in (128, 512, 512):
@@ -139,7 +129,8 @@ def perplexities(folder, out) -> list[float]:
     return [rows(out)["full", None, "perplexity"]["score"], *(json.loads(x)["result"]["score"] for x in lines)]
 
 
-def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_changed_weights_profile_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_path, monkeypatch):
     folder, out = shutil.copytree(tiny_checkpoint, tmp_path / "own"), tmp_path / "out.json"
     first = perplexities(folder, out)
     assert len(first) == 2 and perplexities(folder, out) == first
@@ -153,16 +144,18 @@ def test_changed_weights_or_code_invalidate_saved_answers(tiny_checkpoint, tmp_p
     changed = perplexities(folder, out)
     assert len(changed) == 3 and changed[0] == changed[2] != first[0]
     assert perplexities(shutil.copytree(folder, tmp_path / "moved"), out) == changed  # the location does not matter
+    (folder / "kv_profile.json").write_text(json.dumps({"filter_layers": [1]}))
+    assert len(perplexities(folder, out)) == 4 == len(perplexities(folder, out))
     monkeypatch.setattr(evaluation, "code", lambda: "another")
-    assert len(perplexities(folder, out)) == 4
+    assert len(perplexities(folder, out)) == 5
 
 
 def test_the_hash_of_the_code_covers_the_methods_the_engine_and_the_tasks(tmp_path):
     root = tmp_path / "root"
-    for file in evaluation.ROOT.rglob("*.py"):
-        place = root / file.relative_to(evaluation.ROOT)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, place)
+    for room in (*evaluation.ROOMS, "bench", "terminal"):
+        shutil.copytree(evaluation.ROOT / room, root / room)
+    for file in evaluation.ROOT.glob("*.py"):
+        shutil.copy(file, root)
     assert evaluation.code(root) == evaluation.code()
     counted = "kv/h2o.py kv/parts/ops.py engine.py runtime/cpu.py text/tokenizer.py tasks/ruler.py eval.py kv/new.py"
     for name in (*counted.split(), "bench/measure.py", "calibrate.py", "terminal/report.py"):
@@ -188,10 +181,6 @@ def test_divergences_alone_are_drawn_over_the_forced_tokens(result, tmp_path, mo
     assert line.get_xdata()[0] == 100 / 16 and (tmp_path / "kl.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="no result is an accuracy or a divergence"):
         plot.draw([{"first": None}], [], "none.png")
-
-
-def test_a_plot_is_drawn(result):
-    assert result.with_name(result.name + ".png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.fixture
@@ -289,11 +278,6 @@ def test_chat_and_blind_split_the_first_turn_where_the_question_begins(chat_chec
     assert len(text) > len(question)
 
 
-def test_chat_without_a_template_is_refused(tiny_checkpoint):
-    with pytest.raises(ValueError, match="no chat template"):
-        arguments(tiny_checkpoint, "--samples", 1, "--chat", tasks="niah_single_1", kv="full")
-
-
 def test_a_score_is_the_mean_over_the_questions(tiny_checkpoint, tmp_path, monkeypatch):
     sample = Sample("one two three", tuple(Question(f" {i}?", (str(i),)) for i in range(4)))
     task = Task("odd", 3, lambda setting, index: sample, lambda answer, q: 100.0 * (q.answers[0] in "13"))
@@ -341,8 +325,8 @@ def test_a_sample_that_cannot_be_asked_fails_alone_and_keeps_its_number(tiny_che
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--haystack", "/nowhere"], "/nowhere"),
         (["--json", "/nowhere/out.json"], "not a file in an existing folder"),
-        (["--json", "/proc/out.json"], "--json /proc/out.json: cannot be written"),
         (["--plot", "out.foo"], "--plot out.foo: the format is unknown; known: "),
+        (["--chat"], "no chat template"),
         (["--text", ""], "cannot read the file ''"),
         (["--text", "/dev/null"], "--text /dev/null: the text is empty"),
     ),
@@ -355,24 +339,10 @@ def test_mistakes_are_refused_before_anything_runs(tiny_checkpoint, more, messag
     assert message in " ".join(str(error.value).split())
 
 
-@pytest.mark.parametrize(
-    "kv",
-    [
-        "full",
-        "streaming",
-        "rocketkv",
-        "snapkv",
-        "h2o",
-        "roco",
-        "d2o",
-        "tailorkv",
-        "pqcache",
-        "infllm:block=8",
-        "simlayer:recent=16",
-        "kivi",
-        "omnikv:filter_layers=0",
-    ],
-)
+SHARED = "full streaming rocketkv roco d2o pqcache infllm:block=8 simlayer:recent=16 kivi omnikv:filter_layers=0"
+
+
+@pytest.mark.parametrize("kv", ["snapkv", "h2o", "tailorkv", *map(slow, SHARED.split())])
 def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, text_checkpoint):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 1000, (n,), generator=generator).tolist() for n in (90, 150)]
@@ -392,7 +362,7 @@ def test_a_method_given_a_shared_prompt_decodes_as_after_its_own_prefill(kv, tex
         assert all(torch.equal(a, b) for a, b in zip(own, shared, strict=True))
 
 
-@pytest.mark.parametrize("kv", ["full", "rocketkv", "h2o", "full:bits=4"])
+@pytest.mark.parametrize("kv", ["rocketkv", *map(slow, ("full", "h2o", "full:bits=4"))])
 def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkpoint, monkeypatch):
     text = torch.randint(3, 1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [text[:150], text[:160], text[:120], text[:155] + text[:9], text[:90] + text[:40]]

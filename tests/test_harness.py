@@ -7,6 +7,7 @@ import lm_eval
 import pytest
 import torch
 from chat_templates import LLAMA2, LLAMA3
+from conftest import slow
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -92,12 +93,13 @@ def assert_same(found: dict[str, list], expected: dict[str, list]) -> None:
         assert numbers[0].isfinite().all() and torch.allclose(*numbers, rtol=1e-4), task
 
 
-@pytest.mark.parametrize("chat", (False, True))
+@pytest.mark.parametrize("chat", (False, slow(True)))
 def test_the_full_caches_responses_are_those_of_transformers(folder, theirs, chat):
     how = {"apply_chat_template": True, "system_instruction": "Be brief."} if chat else {}
     assert_same(responses(folder, ours(folder), **how), responses(folder, theirs, **how))
 
 
+@pytest.mark.slow
 def test_a_method_changes_even_choices_of_one_token(folder):
     full, small = responses(folder, ours(folder)), responses(folder, ours(folder, "streaming", 12))
     for i, (a, b) in enumerate(zip(full["kv_choice"], small["kv_choice"], strict=True)):
@@ -159,11 +161,10 @@ def test_a_cut_context_is_said_and_equals_that_of_transformers(mine, theirs, war
     assert "1 of 2 contexts are too long and lose 30 tokens" in warned.text
 
 
-def test_the_context_and_where_a_prompt_is_cut_are_the_users(folder):
-    ids = list(range(10))
-    assert ours(folder, max_length=40).max_length == 40
-    assert ours(folder).cut(ids, 10) == ids and ours(folder).cut(ids, 4) == [6, 7, 8, 9]
-    assert ours(folder, truncation="middle").cut(ids, 5) == [0, 1, 7, 8, 9]
+def test_the_context_and_where_a_prompt_is_cut_are_the_users(folder, mine):
+    ids, own = list(range(10)), ours(folder, max_length=40, truncation="middle")
+    assert own.max_length == 40 and own.cut(ids, 5) == [0, 1, 7, 8, 9]
+    assert mine.cut(ids, 10) == ids and mine.cut(ids, 4) == [6, 7, 8, 9]
     for wrong, error in (
         ({"truncation": "right"}, "left or middle"),
         ({"max_length": 513}, "max_length must lie between 1 and the model's context, 512, not 513"),
