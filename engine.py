@@ -201,7 +201,11 @@ class Row:
     def fork(self) -> "Row":
         """A copy of this row in a free row of the batch. Raises ValueError if there is none."""
         arguments.check_rows(self.engine, [self])
-        return prefix.fork(self)
+        states = [layer.state(self.index, len(self.tokens)) for layer in self.engine.layers]
+        frequencies = self.engine.model.inv_freq[self.index]
+        copy = self.engine._restore(list(self.tokens), self.prompt_tokens, frequencies, states)
+        copy.pending, copy.logits = self.pending, self.logits
+        return copy
 
     @one_call
     def save(self, path: str | Path, chat: bool = False) -> int:
@@ -464,7 +468,18 @@ class Engine:
 
         Raises ValueError if the file is damaged or was saved with another checkpoint, method or plan.
         """
-        return prefix.load(self, path)
+        begin, (header, tokens, inv_freq, states) = time.perf_counter(), prefix.read(self, path)
+        if self.plan is None or (self.plan.max_prompt, self.plan.room) != header.sizes:
+            if any(self.rows):
+                raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
+            self._allocate(planning.plan_of(self, *header.sizes))
+        if len(tokens) > header.prompt + header.max_new_tokens and not self.endless:
+            raise ValueError(f"{path} is damaged (too many tokens): save the prompt again")
+        self._begin_call()
+        row = self._restore(tokens, header.prompt, inv_freq, states)
+        row.pending = header.pending
+        self.stats.prefill_s += time.perf_counter() - begin
+        return row
 
     @one_call
     def logits(self, prompts: Prompt | list[Prompt], continuations: Prompt | list[Prompt]) -> Tensor | list[Tensor]:
@@ -562,8 +577,11 @@ class Engine:
 
     def _reserve(self, length: int, new: int) -> None:
         """Ensures caches for prompts of `length` tokens and `new` more; keeps the present ones if large enough."""
-        if (plan := planning.needed(self, length, new)) is not None:
-            self._allocate(plan)
+        if planning.suffices(self, length, new):
+            return
+        has = self.plan
+        self._release()  # so that its memory counts as free
+        self._allocate(planning.needed(self, has, length, max(new, self.room)))
 
     def _allocate(self, plan: Plan) -> None:
         self._release()
@@ -709,6 +727,17 @@ class Engine:
         self.layers.reset(row.index)
         self.state.set_row(row.index)
         self._forget()
+        return row
+
+    def _restore(self, tokens: list[int], prompt: int, inv_freq: Tensor, states: list[dict[str, Tensor]]) -> Row:
+        """A row with the `KV.state` of each layer. Raises ValueError if a tensor does not fit."""
+        row = self._free_row(tokens)
+        row.prompt_tokens = prompt
+        self.model.inv_freq[row.index] = inv_freq.to(self.device)
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.restore(row.index, len(tokens), state)
+        self.rows[row.index] = row
+        self.stats.tokens_reused += len(tokens)
         return row
 
     def _launch(self, running: list[Request]) -> Launched | None:

@@ -85,22 +85,24 @@ def check_caches(engine, tokens: int) -> None:
         check_memory(engine, plan_of(engine, engine.max_prompt or tokens, engine.room))
 
 
-def needed(engine, length: int, new: int) -> Plan | None:
-    """The plan for prompts of `length` tokens and `new` more, for which it frees the caches; None if they suffice.
+def suffices(engine, length: int, new: int) -> bool:
+    """Whether the caches hold prompts of `length` tokens and `new` more.
 
-    Raises ValueError if it would close rows, or if such prompts are too long.
+    Raises ValueError if others would close rows, or if such prompts are too long.
     """
     check_length(engine, length)
-    has, new = engine.plan, max(new, engine.room)
-    if has is None:
-        return plan_of(engine, engine.max_prompt or length, new)
-    if length <= has.max_prompt and (new <= has.room or engine.endless):
-        return None
+    has = engine.plan
+    if has is None or length <= has.max_prompt and (max(new, engine.room) <= has.room or engine.endless):
+        return has is not None
     if any(engine.rows):
         has = f"{has.max_prompt} tokens and {has.room} more"
         raise ValueError(f"rows are in use, and the caches hold prompts of {has}: close rows, or load larger ones")
-    engine._release()  # so that its memory counts as free
-    return grown(engine, has, length, new)
+    return False
+
+
+def needed(engine, has: Plan | None, length: int, new: int) -> Plan:
+    """The plan for prompts of `length` tokens and `new` more, after a smaller one."""
+    return plan_of(engine, engine.max_prompt or length, new) if has is None else grown(engine, has, length, new)
 
 
 def room_left(engine, row, question: list[int]) -> int:

@@ -6,7 +6,6 @@ engine that continues the row must have the same.
 """
 
 import json
-import time
 import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 
 import kv as methods
 from runtime.checkpoint import check_fields
-from runtime.planning import check_length, plan_of
+from runtime.planning import check_length
 from text.files import parse_json, replacing
 
 FORMAT = "kv-fast prompt 11"
@@ -83,7 +82,7 @@ def save(row, path: str | Path, chat: bool = False) -> int:
     for i, layer in enumerate(engine.layers):
         tensors |= {f"{i}.{name}": x for name, x in layer.state(row.index, len(row.tokens)).items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
-    sizes = engine.plan.max_prompt, engine.plan.max_new_tokens
+    sizes = engine.plan.max_prompt, engine.plan.room
     about = asdict(Header.of(engine, sizes, prompt=row.prompt_tokens, pending=row.pending, chat=chat))
     about = json.dumps(about | {"checksums": {name: checksum(x) for name, x in tensors.items()}})
     try:
@@ -99,53 +98,16 @@ def read_header(path: str | Path) -> Header:
     return _read(path, whole=False)[0]
 
 
-def load(engine, path: str | Path):
-    """`Engine.load_row`."""
-    begin, (header, tokens, inv_freq, states) = time.perf_counter(), read(engine, path)
-    check_length(engine, header.prompt)
-    header.check(engine)
-    if engine.plan is None or (engine.plan.max_prompt, engine.plan.max_new_tokens) != header.sizes:
-        if any(engine.rows):
-            raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
-        engine._allocate(plan_of(engine, *header.sizes))
-    if len(tokens) > header.prompt + header.max_new_tokens and not engine.endless:
-        raise ValueError(f"{path} is damaged (too many tokens): save the prompt again")
-    engine._begin_call()
-    row = _restore(engine, tokens, header.prompt, inv_freq, states)
-    row.pending = header.pending
-    engine.stats.prefill_s += time.perf_counter() - begin
-    return row
-
-
-def fork(row):
-    """`Row.fork`."""
-    engine = row.engine
-    states = [layer.state(row.index, len(row.tokens)) for layer in engine.layers]
-    copy = _restore(engine, list(row.tokens), row.prompt_tokens, engine.model.inv_freq[row.index], states)
-    copy.pending, copy.logits = row.pending, row.logits
-    return copy
-
-
-def _restore(engine, tokens: list[int], prompt: int, inv_freq: Tensor, states: list[dict[str, Tensor]]):
-    """A row with the `KV.state` of each layer. Raises ValueError if a tensor does not fit."""
-    row = engine._free_row(tokens)
-    row.prompt_tokens = prompt
-    engine.model.inv_freq[row.index] = inv_freq.to(engine.device)
-    for layer, state in zip(engine.layers, states, strict=True):
-        layer.restore(row.index, len(tokens), state)
-    engine.rows[row.index] = row
-    engine.stats.tokens_reused += len(tokens)
-    return row
-
-
 def read(engine, path: str | Path) -> tuple[Header, list[int], Tensor, list[dict[str, Tensor]]]:
     """A file's header, tokens, RoPE frequencies and the state of each layer, before anything is allocated for them.
 
-    Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint.
+    Raises ValueError if the file is damaged, holds NaN, or was saved with another checkpoint, method or budget.
     """
     header, tensors = _read(path)
     if header.weights != engine.fingerprint:
         raise ValueError(f"{path} was saved with another checkpoint")
+    check_length(engine, header.prompt)
+    header.check(engine)
     try:
         tokens, inv_freq = tensors.pop("tokens"), tensors.pop("inv_freq")
         layers: list[dict[str, Tensor]] = [{} for _ in engine.model.layers]
