@@ -75,10 +75,6 @@ class Drawer:
         return word
 
 
-def split_sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.!?])\s+", text.strip())
-
-
 @cache
 def haystack_words(text: str | None) -> list[str]:
     words = (shipped_haystack() if text is None else text).split()
@@ -90,7 +86,8 @@ def haystack_words(text: str | None) -> list[str]:
 def essay(text: str | None, n: int, first: int = 0) -> list[str]:
     """n words of a haystack as sentences, from word `first` on; the haystack starts over at its end."""
     words = haystack_words(text)
-    return split_sentences(" ".join(words[(first + i) % len(words)] for i in range(n)))
+    text = " ".join(words[(first + i) % len(words)] for i in range(n))
+    return re.split(r"(?<=[.!?])\s+", text)
 
 
 def insert(rng: random.Random, sentences: list[str], needles: list[str]) -> str:
