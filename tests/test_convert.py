@@ -48,6 +48,7 @@ MODELS = {
     "llama-biases": (LlamaForCausalLM, LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "mistral": (MistralForCausalLM, MistralConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "llama-wide-heads": (LlamaForCausalLM, LlamaConfig, dict(head_dim=16)),
     "qwen3-wide-heads": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16)),
 }
 
@@ -88,10 +89,15 @@ OURS = {
     "self_attn.o_proj": "attention.wo",
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.norm": "norm",
+    "model.embed_tokens": "tok_embeddings",
+    "lm_head": "output",
 }
-OURS |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
-OURS |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "model.norm": "norm"}
-OURS |= {"model.embed_tokens": "tok_embeddings", "lm_head": "output"}
 
 
 def expected(model):
@@ -122,12 +128,12 @@ def everything(folder):
     return {str(path): path.is_file() and path.read_bytes() for path in sorted(Path(folder).rglob("*"))}
 
 
-def refused(capsys, args, *words, watch):
+def refused(capsys, args, *words, watch, tool=main):
     """Runs the command line, which must fail in one line that has all the words and change nothing under `watch`."""
     before = everything(watch)
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        cli.run(lambda: main([str(arg) for arg in args]))
+        cli.run(lambda: tool([str(arg) for arg in args]))
     message = capsys.readouterr().err
     assert end.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
     for word in words:
@@ -237,10 +243,6 @@ def test_a_head_stored_beside_tied_embeddings_is_used_if_it_differs_from_them(tm
 INV_FREQ, HEAD = "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"
 
 
-def index_names_unneeded_tensors(places, src):
-    return places | {INV_FREQ: shard(src, 0).name, HEAD: shard(src, 1).name}
-
-
 def shards_hold_unneeded_tensors(places, src):
     table = load_file(src / places["model.embed_tokens.weight"])["model.embed_tokens.weight"]
     edit_weights(shard(src, 1), lambda state: state.update({INV_FREQ: torch.ones(4), HEAD: table}))
@@ -262,8 +264,7 @@ def copy_in_another_shard(places, src):
     return places
 
 
-HARMLESS = [index_names_unneeded_tensors, shards_hold_unneeded_tensors, index_names_other_shards]
-HARMLESS += [index_names_few_tensors, copy_in_another_shard]
+HARMLESS = [shards_hold_unneeded_tensors, index_names_other_shards, index_names_few_tensors, copy_in_another_shard]
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda f: f.__name__)
@@ -298,8 +299,8 @@ def test_eos_ids_outside_the_vocabulary_are_noted_and_end_no_answer(
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("ids", ["</s>", ["2"], [2, "</s>"], 2.0, True, [[2]], {}], ids=repr)
-def test_eos_ids_that_are_no_integers_are_refused_before_a_download(name, ids, hub, capsys, monkeypatch):
+@pytest.mark.parametrize("ids", ["</s>", [2, "</s>"], 2.0, True], ids=repr)
+def test_eos_ids_that_are_no_integers_are_refused_before_a_download(name, ids, hub):
     repo, cache = hub
     edit_json(repo / name, eos_token_id=ids)
     with pytest.raises(ValueError, match=f"{name}: eos_token_id must be token ids, not "):
@@ -343,12 +344,7 @@ def truncated_shard(src):
     file = shard(src, 1)
     size = file.stat().st_size - 9000  # two tensors before the end
     os.truncate(file, size)
-    return [file, "damaged or cut off"]
-
-
-def lfs_pointer(src):
-    shard(src, 0).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    return [shard(src, 0), "git lfs"]
+    return [file, "damaged or cut off", "git lfs"]
 
 
 def copies_that_differ(src):
@@ -358,29 +354,17 @@ def copies_that_differ(src):
     return [shard(src, 0), shard(src, 1), f"hold different tensors {name}"]
 
 
-def copies_of_two_shapes(src):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"  # not needed, but damaged
-    for number in (0, 1):
-        edit_weights(shard(src, number), lambda state, n=number: state.update({name: torch.ones(4 + n)}))
-    return [f"hold different tensors {name}"]
-
-
 def index_without_map(src):
     (src / "model.safetensors.index.json").write_text('{"metadata": {}}')
     return ["model.safetensors.index.json", "weight_map"]
 
 
-def missing_tensor_in_the_index(src):
-    missing_tensor(src)
-    index = src / "model.safetensors.index.json"
+def missing_tensor_that_the_index_names(src):
     name = "model.layers.1.self_attn.k_proj.weight"
+    edit_tensors(src, {name: None})
+    index = src / "model.safetensors.index.json"
     edit_json(index, weight_map=json.loads(index.read_text())["weight_map"] | {name: shard(src, 0).name})
     return [f"they lack {name}", src]
-
-
-def missing_tensor(src):
-    edit_tensors(src, {"model.layers.1.self_attn.k_proj.weight": None})
-    return ["they lack model.layers.1.self_attn.k_proj.weight", src]
 
 
 def unknown_tensors(src):
@@ -415,41 +399,8 @@ def converted_already(src):
     return [src, "converted already"]
 
 
-def broken_config(src):
-    (src / "config.json").write_text('{"architectures": ')
-    return [src / "config.json", "JSON"]
-
-
-def no_config(src):
-    (src / "config.json").unlink()
-    return [src, "config.json"]
-
-
-def no_weights(src):
-    for file in src.glob("model*"):
-        file.unlink()
-    return [src, "holds no weights"]
-
-
-DAMAGE = [
-    missing_shard,
-    truncated_shard,
-    lfs_pointer,
-    copies_that_differ,
-    copies_of_two_shapes,
-    index_without_map,
-    missing_tensor,
-    missing_tensor_in_the_index,
-    unknown_tensors,
-    wrong_shape,
-    integer_weights,
-    quantized,
-    other_architecture,
-    converted_already,
-    broken_config,
-    no_config,
-    no_weights,
-]
+DAMAGE = [missing_shard, truncated_shard, copies_that_differ, index_without_map, missing_tensor_that_the_index_names]
+DAMAGE += [unknown_tensors, wrong_shape, integer_weights, quantized, other_architecture, converted_already]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
@@ -536,24 +487,23 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, capsys, mo
     refused(capsys, [src, "--out", tmp_path / "out"], "0.0 MB", "0.1 MB", watch=tmp_path)
 
 
-@pytest.mark.parametrize("full", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_disk_that_fills_up_leaves_nothing_behind(full, tmp_path, capsys, monkeypatch):
-    src, failed = save(hf_model(), tmp_path / "hf"), []
-
-    def fail(event, args):
-        if event == "open" and ".partial-" in str(args[0]) and str(args[0]).endswith(full) and full not in failed:
-            failed.append(full)
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
     def full_disk(tensors, path, metadata):  # what save_file raises, and the part it may leave
         Path(path).write_bytes(b"part")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    if full == "model.safetensors":
-        monkeypatch.setattr(checkpoint, "save_file", full_disk)
-    else:
-        sys.addaudithook(fail)
+    src = save(hf_model(), tmp_path / "hf")
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
     refused(capsys, [src, "--out", tmp_path / "out"], "No space left on device", "0.1 MB", watch=tmp_path)
+
+
+def test_a_companion_that_cannot_be_copied_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
+    def full_disk(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    src = save(hf_model(), tmp_path / "hf")
+    monkeypatch.setattr(shutil, "copyfile", full_disk)
+    refused(capsys, [src, "--out", tmp_path / "out"], "No space left on device", watch=tmp_path)
 
 
 # Forks children that convert. The n-th one signals itself at its n-th read or write of weights, open, mkdir, rename or
@@ -610,6 +560,7 @@ for moment in range(1, 1000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
 @pytest.mark.parametrize(("number", "ended"), [(9, -9), (2, 130)], ids=["killed", "Ctrl-C"])
 def test_a_run_that_ends_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(number, ended, force, tmp_path):
@@ -647,25 +598,35 @@ def test_a_run_leaves_the_partial_folder_of_another_that_is_running(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == [".out.partial-1", "hf", "out"]
 
 
-MEMORY = """
+PEAK = """
 import sys
-from functools import partial
 from pathlib import Path
-import convert_hf_checkpoint
-
-convert_hf_checkpoint.write_checkpoint = partial(convert_hf_checkpoint.write_checkpoint, shard_bytes=30_000_000)
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what the imports left
-before = status("VmRSS")
-convert_hf_checkpoint.convert(sys.argv[1], sys.argv[2])
-print(status("VmHWM") - before)
+from runtime.device import resident_bytes
+exec(sys.argv.pop())
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is there now
+before = resident_bytes("VmRSS")
+work()
+print(resident_bytes("VmHWM") - before)
 """
 
 
+def peak(code, *args):
+    """By how many bytes a function `work`, which the code defines, raises the memory of a process with these args."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system at once
+    command = [sys.executable, "-c", PEAK, *map(str, args), code]
+    return int(subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+MEMORY = """
+from functools import partial
+import convert_hf_checkpoint
+convert_hf_checkpoint.write_checkpoint = partial(convert_hf_checkpoint.write_checkpoint, shard_bytes=30_000_000)
+def work():
+    convert_hf_checkpoint.convert(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_memory_stays_below_one_shard(form, tmp_path):
@@ -683,10 +644,7 @@ def test_memory_stays_below_one_shard(form, tmp_path):
     index = "model.safetensors.index.json" if form == "safetensors" else "pytorch_model.bin.index.json"
     (tmp_path / "hf" / index).write_text(json.dumps({"weight_map": files}))
     largest = max((tmp_path / "hf" / file).stat().st_size for file in files.values())
-    command = [sys.executable, "-c", MEMORY, tmp_path / "hf", tmp_path / "out"]
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system at once
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    assert largest > 40e6 and int(done.stdout) < largest, (done.stdout, largest)
+    assert largest > 40e6 and peak(MEMORY, tmp_path / "hf", tmp_path / "out") < largest
 
 
 def error(kind, status):

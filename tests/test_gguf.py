@@ -2,14 +2,16 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
-from test_convert import SIZES, expected, hf_model, refused, written
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, dequantize, get_tensor_name_map, quantize
+from sentencepiece import SentencePieceProcessor
+from test_convert import assert_same, expected, hf_model, refused, written
 from test_tokenizer import CHATML_TEMPLATE, LLAMA3_SPLIT, NASTY, byte_level_folder, sentencepiece_folder, split_by
 from tokenizers import normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,26 +24,6 @@ from runtime.checkpoint import read_config
 from text.tokenizer import load_tokenizer
 
 Q8 = GGMLQuantizationType.Q8_0
-THEIRS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    for ours, theirs in THEIRS.items():
-        name = name.replace(ours, theirs)
-    return name.replace("model.layers.", "blk.")
 
 
 def write_gguf(path: Path, model, quantized=False, tokenizer=None, architecture=None, metadata=()) -> Path:
@@ -67,22 +49,24 @@ def write_gguf(path: Path, model, quantized=False, tokenizer=None, architecture=
         getattr(writer, add[type(value)])(f"{writer.arch}.{name}", value)
     if tokenizer is not None:
         tokenizer(writer)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
-            half = config.head_dim // 2
-            order = [i // 2 + half * (i % 2) for i in range(config.head_dim)]
-            rows = [head + i for head in range(0, len(values), config.head_dim) for i in order]
-            values = values[rows]
-        if quantized and values.ndim == 2:
-            writer.add_tensor(gguf_name(name), quantize(values, Q8), raw_dtype=Q8)
-        else:
-            writer.add_tensor(gguf_name(name), values)
-    for add in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        add()
+            halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])  # of each head
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        raw = Q8 if quantized and values.ndim == 2 else None
+        stored = quantize(values, raw) if raw else values
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored, raw_dtype=raw)
+    finish(writer)
     return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
 
 
 def same_logits(folder: Path, model) -> None:
@@ -92,21 +76,11 @@ def same_logits(folder: Path, model) -> None:
     torch.testing.assert_close(ours, theirs, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-biases", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-biases", "llama-wide-heads", "qwen2"])
 def test_a_float_file_converts_to_the_weights_it_was_made_of(tmp_path, name):
     model = hf_model(name)
-    file = write_gguf(tmp_path / "model.gguf", model)
-    convert(file, tmp_path / "out", dtype="float32")
-    assert {key: t.tolist() for key, t in written(tmp_path / "out").items()} == {
-        key: t.tolist() for key, t in expected(model).items()
-    }
-    same_logits(tmp_path / "out", model)
-
-
-def test_heads_may_be_wider_than_their_share_of_the_embedding(tmp_path):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"head_dim": 16}))
     convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out", dtype="float32")
+    assert_same(written(tmp_path / "out"), expected(model))
     same_logits(tmp_path / "out", model)
 
 
@@ -121,8 +95,11 @@ def test_a_quantized_file_is_dequantized_into_bfloat16(tmp_path, monkeypatch):
         for name, t in model.state_dict().items()
     }
     model.load_state_dict(rounded)
-    for name, tensor in expected(model.bfloat16()).items():
-        assert torch.equal(written(tmp_path / "out")[name], tensor), name
+    assert_same(written(tmp_path / "out"), expected(model.bfloat16()))
+
+
+def slower_rope(writer: GGUFWriter, factors=(2,) * 4) -> None:
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -135,12 +112,12 @@ def test_the_scaled_rope_of_llama_3_is_read_from_its_factors(tmp_path, factor):
     )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")
     plain = 500000.0 ** (-torch.arange(0, 64, 2) / 64)
-    add = lambda writer: writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())  # noqa: E731
+    add = partial(slower_rope, factors=plain / scaled)
     convert(write_gguf(tmp_path / "model.gguf", model, tokenizer=add), tmp_path / "out")
     ours = read_config(tmp_path / "out")["kv_fast"]["model"]["rope"]
     assert ours == {key: pytest.approx(value) for key, value in (rope | {"max_position_embeddings": 131072}).items()}
     with pytest.raises(ValueError, match="not Llama 3.1's"):
-        add = lambda writer: writer.add_tensor("rope_freqs.weight", np.full(32, 2, np.float32))  # noqa: E731
+        add = partial(slower_rope, factors=[2] * 32)
         convert(write_gguf(tmp_path / "model.gguf", model, tokenizer=add), tmp_path / "other")
 
 
@@ -217,24 +194,11 @@ def test_metadata_that_config_json_cannot_say_is_refused_by_name(tmp_path, capsy
     refused(capsys, [file, "--out", tmp_path / "out"], f"llama.{key}", watch=tmp_path)
 
 
-def test_a_file_without_all_tensors_is_named(tmp_path, capsys):
-    file = write_gguf(tmp_path / "model.gguf", hf_model(), metadata={"block_count": 9})
-    refused(capsys, [file, "--out", tmp_path / "out"], f"the weights in {file} ", "they lack", watch=tmp_path)
-
-
 def test_a_size_that_is_missing_is_named(tmp_path, capsys):
     writer = GGUFWriter(tmp_path / "model.gguf", "qwen2")
     writer.add_block_count(2)
-    for add in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        add()
+    finish(writer)
     refused(capsys, [tmp_path / "model.gguf", "--out", tmp_path / "out"], "qwen2.context_length", watch=tmp_path)
-
-
-def test_rope_that_is_scaled_twice_is_refused(tmp_path, capsys):
-    add = lambda writer: writer.add_tensor("rope_freqs.weight", np.full(4, 2, np.float32))  # noqa: E731
-    metadata = {"rope.scaling.factor": 4.0}
-    file = write_gguf(tmp_path / "model.gguf", hf_model(), tokenizer=add, metadata=metadata)
-    refused(capsys, [file, "--out", tmp_path / "out"], "linear", "rope_freqs.weight", watch=tmp_path)
 
 
 def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | None, form=None):
@@ -258,10 +222,9 @@ def byte_level(folder: Path, split, special: list[str], pre: str, bos: str | Non
     return add
 
 
-def sentencepiece(folder: Path, **options):
-    from sentencepiece import SentencePieceProcessor
-
-    sentencepiece_folder(folder, {"chat_template": CHATML_TEMPLATE}, **options)
+def sentencepiece(folder: Path):
+    """Likewise, of a sentencepiece model."""
+    sentencepiece_folder(folder, {"chat_template": CHATML_TEMPLATE})
     sp = SentencePieceProcessor(str(folder / "tokenizer.model"))
     ids = range(sp.get_piece_size())
     kinds = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids]
@@ -405,18 +368,17 @@ def test_the_file_says_which_tokens_stand_around_a_text(tmp_path, kind, bos, eos
     assert ours.decode(ids) == "the keeper"
 
 
-BROKEN = {
-    "another architecture": (dict(architecture="gemma3"), ["gemma3", "llama and qwen2"]),
-    "a part of a model": (
-        dict(tokenizer=lambda writer: writer.add_uint32("split.count", 3)),
-        ["one part", "llama-gguf-split"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_what_cannot_be_converted_is_refused_before_a_byte_is_written(tmp_path, capsys, case):
-    fields, words = BROKEN[case]
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(architecture="gemma3"), ["gemma3", "llama and qwen2"]),
+        (dict(tokenizer=lambda writer: writer.add_uint32("split.count", 3)), ["one part", "llama-gguf-split"]),
+        (dict(metadata={"block_count": 9}), ["model.gguf ", "they lack"]),
+        (dict(tokenizer=slower_rope, metadata={"rope.scaling.factor": 4.0}), ["linear", "rope_freqs.weight"]),
+    ],
+    ids=["architecture", "part", "tensors", "rope"],
+)
+def test_what_cannot_be_converted_is_refused_before_a_byte_is_written(tmp_path, capsys, fields, words):
     file = write_gguf(tmp_path / "model.gguf", hf_model(), **fields)
     refused(capsys, [file, "--out", tmp_path / "out"], *words, watch=tmp_path)
 

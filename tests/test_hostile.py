@@ -1,5 +1,5 @@
 """Damaged checkpoints, senseless command lines and kills: each ends in one clear line or in a correct run. A run
-samples them; with --exhaustive there are 300 checkpoints, and 100 command lines and 20 kills per tool."""
+samples them; with --exhaustive there are 300 checkpoints, and 100 command lines and 20 kills per tool more."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from chat_templates import LLAMA2
-from conftest import write_random
+from conftest import exhaustive, slow, write_random
 from test_convert import hf_model, save
 
 import bench.__main__ as bench
@@ -185,21 +185,12 @@ MUTATIONS = (change_json, change_json, change_json, cut, flip, swap, lose, borro
 ANSWER = ("--prompt", "The keeper " * 30, "--max-new-tokens", 4, "--no-compile", "--kv")
 
 
-def pytest_generate_tests(metafunc):
-    everything = metafunc.config.getoption("--exhaustive")
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(300 if everything else 40))
-    if "lines" in metafunc.fixturenames:
-        metafunc.parametrize("lines", [100 if everything else 8])
-    if "kills" in metafunc.fixturenames:
-        metafunc.parametrize("kills", [20 if everything else 2])
-
-
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method[0])
 def test_the_undamaged_checkpoint_answers(whole, method):
     assert outcome(generate.main, ["--checkpoint", whole, *ANSWER, *method]) == (0, ANY)
 
 
+@pytest.mark.parametrize("seed", [*range(8), *map(slow, range(8, 40)), *map(exhaustive, range(40, 300))])
 def test_a_damaged_checkpoint_is_refused_in_one_line_or_answers(whole, tmp_path, seed):
     folder, draw = tmp_path / "damaged", random.Random(seed)
     shutil.copytree(whole, folder)
@@ -226,55 +217,44 @@ def test_senseless_sampling_in_a_checkpoint_is_a_note_or_refused_in_one_line(who
     assert refused > 10
 
 
-DEEP = ("[" * 100_000, '{"a":' * 100_000)
+DEEP = "[" * 100_000
 JSONS = ("config.json", "tokenizer_config.json", "generation_config.json", "kv_profile.json")
 JSONS += ("model.safetensors.index.json",)
 
 
-@pytest.mark.parametrize("text", DEEP, ids=("lists", "objects"))
 @pytest.mark.parametrize("name", (*JSONS, "a header"))
-def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, name, text):
-    folder = tmp_path / "deep"
-    shutil.copytree(whole, folder)
-    if name == "a header":
-        file = next(folder.glob("model-00001*"))
-        file.write_bytes(struct.pack("<Q", len(text)) + text.encode())
-    else:
-        file = folder / name
-        file.write_text(text)
+def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, name):
+    folder = shutil.copytree(whole, tmp_path / "deep")
+    file = next(folder.glob("model-00001*")) if name == "a header" else folder / name
+    file.write_bytes(struct.pack("<Q", len(DEEP)) * (name == "a header") + DEEP.encode())
     code, said = outcome(generate.main, ["--checkpoint", folder, *ANSWER, "full"])
     assert code == 2 and file.name in said and ("too deeply" in said or "is damaged or cut off" in said)
 
 
-def deep_files(folder: Path, whole: Path, text: str) -> dict[str, tuple]:
-    """Writes files that are nested too deeply; kind of file -> the command line that reads it."""
-    for name in ("found.json", "squad.json"):
-        (folder / name).write_text(text + "\n")
-    found, tests = folder / "found.json", ["--checkpoint", whole, "--length", 400, "--samples", 1, "--data", folder]
-    return {
-        "a result": (compare.main, [found, found]),
-        "scores of heads": (
-            generate.main,
-            ["--checkpoint", whole, *ANSWER, "duo", "--budget", "0.5", "--kv-opt", f"heads={found}"],
-        ),
-        "a dataset": (evaluation.main, [*tests, "--tasks", "qa_1"]),
-        "a shape": (bench.main, ["--shape", found]),
-    }
-
-
-@pytest.mark.parametrize("text", DEEP, ids=("lists", "objects"))
 @pytest.mark.parametrize("kind", ("a result", "scores of heads", "a dataset", "a shape"))
-def test_a_tools_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, kind, text):
-    assert outcome(*deep_files(tmp_path, whole, text)[kind])[0] == 2
+def test_a_tools_file_that_is_nested_too_deeply_is_refused_in_one_line(whole, tmp_path, kind):
+    for name in ("found.json", "squad.json"):
+        (tmp_path / name).write_text(DEEP + "\n")
+    found, checkpoint = tmp_path / "found.json", ["--checkpoint", whole]
+    main, args = {
+        "a result": (compare.main, [found, found]),
+        "scores of heads": (generate.main, [*checkpoint, *ANSWER, *METHODS[-1], "--kv-opt", f"heads={found}"]),
+        "a dataset": (
+            evaluation.main,
+            [*checkpoint, "--length", 400, "--samples", 1, "--data", tmp_path, "--tasks", "qa_1"],
+        ),
+        "a shape": (bench.main, ["--shape", found]),
+    }[kind]
+    assert outcome(main, args)[0] == 2
 
 
-@pytest.mark.parametrize("kind", ("lists", "objects", "fifo"))
+@pytest.mark.parametrize("kind", ("lists", "fifo"))
 def test_measured_products_that_cannot_be_read_are_passed_over(tmp_path, kind):
     file = tmp_path / "products.json"
     if kind == "fifo":
         os.mkfifo(file)
     else:
-        file.write_text(DEEP[kind == "objects"])
+        file.write_text(DEEP)
     with guarded(10, 100_000_000):
         assert cpu.read(file) == {}
         cpu.write(file, {"m": {"s": {"fused": 1.0}}})
@@ -328,8 +308,9 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("kind", ("link", "chain", "fifo", "dangling"))
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name, kind", [*((name, "link") for name in FILES), *((FILES[0], kind) for kind in ("chain", "fifo", "dangling"))]
+)
 def test_links_out_of_the_folder_and_special_files_are_refused(whole, tmp_path, name, kind):
     folder = tmp_path / "linked"
     shutil.copytree(whole, folder)
@@ -477,17 +458,17 @@ MAINS = {
     "calibrate": calibrate.main,
     "compare": compare.main,
 }
-TOOLS = tuple(MAINS)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("lines", [2, slow(8), exhaustive(100)])
+@pytest.mark.parametrize("tool", MAINS)
 def test_a_senseless_command_line_is_refused_in_one_line_or_runs(lines_of, tmp_path, monkeypatch, tool, lines):
     main, args = lines_of[tool]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert outcome(main, args) == (0, ANY)
-    draw = random.Random(TOOLS.index(tool))
+    draw = random.Random(tool)
     for _ in range(lines):
         own, place = list(args), draw.randrange(len(args))
         kind = draw.random()
@@ -527,6 +508,7 @@ def run_for(tool: str, args: list, seconds: float | None) -> tuple[int, float]:
         return process.wait(), time.perf_counter() - begin
 
 
+@pytest.mark.parametrize("kills", [slow(2), exhaustive(20)])
 @pytest.mark.parametrize("tool", ("quantize", "convert_hf_checkpoint"))
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp_path, tool, kills):
     main, args = lines_of[tool.removesuffix("_hf_checkpoint")]
@@ -544,6 +526,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint_or_none(lines_of, tmp
     assert outcome(main, args)[0] == 0 and [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("kills", [slow(2), exhaustive(20)])
 def test_an_evaluation_that_is_killed_resumes_to_the_same_result(lines_of, tmp_path, kills):
     _, args = lines_of["eval"]
     args = [*args, "--samples", 6]

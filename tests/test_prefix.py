@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_random
+from conftest import slow, write_random
 from safetensors import safe_open
 from test_contract import VARIANTS
 
@@ -47,7 +47,7 @@ def saved(engine, path: Path, text=TEXT) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kv", METHODS)
+@pytest.mark.parametrize("kv", [kv if kv in ("full", "rocketkv", "omnikv", "kivi") else slow(kv) for kv in METHODS])
 def test_a_saved_row_is_continued_like_the_row_itself(checkpoint, kv, tmp_path):
     """After its prompt and after an answer, in forks, in another engine, in another row."""
     engine, other = load(checkpoint, kv), load(checkpoint, kv, batch=3)
@@ -145,22 +145,17 @@ def forged(good: Path, file: Path, fields: dict, tensors: dict) -> Path:
 
 FORGED = {  # header fields, tensors, and the reason that the refusal gives
     "a budget that is a text": ({"budget": "24"}, {}, "(budget cannot be "),
-    "a budget that is no number": ({"budget": float("nan")}, {}, "budget=nan"),
     "a plan of no tokens": ({"max_new_tokens": 0}, {}, "(plan)"),
     "a plan for 3e12 tokens": ({"max_prompt": 3 * 10**12}, {}, "(plan)"),
     "a plan for 3e9 tokens": ({"max_prompt": 3 * 10**9}, {}, "GB are free"),
-    "a plan that is true": ({"max_prompt": True}, {}, "(max_prompt cannot be "),
     "a prompt longer than the plan": ({"prompt": 51}, {}, "(plan)"),
     "no prompt": ({"prompt": 0}, {}, "(plan)"),
     "no drafts": ({"speculate": -1}, {}, "(speculate)"),
     "a pending token beyond the vocabulary": ({"pending": 128}, {}, "(tokens)"),
     "a pending token that is true": ({"pending": True}, {}, "(pending cannot be "),
-    "options that are a list": ({"options": []}, {}, "(options cannot be "),
-    "a method that there is not": ({"kv": "nosuch"}, {}, "kv=nosuch"),
     "no list of tensors": ({"checksums": []}, {}, "(its tensors)"),
     "frequencies of one value": ({}, {"inv_freq": torch.ones(1)}, "(tokens)"),
     "tokens beyond the vocabulary": ({}, {"tokens": torch.full((50,), 128)}, "(tokens)"),
-    "tokens that are no whole numbers": ({}, {"tokens": torch.ones(50)}, "(tokens)"),
     "no tokens": ({}, {"tokens": torch.empty(0, dtype=torch.int64)}, "(tokens)"),
     "more tokens than the plan": ({}, {"tokens": torch.ones(111, dtype=torch.int64)}, "(too many tokens)"),
     "a NaN": ({}, {"0.k": torch.full((2, 50, 16), torch.nan)}, "(NaN)"),
@@ -170,18 +165,19 @@ FORGED = {  # header fields, tensors, and the reason that the refusal gives
 }
 
 
+@pytest.fixture(scope="module")
+def good(checkpoint, tmp_path_factory) -> Path:
+    return saved(load(checkpoint), tmp_path_factory.mktemp("good") / "good.kv")
+
+
 @pytest.mark.parametrize("what", FORGED)
-def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, tmp_path, what):
-    fields, tensors, reason = FORGED[what]
-    good, engine = saved(load(checkpoint), tmp_path / "good.kv"), load(checkpoint)
+def test_a_file_whose_checksums_fit_is_still_checked(checkpoint, good, tmp_path, what):
+    (fields, tensors, reason), engine = FORGED[what], load(checkpoint)
     with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(reason)}[^\n]*$"):
         engine.load_row(forged(good, tmp_path / "bad.kv", fields, tensors))
     assert not any(engine.rows)
-    assert engine.plan is None or reason in (
-        "does not fit this cache",
-        "(too many tokens)",
-    )  # else nothing is allocated
-    assert engine.generate([TEXT], 3)[0].tokens
+    known_late = reason in ("does not fit this cache", "(too many tokens)")
+    assert engine.plan is None or known_late  # else nothing is allocated
     assert engine.load_row(good).tokens == TEXT
 
 
@@ -233,11 +229,6 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         assert (report["kv"], report["budget"], report["prefill_tokens_per_s"]) == ("rocketkv", 24, None)
         assert report["tokens_reused"] == report["completions"][0]["prompt_tokens"]
         assert 0 < report["completions"][0]["new_tokens"] < 50
-    program = [sys.executable, str(Path(__file__).parent.parent / "generate.py"), *common[:-2]]
-    run = [*program, "--load-prompt", file, "--prompt", "Where?", "--seed", "3"]
-    both = [subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(2)]
-    answers = [process.communicate()[0].strip() for process in both]
-    assert answers == [report["completions"][0]["answers"][0]["text"].strip()] * 2
     book = (tmp_path / "book.kv").read_bytes()
     (tmp_path / "cut.kv").write_bytes(book[:-100])
     capsys.readouterr()
@@ -246,7 +237,6 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         (["--load-prompt", file, "--prompt", "x", "--chat", "--offload"], "leave out options, --chat"),
         (["--load-prompt", file, "--prompt", "x" * 400], "no room for another question"),
         (["--load-prompt", str(tmp_path / "cut.kv"), "--prompt", "x"], "cut.kv"),
-        (["--load-prompt", str(tmp_path / "none.kv"), "--prompt", "x"], "there is no file"),
         (["--prompt", "x", "--save-prompt", str(tmp_path / "no" / "book.kv")], "not a file in an existing folder"),
         (["--batch-file", str(tmp_path / "book.txt"), "--save-prompt", file], "leave out --batch-file"),
         (["--prompt", "x", "--save-prompt", file, "--out", str(tmp_path / "out")], "leave out --out"),
@@ -258,6 +248,18 @@ def test_a_prompt_is_saved_and_asked_twice_from_the_command_line(tiny_checkpoint
         assert end.value.code == 2 and error.strip().count("\n") <= 2, error
         assert message in error.strip().splitlines()[-1]
     assert (tmp_path / "book.kv").read_bytes() == book
+
+
+@pytest.mark.slow
+def test_another_process_continues_a_saved_prompt(tiny_checkpoint, tmp_path):
+    common = ["--checkpoint", str(tiny_checkpoint), "--no-compile"]
+    save = [*common, "--kv", "rocketkv", "--budget", "24", "--save-prompt", str(tmp_path / "text.kv")]
+    ask = [*common, "--load-prompt", str(tmp_path / "text.kv"), "--prompt", "Where?", "--seed", "3"]
+    for args in ([*save, "--prompt", "A mouse lived in a mill. " * 9], [*ask, "--json", str(tmp_path / "out.json")]):
+        main(args)
+    (answer,) = json.loads((tmp_path / "out.json").read_text())["completions"][0]["answers"]
+    program = [sys.executable, str(Path(__file__).parent.parent / "generate.py"), *ask]
+    assert subprocess.run(program, capture_output=True, text=True).stdout.strip() == answer["text"].strip()
 
 
 def test_a_text_in_the_chat_format_is_saved_and_questions_complete_its_turn(tiny_checkpoint, tmp_path):

@@ -1,16 +1,13 @@
 """Quantized weights: their error bound, storage and streaming, what is refused, and every method run on them."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import LLAMA, write_random
+from conftest import LLAMA, slow, write_random
+from test_convert import peak, refused
 from torch.nn import Linear
 
 import quantize as q
@@ -21,9 +18,7 @@ from runtime import linear
 from runtime.checkpoint import open_weights, read_config, write_checkpoint
 from runtime.hf_config import from_hf
 from runtime.linear import Int4Linear, Int8Linear, levels_of, levels_of_packed
-from terminal.cli import run as run_main
 
-ROOT = Path(q.__file__).parent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = {
     "normal": torch.randn(24, 64),
@@ -73,7 +68,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(weight, groupsize, dtype):
 
 
 @pytest.mark.parametrize("mode", q.MODES)
-@pytest.mark.parametrize("bias, compiled", ((False, False), (True, False), (True, True)))
+@pytest.mark.parametrize("bias, compiled", ((False, False), (True, False), slow(True, True)))
 @pytest.mark.parametrize("out, groupsize, packs", [(40, 16, False), (128, 32, True)])
 def test_a_layer_computes_what_its_restored_weight_would(mode, bias, compiled, out, groupsize, packs, monkeypatch):
     """With torch's CPU kernels (`packs`), and without them, as on a GPU."""
@@ -204,30 +199,19 @@ def test_a_tied_embedding_table_may_be_quantized_too(tmp_path):
     assert found.model.tok_embeddings.weight.dtype == torch.int8
 
 
-def refused(capsys, *args) -> str:
-    with pytest.raises(SystemExit) as stop:
-        run_main(lambda: q.main([str(a) for a in args]))
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
-
-
 def test_mistakes_are_refused_in_one_line_and_leave_nothing(checkpoint, tmp_path, capsys):
     q.quantize(checkpoint, tmp_path / "eight", "int8")
-    there = sorted(p.name for p in tmp_path.iterdir())
-    out, source = ["--out", tmp_path / "out"], ["--checkpoint", checkpoint]
-    assert "quantized already (int8)" in refused(
-        capsys, "--checkpoint", tmp_path / "eight", *out, "--mode", "int4", "--groupsize", 32
-    )
-    for size in (5, 48, 0, -2, 1000):
-        line = refused(capsys, *source, *out, "--mode", "int4", "--groupsize", size)
-        assert f"groupsize {size} must" in line and "use --groupsize 32" in line
-    assert "leave out --groupsize" in refused(capsys, *source, *out, "--mode", "int8", "--groupsize", 7)
+    four, eight = ["--mode", "int4", "--groupsize"], ["--mode", "int8"]
+    for source, out, mode, words in (
+        *[(checkpoint, "out", [*four, n], (f"groupsize {n} must", "use --groupsize 32")) for n in (5, 48, 0, -2, 1000)],
+        (tmp_path / "eight", "out", [*four, 32], ["quantized already (int8)"]),
+        (checkpoint, "out", [*eight, "--groupsize", 7], ["leave out --groupsize"]),
+        (checkpoint, "eight", eight, ["exists"]),
+        (tmp_path / "none", "out", eight, ["no checkpoint folder"]),
+    ):
+        args = ["--checkpoint", source, "--out", tmp_path / out, *mode]
+        refused(capsys, args, *words, watch=tmp_path, tool=q.main)
     q.quantize(checkpoint, tmp_path / "four", "int4", groupsize=32)  # what the refusal names works
-    shutil.rmtree(tmp_path / "four")
-    assert "exists" in refused(capsys, *source, "--out", tmp_path / "eight", "--mode", "int8")
-    assert "no checkpoint folder" in refused(capsys, "--checkpoint", tmp_path / "none", *out, "--mode", "int8")
-    assert sorted(p.name for p in tmp_path.iterdir()) == there
 
 
 @pytest.mark.parametrize(
@@ -238,7 +222,7 @@ def test_without_a_group_size_the_largest_that_divides_is_taken_and_said(width, 
     sizes = {"hidden_size": width, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 2 * width}
     args = ["--checkpoint", str(write_random(tmp_path / "plain", **sizes)), "--out", str(tmp_path / "q")]
     if isinstance(groupsize, str):
-        assert groupsize in refused(capsys, *args, "--mode", "int4")
+        refused(capsys, [*args, "--mode", "int4"], groupsize, watch=tmp_path, tool=q.main)
         return
     q.main([*args, "--mode", "int4"])
     assert f"groups of {groupsize} channels" in capsys.readouterr().err
@@ -256,21 +240,16 @@ def test_an_unknown_kind_of_quantization_is_refused(about, checkpoint, tmp_path)
 
 
 MEMORY = """
-import sys
 from functools import partial
-from pathlib import Path
-import torch
 import quantize
-from runtime.device import resident_bytes
 quantize.write_checkpoint = partial(quantize.write_checkpoint, shard_bytes=100_000_000)
-quantize.quantize(sys.argv[4], sys.argv[2] + "-small", sys.argv[3], 32)
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what imports and first uses left
-before = resident_bytes("VmRSS")
-quantize.quantize(sys.argv[1], sys.argv[2], sys.argv[3])
-print(resident_bytes("VmHWM") - before)
+quantize.quantize(sys.argv[4], sys.argv[2] + "-small", sys.argv[3], 32)  # what first uses leave
+def work():
+    quantize.quantize(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
 @pytest.mark.parametrize("mode", q.MODES)
 def test_memory_stays_below_one_shard(mode, checkpoint, tmp_path):
@@ -288,8 +267,5 @@ def test_memory_stays_below_one_shard(mode, checkpoint, tmp_path):
     )
     shards = sorted((tmp_path / "plain").glob("*.safetensors"))
     assert len(shards) > 1
-    command = [sys.executable, "-c", MEMORY, tmp_path / "plain", tmp_path / "out", mode, checkpoint]
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system at once
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
     largest = max(file.stat().st_size for file in shards)
-    assert int(done.stdout) < largest, (done.stdout, largest)
+    assert peak(MEMORY, tmp_path / "plain", tmp_path / "out", mode, checkpoint) < largest
