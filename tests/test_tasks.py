@@ -415,37 +415,22 @@ def test_a_solved_example_stands_first_in_the_words_of_the_task(name):
 
 
 @pytest.mark.parametrize("name", [*NIAH, "vt", "cwe", "fwe", "needle"])
-def test_right_answers_are_accepted_in_any_wording_and_case(name):
+def test_each_answer_counts_its_share_in_any_wording_and_case(name):
     [question] = sample(name, 2048).questions
-    said = ", ".join(question.answers)
-    reverse = "\n".join(question.answers[::-1])
-    for answer in (said, f"I think: {said}. That is it.", said.upper(), said.lower(), reverse):
+    said, count = ", ".join(question.answers), len(question.answers)
+    for answer in (f"I think: {said}. That is it.", said.upper(), said.lower(), "\n".join(question.answers[::-1])):
         assert TASKS[name].score(answer, question) == 100
-    assert TASKS[name].score("", question) == 0
+    for found in range(count):
+        score = TASKS[name].score(" ".join(question.answers[count - found :]), question)
+        assert score == pytest.approx(100 * found / count)
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_3", "niah_multikey_3", "needle"])
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_3", "needle"])
 def test_a_value_that_is_almost_right_is_wrong(name):
     [question] = sample(name, 2048).questions
     [value] = question.answers
-    swapped = "".join("1" if c == "0" else "0" for c in value[-1:])
-    for answer in (value[:-1] + swapped, value[:-1], value[1:], " ".join(value), value[::-1]):
+    for answer in (value[:-1] + ("1" if value[-1] == "0" else "0"), value[1:], " ".join(value), value[::-1]):
         assert TASKS[name].score(answer, question) == 0
-
-
-@pytest.mark.parametrize(
-    "name, shares",
-    [
-        ("niah_multivalue", [100, 75, 50, 25, 0]),
-        ("niah_multiquery", [100, 75, 50, 25, 0]),
-        ("vt", [100, 80, 60, 40, 20, 0]),
-        ("fwe", [100, 200 / 3, 100 / 3, 0]),
-    ],
-)
-def test_each_of_several_answers_counts_its_share(name, shares):
-    [question] = sample(name, 2048).questions
-    found = [TASKS[name].score(" ".join(question.answers[missing:]), question) for missing in range(len(shares))]
-    assert found == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("name", QA)
@@ -478,31 +463,20 @@ def test_the_first_color_named_counts(name, answer, right):
 # Questions about documents
 
 PAGES = [f"Page {i} tells of the town number {i}. " + "It is long. " * (i % 7) for i in range(60)]
-SQUAD = {
-    "data": [
-        {
-            "title": "A",
-            "paragraphs": [
-                {
-                    "context": "Ann lives in Ulm.",
-                    "qas": [
-                        {
-                            "question": "Where does Ann live?",
-                            "is_impossible": False,
-                            "answers": [{"text": "Ulm", "answer_start": 13}, {"text": "in Ulm", "answer_start": 10}],
-                        },
-                        {"question": "Where does Bob live?", "is_impossible": True, "answers": []},
-                    ],
-                },
-                {
-                    "context": "Cem lives in Rome.",
-                    "qas": [{"question": "Who lives in Rome?", "answers": [{"text": "Cem", "answer_start": 0}]}],
-                },
-            ],
-        },
-        {"title": "B", "paragraphs": [{"context": page, "qas": []} for page in PAGES]},
-    ]
-}
+
+
+def squad(question: str, *answers: str) -> dict:
+    found = [{"text": answer, "answer_start": 0} for answer in answers]
+    return {"question": question, "is_impossible": not answers, "answers": found}
+
+
+ANN = [squad("Where does Ann live?", "Ulm", "in Ulm"), squad("Where does Bob live?")]
+PARAGRAPHS = [
+    {"context": "Ann lives in Ulm.", "qas": ANN},
+    {"context": "Cem lives in Rome.", "qas": [squad("Who lives in Rome?", "Cem")]},
+]
+OTHERS = [{"context": page, "qas": []} for page in PAGES]
+SQUAD = {"data": [{"title": "A", "paragraphs": PARAGRAPHS}, {"title": "B", "paragraphs": OTHERS}]}
 HOTPOTQA = [
     {
         "question": "Which town do both share?",
@@ -529,8 +503,7 @@ def data(tmp_path):
 
 
 def test_documents_and_question_are_worded_as_published(tmp_path):
-    one = {"data": [{"title": "A", "paragraphs": SQUAD["data"][0]["paragraphs"][:1]}]}
-    (tmp_path / "squad.json").write_text(json.dumps(one))
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"title": "A", "paragraphs": PARAGRAPHS[:1]}]}))
     made = sample("qa_1", 120, data=tmp_path)
     assert made.text == f"{ORDER}\n\nThe following are given documents.\n\nDocument 1:\nAnn lives in Ulm."
     assert made.questions == (
