@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from chat_templates import LLAMA2
-from conftest import slow, write_random
+from conftest import slow
 from torch._inductor.exc import CppCompileError, InductorError
 
 import generate
@@ -260,15 +260,16 @@ def test_ctrl_c_in_a_batch_counts_what_is_kept_and_prints_it(text_checkpoint, tm
     assert run(*flags).returncode == 0 and [line["id"] for line in lines_of(out)] == [1, 2, 3, 4]
 
 
-def test_a_batch_prints_each_prompt_in_one_line_after_its_id(text_checkpoint, tmp_path):
+def test_a_batch_prints_each_prompt_in_one_line_after_its_id_and_no_prefills(text_checkpoint, tmp_path):
     prompts = {"a": "\nTwo\tlines,\n\nand " + "more " * 99, 7: "fog\x1b[2J"}
     lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
     (tmp_path / "batch.jsonl").write_text("\n".join(lines))
     flags = ("--batch-file", tmp_path / "batch.jsonl", "--json", tmp_path / "out.json", *SHORT)
-    printed = run("--checkpoint", text_checkpoint, *flags).stdout
+    result = run("--checkpoint", text_checkpoint, *flags)
     texts = [completion["text"] for completion in json.loads((tmp_path / "out.json").read_text())["completions"]]
     first = "Two lines, and " + "more " * 9
-    assert printed == f"a: {first} -> {texts[0]}\n7: fog\\x1b[2J -> {texts[1]}\n"
+    assert "-- prefill" not in result.stderr
+    assert result.stdout == f"a: {first} -> {texts[0]}\n7: fog\\x1b[2J -> {texts[1]}\n"
 
 
 BATCHES = {
@@ -355,12 +356,6 @@ def test_progress_that_takes_long_says_how_far_it_is(monkeypatch):
         "-- prefill: 2 of 5, about 18 seconds left",
         "-- prefill: 4 of 5, about 6 seconds left",
     ]
-
-
-def test_a_batch_prints_no_lines_for_single_prefills(text_checkpoint, tmp_path):
-    (tmp_path / "batch.txt").write_text("fog\nlight\n")
-    result = run("--checkpoint", text_checkpoint, "--batch-file", tmp_path / "batch.txt", *SHORT)
-    assert result.returncode == 0 and "-- prefill" not in result.stderr
 
 
 def test_a_conversation_beyond_the_context_is_reported(text_checkpoint, tmp_path):
@@ -531,10 +526,6 @@ def test_a_conversation_that_fills_its_caches_names_the_flag(chat_checkpoint, mo
     assert "the caches hold 36 tokens" in line and "--max-new-tokens" in line and next(typed) == "never read"
 
 
-def test_a_conversation_from_a_pipe_is_refused(text_checkpoint):
-    assert_refused(run("--checkpoint", text_checkpoint, "--chat", stdin="hi"), "a conversation needs a terminal")
-
-
 def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("terminal.options.first_question", lambda *_: pytest.fail("asked"))
@@ -588,45 +579,50 @@ SAMPLINGS = {  # name -> generation_config.json, flags, what --generation-config
 }
 
 
+@pytest.fixture
+def recommending(tiny_checkpoint, tmp_path):
+    """A function that writes a checkpoint's generation_config.json; -> the beginning of a command line."""
+
+    def given(content: dict | None) -> list:
+        folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+        if content is not None:
+            (folder / "generation_config.json").write_text(json.dumps(content))
+        return ["--checkpoint", folder, "--prompt", "The keeper", "--json", *SHORT]
+
+    return given
+
+
 @pytest.mark.parametrize("case", SAMPLINGS)
-def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(tiny_checkpoint, tmp_path, case):
+def test_what_a_checkpoint_recommends_is_named_once_and_applied_if_asked(recommending, case):
     content, flags, added = SAMPLINGS[case]
-    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    if content is not None:
-        (folder / "generation_config.json").write_text(json.dumps(content))
-    common = ["--checkpoint", folder, "--prompt", "The keeper", "--seed", 1, "--json", *SHORT, *flags]
+    common = [*recommending(content), "--seed", 1, *flags]
     plain, applied = run(*common), run(*common, "--generation-config")
     notes = [line for line in plain.stderr.splitlines() if "generation_config" in line]
     added = {name: added[name] for name in SAMPLING if name in added}
     listed = ", ".join(f"{name} {value}" for name, value in added.items())
     said = f"note: generation_config.json recommends {listed}; --generation-config applies it"
-    missing = f"note: {folder} has no generation_config.json, so --generation-config changes nothing"
+    missing = f"note: {common[1]} has no generation_config.json, so --generation-config changes nothing"
     assert notes == [said] * bool(added)
     assert [x for x in applied.stderr.splitlines() if "generation_config" in x] == [missing] * (content is None)
     unasked, used = (json.loads(result.stdout) for result in (plain, applied))
     assert used["sampling"] == unasked["sampling"] | added
     how = {name: value for name, value in used["sampling"].items() if value is not None}
-    expected = Engine.load(folder, compile=False, seed=1).generate("The keeper", 6, **how)[0].tokens
+    expected = Engine.load(common[1], compile=False, seed=1).generate("The keeper", 6, **how)[0].tokens
     assert used["completions"][0]["tokens"] == expected
 
 
-def test_a_temperature_applies_the_cuts_of_a_generation_config_that_is_greedy(tiny_checkpoint, tmp_path):
-    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    (folder / "generation_config.json").write_text('{"top_p": 0.9}')
-    common = ["--checkpoint", folder, "--prompt", "The keeper", "--json", *SHORT, "--temperature", "0.5"]
+def test_a_temperature_applies_the_cuts_of_a_generation_config_that_is_greedy(recommending):
+    common = [*recommending({"top_p": 0.9}), "--temperature", "0.5"]
     used = [json.loads(run(*common, *more).stdout)["sampling"] for more in ([], ["--generation-config"])]
     assert [(how["temperature"], how["top_k"], how["top_p"]) for how in used] == [(0.5, None, None), (0.5, 50, 0.9)]
 
 
-@pytest.mark.parametrize("more", ([], ["--generation-config"]))
-def test_what_is_not_supported_of_a_generation_config_is_named_in_one_note(tiny_checkpoint, tmp_path, more):
-    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+def test_what_is_not_supported_of_a_generation_config_is_named_in_one_note(recommending):
     content = {"num_beams": 4, "suppress_tokens": [1, 2], "typical_p": 0.9, "min_length": 0, "max_length": 4096}
-    (folder / "generation_config.json").write_text(json.dumps(content))
-    said = run("--checkpoint", folder, "--prompt", "The keeper", *SHORT, *more).stderr
-    notes = [line for line in said.splitlines() if line.startswith("note:")]
-    ignored = "num_beams 4, suppress_tokens [1, 2]"
-    assert notes == [f"note: generation_config.json also sets {ignored}: not supported, and ignored"]
+    common, ignored = recommending(content), "num_beams 4, suppress_tokens [1, 2]"
+    for more in ([], ["--generation-config"]):
+        notes = [line for line in run(*common, *more).stderr.splitlines() if line.startswith("note:")]
+        assert notes == [f"note: generation_config.json also sets {ignored}: not supported, and ignored"]
 
 
 MISTAKES = {
@@ -639,6 +635,7 @@ MISTAKES = {
     "long prompt": (["--prompt", "a b c d " * 9000], ["tokens", "context is 32768"]),
     "empty prompt": (["--prompt", ""], ["empty"]),
     "no prompt": ([], ["--prompt"]),
+    "a conversation without a terminal": (["--chat"], ["a conversation needs a terminal"]),
     "no such file": (["--prompt-file", "/nowhere/x"], ["/nowhere/x"]),
     "no such device": (["--prompt", "x", "--device", "cuda:99"], ["cuda:99"]),
     "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], ["at least 1"]),
@@ -646,6 +643,7 @@ MISTAKES = {
     "negative temperature": (["--prompt", "x", "--temperature", "-1"], ["temperature"]),
     "no chat template": (["--prompt", "x", "--chat"], ["chat template"]),
     "unknown flag": (["--prompt", "x", "--nosuch"], ["--nosuch"]),
+    "json nowhere": (["--prompt", "x", "--json", "/nowhere/x.json"], ["--json", "/nowhere/x.json"]),
     "a folder": (["--prompt-file", "/tmp"], ["/tmp", "directory"]),
     "far too large": (["--prompt", "x", "--max-new-tokens", "1" + "0" * 30], ["any machine", "--max-new-tokens"]),
     "empty stop text": (["--prompt", "x", "--stop", ""], ["--stop"]),
@@ -788,13 +786,6 @@ def test_a_compile_cache_that_cannot_be_written_is_one_line(text_checkpoint):
 def test_errors_of_the_compile_cache_and_of_the_compiler_are_told_apart_and_others_unchanged(inner, words):
     with pytest.raises(ValueError if words else InductorError, match=words or "a bug"), compile_errors():
         raise InductorError(inner, None)
-
-
-def test_a_checkpoint_without_a_tokenizer_takes_ids(tmp_path):
-    folder = write_random(tmp_path / "ids")
-    assert_refused(run("--checkpoint", folder, "--prompt", "x"), "tokenizer")
-    (answer,) = Engine.load(folder, compile=False).generate([[1, 2, 3]], max_new_tokens=2)
-    assert len(answer.tokens) == 2
 
 
 @pytest.mark.slow
