@@ -51,6 +51,11 @@ def completion(prompt_tokens: int, answers: Sequence[Answer]) -> dict:
     return {"prompt_tokens": prompt_tokens, "new_tokens": new, **answers[0], "answers": answers}
 
 
+CACHES = ("profile", "plan_sizes", "kv_device_bytes", "kv_host_bytes", "kv_full_bytes")
+STATS = ("load_s", "load_bytes", "compile_s", "compiles", "prefill_s", "tokens_reused", "extend_s", "extend_tokens")
+STATS += ("first_token_s", "past_context")
+
+
 def measured(engine: Engine) -> dict:
     """What --json writes of one method and one call, besides the answers."""
     stats, caches = engine.stats, planning.figures(engine, 1)
@@ -61,35 +66,22 @@ def measured(engine: Engine) -> dict:
         "budget": engine.budget,
         "options": engine.options,
         "speculate": engine.speculate,
-        "profile": caches["profile"],
         "max_prompt": engine.plan.max_prompt,
-        "plan_sizes": caches["plan_sizes"],
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "ranks": engine.ranks.count,
         "sampling": {name: value for name, value in asdict(engine.sampling).items() if name != "seed"},
         "seed": engine.seed,
         "batch": engine.batch,
-        "load_s": stats.load_s,
-        "load_bytes": stats.load_bytes,
-        "compile_s": stats.compile_s,
-        "compiles": stats.compiles,
-        "prefill_s": stats.prefill_s,
+        **{name: caches[name] for name in CACHES},
+        **{name: getattr(stats, name) for name in STATS},
         "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_s if stats.prefill_tokens else None,
-        "tokens_reused": stats.tokens_reused,
-        "extend_s": stats.extend_s,
-        "extend_tokens": stats.extend_tokens,
-        "first_token_s": stats.first_token_s,
         "decode_ms_per_token": stats.ms_per_token,  # per row
         "decode_ms_per_step": 1e3 * stats.decode_s / stats.steps if stats.steps else None,
         "accepted_per_round": stats.accepted if engine.speculate else None,
         "tokens_per_s": stats.decoded / stats.decode_s if stats.steps else None,  # over all rows
-        "kv_device_bytes": caches["kv_device_bytes"],
-        "kv_host_bytes": caches["kv_host_bytes"],
-        "kv_full_bytes": caches["kv_full_bytes"],
         "fetch_hit_rate": 1 - transferred / requested if requested else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM"),
-        "past_context": stats.past_context,
     }
 
 
