@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import write_random
+from conftest import slow, write_random
 from conversations import answers_to, converse, number, outcome
 
 import kv
@@ -58,9 +58,12 @@ def test_decoded_counts_one_token_per_row_and_step_whether_sampled_or_eos(checkp
     assert together.stats.steps == max(fed) and together.stats.decoded == sum(fed)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, SAMPLED, {"stepwise": True}))
+RAGGED = [("full", 1, SAMPLED), ("h2o", 0, {}), slow("full", 1, {"temperature": 1.0}), slow("full", 0, SAMPLED)]
+RAGGED += [slow(method, lag, {}) for method in METHODS for lag in (0, 1) if (method, lag) != ("h2o", 0)]
+RAGGED += [slow(method, lag, {"stepwise": True}) for method, lag in zip(METHODS, (0, 1, 0, 1), strict=True)]
+
+
+@pytest.mark.parametrize("method, lag, sampling", RAGGED)
 def test_a_row_gives_in_a_ragged_batch_what_it_gives_alone(checkpoint, eos, method, lag, sampling, monkeypatch):
     plan = {"method": method, "batch": 5, "max_prompt": 97, "eos": eos, "lag": lag}
     found = converse(load(checkpoint, **plan), PROMPTS, QUESTIONS, **sampling)
@@ -83,9 +86,16 @@ def test_logits_do_not_depend_on_the_other_rows(checkpoint):
     assert torch.equal(empty.logits(PROMPTS[0], tokens), busy.logits(PROMPTS[0], tokens))
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("batch", (1, 2))
-@pytest.mark.parametrize("method, sampling", [("full", SAMPLED), *((method, {}) for method in METHODS)])
+@pytest.mark.parametrize(
+    "method, batch, lag, sampling",
+    (
+        ("full", 1, 0, SAMPLED),
+        ("snapkv", 2, 1, SAMPLED),
+        slow("full", 2, 1, {}),
+        slow("streaming", 2, 0, {}),
+        slow("h2o", 2, 1, {}),
+    ),
+)
 def test_more_prompts_than_rows_refill_the_rows(checkpoint, eos, batch, lag, method, sampling):
     expected = load(checkpoint, method, batch=5, eos=eos).generate(PROMPTS, 12, **sampling)
     engine = load(checkpoint, method, batch=batch, lag=lag, eos=eos)
@@ -109,18 +119,16 @@ def test_a_question_sees_exactly_the_conversation_so_far(checkpoint, eos, stops,
 
 
 @pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("pieces", ((5, 7), (1, 1, 10)))
-def test_an_answer_in_pieces_is_the_whole_answer(checkpoint, lag, pieces):
+def test_an_answer_in_pieces_is_the_whole_answer(checkpoint, lag):
     engine = load(checkpoint, batch=2, lag=lag)
     rows = engine.start(PROMPTS[:2])
-    found = [engine.ask(rows, None, n, temperature=1.0) for n in pieces]
+    found = [engine.ask(rows, None, n, temperature=1.0) for n in (1, 1, 10)]
     whole = load(checkpoint, batch=2).generate(PROMPTS[:2], 12, temperature=1.0)
     for row, answer in enumerate(whole):
         assert [t for piece in found for t in piece[row].tokens] == answer.tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lag", (0, 1))
+@pytest.mark.parametrize("method, lag", (("full", 0), ("h2o", 1), slow("streaming", 0), slow("snapkv", 1)))
 def test_a_fork_and_its_origin_are_independent(checkpoint, method, lag):
     engine, asked = load(checkpoint, method, batch=3, lag=lag, max_prompt=97), [[1, 2, 3], [9, 9]]
     (row,) = engine.start([PROMPTS[0]])
@@ -141,8 +149,7 @@ def test_a_fork_and_its_origin_are_independent(checkpoint, method, lag):
         assert outcome(answers)[-1] == [found[i]]
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("ends", ("returns", "fails"))
+@pytest.mark.parametrize("ends, lag", (("returns", 0), ("fails", 1)))
 def test_a_row_that_is_not_asked_keeps_its_conversation(checkpoint, lag, ends):
     """While other prompts are answered in the rows beside it, or fail."""
     engine = load(checkpoint, batch=3, lag=lag, max_prompt=97)
@@ -222,17 +229,10 @@ def test_generated_tokens_are_the_argmax_of_the_forced_logits(checkpoint):
         assert logits.argmax(-1).tolist() == tokens
 
 
-def test_logits_of_decode_steps_equal_those_of_one_long_prompt(checkpoint):
-    engine, tokens = load(checkpoint), list(range(50, 70))
-    logits = engine.logits(PROMPTS[0], tokens)
-    for i in (0, 1, 7, 19):
-        assert (engine.logits(PROMPTS[0] + tokens[:i], [0])[0] - logits[i]).abs().max() < 1e-4
-
-
+@pytest.mark.slow
 def test_one_compiled_step_serves_every_length(checkpoint):
     """Prompts of 40 to 6000 tokens: the step is compiled once and equals eager."""
-    write = {"max_position_embeddings": 8192}
-    folder = write_random(checkpoint.parent / "long", **write)
+    folder = write_random(checkpoint.parent / "long", max_position_embeddings=8192)
     long = torch.randint(128, (6000,), generator=torch.Generator().manual_seed(0)).tolist()
     engines = [Engine.load(folder, compile=c, max_prompt=6000, room=40) for c in (True, False)]
     for prompt in (PROMPTS[0], long, long[:700], long[:5000]):
@@ -241,9 +241,9 @@ def test_one_compiled_step_serves_every_length(checkpoint):
     assert engines[0].stats.compiles == 3 and engines[0].stats.compile_s > 0  # around the layers, and a layer
 
 
-@pytest.mark.parametrize("family", ("LlamaForCausalLM", "Qwen2ForCausalLM"))  # without and with biases
-def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path, family):
-    folder = write_random(tmp_path / "model", architectures=[family])
+@pytest.mark.slow
+def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path):
+    folder = write_random(tmp_path / "model", architectures=["Qwen2ForCausalLM"])  # with biases
     exact, eager, compiled = (
         Engine.load(folder, dtype=dtype, compile=c, room=20).logits(PROMPTS[0], PROMPTS[2][:10])
         for dtype, c in (("float32", False), ("bfloat16", False), ("bfloat16", True))
@@ -253,6 +253,7 @@ def test_compiled_bfloat16_stays_as_close_to_fp32_as_eager_does(tmp_path, family
     assert (compiled - exact).abs().max() < 2 * (eager - exact).abs().max()
 
 
+@pytest.mark.slow
 def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(checkpoint, traced_only):
     engine = load(checkpoint, batch=2, compile=True)
     for temperature, top_k, seed in ((0, None, 0), (1.0, None, 0), (0.7, None, 3), (0.5, 5, 0), (0.9, 3, 0)):
@@ -261,6 +262,7 @@ def test_greedy_sampled_and_cut_are_three_compiled_ends_of_a_step_and_no_more(ch
     assert engine.stats.compiles == 2 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_step_is_one_graph_for_a_gpu(checkpoint, method, traced_only):
     """Where CUDA graphs capture it, the whole step is compiled at once; here that is traced on the CPU."""
@@ -323,28 +325,40 @@ def sizes_of(engine, monkeypatch):
     return found
 
 
-def test_growing_caches_step_up_by_powers_of_two(checkpoint, monkeypatch):
-    engine = load(checkpoint, room=5)
+WINDOW = {"architectures": ["MistralForCausalLM"], "sliding_window": 100}
+
+
+@pytest.mark.parametrize(
+    "config, method, prompts, allocated",
+    (
+        ({}, "full", (20, 22, 30, 32, 33, 60, 64, 1, 65, 3000), [20, 32, 64, 128, 4096]),
+        ({"max_position_embeddings": 3000}, "full", (20, 2100), [20, 3000]),
+        (WINDOW, "streaming", (20, 40, 70, 98), [20, 64, 98]),
+    ),
+    ids=("powers", "context", "window"),
+)
+def test_growing_caches_step_up_by_powers_of_two_within_what_the_model_takes(
+    tmp_path, monkeypatch, config, method, prompts, allocated
+):
+    engine = load(write_random(tmp_path / "m", **config), method, room=2)
     plans = sizes_of(engine, monkeypatch)
-    for prompt in (20, 22, 30, 32, 33, 60, 64, 1, 65, 3000):
-        engine.generate([[7] * prompt], max_new_tokens=2)
-    assert plans == [(20, 5), (32, 5), (64, 5), (128, 5), (4096, 5)]  # the first is as large as asked for
-    engine.generate([[7]], max_new_tokens=9)
-    engine.generate([[7]], max_new_tokens=15)
-    assert plans[5:] == [(4096, 16)]
+    for prompt in prompts:
+        engine.generate([[7] * prompt])
+    assert plans == [(size, 2) for size in allocated]  # the first is as large as asked for
+    if method == "full":
+        engine.generate([[7]], max_new_tokens=9)
+        engine.generate([[7]], max_new_tokens=15)
+        assert plans[len(allocated) :] == [(allocated[-1], 16)]
 
 
-def test_a_grown_cache_stays_within_the_context_and_half_the_free_memory(checkpoint, monkeypatch):
-    engine = Engine.load(write_random(checkpoint.parent / "odd", max_position_embeddings=3000), compile=False, room=2)
+def test_a_grown_cache_takes_at_most_half_the_free_memory(checkpoint, monkeypatch):
+    engine = load(checkpoint, room=2)
     plans = sizes_of(engine, monkeypatch)
     needed = 2 * 2 * 2 * 16 * 4  # bytes a token takes: layers, KV heads, K and V, head dim, fp32
-    for prompt in (20, 2100):
-        engine.generate([[7] * prompt])
     monkeypatch.setattr("runtime.parallel.free_bytes", lambda _: 2 * 2600 * needed)
-    engine.use("full", room=2).generate([[7] * 20])
-    engine.generate([[7] * 1100])  # 2,048 + 2 leave half
-    engine.generate([[7] * 2100])  # 3,000 + 2 would not
-    assert plans == [(20, 2), (3000, 2), (20, 2), (2048, 2), (2100, 2)]
+    for prompt in (20, 1100, 2100):  # 2,048 + 2 leave half; 4,096 + 2 would not
+        engine.generate([[7] * prompt])
+    assert plans == [(20, 2), (2048, 2), (2100, 2)]
 
 
 def test_a_budget_that_is_a_share_stays_one_of_each_prompt_while_caches_grow(checkpoint, monkeypatch):
@@ -355,15 +369,6 @@ def test_a_budget_that_is_a_share_stays_one_of_each_prompt_while_caches_grow(che
         alone = load(checkpoint, "streaming", budget=0.5, room=2, max_prompt=prompt)
         assert found == outcome(alone.generate([PROMPTS[2][:prompt]]))
     assert plans == [(20, 2), (64, 2), (128, 2)]
-
-
-def test_a_cache_grows_no_further_than_the_sliding_window(tmp_path, monkeypatch):
-    folder = write_random(tmp_path / "mistral", architectures=["MistralForCausalLM"], sliding_window=100)
-    engine = load(folder, "streaming", room=2)
-    plans = sizes_of(engine, monkeypatch)
-    for prompt in (20, 40, 70, 98):
-        engine.generate([[7] * prompt])
-    assert plans == [(20, 2), (64, 2), (98, 2)]
 
 
 @pytest.mark.parametrize("lag", (0, 1))
@@ -402,8 +407,7 @@ def test_prompts_that_wait_are_answered_after_an_interruption(checkpoint):
     assert outcome(found[2:]) == outcome(load(checkpoint).generate(prompts[2:], 20))
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0, "top_k": 20}))
+@pytest.mark.parametrize("lag, sampling", ((0, {}), (1, {"temperature": 1.0, "top_k": 20})))
 def test_a_question_taken_at_once_is_answered_like_one_fed_token_by_token(checkpoint, eos, lag, sampling):
     """With the full cache, greedy or sampled, after answers that end in any way."""
     questions = [[[9, 8, 7, 6], [5]], [list(range(3, 40))], [[1, 2]], [], [[60] * 7, [61] * 9]]
@@ -429,16 +433,6 @@ def test_what_is_fed_gives_the_logits_of_a_whole_prompt(checkpoint):
     for texts, words in (([[1]], "1 texts for 2 rows"), ([[1] * 500, [1]], "no room"), ([[], [1]], "empty")):
         with pytest.raises(ValueError, match=words):
             engine.feed(rows, texts)
-
-
-def test_extending_the_model_equals_prefilling_the_whole_text(checkpoint):
-    model = load(checkpoint, max_prompt=64).model
-    text = torch.tensor([(7 * i) % 90 + 3 for i in range(60)])
-    expected = model.prefill(0, text)
-    model.prefill(0, text[:30])
-    for begin, end in ((30, 31), (31, 53), (53, 60)):
-        found = model.extend(0, text[begin:end], begin)
-    assert (found - expected).abs().max() <= 1e-4
 
 
 def test_a_finished_prompt_is_reported_before_the_others_finish(checkpoint, eos):
@@ -510,12 +504,6 @@ def test_the_cache_holds_what_was_planned_and_reports_it(checkpoint):
     assert figures(small, 1)["kv_device_bytes"] < figures(small, 1)["kv_full_bytes"] / 20
 
 
-def test_a_fixed_cache_answers_at_any_length(checkpoint, capsys):
-    engine = load(checkpoint, "streaming", max_prompt=97, room=10)
-    (answer,) = engine.generate([PROMPTS[2]], max_new_tokens=300)
-    assert len(answer.tokens) == 300 and not capsys.readouterr().err
-
-
 def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
     engine = load(checkpoint, max_prompt=40, room=20, batch=2)
     rows = engine.start([PROMPTS[0]])
@@ -529,6 +517,7 @@ def test_a_question_without_room_is_refused_and_changes_nothing(checkpoint):
     assert outcome(load(checkpoint).generate([history], 1)) == outcome(answers[2])
 
 
+@pytest.mark.slow
 def test_caches_may_be_recompiled_any_number_of_times(checkpoint, traced_only):
     engine = load(checkpoint, compile=True, room=3)
     for length in range(10, 30, 2):  # torch.compile gives up at the ninth recompile of one function
@@ -538,53 +527,40 @@ def test_caches_may_be_recompiled_any_number_of_times(checkpoint, traced_only):
         assert outcome(engine.generate([prompt])) == outcome(expected)
 
 
-def test_streaming_with_a_budget_for_everything_equals_full_even_beyond_the_plan(checkpoint):
-    plan = {"budget": 1000, "max_prompt": 97, "room": 10}
+def test_streaming_answers_at_any_length_beyond_its_plan(checkpoint, capsys):
+    """With a budget for everything as the full cache does; with a smaller one in the same caches."""
+    plan, full = {"max_prompt": 97, "room": 10}, load(checkpoint)
     tokens = torch.randint(128, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    streaming, full = load(checkpoint, "streaming", **plan), load(checkpoint)
-    assert outcome(streaming.generate([PROMPTS[2]], max_new_tokens=60)) == outcome(
-        full.generate([PROMPTS[2]], max_new_tokens=60)
-    )
-    streaming = load(checkpoint, "streaming", **plan)
+    streaming = load(checkpoint, "streaming", budget=1000, **plan)
+    assert outcome(streaming.generate([PROMPTS[2]], 60)) == outcome(full.generate([PROMPTS[2]], 60))
+    streaming.close()
     assert (streaming.logits(PROMPTS[2], tokens) - full.logits(PROMPTS[2], tokens)).abs().max() < 1e-4
+    capsys.readouterr()
+    (answer,) = load(checkpoint, "streaming", **plan).generate([PROMPTS[2]], max_new_tokens=300)
+    assert len(answer.tokens) == 300 and not capsys.readouterr().err
 
 
-def test_more_sinks_than_tokens_equal_full_attention(checkpoint):
-    for sinks in (4, 5, 50):
-        engine = load(checkpoint, "streaming", budget=100, options={"sinks": sinks}, room=2)
-        expected = load(checkpoint, room=2).generate([PROMPTS[1]])
-        assert outcome(engine.generate([PROMPTS[1]])) == outcome(expected)
-
-
-def test_a_share_is_at_least_the_methods_minimum(checkpoint):
-    engine = load(checkpoint, "streaming", budget=0.001, room=2)
-    assert len(engine.generate([PROMPTS[2]])[0].tokens) == 2
-    assert engine.layers[0].size_of("size", 0) == 5
-
-
-@pytest.mark.parametrize("error", (ZeroDivisionError, KeyboardInterrupt))
-def test_a_failed_prefill_leaves_the_engine_as_it_was(checkpoint, monkeypatch, error):
+def test_a_failed_prefill_leaves_the_engine_as_it_was(checkpoint, monkeypatch):
     engine = load(checkpoint, batch=2, max_prompt=97)
     expected, prefill = outcome(engine.generate([PROMPTS[0]], 9)), engine.model.prefill
 
     def fail(row, ids, *more):
         if len(ids) == 97:  # after a first layer
             engine.layers[0].prefill(row, *(torch.full((1, heads, 97, 16), 1e4) for heads in (4, 2, 2)))
-            raise error
+            raise KeyboardInterrupt
         return prefill(row, ids, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.model, "prefill", fail)
         for call in (engine.generate, engine.start, lambda prompts: engine.logits(prompts, [[1]] * len(prompts))):
             for prompts in ([PROMPTS[2]], [PROMPTS[1], PROMPTS[2]]):
-                with pytest.raises(error):
+                with pytest.raises(KeyboardInterrupt):
                     call(prompts)
                 assert engine.rows == [None, None]
     assert outcome(engine.generate([PROMPTS[0]], 9)) == expected
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("speculate", (0, 2))
+@pytest.mark.parametrize("lag, speculate", ((0, 0), (1, 0), slow(1, 2)))
 def test_an_error_in_on_token_leaves_an_engine_that_answers(checkpoint, lag, speculate):
     kv = {"method": "streaming", "speculate": speculate} if speculate else {}
     engine, expected = load(checkpoint, batch=2, lag=lag, **kv), load(checkpoint, batch=2).generate(PROMPTS[:2], 9)
@@ -607,9 +583,7 @@ def test_an_error_in_on_token_leaves_an_engine_that_answers(checkpoint, lag, spe
         assert outcome(engine.generate(PROMPTS[:2], 9)) == outcome(expected)
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("value", (float("nan"), float("inf")))
-@pytest.mark.parametrize("sampling", ({}, {"temperature": 1.0}, SAMPLED))
+@pytest.mark.parametrize("lag, value, sampling", ((0, torch.nan, {}), (1, torch.inf, SAMPLED), slow(1, torch.nan, {})))
 def test_logits_that_are_not_finite_end_an_answer(checkpoint, capsys, lag, value, sampling):
     """At the first token, or where a token is fed whose embedding is not finite; the rows beside it go on."""
     prompts = PROMPTS[:2]
@@ -717,45 +691,25 @@ def test_prompts_may_be_arrays(checkpoint):
         assert engine.generate(empty) == []
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    (
-        [True],
-        [1, False],
-        [1.0],
-        torch.tensor([1.0]),
-        torch.tensor([True]),
-        torch.tensor(1),
-        np.array([1.5]),
-        np.array(["a"]),
-        np.array([]),
-        {1: 2},
-        {"a": 1},
-        {"input_ids": [1, 2]},
-        {1, 2},
-        b"ab",
-        None,
-        5,
-        [None],
-        [[1], 2],
-        [[[1]]],
-        [1, "a"],
-        [128],
-        [-1],
-        [[]],
-        [""],
-        "",
-    ),
-    ids=repr,
-)
-def test_prompts_of_no_known_kind_are_refused(tiny_checkpoint, checkpoint, prompt):
-    for engine in (load(checkpoint), load(tiny_checkpoint)):
-        refused = [lambda: engine.generate(prompt), lambda: engine.start(prompt)]  # noqa: B023
-        for call in refused:
-            if str(prompt) == "[128]" and engine.tokenizer:
-                continue
-            with pytest.raises(ValueError, match=r"^[^\n]*$"):
-                call()
+NO_PROMPTS = [
+    [True],
+    [1.0],
+    torch.tensor([1.0]),
+    torch.tensor([True]),
+    torch.tensor(1),
+    np.array([1.5]),
+    np.array(["a"]),
+]
+NO_PROMPTS += [np.array([]), {1: 2}, {"input_ids": [1, 2]}, {1, 2}, b"ab", None, 5, [None], [[1], 2], [[[1]]], [1, "a"]]
+NO_PROMPTS += [[-1], [[]], [""], "", [1024]]
+
+
+def test_prompts_of_no_known_kind_are_refused(tiny_checkpoint, checkpoint):
+    engines = load(checkpoint), load(tiny_checkpoint)
+    for engine, prompt, call in itertools.product(engines, NO_PROMPTS, ("generate", "start")):
+        with pytest.raises(ValueError, match=r"^[^\n]*$"):
+            getattr(engine, call)(prompt)
+            pytest.fail(f"{call} took {prompt!r}")
         assert engine.plan is None
 
 
@@ -766,25 +720,16 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
         (lambda: engine.generate([[128]]), "token ids must be integers from 0 to 127"),
         (lambda: engine.generate([[1]], max_new_tokens=0), "at least 1"),
         (lambda: engine.generate([[1]], max_new_tokens=2.5), "whole number"),
-        (lambda: engine.generate([[1]], max_new_tokens=True), "whole number"),
         (lambda: engine.generate([[1]], temperature=-1), "temperature"),
-        (lambda: engine.generate([[1]], temperature="0.7"), "temperature must be a number, not '0.7'"),
-        (lambda: engine.generate([[1]], temperature=None), "temperature must be a number, not None"),
-        (lambda: engine.generate([[1]], temperature=10**400), "temperature"),
-        (lambda: engine.generate([[1]], temperature=float("nan")), "temperature"),
         (lambda: engine.generate([[1]], temperature=1.0, top_k=2.5), "top-k must be a whole number"),
-        (lambda: engine.generate([[1]], temperature=1.0, top_k=True), "top-k must be a whole number"),
-        (lambda: engine.generate([[1]], temperature=1.0, top_p="1"), "top-p must be a number"),
         (lambda: engine.generate([[1]], stop=["x"]), "no tokenizer"),
         (lambda: figures(engine, 1), "no cache"),
         (lambda: engine.logits([1], []), "empty"),
         (lambda: engine.logits([], []), "0 continuations for 0 prompts"),
         (lambda: engine.logits(5, [1]), "prompts are texts or lists of token ids, not int"),
-        (lambda: engine.logits([[1]], 5), "prompts are texts or lists of token ids, not int"),
         (lambda: engine.logits([[1]], [[2], [3]]), "2 continuations for 1 prompts"),
         (lambda: engine.generate([[1] * 4097]), "4097 tokens and the model's context is 4096"),
         (lambda: Engine.load(checkpoint, seed=1.5), "seed must be a whole number, not 1.5"),
-        (lambda: Engine.load(checkpoint, seed="1"), "seed must be a whole number"),
         (lambda: Engine.load(checkpoint, batch=0), "at least 1"),
         (lambda: Engine.load(checkpoint, batch=10**20), "memory of any machine"),
         (lambda: Engine.load(checkpoint, room=10**30), "memory of any machine"),
@@ -802,7 +747,6 @@ def test_bad_requests_are_refused_before_anything_runs(checkpoint):
     rows = engine.start([[1, 2]])
     for ask, message in (
         (lambda: engine.ask(rows, [[]]), "empty"),
-        (lambda: engine.ask(rows, [[True]]), "integers"),
         (lambda: engine.ask(rows, [[128]]), "integers from 0 to 127"),
         (lambda: engine.ask(rows, ["And then?"]), "no tokenizer"),
         (lambda: engine.ask(rows, [[1]], top_k=2.5), "whole number"),
@@ -886,7 +830,7 @@ def test_an_engine_that_is_busy_refuses_a_second_call_and_stays_usable(checkpoin
     assert outcome(engine.use("full").generate([PROMPTS[0]], 5)) == expected
 
 
-@pytest.mark.parametrize("options", ({}, {"compile": True}, {"kv": "streaming", "budget": 24, "speculate": 2}))
+@pytest.mark.parametrize("options", ({}, slow({"compile": True}), {"kv": "streaming", "budget": 24, "speculate": 2}))
 def test_closing_frees_the_caches_at_once(checkpoint, options):
     """Larger caches are allocated when the old ones are gone, not when the garbage collector finds them."""
     engine = Engine.load(checkpoint, **{"compile": False, "room": 4} | options)
@@ -905,9 +849,10 @@ def test_closing_frees_the_caches_at_once(checkpoint, options):
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "method", [name for name in kv.METHODS if kv.METHODS[name].budgeted and name not in ("duo", "omnikv")]
-)
+BUDGETED = [name for name in kv.METHODS if kv.METHODS[name].budgeted and name not in ("duo", "omnikv")]
+
+
+@pytest.mark.parametrize("method", [name if name in ("snapkv", "infllm") else slow(name) for name in BUDGETED])
 def test_an_answer_depends_on_no_other_prompt_now_or_before(checkpoint, method, capsys):
     """A share is one of each prompt; what follows from the longest prompt is said, and fixed by max_prompt."""
     options = {"block": 8} if method == "infllm" else {}
@@ -950,8 +895,9 @@ def test_a_budget_too_small_for_its_prompts_is_said_once_with_one_that_does(chec
     assert f"give it {enough} or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ("snapkv", "rocketkv", "h2o", "streaming"))
-@pytest.mark.parametrize("fails", (False, True))
+@pytest.mark.parametrize(
+    "method, fails", (("snapkv", False), ("rocketkv", True), ("streaming", False), slow("h2o", True))
+)
 def test_a_step_ignores_a_row_that_was_never_asked_or_whose_prefill_failed(checkpoint, method, fails, monkeypatch):
     """What compresses it far must not let its position point outside of its slots."""
     plan = {"method": method, "room": 8, "budget": 16}
