@@ -23,8 +23,6 @@ from terminal.cli import Parser, run
 
 BLOCK = 2**21  # weights quantized at a time, which limits the fp32 copies in memory
 
-# The numbers
-
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[O,I] -> int8 [O,I] and scales [O] in the weight's dtype: weight ~ int8 * scale."""

@@ -1,4 +1,4 @@
-"""What the machine has: devices, dtypes, free memory and files."""
+"""What the machine has: devices, dtypes and free memory."""
 
 import ctypes
 import os

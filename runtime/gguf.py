@@ -15,13 +15,13 @@ from reprlib import repr as shortened
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from kv.parts.rope import rope_frequencies
 from runtime.checkpoint import Stored
-from text.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+from text.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, set_byte_level
 
 NAMES = {  # llama.cpp's module -> Hugging Face's
     "token_embd": "model.embed_tokens",
@@ -278,7 +278,9 @@ def _write_tokenizer(file: Path, fields: dict, folder: Path) -> None:
             print(f"{file} does not say how its tokenizer splits (tokenizer.ggml.pre): {note}", file=sys.stderr)
         try:
             merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-            library = _from_merges(vocab, merges, pre)
+            library = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
+            set_byte_level(library, SPLITS[pre])
+            library.normalizer = normalizers.NFC() if pre in COMPOSED else None
         except Exception as error:  # the package tokenizers raises nothing more specific
             raise ValueError(f"{file}: the tokenizer's merges are missing or damaged ({error})") from None
     elif model == "llama":
@@ -302,17 +304,6 @@ def _write_tokenizer(file: Path, fields: dict, folder: Path) -> None:
         special = [(token, vocab[token]) for token in {*before, *after}]
         library.post_processor = TemplateProcessing([*before, "$A", *after], special_tokens=special)
     library.save(str(folder / "tokenizer.json"))
-
-
-def _from_merges(vocab: dict[str, int], merges: list[tuple[str, ...]], pre: str) -> Tokenizer:
-    """A byte-level BPE model of the kind `pre`."""
-    library = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE))
-    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence([*words, in_bytes]), decoders.ByteLevel()
-    if pre in COMPOSED:
-        library.normalizer = normalizers.NFC()
-    return library
 
 
 def _from_scores(vocab: dict[str, int], scores: list[float], unknown: str | None, prefix: bool) -> Tokenizer:

@@ -9,6 +9,7 @@ from runtime.checkpoint import ROPE_TYPES, check_model
 
 # For each architecture: defaults for what config.json leaves out, values that override config.json, and what
 # transformers reads instead of keys about windows that it ignores there: config.json must not say otherwise.
+QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 ARCHITECTURES = {
     "LlamaForCausalLM": ({"max_window_layers": 0}, {}, {"use_sliding_window": False, "layer_types": None}),
     "MistralForCausalLM": (
@@ -16,20 +17,10 @@ ARCHITECTURES = {
         {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
         {"layer_types": None},
     ),
-    "Qwen2ForCausalLM": (
-        {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-        {"attention_bias": False, "mlp_bias": False, "qkv_bias": True},
-        {},
-    ),
-    "Qwen3ForCausalLM": (
-        {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "max_position_embeddings": 32768}
-        | {"head_dim": 128},
-        {"mlp_bias": False, "qk_norm": True},
-        {},
-    ),
+    "Qwen2ForCausalLM": (QWEN, {"attention_bias": False, "mlp_bias": False, "qkv_bias": True}, {}),
+    "Qwen3ForCausalLM": (QWEN | {"head_dim": 128}, {"mlp_bias": False, "qk_norm": True}, {}),
 }
-MODEL_TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-MODEL_TYPES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MODEL_TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}  # model_type -> architecture
 SLIDING, ORIGINAL = "sliding_attention", "original_max_position_embeddings"
 
 
@@ -86,7 +77,7 @@ def from_hf(config: dict) -> ModelConfig:
 def _architecture(config: dict) -> str:
     """The model's class, which transformers chooses by model_type alone."""
     kind = config.get("model_type")
-    by_type = next((name for known, name in MODEL_TYPES.items() if known == kind), None)
+    by_type = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
     names = config.get("architectures") or by_type or "none"
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in ARCHITECTURES:

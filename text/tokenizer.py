@@ -20,7 +20,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice, pairwise
 from os.path import commonprefix
@@ -44,12 +44,11 @@ LLAMA3_SPECIAL = {
     **{0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>"},
     **{8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"},
 }
-# What a class of transformers adds to vocab.json and merges.txt: its normalizer, split pattern (None: GPT-2's own) and
-# special tokens.
+# What a class of transformers adds to vocab.json and merges.txt: its normalizer, split patterns and special tokens.
 QWEN2_SPLIT, END = LLAMA3_SPLIT.replace("{1,3}", ""), "<|endoftext|>"
 CLASSES = {
-    "Qwen2Tokenizer": (normalizers.NFC(), QWEN2_SPLIT, {"eos_token": END, "unk_token": END, "pad_token": END}),
-    "GPT2Tokenizer": (None, None, {"bos_token": END, "eos_token": END, "unk_token": END}),
+    "Qwen2Tokenizer": (normalizers.NFC(), [QWEN2_SPLIT], {"eos_token": END, "unk_token": END, "pad_token": END}),
+    "GPT2Tokenizer": (None, [], {"bos_token": END, "eos_token": END, "unk_token": END}),
 }
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # tiktoken gives up on a run of some 500,000 spaces, so longer runs are cut. Llama's own code cuts at the same length.
@@ -192,8 +191,7 @@ class Tokenizer:
         Special tokens are inserted where the template writes them; in messages they stay plain text.
         Raises ValueError if there is no template or it refuses the conversation (a system text, say).
         """
-        said = [] if system is None else [{"role": "system", "content": system}]
-        return self._turns([*said, {"role": "user", "content": user}], opening)
+        return self._turns(_first_turn(user, system), opening)
 
     def chat_next(self, user: str, opening: str = "") -> list[int]:
         """Ids of a later turn. They begin with the end-of-turn token of the last answer, which is not in the cache yet.
@@ -207,8 +205,7 @@ class Tokenizer:
 
     def chat_begin(self, user: str, system: str | None = None) -> list[int]:
         """Ids of a first turn up to the end of `user`, a text that questions follow: `chat_end` completes the turn."""
-        said = [] if system is None else [{"role": "system", "content": system}]
-        return self._turns([*said, {"role": "user", "content": user}], part="begin")
+        return self._turns(_first_turn(user, system), part="begin")
 
     def chat_end(self, user: str) -> list[int]:
         """Ids that complete the turn of `chat_begin`: more text of the user, up to where the answer begins."""
@@ -378,7 +375,7 @@ class JsonTokenizer(Tokenizer):
         if name.removesuffix("Fast") not in CLASSES:
             known = f"vocab.json and merges.txt of {' and '.join(CLASSES)} alone are read, and its class is {name!r}"
             raise ValueError(f"{folder} has no tokenizer.json: {known}; save it with transformers' AutoTokenizer")
-        form, pattern, defaults = CLASSES[name.removesuffix("Fast")]
+        form, patterns, defaults = CLASSES[name.removesuffix("Fast")]
         self.read_settings(folder, defaults)
         lines = read_bytes(folder / "merges.txt").decode(errors="replace").split("\n")
         merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
@@ -388,10 +385,8 @@ class JsonTokenizer(Tokenizer):
             raise ValueError(
                 f"vocab.json or merges.txt in {folder} is damaged ({' '.join(str(error).split())[:300]})"
             ) from None
-        in_bytes = pre_tokenizers.ByteLevel(bool(self.config.get("add_prefix_space")), use_regex=pattern is None)
-        splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-        library.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_bytes])
-        library.normalizer, library.decoder = form, decoders.ByteLevel()
+        set_byte_level(library, patterns, bool(self.config.get("add_prefix_space")))
+        library.normalizer = form
         return library
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -435,10 +430,10 @@ class ByteTokenizer(Tokenizer):
         self.finder = tokenizers.Tokenizer(tokenizers.models.BPE())
         self.finder.add_tokens(tokens)
         self.legacy = self.config.get("legacy", True)  # whether a text after an added token counts as a first one
-        around = [self.variables.get(key) for key in ("bos_token", "eos_token")]
-        added = self.config.get("add_bos_token", True), self.config.get("add_eos_token", False)
-        ids = ([self.ids[token]] * bool(add) if token else [] for token, add in zip(around, added, strict=True))
-        self.around = next(ids), next(ids)
+        bos, eos = (self.variables.get(key) for key in ("bos_token", "eos_token"))
+        before = [self.ids[bos]] if bos and self.config.get("add_bos_token", True) else []
+        after = [self.ids[eos]] if eos and self.config.get("add_eos_token", False) else []
+        self.around = before, after
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         before, after = self.around if bos else ([], [])
@@ -530,6 +525,16 @@ class RankTokenizer(ByteTokenizer):
             return [i for a, b in pairwise([0, *cuts, len(text)]) for i in self.bpe.encode_ordinary(text[a:b])]
 
 
+def set_byte_level(library: tokenizers.Tokenizer, patterns: Iterable[str], space: bool = False) -> None:
+    """Makes a BPE model's words those into which `patterns` (none: GPT-2's) cut a text one after the other, in bytes.
+
+    space: whether a text that begins with none gets one.
+    """
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    in_bytes = pre_tokenizers.ByteLevel(space, use_regex=not splits)
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence([*splits, in_bytes]), decoders.ByteLevel()
+
+
 def _template(folder: Path, config: dict) -> str:
     """The chat template: chat_template.jinja, the config's text, or the one named `default` of the config's texts."""
     path = folder / "chat_template.jinja"
@@ -541,6 +546,11 @@ def _template(folder: Path, config: dict) -> str:
     if not isinstance(found, str):
         raise TypeError("chat_template")
     return found
+
+
+def _first_turn(user: str, system: str | None) -> list[dict[str, str]]:
+    said = [] if system is None else [{"role": "system", "content": system}]
+    return [*said, {"role": "user", "content": user}]
 
 
 def _say_differences(own: dict, mapped: dict, decided: bool) -> None:
