@@ -112,7 +112,7 @@ def test_the_scaled_rope_of_llama_3_is_read_from_its_factors(tmp_path, factor):
     )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")
     plain = 500000.0 ** (-torch.arange(0, 64, 2) / 64)
-    add = partial(slower_rope, factors=plain / scaled)
+    add = partial(slower_rope, factors=(plain / scaled).numpy())
     convert(write_gguf(tmp_path / "model.gguf", model, tokenizer=add), tmp_path / "out")
     ours = read_config(tmp_path / "out")["kv_fast"]["model"]["rope"]
     assert ours == {key: pytest.approx(value) for key, value in (rope | {"max_position_embeddings": 131072}).items()}
