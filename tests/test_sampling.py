@@ -28,40 +28,35 @@ def logits():
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
 
 
-def test_temperature_zero_takes_the_best(logits):
-    assert draw(logits, temperature=0.0).unique().tolist() == [logits.argmax()]
+def shares(logits, **how):
+    return draw(logits, 20000, **how).bincount(minlength=VOCAB) / 20000
 
 
 @pytest.mark.parametrize("temperature", (0.5, 1.0, 2.0))
 def test_samples_follow_the_softmax(logits, temperature):
-    share = draw(logits, 20000, temperature=temperature).bincount(minlength=VOCAB) / 20000
-    assert (share - (logits / temperature).softmax(-1)).abs().max() < 0.015
+    assert (shares(logits, temperature=temperature) - (logits / temperature).softmax(-1)).abs().max() < 0.015
 
 
 def test_top_k_keeps_the_k_best_in_proportion(logits):
-    share = draw(logits, 20000, temperature=1.0, top_k=3).bincount(minlength=VOCAB) / 20000
     best = logits.topk(3).indices
     expected = torch.zeros(VOCAB).index_copy(0, best, logits[best].softmax(-1))
-    assert (share - expected).abs().max() < 0.015
-    assert set(draw(logits, temperature=1.0, top_k=1).tolist()) == {int(logits.argmax())}
+    assert (shares(logits, temperature=1.0, top_k=3) - expected).abs().max() < 0.015
+    assert len(draw(logits, 50, temperature=1.0, top_k=10**400).unique()) > 5
 
 
 def test_top_p_keeps_the_fewest_tokens_that_hold_the_mass(logits):
     p, order = logits.softmax(-1).sort(descending=True)
     count = int((p.cumsum(-1) < 0.6).sum()) + 1
     assert set(draw(logits, 20000, temperature=1.0, top_p=0.6).tolist()) == set(order[:count].tolist())
-    assert set(draw(logits, temperature=1.0, top_p=1e-9).tolist()) == {int(logits.argmax())}
 
 
 @pytest.mark.parametrize("temperature", (0.5, 2.0))
 @pytest.mark.parametrize("cut", ({}, {"top_k": 20}))
 def test_min_p_cuts_what_transformers_cuts(logits, temperature, cut):
     expected = MinPLogitsWarper(0.2)(None, logits[None] / temperature)[0].softmax(-1)
-    share = draw(logits, 20000, temperature=temperature, min_p=0.2, **cut).bincount(minlength=VOCAB) / 20000
+    share = shares(logits, temperature=temperature, min_p=0.2, **cut)
     assert 1 < (expected > 0).sum() < 20 and (share - expected).abs().max() < 0.015
     assert not share[expected == 0].any()
-    assert set(draw(logits, temperature=temperature, min_p=1.0, **cut).tolist()) == {int(logits.argmax())}
-    assert Sampling(temperature, min_p=0).variant == "plain" and Sampling(0.0, min_p=0).variant == "greedy"
 
 
 @pytest.mark.parametrize("penalty", (0.7, 1.8))
@@ -99,8 +94,7 @@ def test_penalized_greedy_answers_of_ragged_prompts_are_those_of_transformers(pa
     assert engine.generate(PROMPTS, 20) == plain
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("stepwise", (False, True))
+@pytest.mark.parametrize("lag, stepwise", ((0, False), (1, True)))
 def test_the_penalty_knows_what_questions_forks_and_saved_rows_hold(pair, lag, stepwise, tmp_path):
     model, folder = pair
     engine, how = Engine.load(folder, batch=3, compile=False), {"repetition_penalty": 1.3, "stepwise": stepwise}
@@ -118,6 +112,7 @@ def test_the_penalty_knows_what_questions_forks_and_saved_rows_hold(pair, lag, s
         texts = [text + answer.tokens for text, answer in zip(texts, answers, strict=True)]
 
 
+@pytest.mark.slow
 def test_compiled_penalties_equal_eager_ones_and_cost_the_other_steps_nothing(pair):
     compiled, eager = (Engine.load(pair[1], batch=2, compile=c, seed=0) for c in (True, False))
     sampled = {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02}
@@ -238,11 +233,15 @@ def test_noise_is_a_function_of_seed_request_and_position(logits):
     assert alone == one[[0, 17, 99]].tolist()
 
 
-def test_extreme_settings_are_greedy(logits):
-    best = {int(logits.argmax())}
-    for how in ({"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-300}, {"temperature": 1.0, "top_k": 1}):
-        assert set(draw(logits, 50, **how).tolist()) == best
-    assert len(set(draw(logits, 50, temperature=1.0, top_k=10**400).tolist())) > 5
+EXTREME = [
+    {"temperature": 1e-40},
+    *({"temperature": 1.0} | cut for cut in ({"top_p": 1e-300}, {"top_k": 1}, {"min_p": 1})),
+]
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, *EXTREME])
+def test_extreme_settings_are_greedy(logits, how):
+    assert draw(logits, 50, **how).unique().tolist() == [logits.argmax()]
 
 
 def test_top_k_1_takes_the_first_of_equally_good_tokens():
@@ -251,20 +250,22 @@ def test_top_k_1_takes_the_first_of_equally_good_tokens():
     assert Sampling(0, top_k=1).variant == Sampling(1.0, top_k=1, top_p=0.9).variant == "greedy"
 
 
-@pytest.mark.parametrize("cut", ({"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.9}, {"min_p": 0.1}))
-def test_top_k_top_p_and_min_p_are_refused_at_temperature_zero(cut):
-    with pytest.raises(ValueError, match="temperature 0 takes the best token"):
-        Sampling(temperature=0, **cut)
+BAD = [
+    *(
+        ({"temperature": 0} | cut, "temperature 0 takes the best")
+        for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1})
+    ),
+    *(({"temperature": x}, "temperature") for x in (-1, "0.7", None, torch.nan, torch.inf, 10**400)),
+    *(({"top_k": x}, "top-k") for x in (-2, 1.5, True)),
+    *(({"top_p": x}, "top-p") for x in (0, 1.1, "1")),
+    *(({"min_p": x}, "min-p") for x in (-0.1, 1.1, torch.nan)),
+    *(({"repetition_penalty": x}, "penalty") for x in (0, -1.0, torch.nan, torch.inf, 10**400, "1", None)),
+]
 
 
-BAD = [{"temperature": -1}, {"top_k": -2}, {"top_k": 1.5}, {"top_k": True}, {"top_p": 0}, {"top_p": 1.1}]
-BAD += [{"min_p": -0.1}, {"min_p": 1.1}]
-BAD += [{"min_p": torch.nan}, *({"repetition_penalty": x} for x in (0, -1.0, torch.nan, torch.inf, 10**400, "1", None))]
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_settings_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize("bad, message", BAD)
+def test_settings_out_of_range_are_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
         Sampling(**{"temperature": 1.0} | bad)
 
 
