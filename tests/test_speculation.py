@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import exhaustive, write_random
+from conftest import exhaustive, slow, write_random
 from conversations import converse, outcome
 from test_contract import make_plan
 
@@ -33,11 +33,11 @@ DRAFTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} | {
     "duo": ("duo", {"sinks": 2, "recent": 6, "head_scores": [[3.0, 1.0], [2.0, 4.0], [6.0, 5.0]]}),
     "brute_offload": ("brute_offload", {"layers": 2, "ahead": 1}),
 }
-CANNOT = {
-    "full": ("full", {}),
-    "omnikv:exp": ("omnikv", {"selector": "exp"}),
-    "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),
-    **{name: (name, {}) for name in ("h2o", "roco", "cam", "tova", "d2o", "simlayer")},
+CANNOT = {name: (name, {}, "cannot draft") for name in ("full", "h2o", "roco", "cam", "tova", "d2o", "simlayer")} | {
+    "omnikv:exp": ("omnikv", {"selector": "exp"}, "cannot draft"),
+    "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}, "cannot draft"),
+    "a history on the host": ("rocketkv", {"turns": True, "offload": True}, "leave out offload"),
+    "a window": ("quest", {"page": 4}, "sliding window"),
 }
 DRAFTS = {name: draft for name, draft in DRAFTS.items() if name != draft[0] or kv.drafts(name)}
 PROMPTS = [list(range(5, 45)), [9, 8, 7], list(range(3, 100)), [60, 61] * 10, list(range(30, 36))]
@@ -84,16 +84,17 @@ def expected(checkpoint, eos):
     return found | {"stepwise": answers(engine, stepwise=True)}
 
 
-@pytest.mark.parametrize("budget", (24, 90))
-@pytest.mark.parametrize("name", DRAFTS)
+QUICK = ("quest", "snapkv", "kivi")  # which read, drop and pack tokens
+LARGE = [slow(name, 90) for name, (method, _) in DRAFTS.items() if METHODS[method].budgeted]
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, 24) if name in QUICK else slow(name, 24) for name in DRAFTS), *LARGE]
+)
 def test_the_tokens_are_the_full_caches(checkpoint, eos, expected, name, budget):
     """Law 13: ragged rows, refilled; EOS inside a round; questions of one token and of several; greedy and sampled."""
-    method, options = DRAFTS[name]
-    if budget == 90 and not METHODS[method].budgeted:
-        pytest.skip("it takes no budget")
-    engine = load(checkpoint, eos, method, options, budget, speculate=ROUND)
-    cases = ((0, 1), (1, 0)) if budget == 24 else ((2, 0), (0, 0), ("stepwise", 1))
-    for case, engine.lag in cases:
+    engine = load(checkpoint, eos, *DRAFTS[name], budget, speculate=ROUND)
+    for case, engine.lag in ((0, 1), (1, 0)) if budget == 24 else ((2, 0), (0, 0), ("stepwise", 1)):
         how = {"stepwise": True} if case == "stepwise" else SAMPLINGS[case]
         assert answers(engine, **how) == expected[case], how
         assert engine.stats.fed <= engine.stats.decoded <= engine.stats.fed * (ROUND + 1)
@@ -115,17 +116,14 @@ def test_a_draft_keeps_after_a_question_what_it_would_keep_of_one_prompt(name):
     assert layer.draft.filled(0, 69) == held[0].k.shape[1]
 
 
-def test_a_history_on_the_host_is_refused():
-    with pytest.raises(ValueError, match="leave out offload"):
-        kv.build("rocketkv", replace(make_plan(), rewind=2), 24, {"turns": True, "offload": True})
-
-
-def test_methods_that_cannot_take_tokens_back_are_refused():
-    for name, (method, options) in CANNOT.items():
-        plan = replace(make_plan(n_layer=3), rewind=ROUND)
-        with pytest.raises(ValueError, match="cannot draft"):
-            kv.build(method, plan, 40 if METHODS[method].budgeted else None, options)
-        assert name not in DRAFTS
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_draft_is_refused(name):
+    """Methods that cannot take tokens back, a history on the host, and a sliding window."""
+    method, options, message = CANNOT[name]
+    plan = replace(make_plan(n_layer=3, window=100 if name == "a window" else None), rewind=ROUND)
+    with pytest.raises(ValueError, match=message):
+        kv.build(method, plan, 40 if METHODS[method].budgeted else None, options)
+    assert name not in DRAFTS
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -157,8 +155,7 @@ def test_a_draft_that_is_always_wrong_gains_one(checkpoint):
     assert engine.stats.fed == engine.stats.decoded == 10
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling, lag", [*zip(SAMPLINGS, (1, 0, 1), strict=True)])
 def test_logits_that_are_not_finite_end_an_answer_inside_a_round(checkpoint, capsys, sampling, lag):
     """Once a token whose embedding is a NaN is sampled, or drafted."""
     engine = load(checkpoint, set(), "exact_topk", {}, 400, speculate=ROUND, lag=lag, batch=2)
@@ -174,8 +171,7 @@ def test_logits_that_are_not_finite_end_an_answer_inside_a_round(checkpoint, cap
     assert capsys.readouterr().err.count("not finite in torch.float32") == errors < len(found)
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("method", ("quest", "snapkv++", "streaming"))
+@pytest.mark.parametrize("method, lag", (("quest", 0), ("snapkv++", 1), slow("streaming", 1)))
 def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, method, lag):
     """The cache then holds the same tokens as the full cache's: the question's answer is the same."""
     engines = [load(tiny_checkpoint, set(), room=200)]
@@ -188,8 +184,7 @@ def test_a_stop_text_inside_a_round_ends_the_answer_there(tiny_checkpoint, metho
         assert found == expected and expected[0][0][1] == "stop"
 
 
-@pytest.mark.parametrize("lag", (0, 1))
-@pytest.mark.parametrize("method", ("exact_topk", "snapkv++"))
+@pytest.mark.parametrize("method, lag", (("exact_topk", 1), ("snapkv++", 0)))
 def test_a_round_may_cross_the_end_of_the_slots_that_are_read_and_of_the_plan(checkpoint, method, lag):
     """A CPU reads slots in multiples of 256."""
     prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (244, 250, 254)]
@@ -227,8 +222,7 @@ def test_logits_are_the_full_caches(checkpoint, eos):
 @pytest.mark.parametrize("name", ("quest", "snapkv", "tailorkv"))
 def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
     """Also by forks, and after an answer."""
-    method, options = DRAFTS[name]
-    engine, other = (load(checkpoint, set(), method, options, 24, speculate=ROUND) for _ in range(2))
+    engine, other = (load(checkpoint, set(), *DRAFTS[name], 24, speculate=ROUND) for _ in range(2))
     full = load(checkpoint, set())
     ((row,), (expected,)) = (each.start([PROMPTS[2]]) for each in (engine, full))
     for _ in range(2):
@@ -243,10 +237,9 @@ def test_a_saved_row_is_continued(checkpoint, name, tmp_path):
         assert outcome([answer]) == outcome(found[1][:1])
 
 
-@pytest.mark.parametrize(("name", "case"), (("rocketkv", 0), exhaustive("tailorkv", 2)))
+@pytest.mark.parametrize(("name", "case"), (slow("rocketkv", 0), exhaustive("tailorkv", 2)))
 def test_compiled(checkpoint, eos, expected, name, case):
-    method, options = DRAFTS[name]
-    engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True)
+    engine = load(checkpoint, eos, *DRAFTS[name], 24, speculate=ROUND, compile=True)
     assert answers(engine, **SAMPLINGS[case]) == expected[case]
 
 
@@ -277,12 +270,6 @@ def test_the_command_line(tiny_checkpoint, tmp_path, capsys):
             main([*common, "--prompt", "x", *flags])
 
 
-def test_a_sliding_window_is_refused(checkpoint):
-    plan = replace(make_plan(window=100), rewind=2)
-    with pytest.raises(ValueError, match="sliding window"):
-        kv.build("quest", plan, 64, {"page": 4})
-
-
 @pytest.mark.parametrize("name", ("quest", "hybrid", "exact_topk", "sparq", "omnikv"))
 def test_drafts_that_hold_every_token_take_no_memory_for_the_full_cache(name):
     plan = replace(make_plan(), n_layer=3, rewind=ROUND + 1)
@@ -290,6 +277,7 @@ def test_drafts_that_hold_every_token_take_no_memory_for_the_full_cache(name):
     assert layers.bytes() == kv.Cache(layer.draft for layer in layers).bytes()
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp_path):
     for more in ([], ["--speculate", "3"]):
         run = f"--checkpoint {tiny_checkpoint} --tasks niah_single_1,perplexity --length 340 --samples 1 --budget 32"
@@ -304,11 +292,11 @@ def test_an_evaluation_of_drafts_has_the_full_caches_scores(tiny_checkpoint, tmp
         assert (row.get("accepted_per_round") is not None) == graded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("rocketkv", "tailorkv"))
 def test_a_round_is_two_graphs_for_a_gpu(checkpoint, eos, expected, name, traced_only):
     """Where CUDA graphs capture them, drafting and verifying are compiled as wholes; here that is traced on the CPU."""
-    method, options = DRAFTS[name]
-    engine = load(checkpoint, eos, method, options, 24, speculate=ROUND, compile=True, max_prompt=97)
+    engine = load(checkpoint, eos, *DRAFTS[name], 24, speculate=ROUND, compile=True, max_prompt=97)
     engine.run_step = rounds(engine.state, ROUND, sample, lambda part: compiled(part, backend="eager"))
     assert answers(engine) == expected[0]
     assert engine.stats.compiles == 2
