@@ -38,7 +38,7 @@ FEW = 8  # most rows for which a step chooses among the products
 MANY = 8  # fewest rows for which 16-bit weights are widened
 SPLIT, PART = 256, 2**19  # the most rows for which they are widened in parts, and the numbers of a part
 TURNED = 32  # most rows for which an fp32 product may be turned
-BETTER_FORM: dict[torch.dtype, str] = {}  # what is faster than F.linear on this CPU: widened in 16 bits, turned in fp32
+BETTER_FORM: dict[torch.dtype, str] = {}  # the fastest on this CPU: kernel or, in 16 bits, widened, in fp32, turned
 PRODUCTS = ("auto", "kernel", "mv", "fused")
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
 READ = 2**28  # the most bytes that a candidate reads in one round
@@ -79,14 +79,14 @@ _library.impl("widened", lambda weight, x: x.new_empty(len(x), len(weight), dtyp
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = ("mv", "kernel")) -> Tensor:
     """x [...,I] times weight [O,I] -> [...,O]; on a CPU, widened for many rows or turned for a few, if faster."""
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1]
-    if x.device.type == "cpu" and rows <= FEW:
-        product = products[0] if rows == 1 else products[1]
-        if product == "fused" and torch.compiler.is_compiling():
-            return finish(fused(x, weight), x, bias)
-        if product == "mv" and rows == 1 and x.dtype == torch.bfloat16:
-            return finish(torch.ops.kv_fast.mv(weight, x.flatten()), x, bias)
-    form = BETTER_FORM.get(x.dtype) if x.device.type == "cpu" else None
+    product, form = products[0] if rows == 1 else products[1], BETTER_FORM.get(x.dtype)
+    if product == "fused" and rows <= FEW and torch.compiler.is_compiling():
+        return finish(fused(x, weight), x, bias)
+    if product == "mv" and rows == 1 and x.dtype == torch.bfloat16:
+        return finish(torch.ops.kv_fast.mv(weight, x.flatten()), x, bias)
     if form == "turned" and 1 < rows <= TURNED:
         return finish((weight @ x.reshape(rows, -1).t()).t().contiguous(), x, bias)
     if form == "widened" and rows >= MANY:
@@ -214,14 +214,6 @@ def _remembering(last: list[tuple], graph, examples: list) -> Callable:
 # Choices
 
 
-def fixed_product() -> str:
-    """KV_FAST_PRODUCT, or auto. Raises ValueError if it names no product."""
-    fixed = os.environ.get("KV_FAST_PRODUCT", "auto")
-    if fixed not in PRODUCTS:
-        raise ValueError(f"KV_FAST_PRODUCT={fixed} names no product: use {', '.join(PRODUCTS)}")
-    return fixed
-
-
 def tune(model: nn.Module, plan: Plan, queries: int) -> dict[str, Times]:
     """Chooses products and attention for steps with `queries` tokens per row; returns what was timed.
 
@@ -232,19 +224,18 @@ def tune(model: nn.Module, plan: Plan, queries: int) -> dict[str, Times]:
 
 def tune_products(model: nn.Module, rows: int) -> dict[str, Times]:
     """Sets `products` for steps of `rows` rows; returns the milliseconds by size of weight and product."""
+    if rows > FEW or model.norm.weight.device.type != "cpu":
+        return {}
     groups = defaultdict(list)
     for module in model.modules():
         if hasattr(module, "products"):
             groups[describe(module, rows)].append(module)
-
-    def choose(name: str, best: str) -> None:
+    best, times = decide(groups, lambda name: measure(groups[name], rows), is_small(model))
+    for name, product in best.items():
         for module in groups[name]:
             one, few = module.products
-            module.products = (best, few) if rows == 1 else (one, best)
-
-    if rows > FEW or model.norm.weight.device.type != "cpu":
-        return {}
-    return decide(groups, lambda name: measure(groups[name], rows), choose, is_small(model))
+            module.products = (product, few) if rows == 1 else (one, product)
+    return times
 
 
 def tune_attention(model: nn.Module, plan: Plan, queries: int) -> dict[str, Times]:
@@ -252,29 +243,24 @@ def tune_attention(model: nn.Module, plan: Plan, queries: int) -> dict[str, Time
 
     Both are timed over as many tokens as a row may hold, rounded down to a power of two.
     """
+    if plan.device.type != "cpu":
+        return {}
     rows, (least, most) = plan.n_head // plan.n_kv_head * queries, TOKENS
     tokens = min(max(least, 1 << plan.planned.bit_length() - 1), most)
     name = f"{dtype_name(plan.dtype)} attention, {rows} x {plan.head_dim}, {tokens} tokens"
-
-    def choose(_: str, form: str) -> None:
-        """Fewer rows are fused too if fusing is fastest for `rows`; otherwise more rows are not fused either."""
-        most = inductor.most_fused(plan.dtype, plan.head_dim)
-        most = max(most, rows) if form == "fused" else min(most, rows - 1)
-        inductor.fuse(plan.dtype, plan.head_dim, most)
-
-    if plan.device.type != "cpu":
-        return {}
     small = is_small(model) and plan.full_bytes() < LEAST
-    return decide([name], lambda _: measure_attention(plan, rows, tokens), choose, small)
+    best, times = decide([name], lambda _: measure_attention(plan, rows, tokens), small)
+    if best:  # fewer rows are fused too if these are, and more rows are not if these are not
+        most = inductor.most_fused(plan.dtype, plan.head_dim)
+        most = max(most, rows) if best[name] == "fused" else min(most, rows - 1)
+        inductor.fuse(plan.dtype, plan.head_dim, most)
+    return times
 
 
 def choose_form(dtype: torch.dtype) -> None:
     """Decides whether this CPU widens 16-bit weights for many rows, and turns products of a few fp32 rows."""
     name = f"{dtype_name(dtype)}, {'few' if dtype == torch.float32 else 'many'} rows"
-    form = fastest(recalled([name], lambda _: measure_form(dtype))[name])
-    BETTER_FORM.pop(dtype, None)
-    if form != "kernel":
-        BETTER_FORM[dtype] = form
+    BETTER_FORM[dtype] = fastest(recalled([name], lambda _: measure_form(dtype))[name])
 
 
 def double(dtype: torch.dtype, dim: int) -> None:
@@ -287,19 +273,19 @@ def double(dtype: torch.dtype, dim: int) -> None:
 
 
 def decide(
-    names: Iterable[str], measure: Callable[[str], Times], choose: Callable[[str, str], None], small: bool
-) -> dict[str, Times]:
-    """Tells `choose` what is fastest for each name, or what KV_FAST_PRODUCT fixes; returns what was timed.
+    names: Iterable[str], measure: Callable[[str], Times], small: bool
+) -> tuple[dict[str, str], dict[str, Times]]:
+    """The fastest for each name, or what KV_FAST_PRODUCT fixes, and what was timed.
 
-    small: all of it stays in the CPU's caches, and the defaults are kept.
+    small: all of it stays in the CPU's caches, and the defaults are kept: nothing is decided.
     """
-    fixed = fixed_product()
-    if fixed == "auto" and small:
-        return {}
-    times = recalled(names, measure) if fixed == "auto" else {}
-    for name in names:
-        choose(name, fastest(times[name]) if times else fixed)
-    return times
+    fixed = os.environ.get("KV_FAST_PRODUCT", "auto")
+    if fixed not in PRODUCTS:
+        raise ValueError(f"KV_FAST_PRODUCT={fixed} names no product: use {', '.join(PRODUCTS)}")
+    if fixed != "auto":
+        return dict.fromkeys(names, fixed), {}
+    times = {} if small else recalled(names, measure)
+    return {name: fastest(found) for name, found in times.items()}, times
 
 
 def is_small(model: nn.Module) -> bool:

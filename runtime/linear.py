@@ -33,8 +33,14 @@ class Int8Linear(nn.Module):
         return self.first(x, self.weight.shape[0])
 
     def first(self, x: Tensor, rows: int) -> Tensor:
+        weight, scales = self.weight[:rows], self.scales[:rows]
         bias = None if self.bias is None else self.bias[:rows]
-        return int8_linear(x, self.weight[:rows], self.scales[:rows], bias, self.products)
+        product = self.products[0] if x.numel() == x.shape[-1] else self.products[1]
+        if fuses(x) and (x.device.type != "cpu" or product == "fused"):
+            return finish(fused(x, weight) * scales.float(), x, bias)
+        if few(x) and x.device.type == "cpu":
+            return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
+        return linear(x, weight.to(x.dtype) * scales[:, None], bias)
 
 
 class Int8Embedding(nn.Module):
@@ -117,16 +123,6 @@ def fuses(x: Tensor) -> bool:
     """Whether the step is compiled and x [...,I] has few rows."""
     most = FEW if x.device.type == "cpu" else FEW_ON_A_GPU
     return x.numel() <= most * x.shape[-1] and torch.compiler.is_compiling()
-
-
-def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, products: Products) -> Tensor:
-    """x [...,I] times int8 weight [O,I] and its scales [O] -> [...,O]"""
-    product = products[0] if x.numel() == x.shape[-1] else products[1]
-    if fuses(x) and (x.device.type != "cpu" or product == "fused"):
-        return finish(fused(x, weight) * scales.float(), x, bias)
-    if few(x) and x.device.type == "cpu":
-        return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
-    return linear(x, weight.to(x.dtype) * scales[:, None], bias)
 
 
 def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
