@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import slow
 from conversations import model_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,8 +52,7 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 = LLAMA | {"rope_theta": 500000.0}
-LLAMA31 = LLAMA3 | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 32}}
+LLAMA31 = LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 32}}
 MISTRAL = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 MISTRAL_V1 = MISTRAL | {"sliding_window": 32}
 QWEN2 = LLAMA | {
@@ -71,7 +71,7 @@ QWEN3 = QWEN2 | {
     "attention_bias": False,
     "rope_scaling": None,
 }
-PLAIN = {"rope_scaling": None}
+PLAIN, THETA = {"rope_scaling": None}, {"rope_theta": 10000.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -89,21 +89,17 @@ class Case:
 
 
 CASES = {
-    "llama-2": Case(LLAMA | {"num_key_value_heads": 4}),
-    "llama-3": Case(LLAMA3, {"rope_theta": 10000.0}),
     "llama-3.1": Case(LLAMA31, PLAIN),
     "llama-3.2": Case(LLAMA31 | {"tie_word_embeddings": True}, PLAIN),
-    "codellama": Case(LLAMA | {"num_key_value_heads": 4, "rope_theta": 1000000}, {"rope_theta": 10000.0}),
+    "llama-2, codellama": Case(LLAMA | {"num_key_value_heads": 4, "rope_theta": 1000000}, THETA),
     "longchat": Case(LLAMA | {"max_position_embeddings": 32, "rope_scaling": {"type": "linear", "factor": 8.0}}, PLAIN),
     "mistral-v0.1, prompt inside the window": Case(MISTRAL_V1, {"sliding_window": None}, prompt=20),
     "mistral-v0.1, prompt as long as the window": Case(MISTRAL_V1, {"sliding_window": None}, prompt=32),
     "mistral-v0.1, prompt one longer": Case(MISTRAL_V1, {"sliding_window": None}, prompt=33),
     "mistral-v0.1, prompt beyond the window": Case(MISTRAL_V1, {"sliding_window": None}),
-    "mistral-v0.2": Case(MISTRAL | {"rope_theta": 1000000.0}, {"sliding_window": 32}),
     "mistral-v0.3": Case(MISTRAL | {"rope_theta": 1000000.0, "vocab_size": 200}, {"sliding_window": 32}),
     "mistral with narrow heads": Case(MISTRAL | {"head_dim": 24}),
-    "yi": Case(LLAMA | {"rope_theta": 5000000.0}, {"rope_theta": 10000.0}),
-    "yi-34b": Case(LLAMA | {"hidden_size": 224, "num_attention_heads": 14, "rope_theta": 5000000.0}),
+    "yi-34b": Case(LLAMA | {"hidden_size": 224, "num_attention_heads": 14, "rope_theta": 5000000.0}, THETA),
     "mqa": Case(LLAMA | {"num_key_value_heads": 1}),
     "llama with biases": Case(LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "qwen2": Case(QWEN2, {"use_sliding_window": True}),
@@ -272,7 +268,7 @@ FORMS = [(dtype, form) for dtype in (torch.bfloat16, torch.float16) for form in 
 
 
 @pytest.mark.parametrize("dtype, form", [*FORMS, (torch.float32, "turned")])
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("compiled", (False, slow(True)))
 def test_a_linear_layer_is_exact_to_rounding_for_any_number_of_tokens(dtype, form, compiled, monkeypatch):
     monkeypatch.setattr(cpu, "BETTER_FORM", {dtype: form} if form else {})
     run = torch.compile(cpu.linear, fullgraph=True) if compiled else cpu.linear
@@ -474,77 +470,56 @@ def test_every_spelling_of_rope_gives_the_same_config(kind, tmp_path):
     assert all(config == configs[0] for config in configs)
 
 
-PUBLISHED = {  # max_position_embeddings, rope_theta, rope_scaling, and the longest prompt
-    "Llama-2-7b": (4096, 10000.0, None, 4096),
-    "Llama-3.1-8B": (131072, 500000.0, LLAMA3_ROPE | {"original_max_position_embeddings": 8192}, 131072),
-    "Llama-3.2-1B": (
-        131072,
-        500000.0,
-        LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192},
-        131072,
-    ),
-    "longchat-7b-v1.5-32k": (4096, 10000.0, {"type": "linear", "factor": 8.0}, 32768),
-    "dynamic NTK": (4096, 10000.0, {"type": "dynamic", "factor": 2.0}, 8192),
-    "Qwen2.5-7B-Instruct": (
-        32768,
-        1000000.0,
-        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-        131072,
-    ),
-    "yarn, no original length": (32768, 1000000.0, {"rope_type": "yarn", "factor": 4.0}, 131072),
+def limited(limit: int, theta: float, **scaling) -> dict:
+    return {"max_position_embeddings": limit, "rope_theta": theta, "rope_scaling": scaling or None}
+
+
+ROPE = {  # changes of config.json, as published, rare, or contradicting themselves; and the longest prompt
+    "Llama-2-7b": (limited(4096, 10000.0), 4096),
+    "Llama-3.1-8B": (limited(131072, 500000.0, **LLAMA3_ROPE, original_max_position_embeddings=8192), 131072),
+    "longchat-7b-v1.5-32k": (limited(4096, 10000.0, type="linear", factor=8.0), 32768),
+    "dynamic NTK": (limited(4096, 10000.0, type="dynamic", factor=2.0), 8192),
+    "Qwen2.5-7B-Instruct": (limited(32768, 1e6, **YARN | {"original_max_position_embeddings": 32768}), 131072),
+    "yarn, no original length": (limited(32768, 1e6, rope_type="yarn", factor=4.0), 131072),
     "Yarn-Llama-2-7b-128k": (
-        131072,
-        10000.0,
-        {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        limited(131072, 10000.0, type="yarn", factor=32.0, original_max_position_embeddings=4096),
         131072,
     ),
+    "yarn, original length outside": (
+        limited(256, 10000.0, type="yarn", factor=4.0) | {"original_max_position_embeddings": 64},
+        256,
+    ),
+    "yarn, one mscale": (limited(256, 10000.0, type="yarn", factor=4.0, mscale=2.0), 1024),
+    "yarn, both": (limited(256, 10000.0, type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=0.5), 1024),
+    "yarn, no effect of zeros": (
+        limited(256, 10000.0, type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=0, beta_fast=0),
+        1024,
+    ),
+    "yarn, null is not truncated": (limited(256, 10000.0, **YARN, truncate=None), 256),
+    "llama3, no original length": (limited(256, 10000.0, **LLAMA3_ROPE), 256),
+    "llama3, two original lengths": (
+        limited(256, 10000.0, **LLAMA31["rope_scaling"]) | {"original_max_position_embeddings": 128},
+        256,
+    ),
+    "both objects agree": (
+        limited(256, 20000, rope_type="linear", factor=2.0)
+        | {"rope_parameters": {"type": "linear", "rope_theta": 20000.0, "factor": 2}},
+        512,
+    ),
+    "an empty object": ({"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 8192),
+    "null factor of rotation": ({"partial_rotary_factor": None}, 4096),
+    "no architecture": ({"architectures": None}, 4096),
+    "swish": ({"hidden_act": "swish"}, 4096),
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_give_their_context_and_the_rope_speeds_of_transformers(name):
-    limit, theta, scaling, longest = PUBLISHED[name]
-    raw = LLAMA | {"max_position_embeddings": limit, "rope_theta": theta, "rope_scaling": scaling, "head_dim": 128}
-    config = from_hf(raw)
+@pytest.mark.parametrize("name", ROPE)
+def test_a_config_gives_its_context_and_the_rope_speeds_of_transformers(name):
+    changes, longest = ROPE[name]
+    raw = LLAMA | {"head_dim": 128} | changes
+    config, theirs = from_hf(raw), LlamaRotaryEmbedding(hf_model(raw).config)
+    inv_freq, factor = rope_frequencies(config.rope, 128, raw["max_position_embeddings"])
     assert config.max_length == longest
-    theirs = LlamaRotaryEmbedding(hf_model(raw).config)
-    inv_freq, factor = rope_frequencies(config.rope, 128, limit)
-    assert torch.allclose(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
-    assert factor == pytest.approx(theirs.attention_scaling)
-
-
-ODD = {  # spellings that are rare, or that contradict themselves
-    "yarn, original length outside": {
-        "original_max_position_embeddings": 64,
-        "rope_scaling": {"type": "yarn", "factor": 4.0},
-    },
-    "yarn, one mscale": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0}},
-    "yarn, both": {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0.5}},
-    "yarn, no effect of zeros": {
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0, "beta_fast": 0}
-    },
-    "yarn, null is not truncated": {
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": None}
-    },
-    "llama3, no original length": {"rope_scaling": LLAMA3_ROPE},
-    "llama3, two original lengths": {"original_max_position_embeddings": 128, "rope_scaling": LLAMA31["rope_scaling"]},
-    "both objects agree": {
-        "rope_theta": 20000,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        "rope_parameters": {"type": "linear", "rope_theta": 20000.0, "factor": 2},
-    },
-    "an empty object": {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-    "null factor of rotation": {"partial_rotary_factor": None},
-    "no architecture": {"architectures": None},
-    "swish": {"hidden_act": "swish"},
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_configs_are_read_as_transformers_reads_them(name):
-    raw = LLAMA | {"max_position_embeddings": 256} | ODD[name] | {"head_dim": 128}
-    theirs = LlamaRotaryEmbedding(hf_model(raw).config)
-    inv_freq, factor = rope_frequencies(from_hf(raw).rope, 128, 256)
     assert torch.allclose(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
 
@@ -615,10 +590,8 @@ def test_all_layers_have_the_window_that_they_have_in_transformers(raw, window):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel'.*LlamaForCausalLM"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "RoPE type 'longrope'.*yarn"),
-        ({"rope_scaling": {"type": "su"}}, "RoPE type 'su'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "RoPE type 'proportional'"),
         ({"rope_scaling": {"type": "linear"}}, "'linear': factor must be a positive number .*, not None"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "'dynamic': factor must be a positive number .*, not 0"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'yarn': factor must be a positive number .*, not '4'"),
         (
             {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
@@ -639,9 +612,7 @@ def test_all_layers_have_the_window_that_they_have_in_transformers(raw, window):
         ),
         ({"rope_scaling": {"full_attention": None}}, "rope_scaling .* by layer type, but not for full_attention"),
         ({"rope_theta": 0}, "rope_theta must be a positive number .*, not 0"),
-        ({"rope_theta": -1.0}, "rope_theta must be a positive number .*, not -1.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
             {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor",
@@ -649,16 +620,13 @@ def test_all_layers_have_the_window_that_they_have_in_transformers(raw, window):
         ({"rope_scaling": {**LLAMA31["rope_scaling"], "high_freq_factor": 0.5}}, "high_freq_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.0}}, "attention_factor must be"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "64"}}, "not '64'"),
-        ({"partial_rotary_factor": 0}, "partial_rotary_factor"),
         ({"rope_scaling": [1]}, "must be an object, not \\[1\\]"),
-        ({"rope_scaling": "linear"}, "must be an object, not 'linear'"),
         ({"rope_theta": 1.0}, "rope_theta must exceed 1"),
-        ({"architectures": "LlamaForCausalML"}, "architecture 'LlamaForCausalML'"),
         ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number .*, not None"),
-        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'.*silu"),
         ({"model_type": "mistral"}, "architectures LlamaForCausalLM and model_type mistral"),
+        ({"architectures": "LlamaForCausalML"}, "architecture 'LlamaForCausalML'"),
         ({"architectures": None, "model_type": "gpt2"}, "architecture 'none'"),
         ({"architectures": None, "model_type": {}}, "architecture 'none'"),
         ({"use_sliding_window": True, "sliding_window": 8}, "LlamaForCausalLM ignores use_sliding_window"),
@@ -666,17 +634,14 @@ def test_all_layers_have_the_window_that_they_have_in_transformers(raw, window):
         (SLIDES | {"max_window_layers": 1}, "max_window_layers .* only some of 3 layers"),
         (SLIDES | {"layer_types": FULL[:2] + SLIDING[:1]}, "layer_types give only some of 3 layers"),
         (SLIDES | {"max_window_layers": None}, "max_window_layers must be 0 or a positive integer .* not None"),
-        (SLIDES | {"max_window_layers": -1}, "max_window_layers must be 0 or a positive integer .* not -1"),
         (SLIDES | {"sliding_window": 0}, "sliding_window must be a positive integer .* not 0"),
         (
             SLIDES | {"sliding_window": None, "layer_types": SLIDING},
             "sliding_window None it must say full_attention for",
         ),
-        (MISTRAL_V1 | {"layer_types": SLIDING[:2] + FULL[:1]}, "MistralForCausalLM ignores layer_types"),
         (MISTRAL_V1 | {"layer_types": FULL}, "MistralForCausalLM ignores layer_types"),
         (MISTRAL | {"layer_types": SLIDING}, "layer_types .* must say full_attention for each of 3"),
         ({"layer_types": FULL[:2]}, "layer_types .* for each of 3 layers"),
-        ({"layer_types": "sliding_attention"}, "layer_types 'sliding_attention' is not supported"),
         ({"layer_types": [{}, None, []]}, "layer_types"),
         (MISTRAL | {"sliding_window": -1}, "sliding_window must be .* not -1"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 KV heads"),
@@ -686,15 +651,10 @@ def test_all_layers_have_the_window_that_they_have_in_transformers(raw, window):
             ({key: value}, f"{key} must be a positive integer below 2..31, not {value!r}")
             for key, value in [
                 ("hidden_size", None),
-                ("hidden_size", -128),
-                ("num_hidden_layers", None),
                 ("num_hidden_layers", 0),
-                ("num_attention_heads", None),
                 ("num_attention_heads", 4.0),
                 ("num_key_value_heads", 0),
-                ("intermediate_size", None),
                 ("intermediate_size", "160"),
-                ("vocab_size", None),
                 ("vocab_size", True),
                 ("max_position_embeddings", -1),
                 ("head_dim", -2),
