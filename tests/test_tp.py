@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import tp_worker
-from conftest import llama_8b, with_scores, write_random
+from conftest import llama_8b, slow, with_scores, write_random
 from torch import Tensor, nn
 
 import bench.__main__ as bench
@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 BUDGETS = {"simlayer": 90}
 # Each rank chooses tokens for its own heads
 PER_RANK = [name for name in VARIANTS if name.startswith("omnikv") or name.endswith("adaptive")]
-WORLDS = (2, 4)
+QUICK = ("full", "omnikv", "tied, biased, full")
 # With 4 ranks, which have one KV head each: what ranks exchange, and how weights and choices are split.
 FOUR = ("full", "infllm", "omnikv", "duo", "d2o", "tailorkv", "tied, biased, full", "int4, full")
 
@@ -98,31 +98,18 @@ def cases(folders) -> dict[str, dict]:
     return found
 
 
-def launcher(world: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-
-
 def torchrun(world: int, *command: str, stdin: int | None = None) -> subprocess.Popen:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*launcher(world), *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+    return subprocess.Popen([*launcher, *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 
 
-@pytest.fixture(scope="module")
-def alone(cases) -> dict[str, dict]:
-    engines = {}
-    return {name: tp_worker.run(case | {"compile": False}, engines) for name, case in cases.items()}
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def ranked(request, cases, tmp_path_factory) -> dict[str, list[dict]]:
-    """What every rank of a run computes, by case."""
-    folder, world = tmp_path_factory.mktemp("ranks"), request.param
-    cases = {name: cases[name] for name in FOUR} if world == 4 else cases
-    torch.save(cases, folder / "cases")
-    run = torchrun(world, "tests/tp_worker.py", str(folder / "cases"), str(folder / "results"))
-    _, errors = run.communicate(timeout=900)
+def run_ranks(*command, world: int = 2) -> str:
+    """Standard output of a command line of two ranks."""
+    run = torchrun(world, *map(str, command))
+    out, errors = run.communicate(timeout=900)
     assert run.returncode == 0, errors
-    return torch.load(folder / "results", weights_only=False)
+    return out
 
 
 class Apart(nn.Module):
@@ -178,15 +165,19 @@ def per_rank(case: dict, world: int) -> dict:
     return {"logits": logits, "tokens": tokens}
 
 
-def test_ranks_compute_what_one_process_does(ranked, alone, cases):
+@pytest.mark.parametrize(("world", "names"), ((2, QUICK), slow(2, None), slow(4, FOUR)))
+def test_ranks_compute_what_one_process_does(cases, tmp_path, world, names):
     """Logits to 1e-5 of their size, equal tokens; PER_RANK equal a process whose heads choose in groups."""
-    wrong = []
-    for name, everyone in ranked.items():
-        expected = per_rank(cases[name], len(everyone)) if name in PER_RANK else alone[name]
+    names, wrong, engines = names or [name for name in cases if name not in QUICK], [], {}
+    torch.save({name: cases[name] for name in names}, tmp_path / "cases")
+    run_ranks("tests/tp_worker.py", tmp_path / "cases", tmp_path / "results", world=world)
+    for name, found in torch.load(tmp_path / "results", weights_only=False).items():
+        case = cases[name] | {"compile": False}
+        expected = per_rank(case, world) if name in PER_RANK else tp_worker.run(case, engines)
         size = max(x.abs().max() for x in expected["logits"])
-        pairs = zip(everyone[0]["logits"], expected["logits"], strict=True)
+        pairs = zip(found["logits"], expected["logits"], strict=True)
         error = max((a - b).abs().max() for a, b in pairs) / size
-        if error > 1e-5 or everyone[0]["tokens"] != expected["tokens"]:
+        if error > 1e-5 or found["tokens"] != expected["tokens"]:
             wrong.append((name, float(error)))
     assert not wrong
 
@@ -201,23 +192,18 @@ def test_bytes_are_divided_by_the_ranks(name):
     assert 1 <= parts / sum(kv.planned_bytes(method, alone, *arguments)) < 1.03
 
 
-def whole_and_parts(folder: Path, world: int) -> tuple[nn.Module, list[nn.Module]]:
-    """A loaded model, and the part of each of `world` ranks, loaded without starting them."""
-    config = read_config(folder)
+@pytest.mark.parametrize("kind", ("llama", "tied, biased", "qwen3", "int8", "int4"))
+def test_the_parts_of_a_checkpoint_make_up_the_whole(folders, kind):
+    """Each rank's part is loaded without starting it."""
+    config, world, parts = read_config(folders[kind]), 4, []
     sizes, quantization = ModelConfig(**config["kv_fast"]["model"]), read_quantization(config)
-    whole, parts = load.skeleton(sizes, quantization, ALONE), []
+    whole = load.skeleton(sizes, quantization, ALONE)
     for rank in range(world):
         ranks = Ranks(rank, world)
         part = load.skeleton(sizes, quantization, ranks)
         read = partial(load.read_part, c=part.config, ranks=ranks)
-        parts.append(load_checkpoint(folder, part, "cpu", torch.float32, whole, read))
-    return load_checkpoint(folder, whole, "cpu", torch.float32), parts
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", ("llama", "tied, biased", "qwen3", "int8", "int4"))
-def test_the_parts_of_a_checkpoint_make_up_the_whole(folders, kind, world):
-    whole, parts = whole_and_parts(folders[kind], world)
+        parts.append(load_checkpoint(folders[kind], part, "cpu", torch.float32, whole, read))
+    whole = load_checkpoint(folders[kind], whole, "cpu", torch.float32)
     states = [part.state_dict() for part in parts]
     for name, expected in whole.state_dict().items():
         found = [state[name] for state in states]
@@ -259,6 +245,7 @@ print(part, largest, resident_bytes("VmHWM") - resident)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
 def test_a_rank_holds_only_its_part(tmp_path):
     sizes = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -268,30 +255,24 @@ def test_a_rank_holds_only_its_part(tmp_path):
     assert part <= peak < part + largest + 16 * 2**20
 
 
-def test_groups_that_a_rank_would_cut_are_refused(folders):
-    sizes = ModelConfig(**read_config(folders["llama"])["kv_fast"]["model"])
-    how = {"mode": "int4", "groupsize": 32, "embeddings": False}
-    with pytest.raises(ValueError, match="input channels on every rank: use --groupsize 8$"):
-        load.skeleton(sizes, how, Ranks(0, 4))
-    load.skeleton(sizes, how | {"groupsize": 8}, Ranks(0, 4))
+INT4 = {"mode": "int4", "groupsize": 32, "embeddings": False}
+THREE = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 96}
 
 
 @pytest.mark.parametrize(
-    ("world", "changes", "expected"),
+    ("world", "changes", "quantization", "expected"),
     [
-        (3, {}, "4 KV heads do not divide among 3 ranks: start 1 or 2 or 4"),
-        (
-            2,
-            {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 96},
-            "start 1 or 3",
-        ),
-        (4, {"intermediate_size": 98}, "98 MLP channels do not divide among 4 ranks: start 1 or 2"),
+        (3, {}, None, "4 KV heads do not divide among 3 ranks: start 1 or 2 or 4"),
+        (2, THREE, None, "start 1 or 3"),
+        (4, {"intermediate_size": 98}, None, "98 MLP channels do not divide among 4 ranks: start 1 or 2"),
+        (4, {}, INT4, "input channels on every rank: use --groupsize 8$"),
+        (4, {}, INT4 | {"groupsize": 8}, None),
     ],
 )
-def test_what_does_not_divide_is_refused(folders, world, changes, expected):
+def test_what_does_not_divide_is_refused(folders, world, changes, quantization, expected):
     config = from_hf(read_config(folders["llama"]) | changes)
-    with pytest.raises(ValueError, match=expected):
-        load.skeleton(config, None, Ranks(0, world))
+    with pytest.raises(ValueError, match=expected) if expected else nullcontext():
+        load.skeleton(config, quantization, Ranks(0, world))
 
 
 # The processes
@@ -302,14 +283,6 @@ def run_here(main: Callable, *args) -> str:
     with redirect_stdout(io.StringIO()) as out:
         main([str(arg) for arg in args])
     return out.getvalue()
-
-
-def run_ranks(*command) -> str:
-    """Standard output of a command line of two ranks."""
-    run = torchrun(2, *map(str, command))
-    out, errors = run.communicate(timeout=120)
-    assert run.returncode == 0, errors
-    return out
 
 
 def lines(text: str) -> list[str]:
@@ -331,12 +304,7 @@ def test_the_command_line_answers_as_one_process(tiny_checkpoint, tmp_path, monk
     assert found[0] == found[1]
 
 
-def test_a_mistake_is_reported_once(tiny_checkpoint):
-    run = torchrun(2, "generate.py", "--checkpoint", str(tiny_checkpoint), "--prompt", "x", "--kv", "none")
-    _, errors = run.communicate(timeout=120)
-    assert run.returncode and len(lines(errors)) == 1 and "unknown KV method 'none'" in lines(errors)[0]
-
-
+@pytest.mark.slow
 def test_a_chat_may_end_at_its_first_prompt(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -349,24 +317,31 @@ def test_a_chat_may_end_at_its_first_prompt(tiny_checkpoint, tmp_path):
     assert run.returncode == 0 and out == "" and "Traceback" not in errors, errors
 
 
-def test_a_tool_of_one_process_is_refused(tiny_checkpoint, tmp_path):
-    out = str(tmp_path / "q")
-    run = torchrun(2, "quantize.py", "--checkpoint", str(tiny_checkpoint), "--mode", "int8", "--out", out)
-    _, errors = run.communicate(timeout=120)
-    expected = "error: this tool runs in one process: start it with python, not torchrun"
-    assert run.returncode and lines(errors) == [expected]
+SCRIPT = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from terminal import cli
+from engine import Engine
+cli.run(lambda: Engine.load(sys.argv[1] if os.environ["RANK"] == "0" else "/none"), ranks=True)
+"""
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_named(tiny_checkpoint, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom terminal import cli\nfrom engine import Engine\n"
-        f"folder = {str(tiny_checkpoint)!r} if os.environ['RANK'] == '0' else '/none'\n"
-        "cli.run(lambda: Engine.load(folder), ranks=True)\n"
-    )
-    run = torchrun(2, str(script))
-    _, errors = run.communicate(timeout=120)
-    assert run.returncode and lines(errors) == ["error: rank 1: there is no checkpoint folder /none"]
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    (
+        ("generate.py --checkpoint {folder} --prompt x --kv none", "unknown KV method 'none'"),
+        slow(
+            "quantize.py --checkpoint {folder} --mode int8 --out {out}", "this tool runs in one process: start it with"
+        ),
+        slow("{script} {folder}", "error: rank 1: there is no checkpoint folder /none"),
+    ),
+)
+def test_a_mistake_is_reported_once(tiny_checkpoint, tmp_path, command, expected):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = command.format(folder=tiny_checkpoint, out=tmp_path / "q", script=tmp_path / "script.py")
+    run = torchrun(2, *command.split())
+    (line,) = lines(run.communicate(timeout=120)[1])
+    assert run.returncode and expected in line
 
 
 def by_hand(rank: int, port: int, *arguments: str, seconds: int = 60) -> subprocess.Popen:
@@ -386,6 +361,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_reported():
     run = by_hand(0, free_port(), "--prompt", "x", seconds=2)
     _, errors = run.communicate(timeout=60)
@@ -394,6 +370,7 @@ def test_a_missing_rank_is_reported():
     assert "1/2 clients joined" in line and line.endswith("start all with torchrun, with the same address and port")
 
 
+@pytest.mark.slow
 def test_other_arguments_on_a_rank_are_refused():
     port = free_port()
     runs = [by_hand(rank, port, "--prompt", "x", "--seed", str(rank)) for rank in range(2)]
@@ -402,22 +379,13 @@ def test_other_arguments_on_a_rank_are_refused():
     assert errors == ["error: rank 1 has other arguments than rank 0: --prompt x --seed 1"]
 
 
-def children(pid: int) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
-            if int(fields["PPid"]) == pid and not fields["State"].startswith("Z"):
-                found.append(int(fields["Pid"]))
-    return found
-
-
-@pytest.mark.parametrize("end", ("one rank killed", "Ctrl-C"))
+@pytest.mark.parametrize("end", ("one rank killed", slow("Ctrl-C")))
 def test_no_rank_outlives_another(tiny_checkpoint, end):
     command = ["generate.py", "--checkpoint", str(tiny_checkpoint), "--prompt", "x", "--no-compile"]
     run = torchrun(2, *command, "--max-new-tokens", "30000", "--kv", "streaming", "--budget", "16")
     assert run.stdout.read(1)  # it decodes
-    workers = children(run.pid)
+    files = Path(f"/proc/{run.pid}/task").glob("*/children")
+    workers = [int(pid) for file in files for pid in file.read_text().split()]
     assert len(workers) == 2
     os.kill(*((workers[1], signal.SIGKILL) if end == "one rank killed" else (run.pid, signal.SIGINT)))
     run.communicate(timeout=30)
@@ -425,6 +393,7 @@ def test_no_rank_outlives_another(tiny_checkpoint, end):
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
+@pytest.mark.slow
 def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
     """The model shared, the samples shared, and a run with another number of ranks that continues a stopped one."""
     command = ["--checkpoint", tiny_checkpoint, "--tasks", "niah_single_1,perplexity"]
@@ -448,11 +417,10 @@ def test_an_evaluation_gives_the_same_answers(tiny_checkpoint, tmp_path):
     assert len(progress.read_text().splitlines()) == 12
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_one_rank(tmp_path):
-    command = (
-        f"--shape {ROOT}/needle/config.json --context 128 --steps 2 --repeats 1 --no-compile --kv full,duo".split()
-    )
-    command += ["--budget", "64", "--results", os.devnull, "--json"]
+    command = f"--shape {ROOT}/needle/config.json --context 128 --steps 2 --repeats 1 --no-compile --kv full,duo"
+    command = [*command.split(), "--budget", "64", "--results", os.devnull, "--json"]
     run_here(bench.main, *command, tmp_path / "alone.json")
     shown = run_ranks("-m", "bench", *command, tmp_path / "ranks.json")
     assert re.search(r"2 ranks, bytes are those of one; they exchange 0\.\d\d MB with batch 1 a step", shown)

@@ -29,14 +29,8 @@ def conversations(engine: Engine) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def outcome(engine: Engine) -> dict:
-    """What an engine computes: logits and tokens."""
-    found = {"logits": [x.clone() for x in engine.logits(PROMPTS, FORCED)]}
-    return found | {"tokens": conversations(engine)}
-
-
 def run(case: dict, engines: dict[str, Engine]) -> dict:
-    """`outcome` of a case: a checkpoint, and arguments of `Engine.use`."""
+    """Logits and tokens of a case: a checkpoint, and arguments of `Engine.use`."""
     folder = case["checkpoint"]
     if folder not in engines:
         engines[folder] = Engine.load(folder, compile=False, seed=0)
@@ -44,7 +38,7 @@ def run(case: dict, engines: dict[str, Engine]) -> dict:
     engine.compile = case.get("compile", False)
     engine.use(batch=3, max_prompt=90, room=60, **case["use"])
     try:
-        return outcome(engine)
+        return {"logits": [x.clone() for x in engine.logits(PROMPTS, FORCED)], "tokens": conversations(engine)}
     finally:
         engine.close()
 
@@ -58,7 +52,7 @@ def main() -> None:
         dist.all_gather_object(everyone, ours)
         for other in everyone:  # each rank must have sampled the same tokens from the same logits
             assert all(map(torch.equal, other["logits"], ours["logits"])) and other["tokens"] == ours["tokens"], name
-        found[name] = everyone
+        found[name] = ours
     if ranks.rank == 0:
         torch.save(found, results)
 
