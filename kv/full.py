@@ -16,7 +16,19 @@ from kv.parts import attention, ops
 from kv.parts.quant import BITS, Bits
 
 
-class Full(KV):
+class Ring(KV):
+    """A layer that keeps the first `sinks` tokens of a row and the newest, `size` in all."""
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        size = self.size_of("size", row)
+        if pos + k.shape[2] <= size:
+            return super().extend(row, q, k, v, pos)
+        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.sinks)
+        self.append(row, k, v, pos)
+        return y
+
+
+class Full(Ring):
     """The first `sinks` tokens of a row and the newest, `size` in all, by default every planned one.
 
     Later tokens overwrite the oldest: the slots after the sinks are a ring. It has `plan.rewind` slots more than it
@@ -47,14 +59,6 @@ class Full(KV):
         position = ops.in_ring(length, size, self.sinks, self.k.device)
         slot = slice(length) if length <= size else ops.ring(position, self.size_of("row_slots", row), self.sinks)
         return Held(self.k[row, :, slot], self.v[row, :, slot], position.expand(self.plan.n_kv_head, -1))
-
-    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        size = self.size_of("size", row)
-        if pos + k.shape[2] <= size:
-            return super().extend(row, q, k, v, pos)
-        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.sinks)
-        self.append(row, k, v, pos)
-        return y
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         self.store(k, v, ops.ring(ops.following(pos, k.shape[2]), ops.column(self.row_slots), self.sinks), active)

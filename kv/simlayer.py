@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kv.base import KV, Held, Views
+from kv.full import Ring
 from kv.method import Method, Plan, option
 from kv.parts import attention, inductor, ops
 from kv.parts.buffers import Buffers
@@ -76,7 +77,7 @@ class Regions(Buffers):
         self.k[row, :, slot], self.v[row, :, slot] = k, v
 
 
-class SimLayer(KV):
+class SimLayer(Ring):
     def __init__(self, plan: Plan, regions: Regions, index: int):
         super().__init__(plan)
         self.regions, self.index, self.sinks = regions, index, regions.sinks
@@ -117,14 +118,6 @@ class SimLayer(KV):
         slot = self.first[row] + ops.ring(position, self.size[row], self.sinks)
         k, v = self.regions.k[row, :, slot], self.regions.v[row, :, slot]
         return Held(k, v, position.expand(self.plan.n_kv_head, -1))
-
-    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        size = int(self.size[row])
-        if pos + k.shape[2] <= size:
-            return super().extend(row, q, k, v, pos)
-        y = attention.ring_attention(q, k, v, self.held(row, pos), size, self.sinks)
-        self.append(row, k, v, pos)
-        return y
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)

@@ -34,10 +34,8 @@ class Buffers(nn.Module):
         self.states.append(name)
 
     def allocate_size(self, name: str, budget: int, of: Callable[[int], int] = int) -> int:
-        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes.
-
-        Returns the largest.
-        """
+        """Sets `name` to `of(budget)` or, if the budget is a share of each row's prompt, to a buffer [B] of sizes, of
+        which it returns the largest."""
         largest = of(budget)
         if self.plan.share is None:
             setattr(self, name, largest)
