@@ -11,22 +11,10 @@ HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1)}
 D, LAYERS, MAX_PROMPT = 16, 8, 100
 
 
-def make_plan(heads: str = "gqa", batch: int = 1, new: int = 30) -> Plan:
+def make_plan(heads: str = "gqa", batch: int = 1, new: int = 30, n_layer: int = LAYERS) -> Plan:
     n_head, n_kv_head = HEADS[heads]
-    return Plan(
-        LAYERS,
-        n_head,
-        n_kv_head,
-        D,
-        n_head * D,
-        "default",
-        1e4,
-        torch.float32,
-        torch.device("cpu"),
-        batch,
-        MAX_PROMPT,
-        new,
-    )
+    sizes = n_layer, n_head, n_kv_head, D, n_head * D
+    return Plan(*sizes, "default", 1e4, torch.float32, torch.device("cpu"), batch, MAX_PROMPT, new)
 
 
 def with_heads(cases: Iterable[tuple], kind: Callable[[tuple], Hashable] = lambda case: None) -> list[tuple]:
@@ -46,31 +34,41 @@ class Run:
 
     def __init__(self, name: str, plan: Plan, budget: int | None, options: dict):
         self.plan, self.layers = plan, kv.build(name, plan, budget, options)
-        self.position, self.new = [0] * plan.batch, 0
+        self.position, self.generated = [0] * plan.batch, [0] * plan.batch
 
     def prefill(self, row: int, inputs: list) -> None:
-        self.position[row], self.new = inputs[0][0].shape[2], 0
-        for layer in self.layers:
-            layer.reset(row)
+        self.position[row], self.generated[row] = inputs[0][0].shape[2], 0
+        self.layers.reset(row)
         for layer, qkv in zip(self.layers, inputs, strict=True):
             layer.prefill(row, *qkv)
         for layer in self.layers:
             layer.finish(row)
 
-    def step(self, inputs: list) -> torch.Tensor:
-        """-> [L,B,Hq,D]"""
-        pos, active = torch.tensor(self.position), torch.ones(self.plan.batch, dtype=torch.bool)
-        self.position, self.new = [n + 1 for n in self.position], self.new + 1
-        found = []
-        for layer, qkv in zip(self.layers, inputs, strict=True):
-            for row, n in enumerate(self.position):
-                layer.make_room(row, n - 1)
-            layer.before_step(max(self.position), self.new)
-            found.append(layer.decode(*qkv, pos, active)[:, :, 0])
+    def step(self, inputs: list, active: list[bool] | None = None, decode: Callable | None = None) -> torch.Tensor:
+        """`decode`, or what is given in its place, for the `active` rows, by default all -> [L,B,Hq,D]"""
+        active = torch.tensor(active or [True] * self.plan.batch)
+        pos = torch.tensor(self.position) - ~active * 1
+        self.layers.make_room(dict(enumerate(self.position)))
+        self.layers.before_step(max(self.position) + 1, max(self.generated) + 1)
+        found = (decode or self.decode)(inputs, pos, active)  # may fail, and is then repeated
+        for row in active.nonzero().flatten().tolist():
+            self.position[row], self.generated[row] = self.position[row] + 1, self.generated[row] + 1
+        return found
+
+    def decode(self, inputs: list, pos: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        x, found = inputs[0][0], []
+        for i, (layer, (q, k, v)) in enumerate(zip(self.layers, inputs, strict=True)):
+            q = q + 1e-30 * x  # each layer needs the one before
+            if i + 1 < len(inputs) and self.layers[i + 1].wants_lookahead:
+                q = self.layers[i + 1].lookahead(foreseen(inputs[i + 1][0] + 1e-30 * x), q, active)
+            x = layer.decode(q, k, v, pos, active)
+            found.append(x[:, :, 0])
         return torch.stack(found)
 
-    def close(self) -> None:
-        self.layers.close()
+
+def foreseen(q: torch.Tensor) -> torch.Tensor:
+    """An inexact prediction of a query."""
+    return q + 0.7 * q.roll(1, -1)
 
 
 def answer(layer: kv.KV, texts: list, prompt: int, questions: tuple[int, ...] = ()) -> torch.Tensor:
@@ -97,6 +95,11 @@ def tokens(plan: Plan, batch: int, n: int, generator: torch.Generator) -> list:
     """Per layer q [batch,Hq,n,D], k and v [batch,Hk,n,D]."""
     heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
     return [[torch.randn(batch, h, n, D, generator=generator) for h in heads] for _ in range(plan.n_layer)]
+
+
+def text(plan: Plan, n: int, seed: int) -> list[torch.Tensor]:
+    """Of one layer and row: q [Hq,n,D], k and v [Hk,n,D]."""
+    return [x[0] for x in tokens(plan, 1, n, torch.Generator().manual_seed(seed))[0]]
 
 
 def prefill_both(run: Run, slow, prompt: int, generator: torch.Generator) -> None:
@@ -127,7 +130,7 @@ def compare(here: Run, there: Run, same) -> None:
         for _ in range(12):
             inputs = tokens(here.plan, 3, 1, generator)
             assert same(here.step(inputs), there.step(inputs))
-    there.close()
+    there.layers.close()
 
 
 class TensorSizes(torch.utils._python_dispatch.TorchDispatchMode):

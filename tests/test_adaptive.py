@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
-from runs import answer, make_plan
+from runs import answer, make_plan, text
 
 import kv
 
@@ -16,14 +15,12 @@ OPTIONS = {"keydiff": {"alpha": 0.0}, "snapkv": {"window": 6, "kernel": 3}, "rkv
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_texts_and_steps_after_the_prompt_attend_to_what_each_head_keeps(name):
-    plan, options = replace(make_plan("gqa"), n_layer=1, max_prompt=max(PROMPTS), room=NEW), OPTIONS[name]
+    plan, options = replace(make_plan(n_layer=1, new=NEW), max_prompt=max(PROMPTS)), OPTIONS[name]
     (layer,) = kv.build(name, plan, BUDGET, options | {"heads": "adaptive"})
     (equal,) = kv.build(name, plan, BUDGET, {key: value for key, value in options.items() if key != "alpha"})
     assert sum(layer.storages().values()) == sum(equal.storages().values()) + layer.owner.nbytes
     for prompt in PROMPTS:
-        generator = torch.Generator().manual_seed(prompt)
-        heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
-        q, k, v = (torch.randn(h, prompt + NEW, plan.head_dim, generator=generator) for h in heads)
+        q, k, v = text(plan, prompt + NEW, prompt)
         k[0] *= 3  # this head attends to few tokens
         slow, texts = (SCORED | SLOW)[name](plan, BUDGET, heads="adaptive", **options), (7, 1, 1, 3)
         expected = slow.run(q, k, v, prompt, texts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
-from runs import answer, make_plan
+from runs import answer, make_plan, text
 
 import kv
 from engine import Engine
@@ -28,17 +28,14 @@ CASES = {
 def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
     (name, _, which), options = case.partition(":"), CASES[case] | {"every": N}
     which = int(which) if which.isdigit() else 0
-    plan = replace(make_plan("gqa"), batch=1, n_layer=3, max_prompt=max(PROMPTS), room=NEW)
+    plan = replace(make_plan(n_layer=3, new=NEW), max_prompt=max(PROMPTS))
     layer = kv.build(name, plan, BUDGET, options)[which]
     held = (BUDGET if case != "snapkv:heads" else BUDGET // (plan.n_head // plan.n_kv_head)) + N
     assert name == "pyramidkv" or layer.k.shape[2] == held + 2  # a step in flight, and the slot for rows that sleep
     for prompt in PROMPTS:
-        generator = torch.Generator().manual_seed(prompt)
-        heads = (plan.n_head, plan.n_kv_head, plan.n_kv_head)
-        q, k, v = (torch.randn(h, prompt + NEW, plan.head_dim, generator=generator) for h in heads)
+        qkv = text(plan, prompt + NEW, prompt)
         slow = (SCORED | SLOW)[name](plan, BUDGET, which, **options)
-        expected = slow.run(q, k, v, prompt, texts)
-        assert (answer(layer, [q, k, v], prompt, texts) - expected).abs().max() < 1e-5
+        assert (answer(layer, qkv, prompt, texts) - slow.run(*qkv, prompt, texts)).abs().max() < 1e-5
         assert layer.held(0, prompt + NEW).position.tolist() == slow.stored
         often = prompt > BUDGET if name == "pyramidkv" else 2  # lower layers of a pyramid keep a short text whole
         assert min(map(len, slow.compressions)) >= often
@@ -47,10 +44,8 @@ def test_a_row_that_generates_keeps_what_the_reference_keeps(case, texts):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_flight_changes_no_choice(case):
     """On a GPU the host makes room one step late: the token of that step is stored, and its query too."""
-    plan = replace(make_plan("gqa"), batch=1, n_layer=1, max_prompt=50, room=NEW)
-    heads, g = (plan.n_head, plan.n_kv_head, plan.n_kv_head), torch.Generator().manual_seed(0)
-    texts = [torch.randn(1, h, 50 + NEW, plan.head_dim, generator=g) for h in heads]
-    held = []
+    plan, held = replace(make_plan(n_layer=1, new=NEW), max_prompt=50), []
+    texts = [x[None] for x in text(plan, 50 + NEW, 0)]
     for late in (0, 1):
         (layer,) = kv.build(case.split(":")[0], plan, BUDGET, CASES[case] | {"every": N})
         layer.reset(0)
@@ -66,18 +61,16 @@ def test_a_step_in_flight_changes_no_choice(case):
 
 def test_a_window_that_is_not_generated_yet_is_refused():
     with pytest.raises(ValueError, match="every=4 must be at least the window, 8"):
-        kv.build("snapkv", make_plan("gqa"), BUDGET, {"window": 8, "every": 4})
+        kv.build("snapkv", make_plan(), BUDGET, {"window": 8, "every": 4})
 
 
 @pytest.mark.parametrize("options", ({}, {"every": N}), ids=("all", "every"))
 @pytest.mark.parametrize("budget", (60, 0.97))
 def test_a_pyramid_follows_from_no_plan(budget, options):
     """What a layer keeps of a text depends neither on the longest prompt nor on what may be generated."""
-    plan = replace(make_plan("gqa"), batch=1, n_layer=2, room=NEW)
-    heads, g = (plan.n_head, plan.n_kv_head, plan.n_kv_head), torch.Generator().manual_seed(0)
+    plan = make_plan(n_layer=2, new=NEW)
     for prompt in (16, 41):
-        texts = [torch.randn(h, prompt + NEW, plan.head_dim, generator=g) for h in heads]
-        found = []
+        texts, found = text(plan, prompt + NEW, prompt), []
         for longest in (prompt, prompt + 1, 96):
             layers = kv.build("pyramidkv", replace(plan, max_prompt=longest), budget, {"window": 8, **options})
             for layer in layers:
@@ -88,11 +81,8 @@ def test_a_pyramid_follows_from_no_plan(budget, options):
 
 def test_more_tokens_than_a_row_may_generate_are_as_good_as_none():
     for name in ("expected", "snapkv"):
-        bytes_ = []
-        for every in (0, 10**6):
-            (layer,) = kv.build(name, replace(make_plan("gqa"), n_layer=1, room=NEW), BUDGET, {"every": every})
-            bytes_.append(layer.storages().values())
-        assert sorted(bytes_[0]) == sorted(bytes_[1])
+        none, many = (kv.planned_bytes(name, make_plan(), BUDGET, {"every": every}) for every in (0, 10**6))
+        assert none == many
 
 
 @pytest.mark.parametrize("lag", (0, 1))

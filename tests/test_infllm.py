@@ -6,7 +6,7 @@ from references.infllm import SlowInfLLM
 from runs import Run, compare, generations, make_plan, tokens, with_heads
 
 import kv
-from kv.parts import inductor, ops
+from kv.parts import inductor
 
 PROMPTS = (100, 97, 33, 14, 7)
 
@@ -44,30 +44,6 @@ def test_infllm_equals_its_reference(budget, options, heads):
             for head, attended in enumerate(slow.attended):
                 blocks = {(p - layer.sinks) // layer.block for p in attended if p in middle}
                 assert sorted(blocks) == sorted(b for b in layer.index[0, head].tolist() if b >= 0)
-
-
-def test_joint_representatives_depend_on_a_blocks_content_and_not_on_its_position():
-    plan = make_plan()
-    inv_freq = torch.tensor([[plan.rope_theta ** (-i / 8) for i in range(8)]])
-    q, k, v = tokens(plan, 1, 100, torch.Generator().manual_seed(0))[0]
-    k[:, :, 46:52] = k[:, :, 4:10]  # two equal blocks of six
-    k = ops.rerotate(k, torch.arange(100)[None, None], inv_freq)
-    for joint, equal in ((True, True), (False, False)):
-        layer = kv.build("infllm", plan, 40, {"block": 6, "reps": 6, "sinks": 4, "local": 20, "joint": joint})[0]
-        layer.prefill(0, q, k, v)
-        sums = layer.representative_sums[0]
-        assert torch.allclose(sums[:, 0], sums[:, 7], atol=1e-4) == equal
-
-
-def test_joint_heads_choose_the_same_blocks():
-    plan, differ = make_plan(), {}
-    for joint in (True, False):
-        run = Run("infllm", plan, 40, {"block": 6, "joint": joint})
-        generator = torch.Generator().manual_seed(0)
-        run.prefill(0, tokens(plan, 1, 100, generator))
-        run.step(tokens(plan, 1, 1, generator))
-        differ[joint] = any(len({tuple(sorted(head)) for head in layer.index[0].tolist()}) > 1 for layer in run.layers)
-    assert differ == {True: False, False: True}
 
 
 def test_dynamic_ntk_turns_a_rows_keys_by_its_own_frequencies():

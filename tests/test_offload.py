@@ -1,7 +1,7 @@
 """Host pools: what is fetched is what was written, whatever the threads do."""
 
-import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import make_plan
+from conftest import slow
+from runs import Run, make_plan, tokens
 
 from kv import parse_options
-from kv.parts import offload
+from kv.parts import offload, ops
 
 ROWS, WIDTH, SLOTS = 64, (2, 3), 20
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_a_failing_write_raises_in_the_caller():
     pool.close()
 
 
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("compiled", (False, slow(True)))
 def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeypatch, offload_threads):
     """No hang and no wrong row; a failure is raised once, in the step that needs the rows."""
     pools = [make_pool(3, delta) for delta in (True, False)]
@@ -125,6 +126,55 @@ def test_500_steps_with_delays_and_failures_fetch_no_wrong_row(compiled, monkeyp
     for pool in pools:
         pool.close()
     assert not offload_threads()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, budget, options, n_layer, early",
+    [
+        ("omnikv", 12, {"filter_layers": [0, 3], "offload": True, "engine": "threads"}, 6, "layers [25]"),
+        ("brute_offload", None, {"layers": 5, "ahead": 1}, 6, "layer [1-5]"),
+        ("tailorkv", 24, {"quant_layers": [], "engine": "threads"}, 2, "the channels of layer 1"),
+    ],
+)
+def test_compiled_steps_fetch_while_a_layer_computes(name, budget, options, n_layer, early, monkeypatch):
+    """The compiler keeps the order: issue, the attention of the layers between, wait; no buffer is reused too early."""
+    torch._dynamo.reset()
+    log = []
+
+    @torch.library.custom_op("kv_fast_test::mark", mutates_args=())
+    def mark(x: torch.Tensor) -> torch.Tensor:
+        log.append(("attention", ""))
+        return x.clone()
+
+    mark.register_fake(torch.empty_like)
+    attend, weights = ops.attend, ops.weights  # filter layers attend with the weights they choose by
+    monkeypatch.setattr(ops, "attend", lambda *a: mark(attend(*a)))
+    monkeypatch.setattr(ops, "weights", lambda *a: mark(weights(*a)))
+    for method in (offload.ThreadedPool.start, offload.ThreadedPool.finish):
+
+        def logged(pool, *a, method=method):
+            log.append((method.__name__, pool.what))
+            return method(pool, *a)
+
+        monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
+    plan, generator = make_plan(n_layer=n_layer), torch.Generator().manual_seed(0)
+    eager, compiled = runs = [Run(name, plan, budget, options) for _ in range(2)]
+    fast, inputs = torch.compile(compiled.decode, fullgraph=True), tokens(plan, 1, 100, generator)
+    for run in runs:
+        run.prefill(0, inputs)
+    for _ in range(3):
+        inputs = tokens(plan, 1, 1, generator)
+        expected = eager.step(inputs)
+        log.clear()
+        assert (compiled.step(inputs, decode=fast) - expected).abs().max() <= 1e-5
+    pools = {what for _, what in log if re.fullmatch(early, what)}
+    for what in pools:
+        between = log[log.index(("start", what)) : log.index(("finish", what))]
+        assert ("attention", "") in between, log
+    assert pools and log.count(("attention", "")) == plan.n_layer
+    for run in runs:
+        run.layers.close()
 
 
 def test_a_fetch_that_nobody_waited_for_does_no_harm(monkeypatch, offload_threads):
@@ -176,6 +226,7 @@ def test_a_pool_that_is_dropped_leaves_no_thread(offload_threads):
     assert not offload_threads()
 
 
+@pytest.mark.slow
 def test_python_exits_while_a_fetch_is_under_way():
     code = """
         import time, torch
@@ -187,7 +238,7 @@ def test_python_exits_while_a_fetch_is_under_way():
         pool.issue(ids[None], ids[:1] >= 0, ids)
     """
     root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, env={**os.environ}, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=root, timeout=60, check=True)
 
 
 def test_too_much_host_memory_is_refused_with_what_it_needs():

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import slow
 from references.attention import masked_attention
 
 from kv.parts import attention, inductor, ops
@@ -52,25 +53,16 @@ def test_attend_reads_what_the_mask_allows(heads):
     assert torch.allclose(ops.attend(q, k, v, mask), expected, atol=1e-5)
 
 
-def test_flash_decoding_by_block_mask_equals_attend_at_every_length():
-    q, k, v = qkv(3, 6, 2, 1, 320, dim=16)
-    flex = torch.compile(inductor.flex_prefix, fullgraph=True)
-    for lengths in ((1, 127, 128), (129, 256, 320), (2, 300, 255)):
-        length = torch.tensor(lengths)
-        expected = ops.attend(q, k, v, torch.arange(320) < length[:, None])
-        assert torch.allclose(flex(q, k, v, length), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("heads", ((4, 4), (6, 2), (4, 1)))
-def test_each_of_several_queries_sees_one_slot_more(heads):
+@pytest.mark.parametrize("heads, flex", [((4, 4), False), ((6, 2), False), ((4, 1), False), slow((6, 2), True)])
+def test_each_of_several_queries_sees_one_slot_more(heads, flex):
     q, k, v = qkv(3, *heads, 5, 320, dim=16)
-    forms = [ops.attend_prefix] + [torch.compile(inductor.flex_prefix, fullgraph=True)] * (heads == (6, 2))
+    attend = torch.compile(inductor.flex_prefix, fullgraph=True) if flex else ops.attend_prefix
     for lengths in ((1, 124, 128), (129, 255, 316), (2, 300, 252)):
         expected = naive(q, k, v, lambda b, n, lengths=lengths: list(range(lengths[b] + n)))
-        for attend in forms:
-            assert torch.allclose(attend(q, k, v, torch.tensor(lengths)), expected, atol=1e-5)
+        assert torch.allclose(attend(q, k, v, torch.tensor(lengths)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flash_decoding_by_block_mask_may_begin_at_any_block():
     q, k, v = qkv(3, 6, 2, 1, 500, dim=16)
     flex = torch.compile(inductor.flex_prefix, fullgraph=True)
@@ -81,6 +73,7 @@ def test_flash_decoding_by_block_mask_may_begin_at_any_block():
         assert torch.allclose(flex(q, k, v, length, first), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flash_decoding_reads_the_blocks_that_are_used_by_any_mask(monkeypatch):
     q, k, v = qkv(2, 6, 2, 1, 500, dim=16)
     used, mask = torch.tensor([130, 384]), torch.rand(2, 2, 500) < 0.5
@@ -148,7 +141,7 @@ def test_on_a_gpu_long_sums_are_exact():
     assert torch.allclose(scores.double(), dots / 2, atol=1e-3) and torch.allclose(y.double(), sums, atol=1e-1)
 
 
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("compiled", (False, slow(True)))
 def test_a_query_of_zeros_attends_to_all_keys_alike(compiled):
     rows, keys, empty = torch.zeros(1, 2, 3, 8), torch.randn(1, 2, 4, 10), torch.arange(10)[None] >= 6
     weights = torch.compile(ops.sparq_weights) if compiled else ops.sparq_weights

@@ -1,7 +1,5 @@
 """PQCache against a slow reference."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from references import quantized as slow
@@ -30,10 +28,8 @@ def short_spans(monkeypatch):
 
 @pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
-    monkeypatch.setattr(
-        "kv.parts.inductor.TILE", 8 if heads == "gqa" else 2
-    )  # at 8, these caches are too small for tiles
-    plan = replace(make_plan(heads, new=60), n_layer=2)
+    monkeypatch.setattr(inductor, "TILE", 8 if heads == "gqa" else 2)  # at 8, these caches are too small for tiles
+    plan = make_plan(heads, new=60, n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
     run, check = Run("pqcache", plan, budget, options), slow.SlowPQCache(plan, budget, **known)
     for prompt in (100, 61, 30, 3):
@@ -43,9 +39,9 @@ def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
             step_both(run, check, generator)
         for layer, ours in enumerate(run.layers):
             for head in range(plan.n_kv_head):
-                theirs = check.codes(layer, head)
+                theirs = check.codes[layer][head]
                 assert ours.codes[0, head, :, : len(theirs[0])].tolist() == [list(map(int, part)) for part in theirs]
-    run.close()
+    run.layers.close()
 
 
 def test_k_means_finds_clusters_that_are_far_apart():

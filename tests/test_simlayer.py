@@ -45,7 +45,7 @@ CASES = [(n, t) for n in (3, 0, 1, 6) for t in (0.3, 0.0, 0.9, 1.0) if (n, t) !=
 
 @pytest.mark.parametrize("large, threshold, heads", with_heads(CASES))
 def test_simlayer_equals_its_reference(large, threshold, heads):
-    plan = replace(make_plan(heads), n_layer=6)
+    plan = make_plan(heads, n_layer=6)
     budget = 12 + -(-large * (plan.planned - 12) // 6)
     run = Run("simlayer", plan, budget, {"threshold": threshold, **WINDOW})
     regions = run.layers[0].regions
@@ -73,31 +73,22 @@ SEEN = {  # n_layer, n_head, n_kv_head, dim, RoPE base -> threshold
     "qwen2.5-7b": (28, 28, 4, 3584, 1e6, 0.85),
     "llama-3-8b": (32, 32, 8, 4096, 5e5, 0.9),
     "needle": (8, 8, 2, 256, 1e4, 0.9),
+    "longchat": (32, 32, 32, 4096, 1e4, 0.9),  # Llama-2's shape
 }
 
 
-@pytest.mark.parametrize("n_layer, n_head, n_kv_head, dim, theta, threshold", SEEN.values(), ids=SEEN)
-def test_the_default_threshold_depends_on_the_model(n_layer, n_head, n_kv_head, dim, theta, threshold):
-    plan = replace(
-        make_plan(),
-        n_layer=n_layer,
-        n_head=n_head,
-        n_kv_head=n_kv_head,
-        dim=dim,
-        rope_theta=theta,
-        device=torch.device("meta"),
-    )
+@pytest.mark.parametrize("model", SEEN)
+def test_the_default_threshold_depends_on_the_model(model):
+    n_layer, n_head, n_kv_head, dim, theta, threshold = SEEN[model]
+    rope_type = "linear" if model == "longchat" else "default"
+    sizes = {"n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "dim": dim, "rope_theta": theta}
+    plan = replace(make_plan(), **sizes, rope_type=rope_type, device=torch.device("meta"))
     assert kv.build("simlayer", plan, 40, WINDOW)[0].regions.threshold == threshold
     assert kv.build("simlayer", plan, 40, WINDOW | {"threshold": 0.3})[0].regions.threshold == 0.3
 
 
-def test_longchat_does_not_take_llama_2s_threshold():
-    plan = replace(make_plan(), n_layer=32, n_head=32, n_kv_head=32, dim=4096, rope_type="linear")
-    assert kv.build("simlayer", replace(plan, device=torch.device("meta")), 40, WINDOW)[0].regions.threshold == 0.9
-
-
 def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
-    plan = replace(make_plan(batch=3), n_layer=6)
+    plan = make_plan(batch=3, n_layer=6)
     budget = 12 + -(-2 * (plan.planned - 12) // 6)  # two layers keep everything
     run, generator = Run("simlayer", plan, budget, WINDOW), torch.Generator().manual_seed(0)
     alone = [Run("simlayer", replace(plan, batch=1), budget, WINDOW) for _ in range(3)]
@@ -117,7 +108,7 @@ def test_each_row_has_its_own_lazy_layers_and_rows_can_be_refilled():
 
 
 def test_memory_follows_the_budget_and_traffic_the_lazy_layers():
-    plan = replace(make_plan(), n_layer=6)
+    plan = make_plan(n_layer=6)
     generator, sizes = torch.Generator().manual_seed(0), {}
     for budget in (12, 40, plan.planned):
         layers = kv.build("simlayer", plan, budget, WINDOW)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references.attention import masked_attention
+from runs import with_heads
 from test_contract import LAYERS, Cache, Text, make_plan
 
 import kv
@@ -20,14 +21,12 @@ def streaming(text: Text, sinks: int, budget: int, steps: int) -> torch.Tensor:
     return torch.stack([masked_attention(*qkv, kept, at) for qkv in zip(text.q, text.k, text.v, strict=True)])
 
 
-@pytest.mark.parametrize("heads", ("mha", "gqa", "mqa"))
-@pytest.mark.parametrize("sinks, budget", ((4, 24), (4, 5), (0, 16), (1, 70)))
+@pytest.mark.parametrize("sinks, budget, heads", with_heads(((4, 24), (4, 5), (0, 16), (1, 70))))
 @pytest.mark.parametrize("prompt", (3, 24, 50, 96))
 def test_streaming_attends_to_sinks_and_recent_tokens(heads, sinks, budget, prompt):
     plan, steps = make_plan(heads, batch=1, max_length=2**31), 3 * budget
     cache = Cache("streaming", plan)
-    cache.layers = kv.build("streaming", plan, budget, {"sinks": sinks})
-    cache.step.layers = torch.nn.ModuleList(cache.layers)
+    cache.layers = cache.step.layers = kv.build("streaming", plan, budget, {"sinks": sinks})
     text = Text.random(plan, prompt, steps, seed=prompt)
     found = cache.run({0: text}, steps)[0]
     assert (found - streaming(text, sinks, budget, steps)).abs().max() <= 1e-5
@@ -55,10 +54,16 @@ def test_a_budget_is_a_number_of_tokens_or_a_share_of_the_prompt():
 def test_options_are_checked_by_name_type_and_range():
     plan = make_plan()
     assert kv.build("streaming", plan, 24, {"sinks": "2"})[0].sinks == 2
-    cases = {"sink": ("4", "no option 'sink'; it has: sinks"), "sinks": ("x", "type int")}
-    for name, (value, message) in (*cases.items(), ("sinks", ("-1", "at least 0"))):
+    for name, options, message in (
+        ("streaming", {"sink": "4"}, "no option 'sink'; it has: sinks"),
+        ("streaming", {"sinks": "x"}, "type int"),
+        ("streaming", {"sinks": "-1"}, "at least 0"),
+        ("d2o", {"full_layers": [-1]}, "at least 0"),
+        ("d2o", {"full_layers": [LAYERS]}, f"must lie below {LAYERS}"),
+        ("tailorkv", {"quant_layers": 3.5}, "must be a list"),
+    ):
         with pytest.raises(ValueError, match=message):
-            kv.build("streaming", plan, 24, {name: value})
+            kv.build(name, plan, 24, options)
     with pytest.raises(ValueError, match="there are: brute_offload, cam"):
         kv.build("nosuch", plan, 24, {})
 
@@ -69,27 +74,6 @@ def test_prompts_beyond_a_sliding_window_are_refused_by_name():
     with pytest.raises(ValueError, match="streaming does not honour this model's sliding window"):
         kv.build("streaming", beyond, 24, {})
     assert kv.build("full", beyond, None, {})[0].size == 127
-
-
-@pytest.mark.parametrize(
-    "name, options, words",
-    [
-        ("exact_topk", {"bits": 4}, "no option 'bits'"),
-        ("d2o", {"full_layers": [LAYERS]}, f"must lie below {LAYERS}"),
-        ("d2o", {"full_layers": [-1]}, "at least 0"),
-        ("tailorkv", {"quant_layers": 3.5}, "must be a list"),
-    ],
-)
-def test_unknown_options_and_invalid_values_are_refused(name, options, words):
-    with pytest.raises(ValueError, match=words):
-        kv.build(name, make_plan(), 24, options)
-
-
-@pytest.mark.parametrize("content", ('{"head_scores": 5}', '{"head_scores": [["x", 1.0], [1.0, 1.0]]}', "[]", "{"))
-def test_a_file_without_head_scores_is_refused(tmp_path, content):
-    (tmp_path / "heads.json").write_text(content)
-    with pytest.raises(ValueError, match="must be JSON with head_scores"):
-        kv.build("duo", make_plan(), 60, {"heads": str(tmp_path / "heads.json"), "sinks": 2, "recent": 6})
 
 
 def test_quest_has_a_minimum_even_for_a_cache_of_a_few_tokens():

@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from conftest import write_random
 from conversations import converse, model_step
 from references.quantized import SlowTailorKV
-from runs import Run, compare, make_plan, tokens, with_heads
+from runs import Run, compare, foreseen, make_plan, tokens, with_heads
 
 import kv
 from engine import Engine
 from kv.parts import inductor, offload
-from kv.parts.fetched import Fetched
 from kv.tailorkv import Tailored
 from model import Attention
 
@@ -37,42 +36,16 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(inductor, "STEP", 8)
 
 
-def foreseen(q: torch.Tensor) -> torch.Tensor:
-    """An inexact prediction of a query."""
-    return q + 0.7 * q.roll(1, -1)
-
-
-class Tailor(Run):
-    """Layers driven as the model drives them; each row has its own number of generated tokens."""
-
-    def __init__(self, plan: kv.Plan, budget: int, options: dict):
-        super().__init__("tailorkv", plan, budget, {"group": 8} | options)
-        self.generated = [0] * plan.batch
-
-    def prefill(self, row: int, inputs: list) -> None:
-        super().prefill(row, inputs)
-        self.generated[row] = 0
-
-    def step(self, inputs: list, active: list[bool] | None = None) -> torch.Tensor:
-        active = torch.ones(self.plan.batch, dtype=torch.bool) if active is None else torch.tensor(active)
-        pos, found = torch.tensor(self.position) - ~active * 1, []
-        for layer in self.layers:
-            layer.before_step(max(self.position) + 1, max(self.generated) + 1)
-        for layer, (q, k, v), after in zip(self.layers, inputs, [*range(1, len(inputs)), None], strict=True):
-            if after is not None and self.layers[after].wants_lookahead:
-                q = self.layers[after].lookahead(foreseen(inputs[after][0]), q, active)
-            found.append(layer.decode(q, k, v, pos, active)[:, :, 0])
-        for row in active.nonzero().flatten().tolist():
-            self.position[row], self.generated[row] = self.position[row] + 1, self.generated[row] + 1
-        return torch.stack(found)
+def tailor(plan: kv.Plan, budget: int, options: dict) -> Run:
+    return Run("tailorkv", plan, budget, {"group": 8} | options)
 
 
 @pytest.mark.parametrize("options, budget, heads", with_heads(CASES))
 def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
     """Two rows, refilled in turn."""
-    monkeypatch.setattr("kv.parts.inductor.TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
-    plan = replace(make_plan(heads, batch=2), n_layer=4)
-    run = Tailor(plan, budget, options)
+    monkeypatch.setattr(inductor, "TILE", 8 if heads == "gqa" else 2)  # 8 is too much for these caches
+    plan = make_plan(heads, batch=2, n_layer=4)
+    run = tailor(plan, budget, options)
     known = {key: value for key, value in options.items() if key not in THREADS | HERE}
     slow = [SlowTailorKV(plan, budget, **{"group": 8, "value_group": 16} | known) for _ in range(2)]
     generator = torch.Generator().manual_seed(budget)
@@ -93,9 +66,9 @@ def test_tailorkv_equals_its_reference(options, budget, heads, monkeypatch):
                     if not check.is_quantized(layer):
                         for head, index in enumerate(run.layers[layer].index[row].tolist()):
                             between = check.candidates(layer)
-                            chosen = [p for p in check.chosen(layer, head) if p in between]
+                            chosen = [p for p in check.attended[layer][head] if p in between]
                             assert sorted(p for p in index if p >= 0) == chosen
-    run.close()
+    run.layers.close()
 
 
 @pytest.mark.parametrize("options", (DIRECT, THREADS, THREADS | {"wide": 1}), ids=("direct", "threads", "wide"))
@@ -104,13 +77,13 @@ def test_offloaded_tailorkv_equals_resident_tailorkv_to_the_bit(options, monkeyp
     options = dict(options)
     monkeypatch.setattr(offload, "WIDE", options.pop("wide", offload.WIDE))
     plan = make_plan(batch=3)
-    compare(Tailor(plan, 24, HERE), Tailor(plan, 24, options), torch.equal)
+    compare(tailor(plan, 24, HERE), tailor(plan, 24, options), torch.equal)
 
 
-@pytest.mark.parametrize("options", (HERE, DIRECT, THREADS), ids=("here", "direct", "threads"))
+@pytest.mark.parametrize("options", (DIRECT, THREADS), ids=("direct", "threads"))
 def test_an_inactive_row_does_not_change_where_layers_share_fetch_buffers(options):
-    plan = replace(make_plan(batch=2), n_layer=3)
-    run, generator = Tailor(plan, 24, {"quant_layers": []} | options), torch.Generator().manual_seed(0)
+    plan = make_plan(batch=2, n_layer=3)
+    run, generator = tailor(plan, 24, {"quant_layers": []} | options), torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50)):
         run.prefill(row, tokens(plan, 1, prompt, generator))
     run.step(tokens(plan, 2, 1, generator))
@@ -120,7 +93,7 @@ def test_an_inactive_row_does_not_change_where_layers_share_fetch_buffers(option
     for _ in range(3):
         run.step(tokens(plan, 2, 1, generator), [True, False])
     assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
-    run.close()
+    run.layers.close()
 
 
 # In the model
@@ -225,61 +198,13 @@ def test_channels_are_fetched_while_the_layer_below_computes(tmp_path, monkeypat
     assert not offload_threads()
 
 
-def test_a_compiled_step_fetches_channels_while_the_layer_below_computes(monkeypatch):
-    log = []
-
-    @torch.library.custom_op("kv_fast_test::attended", mutates_args=())
-    def mark(x: torch.Tensor) -> torch.Tensor:
-        log.append("attention")
-        return x.clone()
-
-    mark.register_fake(torch.empty_like)
-    attend = Fetched.attend_parts
-    monkeypatch.setattr(Fetched, "attend_parts", lambda *args: mark(attend(*args)))
-    for method in (offload.ThreadedPool.start, offload.ThreadedPool.finish):
-
-        def logged(pool, *args, method=method):
-            log.append(f"{method.__name__} {pool.what}")
-            return method(pool, *args)
-
-        monkeypatch.setattr(offload.ThreadedPool, method.__name__, logged)
-    plan = replace(make_plan(), n_layer=2)
-    eager, compiled = (Tailor(plan, 24, {"quant_layers": []} | THREADS) for _ in range(2))
-
-    def step(inputs, pos, active):
-        x, found = inputs[0][0], []
-        for i, (layer, (q, k, v)) in enumerate(zip(compiled.layers, inputs, strict=True)):
-            q = q + 1e-30 * x  # each layer needs the one before
-            if i + 1 < len(inputs):
-                q = compiled.layers[i + 1].lookahead(foreseen(inputs[i + 1][0] + 1e-30 * x), q, active)
-            x = layer.decode(q, k, v, pos, active)
-            found.append(x[:, :, 0])
-        return torch.stack(found)
-
-    fast, generator = torch.compile(step, fullgraph=True), torch.Generator().manual_seed(0)
-    inputs = tokens(plan, 1, 100, generator)
-    for run in (eager, compiled):
-        run.prefill(0, inputs)
-    for i in range(3):
-        inputs = tokens(plan, 1, 1, generator)
-        expected = eager.step(inputs)
-        for layer in compiled.layers:
-            layer.before_step(101 + i, i + 1)
-        log.clear()
-        assert (fast(inputs, torch.tensor([100 + i]), torch.tensor([True])) - expected).abs().max() <= 1e-5
-    begun, needed = (log.index(f"{what} the channels of layer 1") for what in ("start", "finish"))
-    assert log[begun:needed].count("attention") == 1 and log.count("attention") == 2
-    for run in (eager, compiled):
-        run.close()
-
-
 # Threads
 
 
 @pytest.mark.parametrize("pool, what", [("channel_pool", "the channels of layer 2"), ("pool", "layer 2")])
 def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(pool, what, monkeypatch, offload_threads):
     plan = make_plan(batch=2)
-    here, there = Tailor(plan, 24, HERE), Tailor(plan, 24, THREADS)
+    here, there = tailor(plan, 24, HERE), tailor(plan, 24, THREADS)
     generator = torch.Generator().manual_seed(0)
     for row, prompt in enumerate((100, 50)):
         inputs = tokens(plan, 1, prompt, generator)
@@ -297,7 +222,7 @@ def test_a_failing_thread_raises_with_its_layer_and_the_step_can_be_repeated(poo
                 there.step(inputs)
         assert torch.equal(there.step(inputs), here.step(inputs))
     assert offload_threads()
-    there.close()
+    there.layers.close()
     assert not offload_threads()
 
 
@@ -356,16 +281,15 @@ def test_only_fetching_threads_need_buffers():
 
 
 def test_options_that_do_not_fit_the_model_or_the_method_are_refused_in_one_line():
-    def refused(budget: int, options: dict) -> str:
-        with pytest.raises(ValueError) as error:
+    for budget, options, words in (
+        (24, {"quant_layers": [0, 8]}, "quant_layers must lie below 8"),
+        (24, {"quant_layers": "-1"}, "quant_layers=-1: must be at least 0"),
+        (7, {}, "at least 8 tokens, not 7"),
+        (12, {"initial": 12}, "at least 13 tokens, not 12"),
+        (24, {"group": 12}, "a multiple of 8 tokens, not 12"),
+    ):
+        with pytest.raises(ValueError, match=words):
             kv.build("tailorkv", make_plan(), budget, options)
-        return str(error.value)
-
-    assert refused(24, {"quant_layers": [0, 8]}) == "tailorkv: quant_layers must lie below 8, not [0, 8]"
-    assert refused(24, {"quant_layers": "-1"}) == "tailorkv: option quant_layers=-1: must be at least 0"
-    assert refused(7, {}) == "tailorkv needs a budget of at least 8 tokens, not 7"
-    assert refused(12, {"initial": 12}) == "tailorkv needs a budget of at least 13 tokens, not 12"
-    assert refused(24, {"group": 12}).startswith("a group must be a multiple of 8 tokens, not 12")
 
 
 def test_the_default_quantized_layers_depend_on_the_model():

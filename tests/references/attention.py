@@ -62,17 +62,10 @@ def causal(window: int | None = None) -> Callable[[int], range]:
     return lambda i: range(0 if window is None else max(0, i + 1 - window), i + 1)
 
 
-def refuse_window(plan: Plan) -> None:
-    """Raises ValueError where a sliding window would hide tokens: the references know none."""
-    if plan.window is not None and plan.window < plan.planned:
-        raise ValueError("the references know no sliding window")
-
-
 class Text:
     """One layer's queries [Hq,N,D], keys and values [Hk,N,D] of every token so far."""
 
     def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor):
-        refuse_window(plan)
         self.groups = plan.n_head // plan.n_kv_head
         self.queries, self.keys, self.values = q.double(), k.double(), v.double()
         self.prompt = k.shape[1]
@@ -111,12 +104,11 @@ class SlowLayers:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.groups = plan.n_head // plan.n_kv_head
-        self.texts: list[Text] = []  # by layer
-        self.attended: dict[int, list[list[int]]] = {}  # by layer and KV head: positions of the last step, ascending
 
     def begin(self) -> None:
         """Forgets the sequence."""
-        self.texts, self.attended = [], {}
+        self.texts: list[Text] = []  # by layer
+        self.attended: dict[int, list[list[int]]] = {}  # by layer and KV head: positions of the last step, ascending
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
         """A layer's storage of a prompt."""
@@ -126,8 +118,6 @@ class SlowLayers:
         """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
         if layer == 0:
             self.begin()
-        if layer != len(self.texts):
-            raise ValueError(f"layer {layer} follows layer {len(self.texts) - 1}")
         self.texts.append(self.text_of(layer, q, k, v))
 
     def choose(self, layer: int, kv_head: int) -> list[int]:
@@ -142,10 +132,6 @@ class SlowLayers:
         self.attended[layer] = attended
         heads = range(self.plan.n_head)
         return torch.stack([text.attend(head, attended[head // self.groups]) for head in heads]).float()
-
-    def chosen(self, layer: int, kv_head: int) -> list[int]:
-        """The positions that the last step attended to, ascending; empty before the first step."""
-        return self.attended[layer][kv_head] if layer in self.attended else []
 
     def queries(self, layer: int, kv_head: int) -> Tensor:
         """The newest token's queries of a group: [G,D]."""

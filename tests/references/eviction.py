@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import fmean, pvariance
 
 import torch
 from torch import Tensor
 
 from kv.method import Plan
 
-from .attention import attend, dots, half_up, probabilities, refuse_window
+from .attention import attend, dots, half_up, probabilities
 
 
 def group_attention(q: Tensor, keys: Tensor) -> Tensor:
@@ -46,12 +47,6 @@ def nearest(key: Tensor, keys: Tensor) -> tuple[int, float]:
     return similar.index(max(similar)), max(similar)
 
 
-def variance(values: list[float]) -> float:
-    """The population variance."""
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / len(values)
-
-
 def merge_weights(similar: list[float], merge: str) -> tuple[float, list[float]]:
     """(w_c, each w_e) of Equation 12: the weights of a kept token and of the `similar` tokens merged into it."""
     if merge == "average":
@@ -79,10 +74,6 @@ def scaled(values: list[float]) -> list[float]:
     return [(value - low) / (high - low) if high > low else 0.0 for value in values]
 
 
-def mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks: int, allocation: str) -> list[int]:
     """The slots S_l of each layer (Equations 5 and 15), from the variances Var(s) of its query heads and a budget.
 
@@ -91,20 +82,16 @@ def layer_budgets(variances: list[list[float]], prompt: int, budget: int, sinks:
     """
     n_layer = len(variances)
     low, high, total = sinks + 4, prompt, n_layer * budget
-    if allocation not in ("softmax", "uniform", "reciprocal", "exponential"):
-        raise ValueError(f"an allocation is softmax, uniform, reciprocal or exponential, not {allocation!r}")
-    if budget < low:
-        raise ValueError(f"a budget of {budget} tokens is less than {low}, the least that a layer gets")
     if prompt <= budget:
         return [budget] * n_layer
 
     if allocation == "exponential":
-        sizes = [min(max(math.exp(-mean(heads)) * budget, low), high) for heads in variances]
+        sizes = [min(max(math.exp(-fmean(heads)) * budget, low), high) for heads in variances]
     else:
         if allocation == "softmax":
-            shares = [math.exp(-mean(scaled(heads))) for heads in variances]
+            shares = [math.exp(-fmean(scaled(heads))) for heads in variances]
         elif allocation == "reciprocal":
-            shares = [1 / max(mean(heads), 1e-12) for heads in variances]
+            shares = [1 / max(fmean(heads), 1e-12) for heads in variances]
         else:
             shares = [1.0] * n_layer
         sizes = bounded([share / sum(shares) * total for share in shares], total, low, high)
@@ -150,12 +137,8 @@ class SlowEvict:
     """
 
     def __init__(self, plan: Plan):
-        refuse_window(plan)
         self.plan = plan
         self.groups = plan.n_head // plan.n_kv_head
-        self.prompt = 0  # T
-        self.length: list[int] = []  # by layer: tokens of the sequence so far
-        self.tokens: list[list[list[Token]]] = []  # by layer and KV head: those held, by ascending position
 
     def heads(self, q: Tensor, kv_head: int) -> Tensor:
         """A group's queries: q [Hq,...] -> [G,...]."""
@@ -163,16 +146,15 @@ class SlowEvict:
 
     def begin(self) -> None:
         """Forgets the sequence."""
-        self.length, self.tokens = [], []
+        self.length: list[int] = []  # by layer: tokens of the sequence so far
+        self.tokens: list[list[list[Token]]] = []  # by layer and KV head: those held, by ascending position
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a layer's prompt: q [Hq,T,D], k and v [Hk,T,D]. Layer 0 begins a new sequence."""
         if layer == 0:
             self.begin()
-        if layer != len(self.tokens):
-            raise ValueError(f"layer {layer} follows layer {len(self.tokens) - 1}")
         k, v = k.double(), v.double()
-        self.prompt = k.shape[1]
+        self.prompt = k.shape[1]  # T
         self.length.append(self.prompt)
         kv_heads = range(self.plan.n_kv_head)
         self.tokens.append([[Token(i, k[h, i], v[h, i]) for i in range(self.prompt)] for h in kv_heads])
@@ -207,17 +189,11 @@ class SlowEvict:
             self.after(layer, kv_head, group_attention(heads, keys).sum(0).tolist())
         return y.float()
 
-    def kept(self, layer: int, kv_head: int) -> list[int]:
-        """The positions held, ascending."""
-        return [token.position for token in self.tokens[layer][kv_head]]
-
-    def keys(self, layer: int, kv_head: int) -> Tensor:
-        """The stored keys, by ascending position: [n,D]."""
-        return torch.stack([token.key for token in self.tokens[layer][kv_head]]).float()
-
-    def values(self, layer: int, kv_head: int) -> Tensor:
-        """The stored values, by ascending position: [n,D]."""
-        return torch.stack([token.value for token in self.tokens[layer][kv_head]]).float()
+    def held(self, layer: int, kv_head: int) -> tuple[list[int], Tensor, Tensor]:
+        """The positions held, ascending, and the stored keys and values [n,D]."""
+        tokens = self.tokens[layer][kv_head]
+        keys, values = torch.stack([t.key for t in tokens]), torch.stack([t.value for t in tokens])
+        return [t.position for t in tokens], keys.float(), values.float()
 
 
 class SlowH2O(SlowEvict):
@@ -232,12 +208,10 @@ class SlowH2O(SlowEvict):
     def __init__(self, plan: Plan, budget: int):
         super().__init__(plan)
         self.budget = budget
-        self.sizes: list[int] = []  # S_l
-        self.sums: list[Tensor] = []  # by layer: attention of each query head to each prompt token [Hq,T]
 
     def begin(self) -> None:
         super().begin()
-        self.sums = []
+        self.sums: list[Tensor] = []  # by layer: attention of each query head to each prompt token [Hq,T]
 
     def counts(self) -> list[int]:
         """How many tokens a KV head of each layer holds."""
@@ -274,10 +248,8 @@ class SlowH2O(SlowEvict):
                     token.see(one)
 
     def finish(self) -> None:
-        self.sizes = self.counts()
-        for layer, size in enumerate(self.sizes):
-            if self.sinks + self.recent(size) > size:
-                raise ValueError(f"{size} slots hold no {self.sinks} sinks and {self.recent(size)} recent tokens")
+        self.sizes = self.counts()  # S_l
+        for layer in range(self.plan.n_layer):
             for kv_head in range(self.plan.n_kv_head):
                 self.shrink(layer, kv_head)
 
@@ -350,8 +322,7 @@ class SlowCaM(SlowH2O):
             following = [other for other in kept if other.position > token.position][: self.m]
             if not following:
                 continue
-            mean = sum(other.score for other in following) / len(following)
-            p = min(max(token.score / mean, 0.0), 1.0)
+            p = min(max(token.score / fmean(other.score for other in following), 0.0), 1.0)
             if self.u(layer, kv_head, token.position) < p:
                 for other in following:
                     other.value = other.value + token.value / self.m
@@ -378,39 +349,32 @@ class SlowD2O(SlowH2O):
         uncounted: Sequence[int] = (),
     ):
         super().__init__(plan, budget)
-        if merge not in ("none", "paper", "average"):
-            raise ValueError(f"merge is none, paper or average, not {merge!r}")
         self.sinks, self.beta, self.allocation, self.merge = sinks, beta, allocation, merge
         self.ratio, self.full_layers, self.uncounted = ratio, full_layers, uncounted
-        self.thresholds: dict[tuple[int, int], float] = {}  # tau by layer and KV head
 
     def begin(self) -> None:
         super().begin()
-        self.thresholds = {}
+        self.thresholds: dict[tuple[int, int], float] = {}  # tau by layer and KV head, once a token was evicted
 
     def counts(self) -> list[int]:
         """S_l by Equations 4 and 5; layers that keep everything get all planned tokens."""
         planned, layers = self.plan.max_prompt + self.plan.room, range(self.plan.n_layer)
         counted = self.budget * (len(layers) - len(self.uncounted)) - planned * len(self.full_layers)
         sharing = [layer for layer in layers if layer not in self.full_layers and layer not in self.uncounted]
-        variances = [[variance(sums) for sums in self.sums[layer].tolist()] for layer in sharing]
+        variances = [[pvariance(sums) for sums in self.sums[layer].tolist()] for layer in sharing]
         sizes = layer_budgets(variances, self.prompt, counted // len(sharing), self.sinks, self.allocation)
         return [sizes[sharing.index(layer)] if layer in sharing else planned for layer in layers]
 
     def recent(self, size: int) -> int:
         return (size - self.sinks) * self.ratio[1] // sum(self.ratio)
 
-    def tau(self, layer: int, kv_head: int) -> float | None:
-        """The merging threshold, or None before the first eviction."""
-        return self.thresholds.get((layer, kv_head))
-
     def absorb(self, layer: int, kv_head: int, evicted: list[Token], kept: list[Token]) -> None:
         """Merges the evicted tokens that are similar enough (Equations 9 to 12) and moves the threshold."""
         keys = torch.stack([token.key for token in kept])
         matches = [nearest(token.key, keys) for token in evicted]
-        mean = math.fsum(u for _, u in matches) / len(matches)
+        mean = fmean(u for _, u in matches)
 
-        before = self.tau(layer, kv_head)
+        before = self.thresholds.get((layer, kv_head))
         # The first eviction sets its own threshold: at the prompt's end, or in a step if the whole prompt was kept.
         threshold = mean if before is None else before
         self.thresholds[layer, kv_head] = mean if before is None else self.beta * mean + (1 - self.beta) * before
@@ -436,11 +400,10 @@ class SlowSimLayer(SlowEvict):
     def __init__(self, plan: Plan, sinks: int = 4, recent: int = 1024, threshold: float = 0.9):
         super().__init__(plan)
         self.sinks, self.recent, self.threshold = sinks, recent, threshold
-        self.masses: list[float] = []  # by layer
 
     def begin(self) -> None:
         super().begin()
-        self.masses = []
+        self.masses: list[float] = []  # by layer
 
     def is_lazy(self, layer: int) -> bool:
         return self.masses[layer] > self.threshold
@@ -454,7 +417,7 @@ class SlowSimLayer(SlowEvict):
         for head in range(self.plan.n_head):
             attention = probabilities(q[head, -1], k[head // self.groups]).tolist()
             masses.append(math.fsum(one for i, one in enumerate(attention) if self.is_near(i, self.prompt)))
-        self.masses.append(math.fsum(masses) / len(masses))
+        self.masses.append(fmean(masses))
 
     def finish(self) -> None:
         for layer in range(self.plan.n_layer):

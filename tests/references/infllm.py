@@ -37,16 +37,10 @@ class SlowInfLLM:
         local: int | None = None,
         joint: bool = True,
     ):
-        self.plan, self.budget, self.block, self.reps, self.joint = plan, budget, block, reps, joint
+        self.plan, self.block, self.reps, self.joint = plan, block, reps, joint
         self.sinks = min(128, budget // 8) if sinks is None else sinks
         self.local = min(512, budget // 2) if local is None else local
-        if self.sinks + self.local > budget:
-            raise ValueError(f"{self.sinks} sinks and {self.local} local tokens exceed the budget of {budget}")
         self.top = (budget - self.sinks - self.local) // block
-        self.full = budget >= plan.max_prompt + plan.room
-        self.blocks: list[range] = []
-        self.representatives: list[list[list[int]]] = []  # per KV head and block: positions
-        self.attended: list[list[int]] = []  # per KV head: positions that the last step attended to, ascending
 
     def representative_score(self, kv_head: int, position: int) -> float:
         """r_m: the mean over the next `local` queries of sum_G q_j . k_m, 0 if none follows."""
@@ -76,12 +70,12 @@ class SlowInfLLM:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores a prompt; cuts the tokens between sinks and local ones into blocks: q [Hq,T,D], k and v [Hk,T,D]."""
-        self.text, self.attended = Text(self.plan, q, k, v), []
+        self.text = Text(self.plan, q, k, v)
         places = torch.arange(self.text.prompt, dtype=torch.float64)
         self.unturned = torch.stack([turned(keys, -places, self.plan.rope_theta) for keys in self.text.keys])
         end = self.text.prompt - self.local
         self.blocks = [range(at, min(at + self.block, end)) for at in range(self.sinks, end, self.block)]
-        self.representatives = [
+        self.representatives = [  # per KV head and block: positions
             [self.choose_representatives(kv_head, block) for block in self.blocks]
             for kv_head in range(self.plan.n_kv_head)
         ]
@@ -89,8 +83,6 @@ class SlowInfLLM:
     def choose(self, kv_head: int) -> list[int]:
         """The positions that a KV head attends to, ascending."""
         text = self.text
-        if self.full:
-            return list(range(text.length))
         chosen = set(range(min(self.sinks, text.prompt)))
         chosen |= set(range(max(0, text.prompt - self.local), text.prompt))
         chosen |= set(text.generated())
@@ -107,6 +99,6 @@ class SlowInfLLM:
             moved = torch.full((self.plan.n_head,), self.local - text.length + 1, dtype=torch.float64)
             self.scoring = turned(self.scoring, moved, self.plan.rope_theta)
         self.scores = self.block_scores()
-        self.attended = [self.choose(kv_head) for kv_head in range(self.plan.n_kv_head)]
+        self.attended = [self.choose(kv_head) for kv_head in range(self.plan.n_kv_head)]  # positions, ascending
         heads = range(self.plan.n_head)
         return torch.stack([text.attend(head, self.attended[head // text.groups]) for head in heads]).float()

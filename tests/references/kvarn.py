@@ -1,14 +1,12 @@
 """KVarN (arXiv 2606.03458): all layers. Attention within the prompt is exact and left out here."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kv.method import Plan
 
-from .attention import Text
-from .quantized import EPS, PackedLayers, quantize
+from .attention import SlowLayers, Text
+from .quantized import EPS, PackedText, quantize
 
 UNREAD = 2  # newest tokens of a row in a step, which are not packed yet
 ROUNDS = 16  # of balancing
@@ -85,96 +83,49 @@ def decode(codes: Tensor, scales: Tensor, zeros: Tensor, other: Tensor) -> Tenso
     return other.double() * (scales.double()[:, None] * codes + zeros.double()[:, None])
 
 
-class KVarNText(Text):
-    """One layer's tokens. `keys` and `values` hold the decoded vectors of the `packed` tokens after the first tile.
-
-    Tile j is tokens j tile ... (j + 1) tile - 1. The first one stays as given; every other is packed once complete.
+class KVarNText(PackedText):
+    """One layer's tokens. Tile j is tokens j tile ... (j + 1) tile - 1. The first one stays as given; every other is
+    packed once complete.
     """
 
     def __init__(self, method: "SlowKVarN", layer: int, q: Tensor, k: Tensor, v: Tensor):
-        super().__init__(method.plan, q, k, v)
-        self.keys, self.values = self.keys.clone(), self.values.clone()  # packing writes to them
-        self.bits, self.tile, self.inv_freq = method.bits, method.tile, method.inv_freq
-        self.bias = torch.zeros(k.shape[0], k.shape[2]) if method.biases[layer] is None else method.biases[layer]
+        self.bits, self.whole, self.inv_freq = method.bits, method.tile, method.inv_freq
+        self.bias = torch.zeros(k.shape[0], k.shape[2]) if method.biases is None else method.biases[layer]
         self.hadamard = hadamard(k.shape[2])
-        self.packed = 0
-        # by KV head, in order of tile: what `encode` returns, K's groups being channels, V's tokens
-        self.key_tiles: list[list[tuple[Tensor, ...]]] = [[] for _ in self.keys]
-        self.value_tiles: list[list[tuple[Tensor, ...]]] = [[] for _ in self.keys]
-        self.pack()
+        super().__init__(method.plan, q, k, v, method.tile)
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().append(q, k, v)
-        self.pack()
+    def due(self) -> int:
+        return max(0, (self.length - UNREAD) // self.group - 1)
 
-    def pack(self) -> None:
-        """Quantizes every tile that is due."""
-        while self.packed < max(0, (self.length - UNREAD) // self.tile - 1) * self.tile:
-            tile = range(self.tile + self.packed, 2 * self.tile + self.packed)
-            for kv_head in range(self.keys.shape[0]):
-                self.pack_keys(kv_head, tile)
-                self.pack_values(kv_head, tile)
-            self.packed += self.tile
-
-    def pack_keys(self, kv_head: int, tile: range) -> None:
+    def pack_keys(self, kv_head: int, tile: range) -> tuple[Tensor, ...]:
         """Quantizes a tile's keys, less their rotated bias, per channel over the tokens."""
         bias = torch.stack([rotate(self.bias[kv_head], t, self.inv_freq) for t in tile])
         x = (self.keys[kv_head, tile].float() - bias) @ self.hadamard.float()
         _, s_t = balance(x)
-        self.key_tiles[kv_head].append(encode(x.T, s_t, self.bits[0]))
-        decoded = decode(*self.key_tiles[kv_head][-1]).T
-        self.keys[kv_head, tile] = decoded @ self.hadamard.T + bias.double()
+        encoded = encode(x.T, s_t, self.bits[0])
+        self.keys[kv_head, tile] = decode(*encoded).T @ self.hadamard.T + bias.double()
+        return encoded
 
-    def pack_values(self, kv_head: int, tile: range) -> None:
+    def pack_values(self, kv_head: int, tile: range) -> tuple[Tensor, ...]:
         """Quantizes a tile's values per token over the channels."""
         x = self.values[kv_head, tile].float() @ self.hadamard.float()
         s_c, _ = balance(x)
-        self.value_tiles[kv_head].append(encode(x, s_c, self.bits[1]))
-        self.values[kv_head, tile] = decode(*self.value_tiles[kv_head][-1]) @ self.hadamard.T
+        encoded = encode(x, s_c, self.bits[1])
+        self.values[kv_head, tile] = decode(*encoded) @ self.hadamard.T
+        return encoded
 
 
-class SlowKVarN(PackedLayers):
+class SlowKVarN(SlowLayers):
     """Quantizes every complete tile but the first, its scales balanced over channels and tokens.
 
-    Of n tokens, max(0, floor((n - UNREAD) / tile) - 1) tile are packed, from position `tile` on. `biases` holds each
-    layer's key bias [Hk,D], added before RoPE, or None; `inv_freq` [D/2] are RoPE's frequencies (None: by theta).
+    Of n tokens, max(0, floor((n - UNREAD) / tile) - 1) tile are packed, from position `tile` on. `biases` [L,Hk,D] are
+    the key biases, added before RoPE, or None.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        kbits: int,
-        vbits: int,
-        tile: int = 128,
-        biases: Sequence[Tensor | None] | None = None,
-        inv_freq: Tensor | None = None,
-    ):
+    def __init__(self, plan: Plan, kbits: int, vbits: int, tile: int = 128, biases: Tensor | None = None):
         super().__init__(plan)
-        self.bits, self.tile = (kbits, vbits), tile
-        self.biases = [None] * plan.n_layer if biases is None else list(biases)
-        if inv_freq is None:
-            inv_freq = 1.0 / plan.rope_theta ** (torch.arange(0, plan.head_dim, 2).float() / plan.head_dim)
-        self.inv_freq = inv_freq
+        self.bits, self.tile, self.biases = (kbits, vbits), tile, biases
+        self.inv_freq = 1.0 / plan.rope_theta ** (torch.arange(0, plan.head_dim, 2).float() / plan.head_dim)
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
         return KVarNText(self, layer, q, k, v)
-
-    def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes int64 [P,D]; fp16: scales and zero points [P / tile,D], tokens' scales [P]."""
-        count, head_dim = self.packed(layer), self.plan.head_dim
-        codes, s_t = torch.zeros(count, head_dim).long(), torch.zeros(count).half()
-        scales, zeros = torch.zeros(2, count // self.tile, head_dim).half()
-        for i, tile in enumerate(self.texts[layer].key_tiles[kv_head]):
-            span = slice(i * self.tile, (i + 1) * self.tile)
-            codes.T[:, span], scales[i], zeros[i], s_t[span] = tile
-        return codes, scales, zeros, s_t
-
-    def packed_values(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes int64 [P,D]; fp16: scales and zero points [P], channels' scales [P / tile,D]."""
-        count, head_dim = self.packed(layer), self.plan.head_dim
-        codes, s_c = torch.zeros(count, head_dim).long(), torch.zeros(count // self.tile, head_dim).half()
-        scales, zeros = torch.zeros(2, count).half()
-        for i, tile in enumerate(self.texts[layer].value_tiles[kv_head]):
-            span = slice(i * self.tile, (i + 1) * self.tile)
-            codes[span], scales[span], zeros[span], s_c[i] = tile
-        return codes, scales, zeros, s_c

@@ -32,42 +32,26 @@ class SlowOmni(SlowLayers):
         self,
         plan: Plan,
         budget: int,
-        filter_layers: list[int] | tuple[int, ...],
+        filter_layers: list[int],
         selector: str = "last",
         window: int = 16,
         mem: float | None = None,
     ):
-        if selector not in ("last", "uniform", "exp"):
-            raise ValueError(f"a selector is last, uniform or exp, not {selector!r}")
         super().__init__(plan)
         self.budget, self.selector, self.max_window, self.mem = budget, selector, window, mem
-        self.filter_layers = sorted(filter_layers)
-        if mem is not None and Fraction(str(mem)) < self.full_share():
-            raise ValueError(f"mem = {mem} is less than the full layers take, {self.full_share()}")
-        self.selected: dict[int, list[int]] = {}  # by filter layer: its last step's prompt positions, ascending
+        self.filter_layers = filter_layers
 
     def kind(self, layer: int) -> str:
-        """'full' if l < f1, l in F or l - 1 in F (Equation 2), else 'sparse'; all are full if there is no filter."""
+        """'full' if l < f1, l in F or l - 1 in F (Equation 2), else 'sparse'."""
         filters = self.filter_layers
-        is_full = not filters or layer < filters[0] or layer in filters or layer - 1 in filters
-        return "full" if is_full else "sparse"
-
-    def filter_of(self, layer: int) -> int | None:
-        """The nearest filter layer at or before this one, None below the first."""
-        return max((f for f in self.filter_layers if f <= layer), default=None)
-
-    def full_share(self) -> Fraction:
-        """a: the full layers' share of all layers."""
-        full = [layer for layer in range(self.plan.n_layer) if self.kind(layer) == "full"]
-        return Fraction(len(full), self.plan.n_layer)
+        return "full" if layer < filters[0] or layer in filters or layer - 1 in filters else "sparse"
 
     def top(self, prompt: int) -> int:
         """k: how many positions of a prompt are selected."""
         if self.mem is None:
             return min(self.budget, prompt)
-        a = self.full_share()
-        if a == 1:
-            return prompt
+        full = [layer for layer in range(self.plan.n_layer) if self.kind(layer) == "full"]
+        a = Fraction(len(full), self.plan.n_layer)
         return min(max(1, half_up((Fraction(str(self.mem)) - a) / (1 - a) * prompt)), prompt)
 
     def window(self, prompt: int) -> int:
@@ -97,13 +81,14 @@ class SlowOmni(SlowLayers):
 
     def begin(self) -> None:
         super().begin()
-        self.selected = {}
+        self.selected: dict[int, list[int]] = {}  # by filter layer: its last step's prompt positions, ascending
 
     def choose(self, layer: int, kv_head: int) -> list[int]:
         """Everything in a full layer; in a sparse one, what its filter layer selected and the generated tokens."""
         if self.kind(layer) == "full":
             return super().choose(layer, kv_head)
-        return self.selected[self.filter_of(layer)] + self.texts[layer].generated()
+        nearest = max(f for f in self.filter_layers if f <= layer)
+        return self.selected[nearest] + self.texts[layer].generated()
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token, attends, and selects for the layers that follow if this is a filter layer."""
@@ -118,10 +103,6 @@ def choose_chunk(q: Tensor, k: Tensor, start: int, end: int, count: int, window:
 
     q is [Hq,T,D], k [Hk,T,D], with the whole prompt; only tokens before `end` are read. `count` is n.
     """
-    if not 0 <= start < end <= q.shape[1]:
-        raise ValueError(f"[{start}, {end}) is no chunk of {q.shape[1]} tokens")
-    if count < 1 or window < 1:
-        raise ValueError(f"count = {count} and window = {window} must be at least 1")
     if start <= count:
         return list(range(start))
     scores, groups = [0.0] * start, q.shape[0] // k.shape[0]

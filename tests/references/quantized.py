@@ -14,7 +14,6 @@ from kv.method import Plan
 from .attention import SlowLayers, Text, best, half_up, probabilities
 
 EPS = 2.0**-14  # the smallest scale: fp16's smallest normal number
-LEAST_BUDGET = 8
 LONG_PROMPT = 32 * 1024  # longer prompts are read by 12 channels, not 8
 LONG_CLUSTERING = 64 * 1024  # keys of longer prompts get one round of k-means
 
@@ -63,104 +62,74 @@ def split_budget(budget: int, initial: int = 4, local: int | None = None) -> tup
 
     The initial tokens are always kept, so n_local is at least `initial`.
     """
-    if budget < LEAST_BUDGET:
-        raise ValueError(f"a budget of {budget} tokens is less than {LEAST_BUDGET}")
     n_local = max(initial, min(128, budget // 3) if local is None else local)
-    if n_local > budget:
-        raise ValueError(f"{n_local} initial and local tokens exceed the budget of {budget}")
     return n_local, budget - n_local
 
 
-class QuantizedText(Text):
-    """One layer's tokens. The first `packed` are codes; `keys` and `values` hold their dequantized vectors.
+class PackedText(Text):
+    """One layer's tokens, of which groups become codes; `keys` and `values` then hold their dequantized vectors.
 
-    A group is `group` tokens that start at a multiple of `group`. Its keys are quantized per channel over its tokens,
-    its values per token over spans of `channels` channels (a head's last span may be shorter).
+    A group is `group` tokens that start at a multiple of `group`. A derived class says how many groups are `due`, and
+    packs one by `pack_keys` and `pack_values`.
     """
 
-    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, bits: int, group: int, channels: int, recent: int):
+    whole = 0  # first tokens that are never packed
+
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, group: int):
         super().__init__(plan, q, k, v)
         self.keys, self.values = self.keys.clone(), self.values.clone()  # packing writes to them
-        self.bits, self.group, self.recent = bits, group, recent
-        head_dim = plan.head_dim
-        self.spans = [(at, min(at + channels, head_dim)) for at in range(0, head_dim, min(channels, head_dim))]
-        self.packed = 0
-        # codes, scale and zero point by (KV head, group index, channel) and by (KV head, token, span index)
-        self.key_groups: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
-        self.value_groups: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self.group, self.packed = group, 0  # tokens of a group, and tokens that are codes
+        # by KV head and group: what each packing returns
+        self.key_groups: list[list[tuple[Tensor, ...]]] = [[] for _ in self.keys]
+        self.value_groups: list[list[tuple[Tensor, ...]]] = [[] for _ in self.keys]
         self.pack()
 
     def append(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().append(q, k, v)
         self.pack()
 
-    def due(self) -> int:
-        """P(n): how many of the first tokens are packed once there are n."""
-        return max(0, (self.length - self.recent) // self.group) * self.group
-
     def pack(self) -> None:
         """Quantizes every group that is due."""
-        while self.packed < self.due():
+        while self.packed < self.due() * self.group:
+            tokens = range(self.whole + self.packed, self.whole + self.packed + self.group)
             for kv_head in range(self.keys.shape[0]):
-                self.pack_keys(kv_head, self.packed)
-                for token in range(self.packed, self.packed + self.group):
-                    self.pack_values(kv_head, token)
+                self.key_groups[kv_head].append(self.pack_keys(kv_head, tokens))
+                self.value_groups[kv_head].append(self.pack_values(kv_head, tokens))
             self.packed += self.group
 
-    def pack_keys(self, kv_head: int, first: int) -> None:
-        """Quantizes a group's keys per channel, over its tokens (Section 4.3)."""
-        for channel in range(self.keys.shape[2]):
-            x = self.keys[kv_head, first : first + self.group, channel]
-            group = quantize(x, self.bits)
-            self.key_groups[kv_head, first // self.group, channel] = group
-            self.keys[kv_head, first : first + self.group, channel] = dequantize(*group)
 
-    def pack_values(self, kv_head: int, token: int) -> None:
-        """Quantizes a token's values over each span of channels (Section 4.3)."""
-        for i, (low, high) in enumerate(self.spans):
-            group = quantize(self.values[kv_head, token, low:high], self.bits)
-            self.value_groups[kv_head, token, i] = group
-            self.values[kv_head, token, low:high] = dequantize(*group)
+class QuantizedText(PackedText):
+    """A group's keys are quantized per channel over its tokens, its values per token over spans of `channels` channels
+    (a head's last span may be shorter).
+    """
 
-    def packed_keys(self, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes int64 [P,D], scales and zero points fp16 [P / group,D]."""
-        shape = self.packed // self.group, self.keys.shape[2]
-        codes = torch.zeros(self.packed, shape[1], dtype=torch.int64)
-        scales, zeros = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.float16)
-        for i in range(shape[0]):
-            for channel in range(shape[1]):
-                code, scales[i, channel], zeros[i, channel] = self.key_groups[kv_head, i, channel]
-                codes[i * self.group : (i + 1) * self.group, channel] = code
-        return codes, scales, zeros
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, bits: int, group: int, channels: int, recent: int):
+        self.bits, self.channels, self.recent = bits, channels, recent
+        super().__init__(plan, q, k, v, group)
 
-    def packed_values(self, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes int64 [P,D], scales and zero points fp16 [P,number of spans]."""
-        shape = self.packed, len(self.spans)
-        codes = torch.zeros(self.packed, self.values.shape[2], dtype=torch.int64)
-        scales, zeros = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.float16)
-        for token in range(self.packed):
-            for i, (low, high) in enumerate(self.spans):
-                codes[token, low:high], scales[token, i], zeros[token, i] = self.value_groups[kv_head, token, i]
-        return codes, scales, zeros
+    def due(self) -> int:
+        """How many groups are packed: at least the `recent` newest tokens are not."""
+        return max(0, (self.length - self.recent) // self.group)
+
+    def pack_keys(self, kv_head: int, tokens: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes int64 [group,D], scales and zero points fp16 [D] (Section 4.3)."""
+        groups = [quantize(x, self.bits) for x in self.keys[kv_head, tokens].T]
+        self.keys[kv_head, tokens] = torch.stack([dequantize(*group) for group in groups], 1)
+        codes, scales, zeros = zip(*groups, strict=True)
+        return torch.stack(codes, 1), torch.stack(scales), torch.stack(zeros)
+
+    def pack_values(self, kv_head: int, tokens: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes int64 [group,D], scales and zero points fp16 [group,number of spans] (Section 4.3)."""
+        rows = []
+        for token in tokens:
+            spans = [quantize(x, self.bits) for x in self.values[kv_head, token].split(self.channels)]
+            self.values[kv_head, token] = torch.cat([dequantize(*span) for span in spans])
+            codes, scales, zeros = zip(*spans, strict=True)
+            rows.append((torch.cat(codes), torch.stack(scales), torch.stack(zeros)))
+        return tuple(torch.stack(x) for x in zip(*rows, strict=True))
 
 
-class PackedLayers(SlowLayers):
-    """Layers whose texts have `packed`, `keys` and `values`."""
-
-    def packed(self, layer: int) -> int:
-        """P(n): how many tokens are codes."""
-        return self.texts[layer].packed
-
-    def keys(self, layer: int, kv_head: int) -> Tensor:
-        """The keys that attention reads, dequantized or in full precision, in order of position: [n,D]."""
-        return self.texts[layer].keys[kv_head].float()
-
-    def values(self, layer: int, kv_head: int) -> Tensor:
-        """The values that attention reads, dequantized or in full precision, in order of position: [n,D]."""
-        return self.texts[layer].values[kv_head].float()
-
-
-class SlowQuantized(PackedLayers):
+class SlowQuantized(SlowLayers):
     """Quantizes every layer except its newest tokens: KIVI with 2 or 4 bits and 128 recent tokens.
 
     Of n tokens, the first max(0, floor((n - recent) / group)) group are packed: at least the `recent` newest and at
@@ -174,14 +143,6 @@ class SlowQuantized(PackedLayers):
 
     def text_of(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Text:
         return QuantizedText(self.plan, q, k, v, self.bits, self.group, self.channels, self.recent)
-
-    def packed_keys(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes int64 [P,D], scales and zero points fp16 [P / group,D]."""
-        return self.texts[layer].packed_keys(kv_head)
-
-    def packed_values(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes int64 [P,D], scales and zero points fp16 [P,D / channels]."""
-        return self.texts[layer].packed_values(kv_head)
 
 
 class SlowTailorKV(SlowQuantized):
@@ -205,14 +166,13 @@ class SlowTailorKV(SlowQuantized):
         value_group: int = 64,
     ):
         super().__init__(plan, bits, group, value_group, recent=0)
-        self.budget, self.initial, self.critical = budget, initial, channels
+        self.initial, self.critical = initial, channels
         self.quant_layers = sorted(quant_layers)
         self.n_local, self.n_topk = split_budget(budget, initial, local)
-        self.predicted: dict[int, Tensor] = {}  # by sparse layer: the last step's predicted queries [Hq,D]
 
     def begin(self) -> None:
         super().begin()
-        self.predicted = {}
+        self.predicted: dict[int, Tensor] = {}  # by sparse layer: the last step's predicted queries [Hq,D]
 
     def is_quantized(self, layer: int) -> bool:
         return layer in self.quant_layers
@@ -308,41 +268,35 @@ class SlowPQCache(SlowLayers):
         self, plan: Plan, budget: int, partitions: int = 2, codebits: int = 6, rounds: int = 8, initial: int = 4
     ):
         super().__init__(plan)
-        if plan.head_dim % partitions:
-            raise ValueError(f"{plan.head_dim} channels make no {partitions} equal parts")
-        self.budget, self.partitions, self.codebits, self.rounds = budget, partitions, codebits, rounds
+        self.partitions, self.codebits, self.rounds = partitions, codebits, rounds
         self.initial = initial
         self.window = max(1, split_budget(budget, initial)[0] - initial)
         self.n_topk = budget - initial - self.window
-        if self.n_topk < 0:
-            raise ValueError(f"{initial} initial and {self.window} local tokens exceed the budget of {budget}")
-        self.books: list[list[list[Tensor]]] = []  # by layer, KV head and partition: centroids [C,d]
-        self.coded: list[list[list[list[int]]]] = []  # by layer, KV head and partition: codes, in order of position
 
     def begin(self) -> None:
         super().begin()
-        self.books, self.coded = [], []
+        self.books: list[list[list[Tensor]]] = []  # by layer, KV head and partition: centroids [C,d]
+        # By layer, KV head and partition: codes of all tokens that have left the window, and of the prompt.
+        self.codes: list[list[list[list[int]]]] = []
 
-    def parts(self, x: Tensor) -> list[Tensor]:
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """The partitions of some vectors' channels: [...,D] -> [...,d] each."""
-        size = self.plan.head_dim // self.partitions
-        return [x[..., p * size : (p + 1) * size] for p in range(self.partitions)]
+        return x.chunk(self.partitions, dim=-1)
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().prefill(layer, q, k, v)
         text = self.texts[layer]
         rounds = min(self.rounds, 1) if text.prompt > LONG_CLUSTERING else self.rounds
-        books, coded = [], []
+        self.books.append([])
+        self.codes.append([])
         for keys in text.keys:
             book = [k_means(part, 2**self.codebits, rounds) for part in self.parts(keys)]
-            books.append(book)
-            coded.append([[nearest(x, book[p]) for x in part] for p, part in enumerate(self.parts(keys))])
-        self.books.append(books)
-        self.coded.append(coded)
+            self.books[layer].append(book)
+            self.codes[layer].append([[nearest(x, book[p]) for x in part] for p, part in enumerate(self.parts(keys))])
 
     def encode(self, layer: int, kv_head: int) -> None:
         """Gives a code to every generated token that has left the window."""
-        text, codes = self.texts[layer], self.coded[layer][kv_head]
+        text, codes = self.texts[layer], self.codes[layer][kv_head]
         while len(codes[0]) < text.length - self.window:
             parts = self.parts(text.keys[kv_head, len(codes[0])])
             for p, part in enumerate(parts):
@@ -359,17 +313,9 @@ class SlowPQCache(SlowLayers):
     def choose(self, layer: int, kv_head: int) -> list[int]:
         """Initial tokens, the window, and the best others by the sum of their codes' table entries."""
         self.encode(layer, kv_head)
-        length, codes, tables = self.texts[layer].length, self.coded[layer][kv_head], self.tables(layer, kv_head)
+        length, codes, tables = self.texts[layer].length, self.codes[layer][kv_head], self.tables(layer, kv_head)
         between, scores = range(self.initial, length - self.window), []
         for position in between:
             scores.append(math.fsum(tables[p][codes[p][position]] for p in range(self.partitions)))
         selected = {between[i] for i in best(torch.tensor(scores, dtype=torch.float64), self.n_topk)}
         return [position for position in range(length) if position not in between or position in selected]
-
-    def codes(self, layer: int, kv_head: int) -> list[list[int]]:
-        """By partition: the codes of the prompt and of the generated tokens that have left the window."""
-        return self.coded[layer][kv_head]
-
-    def centroids(self, layer: int, kv_head: int) -> Tensor:
-        """[partitions,C,D / partitions]; C is less than 2^codebits if the prompt is shorter."""
-        return torch.stack(self.books[layer][kv_head]).float()

@@ -95,8 +95,6 @@ class SlowExpected(SlowScored):
 
     def rotation(self, length: int) -> Tensor:
         """R: the mean of the rotation matrices of the positions length ... length + future - 1: [D,D]."""
-        if self.plan.rope_type != "default":
-            raise ValueError(f"the reference knows no RoPE of type {self.plan.rope_type!r}")
         future, eye = self.option["future"], torch.eye(self.plan.head_dim, dtype=torch.float64)
         total = torch.zeros_like(eye)
         for position in range(length, length + future):
@@ -176,8 +174,6 @@ class SlowRKV(SlowScored):
     def importance(self, q: Tensor, keys: Tensor) -> Tensor:
         """The pooled importance of the tokens before the window: q [G,T,D], keys [T,D] -> [T - window]."""
         length, window = keys.shape[0], self.window()
-        if window < 1:
-            raise ValueError("importance needs at least one query")
         total = torch.zeros(length - window, dtype=torch.float64)
         for i in range(length - window, length):
             logits = torch.stack([dots(one[i], keys[: i + 1]) / math.sqrt(keys.shape[1]) for one in q])
@@ -214,11 +210,10 @@ class SlowTOVA(SlowEvict):
     def __init__(self, plan: Plan, budget: int):
         super().__init__(plan)
         self.budget = budget
-        self.weights: list[list[list[float]]] = []  # by layer and KV head: the last query's, summed over the group
 
     def begin(self) -> None:
         super().begin()
-        self.weights = []
+        self.weights: list[list[list[float]]] = []  # by layer and KV head: the last query's, summed over the group
 
     def means(self, layer: int) -> dict[int, float]:
         """By position held: the last query's attention weight, the mean over all query heads."""

@@ -45,11 +45,9 @@ def rocket_sizes(planned: int, budget: int, room: int, head_dim: int, split: str
         product = planned * budget
         slots = math.isqrt(product)
         slots += product > slots * slots + slots
-    elif split == "adaptive":
+    else:
         ratio = planned / budget
         slots = half_up(planned / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8))
-    else:
-        raise ValueError(f"split is even or adaptive, not {split!r}")
     slots = max(slots, min(2 * room, planned))
     return {"n1": slots, "keep": slots - room, **hybrid_sizes(slots, budget, head_dim)}
 
@@ -93,8 +91,6 @@ def window_scores(q: Tensor, keys: Tensor, window: int) -> Tensor:
 
 def max_pool(scores: Tensor, kernel: int) -> Tensor:
     """The highest of the `kernel` scores around each score; the ends are not padded."""
-    if kernel % 2 == 0:
-        raise ValueError(f"a kernel is odd, not {kernel}")
     pooled = torch.empty_like(scores)
     for i in range(scores.shape[0]):
         pooled[i] = scores[max(0, i - kernel // 2) : i + kernel // 2 + 1].max()
@@ -105,17 +101,6 @@ def snap_ranks(q: Tensor, keys: Tensor, window: int, kernel: int) -> Tensor:
     """SnapKV's pooled scores (Algorithm 1), inf for the window, which always stays: q [G,T,D], keys [T,D] -> [T]."""
     pooled = max_pool(window_scores(q, keys, window), kernel)
     return torch.cat([pooled, torch.full((window,), torch.inf, dtype=torch.float64)])
-
-
-def snap(q: Tensor, keys: Tensor, top: int, window: int, kernel: int) -> list[int]:
-    """SnapKV's choice (Algorithm 1): the `top` best prompt tokens by pooled window scores, and the window.
-
-    q [G,T,D]: the query heads that share the choice; keys [T,D]. A prompt of at most top + window tokens is kept whole.
-    """
-    length = keys.shape[0]
-    if length <= top + window:
-        return list(range(length))
-    return best(snap_ranks(q, keys, window, kernel), top + window)
 
 
 def adaptive_heads(ranks: list[Tensor], size: int, alpha: float) -> list[list[int]]:
@@ -163,23 +148,16 @@ def partial_weights(q: Tensor, keys: Tensor, channels: list[int]) -> Tensor:
 class Slow:
     """Full attention, and the base of the methods.
 
-    A method decides what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`). The first
-    `skip_layers` layers keep and attend to everything.
+    A method decides what it keeps of a prompt (`keep`) and which stored tokens a step attends to (`choose`).
     """
 
     defaults: dict = {}
 
     def __init__(self, plan: Plan, budget: int, layer: int = 0, **options):
-        if options.keys() - self.defaults.keys():
-            raise TypeError(f"{type(self).__name__} has no option {sorted(options.keys() - self.defaults.keys())}")
         self.plan, self.budget, self.layer = plan, budget, layer
         self.option = {**self.defaults, **options}
         self.groups = plan.n_head // plan.n_kv_head
         self.shared = self.option.get("gqa", self.option.get("shared", True))  # a group shares its choice
-        self.full = layer < self.option.get("skip_layers", 0)
-        self.kept: list[list[int]] = []  # prompt positions per head of storage
-        self.stored: list[list[int]] = []  # kept and generated positions, in order
-        self.attended: list[list[int]] = []  # positions that the last step attended to
 
     def kv_head(self, head: int) -> int:
         """The KV head of a head of storage."""
@@ -193,8 +171,8 @@ class Slow:
         """Stores a prompt: q [Hq,T,D], k and v [Hk,T,D]."""
         self.text = Text(self.plan, q, k, v)  # every token so far; `stored` says which are held
         heads = range(self.plan.n_kv_head if self.shared else self.plan.n_head)
-        self.kept = [list(range(k.shape[1])) for _ in heads] if self.full else self.keep_heads(heads)
-        self.stored, self.attended = [list(kept) for kept in self.kept], []
+        self.kept = self.keep_heads(heads)  # positions per head of storage
+        self.stored = [list(kept) for kept in self.kept]  # kept and generated positions, in order
 
     def keys(self, head: int) -> Tensor:
         """The keys of every token so far that a head of storage may hold: [N,D]."""
@@ -207,7 +185,7 @@ class Slow:
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token, then attends: q [Hq,D], k and v [Hk,D] -> [Hq,D]."""
         self.text.append(q, k, v)
-        y, self.attended = torch.empty_like(q), []
+        y, self.attended = torch.empty_like(q), []  # positions
         for head in range(len(self.stored)):
             self.stored[head].append(self.text.length - 1)
             heads = self.query_heads(head)
@@ -218,7 +196,7 @@ class Slow:
 
     def step(self, head: int, q: Tensor) -> tuple[list[int], Tensor]:
         """The positions one head of storage attends to, and the outputs of its query heads: q [G,D] -> [G,D]."""
-        positions = list(self.stored[head]) if self.full else self.choose(head, q)
+        positions = self.choose(head, q)
         return positions, self.attend(head, q, positions)
 
     def attend(self, head: int, q: Tensor, positions: list[int]) -> Tensor:
@@ -245,19 +223,8 @@ class SlowRanked(Slow):
     With `heads` = "adaptive", n is the mean over the layer's heads, and each keeps at least floor(alpha n) (Ada-KV).
     """
 
-    def __init__(self, plan: Plan, budget: int, layer: int = 0, **options):
-        super().__init__(plan, budget, layer, **options)
-        heads = self.option.get("heads", "equal")
-        if heads not in ("equal", "adaptive"):
-            raise ValueError(f"heads is equal or adaptive, not {heads!r}")
-        self.adaptive = heads == "adaptive"
-        if self.adaptive and not 0 <= self.option["alpha"] <= 1:
-            raise ValueError(f"alpha is between 0 and 1, not {self.option['alpha']}")
-        if self.adaptive and self.option.get("every", 0):
-            raise ValueError("heads that keep different numbers of tokens cannot choose again (every)")
-
     def prompt_share(self, prompt: int) -> int:
-        """n: how many tokens of a prompt a head of storage keeps."""
+        """n: how many tokens of a prompt, or of a text that long, a head of storage keeps."""
         return self.budget
 
     def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -275,7 +242,7 @@ class SlowRanked(Slow):
 
     def keep_heads(self, heads: range) -> list[list[int]]:
         share = self.prompt_share(self.text.prompt)
-        if not self.adaptive or self.text.prompt <= share:
+        if self.option.get("heads") != "adaptive" or self.text.prompt <= share:
             return super().keep_heads(heads)
         queries = [self.text.queries[self.query_heads(head)] for head in heads]
         ranks = [self.ranks(queries[head], self.keys(head), self.values(head)) for head in heads]
@@ -285,14 +252,17 @@ class SlowRanked(Slow):
 class SlowSnapPlus(SlowRanked):
     """RocketKV's first stage alone (Algorithm 1): each group keeps t prompt tokens and every generated one."""
 
-    stage = {"window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "adaptive", "skip_layers": 0}
+    stage = {"window": 32, "kernel": 63, "long_kernel": 511, "threshold": None, "split": "adaptive"}
     defaults = {**stage, **HEADS}
 
+    def snap(self, q: Tensor, keys: Tensor, window: int) -> Tensor:
+        """`snap_ranks` with the kernel for so many tokens."""
+        threshold = self.option["threshold"]
+        is_long = threshold is not None and keys.shape[0] >= threshold
+        return snap_ranks(q, keys, window, self.option["long_kernel" if is_long else "kernel"])
+
     def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        length, option = keys.shape[0], self.option
-        window = min(option["window"], self.prompt_share(length) // 2)
-        is_long = option["threshold"] is not None and length >= option["threshold"]
-        return snap_ranks(q, keys, window, option["long_kernel"] if is_long else option["kernel"])
+        return self.snap(q, keys, min(self.option["window"], self.prompt_share(keys.shape[0]) // 2))
 
 
 class SlowRocket(SlowSnapPlus):
@@ -339,13 +309,6 @@ class SlowRocketTurns(SlowRocket):
     prompt or turn and the tokens generated since. Stage 2 reads the small store alone.
     """
 
-    def turn_share(self, tokens: int) -> int:
-        """How many of `tokens` history tokens a turn keeps: the prompt's share, and one for each later token.
-
-        Generated tokens count in SlowRocket's n1, too.
-        """
-        return self.prompt_share(self.text.prompt) + tokens - self.text.prompt
-
     def turn(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Continues the row by a text, then chooses from the whole history: q [Hq,n,D], k and v [Hk,n,D] -> [Hq,n,D].
 
@@ -355,21 +318,21 @@ class SlowRocketTurns(SlowRocket):
         for i in range(count):
             text.append(q[:, i], k[:, i], v[:, i])
         y = masked_attention(text.queries, text.keys, text.values, causal(), range(start, text.length))
-        self.attended = []
         self.kept = [self.keep_of_history(head, count) for head in range(self.plan.n_kv_head)]
         self.stored = [list(kept) for kept in self.kept]
         return y.float()
 
     def keep_of_history(self, head: int, count: int) -> list[int]:
-        """Positions that one KV head keeps after a turn of `count` tokens, ascending; its queries alone choose."""
-        tokens, option = self.text.length, self.option
-        if self.full:
+        """Positions that one KV head keeps after a turn of `count` tokens, ascending; its queries alone choose.
+
+        It keeps the prompt's share, and one for each later token: generated tokens count in SlowRocket's n1, too.
+        """
+        tokens, prompt = self.text.length, self.text.prompt
+        share = self.prompt_share(prompt) + tokens - prompt
+        if tokens <= share:
             return list(range(tokens))
-        share = self.turn_share(tokens)
-        window = min(option["window"], count, share // 2)
-        is_long = option["threshold"] is not None and tokens >= option["threshold"]
-        kernel = option["long_kernel"] if is_long else option["kernel"]
-        return snap(self.text.queries[self.query_heads(head)], self.keys(head), share - window, window, kernel)
+        window = min(self.option["window"], count, share // 2)
+        return best(self.snap(self.text.queries[self.query_heads(head)], self.keys(head), window), share)
 
 
 class SlowHybrid(SlowRocket):
@@ -387,23 +350,16 @@ class SlowHybrid(SlowRocket):
 class SlowCompressing(SlowRanked):
     """The base of methods that may also compress while they generate: R-KV's decoding buffer (arXiv 2505.24133).
 
-    With `every` = N > 0, a head of storage holds at most N tokens more than `share`, or than its latest choice kept if
-    those are more. Before a step or a text that finds so many, and after a text that leaves more, the method chooses
-    `share` of the held tokens, which take the place of a prompt in order of position: `ranks` gets the text's newest
-    `observed` queries, and the held keys and values. With `every` = 0, every generated token stays.
+    With `every` = N > 0, a head of storage holds at most N tokens more than n (`prompt_share`), or than its latest
+    choice kept if those are more. Before a step or a text that finds so many, and after a text that leaves more, the
+    method chooses n of the held tokens, which take the place of a prompt in order of position: `ranks` gets the text's
+    newest `observed` queries, and the held keys and values. With `every` = 0, every generated token stays.
 
     `kept` is what each head's latest choice kept: `stored` is that and all positions since. `compressions` are, by
     head, the lengths of the text at which it chose again.
     """
 
     defaults = {"every": 0, **HEADS}
-
-    def share(self) -> int:
-        """How many tokens the choice of a head of storage keeps."""
-        return self.budget
-
-    def prompt_share(self, prompt: int) -> int:
-        return self.share()
 
     def observed(self, held: int) -> int:
         """How many of the text's newest queries the choice from `held` tokens gets: as many, so that the last line up.
@@ -417,19 +373,20 @@ class SlowCompressing(SlowRanked):
         self.compressions: list[list[int]] = [[] for _ in self.stored]
 
     def compress(self, head: int) -> None:
-        """Keeps `share` of the tokens that one head of storage holds."""
-        held = self.stored[head]
+        """Keeps n of the tokens that one head of storage holds."""
+        held, share = self.stored[head], self.prompt_share(self.text.length)
         first = self.text.length - self.observed(len(held))
         queries = self.text.queries[self.query_heads(head), first:]
-        indices = best(self.ranks(queries, self.keys(head)[held], self.values(head)[held]), self.share())
+        indices = best(self.ranks(queries, self.keys(head)[held], self.values(head)[held]), share)
         self.kept[head] = [held[i] for i in indices]
         self.stored[head] = list(self.kept[head])
         self.compressions[head].append(self.text.length)
 
     def compress_from(self, least: int) -> None:
         """Compresses the heads of storage that hold at least `least` tokens more than they kept or may keep."""
+        share = self.prompt_share(self.text.length)
         for head in range(len(self.stored)):
-            if self.option["every"] and len(self.stored[head]) - max(len(self.kept[head]), self.share()) >= least:
+            if self.option["every"] and len(self.stored[head]) - max(len(self.kept[head]), share) >= least:
                 self.compress(head)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -464,8 +421,6 @@ class SlowCompressing(SlowRanked):
         Steps add what the texts leave.
         """
         steps = k.shape[1] - prompt - sum(texts)
-        if steps < 0:
-            raise ValueError(f"a prompt of {prompt} tokens and texts of {sum(texts)} exceed the row's {k.shape[1]}")
         self.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
         end, found = prompt, []
         for count in [*texts, *[1] * steps]:
@@ -485,24 +440,19 @@ class SlowSnap(SlowCompressing):
 
     defaults = {"window": 32, "kernel": 7, "gqa": True, "deduct": False, **SlowCompressing.defaults}
 
-    def share(self) -> int:
+    def prompt_share(self, prompt: int) -> int:
         share = self.budget - (self.plan.room if self.option["deduct"] else 0)
         return share if self.shared else share // self.groups
 
     def ranks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return snap_ranks(q, keys, min(self.option["window"], self.share() // 2), self.option["kernel"])
+        window = min(self.option["window"], self.prompt_share(keys.shape[0]) // 2)
+        return snap_ranks(q, keys, window, self.option["kernel"])
 
 
 class SlowPyramid(SlowCompressing):
-    """PyramidKV: SnapKV with choices shared by the group and budgets that fall from the first layer to the last.
-
-    While it generates, a layer's budget is that of a prompt as long as the text.
-    """
+    """PyramidKV: SnapKV with choices shared by the group and budgets that fall from the first layer to the last."""
 
     defaults = {"window": 32, "kernel": 7, **SlowCompressing.defaults}
-
-    def share(self) -> int:
-        return self.prompt_share(self.text.length)
 
     def prompt_share(self, prompt: int) -> int:
         return pyramid_budgets(self.plan.n_layer, self.budget, self.option["window"], prompt)[self.layer]
@@ -526,12 +476,12 @@ class SlowExactTopK(Slow):
 class SlowQuest(Slow):
     """Quest: the newest page and the best others by the upper bound sum_i max(q_i min_i, q_i max_i)."""
 
-    defaults = {"page": 16, "reach": 0.75, "skip_layers": 2}
+    defaults = {"page": 16, "reach": 0.75}
 
     def sizes(self) -> tuple[int, int]:
         """(tokens per page, pages that a step attends to)"""
         page = self.option["page"]
-        if page == "auto":
+        if page is None:
             page = max(1, half_up(Fraction(2 * self.plan.planned, self.budget)))
             return page, max(1, self.budget // (2 * page))
         return page, max(1, self.budget // page)
@@ -561,7 +511,7 @@ class SlowSparQ(Slow):
     def step(self, head: int, q: Tensor) -> tuple[list[int], Tensor]:
         stored = list(self.stored[head])
         count = max(1, self.budget // 2)
-        if self.full or count >= len(stored):
+        if count >= len(stored):
             return stored, self.attend(head, q, stored)
         keys, values = self.keys(head), self.values(head)
         channels = largest_channels(q, max(1, half_up(Fraction(q.shape[1] * self.budget, self.plan.planned))))
