@@ -115,26 +115,17 @@ MISTRAL3 = """\
 {%- else %}
     {%- set loop_messages = messages %}
 {%- endif %}
-{%- if not tools is defined %}
-    {%- set tools = none %}
-{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
 {%- set ns = namespace() %}
 {%- set ns.index = 0 %}
 {%- for message in loop_messages %}
-    {%- if not (message.role == "tool" or (message.tool_calls is defined and message.tool_calls is not none)) %}
-        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("After the optional system message, roles must alternate") }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("After the optional system message, roles must alternate") }}
     {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
 {%- endfor %}
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
-        {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] [" }}
-        {%- endif %}
         {%- if loop.last and system_message is defined %}
             {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
         {%- else %}

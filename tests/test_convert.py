@@ -318,16 +318,10 @@ def edit_weights(file, change):
     save_file(state, file)
 
 
-def edit_tensors(src, changes):
-    """Replaces, adds or (None) deletes tensors of a sharded folder; returns the last one's file."""
-    index = src / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    for name, tensor in changes.items():
-        file = src / places.setdefault(name, shard(src, 0).name)
-        state = {key: t for key, t in load_file(file).items() if key != name}
-        save_file(state if tensor is None else state | {name: tensor}, file)
-        places = {key: place for key, place in places.items() if key != name or tensor is not None}
-    edit_json(index, weight_map=places)
+def edit_tensor(src, name, tensor=None):
+    """Replaces or (None) deletes a tensor of a sharded folder, whose index still names it; returns its file."""
+    file = src / json.loads((src / "model.safetensors.index.json").read_text())["weight_map"][name]
+    edit_weights(file, lambda state: state.pop(name) if tensor is None else state.update({name: tensor}))
     return file
 
 
@@ -360,27 +354,25 @@ def index_without_map(src):
 
 
 def missing_tensor_that_the_index_names(src):
-    name = "model.layers.1.self_attn.k_proj.weight"
-    edit_tensors(src, {name: None})
-    index = src / "model.safetensors.index.json"
-    edit_json(index, weight_map=json.loads(index.read_text())["weight_map"] | {name: shard(src, 0).name})
-    return [f"they lack {name}", src]
+    edit_tensor(src, "model.layers.1.self_attn.k_proj.weight")
+    return ["they lack model.layers.1.self_attn.k_proj.weight", src]
 
 
 def unknown_tensors(src):
-    edit_tensors(src, {f"model.layers.{i}.adapter.weight": torch.ones(1) for i in range(6)})
+    more = {f"model.layers.{i}.adapter.weight": torch.ones(1) for i in range(6)}
+    edit_weights(shard(src, 0), lambda state: state.update(more))
     return ["must not have model.layers.0.adapter.weight, ", "and 2 more"]
 
 
 def wrong_shape(src):
     name = "model.layers.0.self_attn.v_proj.weight"
-    file = edit_tensors(src, {name: torch.ones(24, 32)})
+    file = edit_tensor(src, name, torch.ones(24, 32))
     return [name, "[24, 32]", "[16, 32]", file]
 
 
 def integer_weights(src):
     name = "model.layers.0.self_attn.v_proj.weight"
-    file = edit_tensors(src, {name: torch.ones(16, 32, dtype=torch.int8)})
+    file = edit_tensor(src, name, torch.ones(16, 32, dtype=torch.int8))
     return [name, "int8", "quantized", file]
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,16 +125,6 @@ def split_by(pattern: str):
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
 
 
-def trained(
-    model, trainer, normalizer=None, splitter=None, decoder=None, post=None, special=("<unk>", "</s>")
-) -> Oracle:
-    oracle = Oracle(model)
-    oracle.normalizer, oracle.pre_tokenizer, oracle.decoder = normalizer, splitter, decoder
-    oracle.train_from_iterator(corpus(), trainer(special_tokens=list(special), show_progress=False, vocab_size=400))
-    oracle.post_processor = post
-    return oracle
-
-
 def lacking_bytes(oracle: Oracle) -> Oracle:
     """A vocabulary without the tokens of 21 bytes that its corpus did not have, like SmolLM2's."""
     data = json.loads(oracle.to_str())
@@ -167,34 +156,21 @@ def around(template: str):
     return change
 
 
+def unigram(_) -> Oracle:
+    oracle, special = Oracle(models.Unigram()), ["<unk>", "</s>"]
+    oracle.pre_tokenizer, oracle.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    oracle.normalizer = normalizers.NFKC()
+    trainer = trainers.UnigramTrainer(unk_token="<unk>", special_tokens=special, show_progress=False, vocab_size=400)
+    oracle.train_from_iterator(corpus(), trainer)
+    return oracle
+
+
 KINDS = {
     "lacking-bytes": lacking_bytes,
     "ignore-merges": ignoring_merges,
-    "other-first": around("<second> $A"),
     "two-tokens": around("<first> <second> $A"),
     "eos": around("$A <|endoftext|>"),
-    "end-of-word-suffix": lambda _: trained(
-        models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
-        partial(trainers.BpeTrainer, end_of_word_suffix="</w>"),
-        normalizers.Lowercase(),
-        pre_tokenizers.BertPreTokenizer(),
-        decoders.BPEDecoder(suffix="</w>"),
-    ),
-    "wordpiece": lambda _: trained(
-        models.WordPiece(unk_token="[UNK]"),
-        trainers.WordPieceTrainer,
-        normalizers.BertNormalizer(),
-        pre_tokenizers.BertPreTokenizer(),
-        decoders.WordPiece(),
-        special=["[UNK]", "<|endoftext|>"],
-    ),
-    "unigram": lambda _: trained(
-        models.Unigram(),
-        partial(trainers.UnigramTrainer, unk_token="<unk>"),
-        normalizers.NFKC(),
-        pre_tokenizers.Metaspace(),
-        decoders.Metaspace(),
-    ),
+    "unigram": unigram,
 }
 
 
@@ -232,11 +208,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     (made["llama-2-original"] / "tokenizer.model").unlink()
     made["shuffled"] = edited(made["qwen"], root / "shuffled")
     shuffle_ids(made["shuffled"])
-    made["steps"] = edited(made["gpt2"], root / "steps")
-    vowels = {"type": "Split", "pattern": {"Regex": "[aeiou]"}, "behavior": "Isolated", "invert": False}
-    digits = {"type": "Digits", "individual_digits": True}
-    bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    change_json(made["steps"], pre_tokenizer={"type": "Sequence", "pretokenizers": [vowels, digits, bare]})
     for name, change in KINDS.items():
         made[name] = edited(made["gpt2"], root / name, eos_token="<|endoftext|>")
         oracle = change(Oracle.from_file(str(made[name] / "tokenizer.json")))
@@ -333,15 +304,15 @@ def with_tokens(source: Path, folder: Path, flags: dict) -> Path:
     return folder
 
 
-NAMES = ["llama-2", "llama-2-legacy", "llama-3", "ranks", "qwen", "shuffled", "gpt2", "steps"]
+NAMES = ["llama-2", "llama-2-legacy", "llama-3", "ranks", "qwen", "shuffled", "gpt2"]
 NAMES += ["llama-2-json", "llama-2-original", *KINDS]
-LOSSLESS = ["llama-3", "ranks", "gpt2", "steps", "ignore-merges", "two-tokens", "eos"]
+LOSSLESS = ["llama-3", "ranks", "gpt2", "ignore-merges", "two-tokens", "eos"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_texts_equal_transformers_and_a_text_holds_no_special_token(pairs, name):
     ours, theirs = pairs[name].ours, pairs[name].theirs
-    unknown = {ours.special.get("[UNK]"), ours.special.get("<unk>")}
+    unknown = {ours.special.get("<unk>")}
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
 
     def same(text):
@@ -623,14 +594,12 @@ def listing(first: int) -> dict[str, dict]:
         "sep_token": {"__type": "AddedToken", **ABSORBS, "content": "<sep>"},
     }
     return {
-        "added_tokens": {"added_tokens": given},
         "added_tokens and names": {"added_tokens": given, "tokenizer_config": {"add_bos_token": True, **names}},
         "additional": {"tokenizer_config": {"additional_special_tokens": TURN}},
         "additional in the map": {"special_tokens_map": {"additional_special_tokens": TURN, "pad_token": "<pad>"}},
         "extra": {"tokenizer_config": {"extra_special_tokens": TURN, "think_token": "<T>"}},
         "named extra": {"tokenizer_config": {"extra_special_tokens": {"think_token": "<T>", "boi": "<|bot|>"}}},
         "model's own": {"tokenizer_config": {"model_specific_special_tokens": {"think_token": "<T>", "boi": "<boi>"}}},
-        "decoder": {"tokenizer_config": {"added_tokens_decoder": decoder}},
         "named in the decoder": {"tokenizer_config": {"added_tokens_decoder": decoder, "pad_token": "<|user|>"}},
         "flags": {"tokenizer_config": {"added_tokens_decoder": flags}},
         "null": {"tokenizer_config": {"pad_token": None}, "special_tokens_map": {"pad_token": "<pad>"}},
