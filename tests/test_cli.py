@@ -41,10 +41,11 @@ def run_process(*args, stdin="", **environment):
 
 
 def run(*args, stdin=""):
-    """The same in this process, which saves seconds of imports."""
+    """The same in this process, which saves seconds of imports; stdin: a text or an open file."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        piped = io.TextIOWrapper(io.BytesIO(stdin.encode())) if isinstance(stdin, str) else stdin
+        patch.setattr(sys, "stdin", piped)
         with pytest.raises(SystemExit) as end:
             cli.run(lambda: generate.main([str(arg) for arg in args]))
     return subprocess.CompletedProcess(args, end.value.code, out.getvalue(), err.getvalue())
@@ -512,56 +513,44 @@ def test_chat_on_a_terminal_asks_until_it_ends(chat_checkpoint, flags, typed, pr
     assert len(given) == answers
 
 
-def test_a_conversation_that_fills_its_caches_names_the_flag(chat_checkpoint, monkeypatch):
-    monkeypatch.setattr(generate, "CHAT_TURNS", 3)
+@pytest.fixture
+def keyboard():
+    """A terminal at which nobody types."""
     terminal, stdin = pty.openpty()
+    with open(stdin) as file:
+        yield file
+    os.close(terminal)
+
+
+def test_a_conversation_that_fills_its_caches_names_the_flag(chat_checkpoint, keyboard, monkeypatch):
+    monkeypatch.setattr(generate, "CHAT_TURNS", 3)
     typed = iter(["And " + "then " * 40, "never read"])
     monkeypatch.setattr("terminal.conversation.typed", lambda *_: next(typed))
-    flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
-    with open(stdin) as keyboard, redirect_stderr(io.StringIO()) as err, redirect_stdout(io.StringIO()):
-        monkeypatch.setattr(sys, "stdin", keyboard)
-        generate.main(flags)
-    os.close(terminal)
-    [line] = [line for line in err.getvalue().splitlines() if "no room" in line]
+    result = run("--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", *SHORT, stdin=keyboard)
+    [line] = [line for line in result.stderr.splitlines() if "no room" in line]
     assert "the caches hold 36 tokens" in line and "--max-new-tokens" in line and next(typed) == "never read"
 
 
-def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+def test_a_chat_that_cannot_be_is_refused_before_one_types(text_checkpoint, keyboard, monkeypatch):
     monkeypatch.setattr("terminal.options.first_question", lambda *_: pytest.fail("asked"))
     for folder, why in ((text_checkpoint, "no chat template"), ("/nowhere", "no checkpoint folder /nowhere")):
-        with pytest.raises(SystemExit):
-            cli.run(lambda folder=folder: generate.main(["--checkpoint", str(folder), "--chat"]))
-        assert why in capsys.readouterr().err
+        assert_refused(run("--checkpoint", folder, "--chat", stdin=keyboard), why)
 
 
-def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, monkeypatch, tmp_path):
+@pytest.mark.parametrize("place", ("terminal.conversation.typed", "model.Transformer.prefill"))
+def test_ctrl_c_exits_at_the_prompt_and_before_the_first_token(chat_checkpoint, keyboard, place, monkeypatch, tmp_path):
     """At the prompt, the answers so far are written."""
-    out = tmp_path / "out.jsonl", tmp_path / "out.json"
-    flags = ["--checkpoint", str(chat_checkpoint), "--chat", "--prompt", "Who?", *SHORT]
-    flags += ["--out", str(out[0]), "--json", str(out[1])]
+    out, report = tmp_path / "out.jsonl", tmp_path / "out.json"
+    flags = ["--checkpoint", chat_checkpoint, "--chat", "--prompt", "Who?", *SHORT, "--out", out, "--json", report]
     default = signal.getsignal(signal.SIGINT)
-    for place in ("terminal.conversation.typed", "model.Transformer.prefill"):
-        terminal, inner = pty.openpty()
-        with (
-            monkeypatch.context() as patch,
-            open(inner) as stdin,
-            redirect_stdout(io.StringIO()),
-            redirect_stderr(io.StringIO()) as err,
-            pytest.raises(SystemExit) as end,
-        ):
-            patch.setattr(sys, "stdin", stdin)
-            patch.setattr(place, lambda *_, **__: signal.raise_signal(signal.SIGINT))
-            cli.run(lambda: generate.main(flags))
-        os.close(terminal)
-        assert end.value.code == 130, err.getvalue()
-        assert err.getvalue().endswith("interrupted\n")
-        assert signal.getsignal(signal.SIGINT) is default
-        if place == "terminal.conversation.typed":
-            written = json.loads(out[0].read_text())
-            assert len(written["answers"]) == 1 and json.loads(out[1].read_text())["completions"] == [written]
-            out[1].unlink()
-    assert len(lines_of(out[0])) == 1 and not out[1].exists()  # the prefill was interrupted
+    monkeypatch.setattr(place, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    result = run(*flags, stdin=keyboard)
+    assert result.returncode == 130 and result.stderr.endswith("interrupted\n"), result.stderr
+    assert signal.getsignal(signal.SIGINT) is default
+    written = lines_of(out)
+    assert report.exists() == bool(written) == (place == "terminal.conversation.typed")
+    if written:
+        assert len(written[0]["answers"]) == 1 and json.loads(report.read_text())["completions"] == written
 
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}

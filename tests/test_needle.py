@@ -33,6 +33,7 @@ def test_the_checkpoint_is_small_and_in_16_bits():
     assert sum(tensor.dtype.itemsize for tensor in open_weights(NEEDLE).values()) == 2 * len(open_weights(NEEDLE))
 
 
+@pytest.mark.slow
 def test_it_finds_needles_with_the_full_cache_and_not_outside_a_window(engine):
     for task in ("niah_single_2", "niah_multikey_1"):
         assert accuracy(engine, task, 768, 8) >= 80
