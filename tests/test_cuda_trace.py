@@ -133,8 +133,6 @@ def problems(graph: torch.fx.GraphModule, known) -> set[str]:
 
 
 SCORES_ALONE = {"snapkv++", "pyramidkv", "keynorm", "keydiff", "lagkv", "expected", "rkv"}  # their steps are snapkv's
-
-
 STEPS = [exhaustive(name, 5, "cut") if name in SCORES_ALONE else (name, 5, "cut") for name in VARIANTS]
 STEPS += [("full", 1, "plain"), ("full", 1, "penalized greedy"), ("full", 1, "penalized cut")]
 STEPS += [exhaustive(name, 1, "greedy") for name in VARIANTS]
