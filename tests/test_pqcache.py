@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references import quantized as slow
-from runs import Run, make_plan, prefill_both, step_both, with_heads
+from runs import Run, generations, make_plan, prefill_both, step_both, with_heads
 
 import kv
 from kv.parts import attention, inductor
@@ -32,10 +32,10 @@ def test_pqcache_equals_its_reference(options, budget, heads, monkeypatch):
     plan = make_plan(heads, new=60, n_layer=2)
     known = {key: value for key, value in options.items() if key in ("partitions", "codebits", "rounds", "initial")}
     run, check = Run("pqcache", plan, budget, options), slow.SlowPQCache(plan, budget, **known)
-    for prompt in (100, 61, 30, 3):
+    for prompt, steps in generations((100, 61, 30, 3), 50):  # generated tokens leave the window and are chosen
         generator = torch.Generator().manual_seed(prompt)
         prefill_both(run, check, prompt, generator)
-        for _ in range(50):  # generated tokens leave the window and are chosen
+        for _ in range(steps):
             step_both(run, check, generator)
         for layer, ours in enumerate(run.layers):
             for head in range(plan.n_kv_head):
