@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left)
     if not torch.cuda.is_available():
         for item in items:
-            if "cuda" in item.keywords:
+            if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
