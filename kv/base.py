@@ -81,7 +81,7 @@ class KV(Buffers, ABC):
     attends_to_all = True  # every step attends to all that the row holds
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
     rewinds = False  # up to plan.rewind tokens can be taken back: `decode` changes only what `insert` overwrites
-    rounds = False  # what it stores of a prompt is rounded to few bits
+    quantizes = False  # what it stores of a prompt is rounded to few bits
     error: float | None = None  # of the first prompt's attention, by rounding: see attention.error
     statistics: tuple[str, ...] = ()  # of a prompt's attention: `attend_prompt` returns them, `keep` takes them
     recent = 0  # newest tokens, the current one included, that every step attends to
@@ -131,7 +131,7 @@ class KV(Buffers, ABC):
         y, *statistics = self.attend_prompt(q, k, v)
         self.set_sizes(row, k.shape[2])
         self.keep(row, q, k, v, *statistics)
-        if self.rounds and self.error is None:
+        if self.quantizes and self.error is None:
             self.error = attention.error(q, k, v, *self.held(row, k.shape[2]))
         return y
 

@@ -25,7 +25,7 @@ GROUP, RECENT = 64, 128  # tokens
 class Quantized(KV):
     """Of n tokens, (n - sinks - unpacked) // group * group after the sinks are packed; the others wait in a ring."""
 
-    rewinds = rounds = packs_in_step = True
+    rewinds = quantizes = packs_in_step = True
 
     def __init__(
         self,

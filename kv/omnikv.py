@@ -190,7 +190,7 @@ class BankSparse(Parts):
     def __init__(self, plan: Plan, chooser: Filter, layer: int):
         super().__init__(plan, chooser.most, prompt=chooser.prompt)
         self.bank, self.chunks = chooser.bank, chooser.chunks
-        self.stored, self.rounds = quant.Vectors(plan, self.bank.bits), self.bank.bits < 16
+        self.stored, self.quantizes = quant.Vectors(plan, self.bank.bits), self.bank.bits < 16
         self.exact_prompt = self.chunks is None
         self.hold("index", chooser.index)
         self.at = self.bank.layers.index(layer)  # of the layer in an entry of the pool

@@ -173,7 +173,7 @@ def check_budget(engine, plan: Plan) -> None:
 
 
 def check_error(engine) -> None:
-    """Warns if the method rounds so much of the first prompt that a layer's attention is mostly wrong."""
+    """Warns if the method quantizes the first prompt so coarsely that a layer's attention is mostly wrong."""
     errors = [layer.error or 0.0 for layer in engine.layers]
     if (error := max(errors)) > WRONG:
         off = f"the attention of layer {errors.index(error)} is off by {error:.0%} of its norm"

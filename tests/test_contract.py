@@ -452,6 +452,7 @@ def test_law_7_bytes_equal_the_buffers(name, plan, budget):
     assert kv.planned_bytes(cache.name, plan, cache.budget, cache.options) == (device, host)
     for length in (1, 40, plan.planned):
         assert 0 < sum(cache.layers[0].step_bytes(length)) <= device + host
+    assert all(layer.quantizes == (layer.error is not None) for layer in cache.layers)  # else no error is computed
 
 
 @every_method

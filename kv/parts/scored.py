@@ -52,7 +52,7 @@ class Scored(KV):
         self.gone: dict[int, int] = {}  # `dropped` and `prompt`, where the host reads them
         self.prompts: dict[int, int] = {}
         self.recent = max(1, self.window)
-        self.stored, self.rounds = quant.Vectors(plan, bits), bits < 16
+        self.stored, self.quantizes = quant.Vectors(plan, bits), bits < 16
         slots = min(kept + every + LAG, plan.planned) if every else self.kept + plan.room
         self.allocate_slots(slots, self.stored.width)
         self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
