@@ -22,10 +22,10 @@ checkpoints/smollm2: | .venv/requirements
 
 # What to run before a commit; test-all also runs what is slow: compiled steps, traces for a GPU, several ranks.
 test: .venv/requirements-test
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: test
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: .venv/requirements-test
 	.venv/bin/ruff check .

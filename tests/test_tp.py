@@ -252,7 +252,7 @@ def test_a_rank_holds_only_its_part(tmp_path):
     folder = write_random(tmp_path / "m", dtype=torch.bfloat16, **sizes, intermediate_size=4096, vocab_size=8000)
     done = subprocess.run([sys.executable, "-c", LOAD, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     part, largest, peak = map(int, done.stdout.split())
-    assert part <= peak < part + largest + 16 * 2**20
+    assert part <= peak < part + largest + 32 * 2**20  # the system decides how much of the file is mapped around a page
 
 
 INT4 = {"mode": "int4", "groupsize": 32, "embeddings": False}

@@ -16,7 +16,7 @@ from runtime.compile import cuda_options
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # A100, H100: bytes of shared memory that a block may have
-SAMPLE = ("full", "rocketkv:bits", "omnikv:threads")  # without --exhaustive
+SAMPLE = ("full", "rocketkv:bits")  # without --exhaustive
 
 
 @pytest.fixture
