@@ -301,12 +301,9 @@ class Engine:
         arguments.check_sampling(seed=seed)
         self.seed = torch.Generator().seed() % 2**32 if seed is None else int(seed)
         self.lag = 1 if self.device.type == "cuda" else 0  # steps by which the host's reads trail the device
-        self.lock, self.interrupted, self.called, self.stats = threading.Lock(), False, 0.0, Stats()
+        self.lock, self.interrupted, self.stats = threading.Lock(), False, Stats()
         self.warnings: set[str] = set()  # printed
-        self.method, self.budget, self.options, self.speculate = "full", None, {}, 0  # see `use`
-        self.batch, self.max_prompt, self.room = 1, None, 256
         self.layers = Cache()
-        self._release()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # makes its streams the current ones
 
@@ -472,6 +469,7 @@ class Engine:
         if self.plan is None or (self.plan.max_prompt, self.plan.room) != header.sizes:
             if any(self.rows):
                 raise ValueError(f"{path} needs caches of another size, and rows are in use: close them")
+            self._release()
             self._allocate(planning.plan_of(self, *header.sizes))
         if len(tokens) > header.prompt + header.max_new_tokens and not self.endless:
             raise ValueError(f"{path} is damaged (too many tokens): save the prompt again")
@@ -580,11 +578,11 @@ class Engine:
         if planning.suffices(self, length, new):
             return
         has = self.plan
-        self._release()  # so that its memory counts as free
+        self._release()
         self._allocate(planning.needed(self, has, length, max(new, self.room)))
 
     def _allocate(self, plan: Plan) -> None:
-        self._release()
+        """Allocates caches; `_release` has freed those before, so that their memory counts as free."""
         planning.check_budget(self, plan)
         planning.check_memory(self, plan)
         self.model.set_rows(plan.batch)
