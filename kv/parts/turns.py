@@ -24,7 +24,7 @@ class Turns:
         self.hold("history_buffer", self.history.buffer)
         self.allocate_state("prompt")  # tokens of each row's prompt, [B]
         self.allocate("position", plan.n_kv_head, self.slots, dtype=torch.int32, fill=-1)  # a later turn keeps more
-        self.room = self.kept  # how many tokens stay of the text that is stored
+        self.choice = self.kept  # how many tokens the last turn chose
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.prompt[row] = k.shape[2]
@@ -64,15 +64,15 @@ class Turns:
 
         `later` tokens come after the prompt; n1 has a slot for each of them.
         """
-        self.room = super().kept_of(k.shape[2] - later) + later
+        self.choice = super().kept_of(k.shape[2] - later) + later
         super().keep(row, q, k, v)
         self.rows[row] -= later  # as `slots_to_read` adds them
 
     def kept_of(self, prompt: int) -> int:
-        return self.room
+        return self.choice
 
     def window_of(self, prompt: int) -> int:
-        return min(self.window, self.room // 2)
+        return min(self.window, self.choice // 2)
 
     def held(self, row: int, length: int) -> Held:
         self.join(row, length)
