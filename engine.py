@@ -330,8 +330,8 @@ class Engine:
         so a tokenizer that cannot be read is an error. progress: wraps what takes long, as tqdm(items, what) does.
         Raises ValueError or FileNotFoundError, before it reads weights, with one line that says what to do.
         """
-        if "max_new_tokens" in sizes:
-            sizes["room"] = arguments.renamed(sizes.pop("max_new_tokens"))
+        if (old := sizes.pop("max_new_tokens", None)) is not None:
+            sizes["room"] = arguments.renamed(old)
         ranks = join() if parallel else ALONE
         begin = time.perf_counter()
         with together(ranks):
@@ -365,11 +365,11 @@ class Engine:
         """
         room = room if max_new_tokens is None else arguments.renamed(max_new_tokens)
         planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate)
-        self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, speculate
-        self.batch, self.max_prompt, self.room = batch, max_prompt, room
+        self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, int(speculate)
+        self.batch, self.max_prompt, self.room = int(batch), max_prompt and int(max_prompt), int(room)
         self._release()
-        if max_prompt is not None:
-            self._reserve(max_prompt, room)
+        if self.max_prompt is not None:
+            self._reserve(self.max_prompt, self.room)
         return self
 
     @one_call
@@ -569,7 +569,7 @@ class Engine:
         arguments.check_penalty(sampling.repetition_penalty, self.speculate)
         self._begin_call()
         self.sampling, self.sampling_tensors = sampling, sampling.tensors(self.device)
-        return limit
+        return int(limit)
 
     # Caches
 

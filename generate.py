@@ -62,7 +62,7 @@ def answer(args: argparse.Namespace, prompts: dict[str | int, str], ranks: paral
     if not saved and ids:
         print_plan(engine, max(map(len, ids.values())))
     names, asked, interrupted = list(ids), list(ids.values()), False
-    how["on_token"] = results.stream if single else None
+    how["on_token"] = results.stream if single and not talk else None
 
     def done(index: int, *answers: Answer) -> None:
         results.done(names[index], saved.prompt if saved else len(asked[index]), answers)
@@ -108,8 +108,6 @@ def load(args: argparse.Namespace, saved: prefix.Header | None, room: int, pays:
         speculate=args.speculate or 0,
         progress=partial(progress, but="" if results.single else "prefill"),
     )
-    if saved and (args.max_new_tokens or 0) > saved.max_new_tokens and not engine.endless:
-        print(f"note: the prompt was saved with room for {saved.max_new_tokens} more tokens", file=sys.stderr)
     return engine
 
 

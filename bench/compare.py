@@ -163,7 +163,8 @@ def draw(models: dict[str, dict[int, Results]], path: str) -> None:
             diverges, marks = any("kl" in own for own in by_method.values()), []
             for (method, _), own in by_method.items():
                 scores = [own["answers", when] for when in ("first", "later") if ("answers", when) in own]
-                heights = [own["kl"]] * bool(own.get("kl")) if diverges else scores  # a logarithmic axis has no 0
+                divergence = [own["kl"]] if own.get("kl") else []  # a logarithmic axis has no 0
+                heights = divergence if diverges else scores
                 if heights and "read" in own:
                     marks.append((method, own, fmean(heights)))
             if marks:

@@ -42,7 +42,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Known:
-    """What a checkpoint says before its weights are read; `plan.check` asks for no more."""
+    """What a checkpoint says before its weights are read; `planning.check` asks for no more."""
 
     stored: dict  # config.json
     config: ModelConfig  # of this rank's part

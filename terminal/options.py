@@ -94,9 +94,8 @@ def read_prompts(args: argparse.Namespace, ranks: int) -> dict[str | int, str]:
         if args.chat and not args.load_prompt and not args.save_prompt and sys.stdin.isatty():
             args.kv = args.kv or "full"
             known = read_known(args.checkpoint, args.device, args.dtype)
-            planning.check(
-                known, args.kv, args.budget, given_options(args)
-            )  # what is refused, is refused before one types
+            # What is refused, is refused before one types.
+            planning.check(known, args.kv, args.budget, given_options(args))
             load_tokenizer(args.checkpoint).chat("x", args.system)
             question = first_question(ranks == 1)
             return {} if question is None else {1: question}

@@ -51,6 +51,8 @@ def ask_saved(
     stats, answered = engine.stats.next_call(), 0
     for start in range(0, len(questions), engine.batch):
         row, asked = engine.load_row(path), {}
+        if not start and how["max_new_tokens"] > engine.plan.room and not engine.endless:
+            print(f"note: the prompt was saved with room for {engine.plan.room} more tokens", file=sys.stderr)
         for index, question in enumerate(questions[start : start + engine.batch], start):
             try:
                 planning.room_left(engine, row, question)

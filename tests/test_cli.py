@@ -204,6 +204,8 @@ def test_a_question_about_a_saved_prompt_that_does_not_fit_fails_alone(text_chec
     for completion in report["completions"]:
         flags = ("--load-prompt", tmp_path / "book.kv", "--prompt", questions[completion["id"]], "--max-new-tokens", 4)
         assert run(*common, *flags).stdout == completion["text"] + "\n"
+    more = run(*common, *flags[:-1], 31)
+    assert more.returncode == 0 and "note: the prompt was saved with room for 30 more tokens" in more.stderr
 
 
 @pytest.mark.slow

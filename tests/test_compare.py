@@ -39,6 +39,7 @@ def test_every_method_and_budget_is_a_row(measured, capsys):
     assert [row[0] for row in rows] == ["full", "streaming:sinks=2 64"]
     others = {"KL", "same token, %", "blind, %", "next line, %"}
     assert head == ["method", *(title for title in compare.COLUMNS if title not in others)]
+    assert all(len(row) == len(head) and "" not in row for row in rows)
     answers, speed = (read(path)["rows"] for path in measured)
     of = {r["task"]: r for r in answers if r["kv"] == "streaming"}
     own = dict(zip(head, rows[1], strict=True))
@@ -92,9 +93,14 @@ def test_fidelity_is_a_mean_over_texts_and_each_length_has_a_table(measured, tin
     flags += ["--text", f"{__file__},{evaluation.__file__}", "--json", str(fidelity)]
     evaluation.main(["--checkpoint", str(tiny_checkpoint), *METHODS, *flags])
     capsys.readouterr()
-    files = map(str, [*measured, blind, fidelity])
+    files = list(map(str, [*measured, blind, fidelity]))
     compare.main([*files, "--results", str(tmp_path / "real.json"), "--plot", str(tmp_path / "out.png")])
     assert capsys.readouterr().out.count("| streaming:sinks=2 64 |") == 2
+    part = read(fidelity)
+    part["rows"] = [row for row in part["rows"] if row["kv"] != "full"]  # which then has no divergence
+    (tmp_path / "part.json").write_text(json.dumps(part))
+    compare.main([*files[:3], str(tmp_path / "part.json"), "--plot", str(tmp_path / "part.png")])
+    assert (tmp_path / "part.png").stat().st_size > 10_000
     found = [read(tmp_path / f"real_{length}.json") for length in (500, 600)]
     assert list(found[0]["columns"]) == ["method", *(x for x in compare.COLUMNS if x != "next line, %")]
     assert found[0]["machine"]

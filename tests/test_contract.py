@@ -268,7 +268,7 @@ def full_attention(text: Text, at: Iterable[int], window: int | None = None) -> 
 
 def gap(a: dict[int, Tensor], b: dict[int, Tensor]) -> float:
     """The largest difference between the outputs of a's rows and b's; NaN if any is NaN."""
-    return max((a[row] - b[row]).abs().max().item() for row in a)
+    return torch.stack([(a[row] - b[row]).abs().max() for row in a]).max().item()  # which keeps a NaN
 
 
 def generated(text: Text, steps: int) -> range:

@@ -683,6 +683,8 @@ def test_prompts_may_be_arrays(checkpoint):
     ):
         assert outcome(engine.generate(prompt, 4)) == outcome(engine.generate([prompt], 4)) == expected
     assert outcome(engine.generate(torch.tensor([PROMPTS[1]] * 2), np.int64(4))) == expected * 2
+    engine.use("full", batch=np.int64(2), max_prompt=np.int64(50), room=np.int64(3))
+    assert len(engine.generate(PROMPTS[1], np.int64(300))[0].tokens) == 300
     (row,) = engine.start(np.array(PROMPTS[0]))
     answers = engine.ask([row], [torch.tensor(PROMPTS[1])], 4)
     assert outcome(answers) == outcome(engine.generate(PROMPTS[0] + PROMPTS[1], 4))

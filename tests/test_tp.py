@@ -176,8 +176,8 @@ def test_ranks_compute_what_one_process_does(cases, tmp_path, world, names):
         expected = per_rank(case, world) if name in PER_RANK else tp_worker.run(case, engines)
         size = max(x.abs().max() for x in expected["logits"])
         pairs = zip(found["logits"], expected["logits"], strict=True)
-        error = max((a - b).abs().max() for a, b in pairs) / size
-        if error > 1e-5 or found["tokens"] != expected["tokens"]:
+        error = torch.stack([(a - b).abs().max() for a, b in pairs]).max() / size
+        if not error <= 1e-5 or found["tokens"] != expected["tokens"]:
             wrong.append((name, float(error)))
     assert not wrong
 
