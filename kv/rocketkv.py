@@ -175,7 +175,7 @@ class RocketKV(SnapKV):
 
 
 class MultiTurn(Turns, RocketKV):
-    """The small store is RocketKV's."""
+    """Each turn chooses anew which tokens fill RocketKV's slots (kv/parts/turns.py)."""
 
 
 @dataclass(frozen=True)
