@@ -711,7 +711,9 @@ class Engine:
             return self.progress(layers, f"prefill {len(prompt)} tokens")
 
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress)
+        again = [torch.tensor(x, device=self.device) for x in self.layers[0].second_pass(prompt, self.tokenizer)]
+        again = again and self.progress(again, f"prefill {len(again)} texts more, which takes once or twice as long")
+        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, again)
         self.rows[row.index] = row
         planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin

@@ -179,19 +179,31 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def prefill(
-        self, row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter
+        self,
+        row: int,
+        tokens: Tensor,
+        length: int = 0,
+        progress: Callable[[Iterable], Iterable] = iter,
+        again: Iterable[Tensor] = (),
     ) -> Tensor:
         """tokens [T] of one prompt -> logits [vocab] after its last token; fills row `row` of every layer.
 
         length: how many tokens the row is to hold; dynamic NTK computes the row's RoPE base from it, because stored
-        keys cannot change their base. progress: wraps the layers, as tqdm does.
+        keys cannot change their base. progress: wraps the layers, as tqdm does. again: see `finish`.
         """
         length = max(tokens.numel(), min(length, self.config.max_length))
         self.inv_freq[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
         logits = self._run(row, tokens, 0, lambda cache: partial(cache.prefill, row), progress(self.layers))
+        self.finish(row, tokens.numel(), again)
+        return logits
+
+    @torch.no_grad()
+    def finish(self, row: int, pos: int, again: Iterable[Tensor]) -> None:
+        """Ends the prefill of `pos` tokens; before, runs the texts [n] of a second pass, each as if it came next."""
+        for text in again:
+            self._run(row, text, pos, lambda cache: partial(cache.observe, row), self.layers)
         for layer in self.layers:
             layer.attention.kv.finish(row)
-        return logits
 
     @torch.no_grad()
     def extend(self, row: int, tokens: Tensor, pos: int) -> Tensor:

@@ -112,10 +112,16 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         nothing = [tuple(x[:, :, :0] for x in own) for own in vectors]
         return Prompt(tokens, None, len(tokens), logits, inv_freq, nothing, vectors)
 
-    def once(row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter) -> Tensor:
+    def once(
+        row: int,
+        tokens: Tensor,
+        length: int = 0,
+        progress: Callable[[Iterable], Iterable] = iter,
+        again: Iterable[Tensor] = (),
+    ) -> Tensor:
         layers, rope = engine.layers, length if c.rope["rope_type"] == "dynamic" else 0
         if not all(layer.exact_prompt for layer in layers):
-            return prefill(row, tokens, length, progress)
+            return prefill(row, tokens, length, progress, again)
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
             alike = [p for (_, own), p in recorded.items() if own == rope and p.base is None]
@@ -125,7 +131,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 base, common = None, 0
             held = sum(p.tokens.numel() - (p.common if p.base else 0) for p in recorded.values())
             if (held + tokens.numel() - common) * token_bytes > room:
-                return prefill(row, tokens, length, progress)
+                return prefill(row, tokens, length, progress, again)
             recorded[key] = record(row, tokens, length, progress, base, common)
         prompt = recorded[key]
         model.inv_freq[row] = prompt.inv_freq
@@ -135,8 +141,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 prompt.statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
             layer.set_sizes(row, tokens.numel())
             layer.keep(row, q, k, v, *prompt.statistics.get((i, layer.statistics), ()))
-        for layer in layers:
-            layer.finish(row)
+        model.finish(row, tokens.numel(), again)
         return prompt.logits
 
     model.prefill = once

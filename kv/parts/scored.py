@@ -69,14 +69,15 @@ class Scored(KV):
         """How much each of T tokens is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
 
         q [1,Hq,n,D]: the newest tokens' queries. Of a prompt n = T; later, with `every`, n = `queries`, and q is None
-        if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway.
+        if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway. The T
+        tokens are at positions `self.at` [H,T].
         """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.every:
             self.prompt[row] = self.prompts[row] = k.shape[2]
-        best = self.choose(row, q, k, v, k.shape[2])
-        self.hold_best(row, *best, Held.new(k[0], v[0]), k.shape[2])
+        tokens, end = Held.new(k[0], v[0]), k.shape[2]
+        self.hold_best(row, *self.choose(row, q, tokens, end), tokens, end)
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
@@ -93,21 +94,24 @@ class Scored(KV):
         self.k[row, :, slots], self.v[row, :, slots] = k[0], v[0]
 
     def choose(
-        self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None
+        self, row: int, q: Tensor | None, tokens: Held, end: int, prompt: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Which of a row's tokens before position `end` each of the H heads that store tokens keeps.
+        """Which of a row's `tokens`, all before position `end`, each of the H heads that store tokens keeps.
 
         Returns heads [H,1], or [H,n], and the indices of their tokens, ascending [H,n].
         prompt: the length whose budget they have, by default theirs.
         """
-        index, prompt = torch.arange(k.shape[2], device=k.device), prompt or end
+        prompt, index = prompt or end, torch.arange(tokens.k.shape[1], device=tokens.k.device)
         self.row, self.end, self.latest, kept = row, end, self.window_of(prompt), self.kept_of(prompt)
         if q is not None:
             self.latest = min(self.latest, q.shape[2])  # of a short text
         if len(index) <= kept:
             return self.each_head(index)
         always = (index < self.sinks) | (index >= len(index) - self.latest)
-        return self.best(self.score(q, k, v).float().masked_fill(always, torch.inf), kept)
+        self.at = tokens.position
+        scores = self.score(q, tokens.k[None], tokens.v[None]).float()
+        self.at = None
+        return self.best(scores.masked_fill(always, torch.inf), kept)
 
     def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         """Of scores [H,T], the `kept` best of each head, as `choose` returns them."""
@@ -151,7 +155,7 @@ class Scored(KV):
     def keep_best(self, row: int, held: Held, end: int) -> int:
         """Stores the best of `held`, a row's tokens before position `end`; returns how many."""
         q, prompt = self.newest_queries(row, end), self.length_of(row, end)
-        best = self.choose(row, q, held.k[None], held.v[None], end, prompt)
+        best = self.choose(row, q, held, end, prompt)
         self.hold_best(row, *best, held, end)
         return best[1].shape[1]
 
@@ -262,4 +266,4 @@ class ScoredMethod(HeadBudgets):
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
         layer = self.layer_type(self.layer)
-        return [layer(plan, budget, **options) for _ in range(plan.n_layer)]
+        return [layer(plan.layer(i), budget, **options) for i in range(plan.n_layer)]
