@@ -1,8 +1,5 @@
-"""random: tokens drawn at random, which any score has to beat (arXiv 2609.03430).
-
-A token's score is a hash of its position, KV head and layer. With `every`, the prompt's tokens go last. Memory and
-traffic: the budget and the generated tokens.
-"""
+"""random: tokens drawn at random, which any score has to beat (arXiv 2609.03430). With `every`, the prompt's go last.
+A score is a hash of position, KV head and layer. Memory and traffic: the budget and the generated tokens."""
 
 from dataclasses import dataclass
 
@@ -15,8 +12,7 @@ from kv.parts.scored import Scored, ScoredMethod
 
 class Random(Scored):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prompt = self.prompts.get(self.row, 0)  # its length, with `every`
-        return ops.chance(self.at, ops.salt(self.plan)) + (self.at < prompt)
+        return ops.chance(self.at, ops.salt(self.plan)) + (self.at < self.prompts.get(self.row, 0))
 
 
 @dataclass(frozen=True)
