@@ -353,6 +353,7 @@ class Engine:
         max_prompt: int | None = None,
         room: int = 256,
         speculate: int = 0,
+        chunk: int = 0,
         max_new_tokens: int | None = None,
     ) -> "Engine":
         """Sets the KV method and the sizes of its caches; closes all rows.
@@ -361,12 +362,14 @@ class Engine:
         batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
         caches fit the first prompts, and grow to powers of two. room: tokens a row may hold after its prompt, questions
         included; max_new_tokens is its old name. speculate: tokens that the method drafts per step, for the full cache
-        to verify; the answers are the full cache's. Raises ValueError with one line that says what to do.
+        to verify; the answers are the full cache's. chunk: reads prompts at most so many tokens at a time, which takes
+        less memory; a method that evicts does so after each. Raises ValueError with one line that says what to do.
         """
         room = room if max_new_tokens is None else arguments.renamed(max_new_tokens)
-        planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate)
+        planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate, chunk)
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, int(speculate)
         self.batch, self.max_prompt, self.room = int(batch), max_prompt and int(max_prompt), int(room)
+        self.chunk = int(chunk)
         self._release()
         if self.max_prompt is not None:
             self._reserve(self.max_prompt, self.room)
@@ -711,7 +714,7 @@ class Engine:
             return self.progress(layers, f"prefill {len(prompt)} tokens")
 
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress)
+        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, self.chunk)
         self.rows[row.index] = row
         planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin

@@ -11,7 +11,7 @@ Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -179,16 +179,23 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def prefill(
-        self, row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter
+        self, row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter, chunk: int = 0
     ) -> Tensor:
         """tokens [T] of one prompt -> logits [vocab] after its last token; fills row `row` of every layer.
 
         length: how many tokens the row is to hold; dynamic NTK computes the row's RoPE base from it, because stored
-        keys cannot change their base. progress: wraps the layers, as tqdm does.
+        keys cannot change their base. progress: wraps the layers, as tqdm does. chunk: at most so many tokens pass
+        through all layers before the next ones are read.
         """
-        length = max(tokens.numel(), min(length, self.config.max_length))
+        whole, pos = tokens.numel(), 0
+        length = max(whole, min(length, self.config.max_length))
         self.inv_freq[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
-        logits = self._run(row, tokens, 0, lambda cache: partial(cache.prefill, row), progress(self.layers))
+        chunks = tokens.tensor_split(-(-whole // (chunk or whole)))  # alike, so that none has few queries to rank by
+        layers, attend = iter(progress([*self.layers] * len(chunks))), lambda kv: partial(kv.prefill, row, whole=whole)
+        for part in chunks:
+            logits = self._run(row, part, pos, attend, islice(layers, len(self.layers)))
+            pos += len(part)
+        next(layers, None)  # ends what shows the progress
         for layer in self.layers:
             layer.attention.kv.finish(row)
         return logits
@@ -196,14 +203,14 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def extend(self, row: int, tokens: Tensor, pos: int) -> Tensor:
         """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them."""
-        return self._run(row, tokens, pos, lambda cache: partial(cache.extend, row, pos=pos), self.layers)
+        return self._run(row, tokens, pos, lambda kv: partial(kv.extend, row), self.layers)
 
     def _run(self, row: int, tokens: Tensor, pos: int, attend: Callable, layers: Iterable[Block]) -> Tensor:
         at = torch.arange(pos, pos + tokens.numel(), device=tokens.device)
         cos, sin = self.cos_sin(at[None], self.inv_freq[row, None])
         x = self.tok_embeddings(tokens[None])
         for layer in layers:
-            layer.prefill(x, cos, sin, attend(layer.attention.kv))
+            layer.prefill(x, cos, sin, partial(attend(layer.attention.kv), pos=pos))
         return self.logits(x[:, -1])[0]
 
 

@@ -128,8 +128,8 @@ class Apart(nn.Module):
         ]
         return torch.cat([getattr(p, name)(*own, **more) for p, *own in zip(self.parts, *shares, strict=True)], 1)
 
-    def prefill(self, row, q, k, v):
-        return self.each("prefill", row, q, k, v)
+    def prefill(self, row, q, k, v, **chunk):
+        return self.each("prefill", row, q, k, v, **chunk)
 
     def extend(self, row, q, k, v, pos):
         return self.each("extend", row, q, k, v, pos=pos)

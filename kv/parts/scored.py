@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv.base import KV, Held, Views
 from kv.method import Plan, option
-from kv.parts import attention, ops, quant
+from kv.parts import ops, quant
 from kv.parts.adaptive import HeadBudgets
 
 LAG = 1  # steps that may have stored a token which the host has not read when it makes room
@@ -74,9 +74,25 @@ class Scored(KV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.every:
-            self.prompt[row] = self.prompts[row] = k.shape[2]
-        best = self.choose(row, q, k, v, k.shape[2])
+            self.prompt[row] = self.prompts[row] = self.whole
+        best = self.choose(row, q, k, v, k.shape[2], self.whole)
         self.hold_best(row, *best, Held.new(k[0], v[0]), k.shape[2])
+
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """A row whose budget what it holds and the chunk exceed keeps the best of them, by the chunk's queries."""
+        held, y = self.attend_with(self.held(row, pos), q, self.copied(k), self.copied(v), pos)
+        if held.k.shape[1] > self.kept_of(self.whole):
+            end = pos + k.shape[2]
+            self.hold_best(row, *self.choose(row, q, held.k[None], held.v[None], end, self.whole), held, end)
+        else:
+            self.append_to_prompt(row, k, v, pos)
+        return y
+
+    def append_to_prompt(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        """Stores n tokens of a prompt of which nothing is gone yet: k and v [1,Hk,n,D]."""
+        self.append(row, k, v, pos)
+        self.rows[row] = end = pos + k.shape[2]
+        self.position[row, :, pos:end] = torch.arange(pos, end, device=k.device)
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
@@ -100,14 +116,19 @@ class Scored(KV):
         Returns heads [H,1], or [H,n], and the indices of their tokens, ascending [H,n].
         prompt: the length whose budget they have, by default theirs.
         """
-        index, prompt = torch.arange(k.shape[2], device=k.device), prompt or end
-        self.row, self.end, self.latest, kept = row, end, self.window_of(prompt), self.kept_of(prompt)
+        kept = self.kept_of(prompt or end)
+        if k.shape[2] <= kept:
+            return self.each_head(torch.arange(k.shape[2], device=k.device))
+        return self.best(self.ranked(row, q, k, v, end, prompt or end), kept)
+
+    def ranked(self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int) -> Tensor:
+        """The scores that `choose` compares, [H,N]; infinite for what stays anyway."""
+        index = torch.arange(k.shape[2], device=k.device)
+        self.row, self.end, self.latest = row, end, self.window_of(prompt)
         if q is not None:
             self.latest = min(self.latest, q.shape[2])  # of a short text
-        if len(index) <= kept:
-            return self.each_head(index)
         always = (index < self.sinks) | (index >= len(index) - self.latest)
-        return self.best(self.score(q, k, v).float().masked_fill(always, torch.inf), kept)
+        return self.score(q, k, v).float().masked_fill(always, torch.inf)
 
     def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         """Of scores [H,T], the `kept` best of each head, as `choose` returns them."""
@@ -168,9 +189,7 @@ class Scored(KV):
             return super().extend(row, q, k, v, pos)
         self.make_room(row, pos)
         end = pos + k.shape[2]
-        new = Held.new(self.copied(k)[0], self.copied(v)[0], pos)
-        held = Held(*(torch.cat(pair, dim=1) for pair in zip(self.held(row, pos), new, strict=True)))
-        y = attention.suffix_attention(q, held.k[None], held.v[None])
+        held, y = self.attend_with(self.held(row, pos), q, self.copied(k), self.copied(v), pos)
         if self.queries:
             last = torch.arange(max(pos, end - self.past.shape[2]), end, device=k.device)
             self.past[row, :, last % self.past.shape[2]] = q[0, :, last - pos]

@@ -31,8 +31,17 @@ class Turns:
         self.record(row, 0, k[0], v[0])
         self.choose_anew(row, q, k, v, 0)
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """As a turn does, but the chunk belongs to the prompt."""
+        self.prompt[row] = pos + k.shape[2]
+        return self.choose_after(row, q, k, v, pos)
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         self.join(row, pos)
+        return self.choose_after(row, q, k, v, pos)
+
+    def choose_after(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """Attends to the history with n new tokens after its first `pos`, and chooses from all of them."""
         self.record(row, pos, k[0], v[0])
         keys, values = self.everything(row, pos + k.shape[2])
         self.choose_anew(row, q, keys, values, keys.shape[2] - int(self.prompt[row]))
