@@ -44,6 +44,7 @@ class Turns:
         """Attends to the history with n new tokens after its first `pos`, and chooses from all of them."""
         self.record(row, pos, k[0], v[0])
         keys, values = self.everything(row, pos + k.shape[2])
+        keys[:, :, pos:], values[:, :, pos:] = k, v  # which the history may round
         self.choose_anew(row, q, keys, values, keys.shape[2] - int(self.prompt[row]))
         return attention.suffix_attention(q, keys, values)
 
