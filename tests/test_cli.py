@@ -656,6 +656,10 @@ MISTAKES = {
         ["--prompt", "x", "--speculate", "2", "--repetition-penalty", "1.1"],
         ["leave out --speculate, or set --repetition-penalty 1"],
     ),
+    "a chunk of 0": (["--prompt", "x", "--chunk", "0"], ["--chunk must be at least 1, not 0"]),
+    "a chunk of x": (["--prompt", "x", "--chunk", "x"], ["--chunk"]),
+    "chunks of a saved prompt": (["--load-prompt", "x", "--chunk", "9"], ["leave out --chunk"]),
+    "d2o in chunks": (["--prompt", "x", "--kv", "d2o", "--budget", "99", "--chunk", "9"], ["d2o", "leave out --chunk"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }
 
@@ -672,7 +676,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(text_checkpoint, mistake):
     assert_refused(run("--checkpoint", text_checkpoint, *flags), *words)
 
 
-@pytest.mark.parametrize("mistake", ("unknown method", "small budget", "no budget", "budget for full", None))
+@pytest.mark.parametrize("mistake", ("unknown method", "small budget", "budget for full", "d2o in chunks", None))
 def test_a_mistake_is_named_before_the_weights_are_read(text_checkpoint, tmp_path, mistake, monkeypatch):
     monkeypatch.setattr("runtime.load.load_checkpoint", lambda *_: pytest.fail("read"))
     flags, words = MISTAKES[mistake] if mistake else (["--prompt", "x"], ["tokenizer"])

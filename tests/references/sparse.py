@@ -240,6 +240,34 @@ class SlowRanked(Slow):
             return list(range(keys.shape[0]))
         return best(self.ranks(q, keys, self.values(head)), share)
 
+    def chunk_observed(self, held: int, chunk: int) -> int:
+        """How many of the newest queries choose from `held` tokens after a chunk of a prompt: as `observed`."""
+        return held
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> None:
+        """Stores a prompt in chunks: after each, the n best of what was held and of the chunk stay.
+
+        n is the share of the whole prompt; the chunk's queries choose as a prompt's do.
+        """
+        heads, end = range(self.plan.n_kv_head if self.shared else self.plan.n_head), 0
+        share, self.stored = self.prompt_share(sum(sizes)), [[] for _ in heads]
+        for n in sizes:
+            end += n
+            self.text = Text(self.plan, q[:, :end], k[:, :end], v[:, :end])
+            held = [[*self.stored[head], *range(end - n, end)] for head in heads]
+            if sum(map(len, held)) > share * len(heads):
+                queries = [
+                    self.text.queries[self.query_heads(h), -self.chunk_observed(len(held[h]), n) :] for h in heads
+                ]
+                ranks = [self.ranks(queries[h], self.keys(h)[held[h]], self.values(h)[held[h]]) for h in heads]
+                equal = self.option.get("heads") != "adaptive"
+                chosen = (
+                    [best(x, share) for x in ranks] if equal else adaptive_heads(ranks, share, self.option["alpha"])
+                )
+                held = [[held[h][i] for i in chosen[h]] for h in heads]
+            self.stored = held
+        self.kept = [list(positions) for positions in self.stored]
+
     def keep_heads(self, heads: range) -> list[list[int]]:
         share = self.prompt_share(self.text.prompt)
         if self.option.get("heads") != "adaptive" or self.text.prompt <= share:
