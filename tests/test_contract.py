@@ -722,7 +722,7 @@ def test_law_16_a_method_that_keeps_a_prompt_keeps_it_alike_in_chunks(name, plan
 @every_method
 @every_batch
 def test_law_16_chunks_of_a_row_change_no_other_and_no_later_prompt(name, plan):
-    """Read into a row that held NaN, beside others that must not change, they leave what they would in a fresh cache."""
+    """Read into a row that held NaN, beside others that must not change, they leave what they do in a fresh cache."""
     texts, old = make_texts(plan, 12), make_texts(plan, 2, seed=900)
     used, expected = reads_in_chunks(Cache(name, plan)), {}
     used.run({row: Text(*(x * torch.nan for x in (t.q, t.k, t.v)), t.prompt) for row, t in old.items()}, 2)
