@@ -9,6 +9,7 @@ or a query head in methods that keep or choose tokens for each query head.
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -244,17 +245,22 @@ class SlowRanked(Slow):
         """How many of the newest queries choose from `held` tokens after a chunk of a prompt: as `observed`."""
         return held
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> None:
+    def read(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
         """Stores a prompt in chunks: after each, the n best of what was held and of the chunk stay.
 
-        n is the share of the whole prompt; the chunk's queries choose as a prompt's do.
+        n is the share of the whole prompt; the chunk's queries choose as a prompt's do. Returns the outputs [Hq,T,D]:
+        a token attends to what was held before its chunk, and to the chunk up to itself.
         """
-        heads, end = range(self.plan.n_kv_head if self.shared else self.plan.n_head), 0
+        heads, end, y = range(self.plan.n_kv_head if self.shared else self.plan.n_head), 0, torch.empty_like(q)
         share, self.stored = self.prompt_share(sum(sizes)), [[] for _ in heads]
         for n in sizes:
             end += n
             self.text = Text(self.plan, q[:, :end], k[:, :end], v[:, :end])
             held = [[*self.stored[head], *range(end - n, end)] for head in heads]
+            for head, i in product(heads, range(n)):
+                at = self.query_heads(head)
+                seen = held[head][: len(held[head]) - n + i + 1]
+                y[at, end - n + i] = self.attend(head, self.text.queries[at, end - n + i], seen).float()
             if sum(map(len, held)) > share * len(heads):
                 queries = [
                     self.text.queries[self.query_heads(h), -self.chunk_observed(len(held[h]), n) :] for h in heads
@@ -267,6 +273,7 @@ class SlowRanked(Slow):
                 held = [[held[h][i] for i in chosen[h]] for h in heads]
             self.stored = held
         self.kept = [list(positions) for positions in self.stored]
+        return y
 
     def keep_heads(self, heads: range) -> list[list[int]]:
         share = self.prompt_share(self.text.prompt)
