@@ -1,6 +1,7 @@
 """Prompts that are read in chunks: what a method keeps after each, the memory that takes, the engine and the flag."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ RANKED = [  # method, options, budget
     ("snapkv", {"window": 6, "kernel": 3}, 24),
     ("snapkv", {"window": 6, "kernel": 3}, 0.3),
     ("snapkv", {"window": 6, "kernel": 3, "gqa": False}, 48),
-    ("snapkv", {"window": 6, "kernel": 3, "every": 8}, 24),
+    ("snapkv", {"window": 6, "kernel": 3, "every": 8}, 0.3),
     ("snapkv", {"window": 6, "kernel": 3, "heads": "adaptive"}, 24),
     ("snapkv++", {"window": 6, "kernel": 5, "long_kernel": 9, "threshold": 40}, 24),
     ("pyramidkv", {"window": 6, "kernel": 3}, 24),
@@ -73,8 +74,9 @@ def test_after_every_chunk_the_best_of_what_is_held_and_of_the_chunk_stay(name, 
             assert held.position[head, there].tolist() == positions
             assert torch.equal(held.k[head, there], k[0, check.kv_head(head), positions])
             assert torch.equal(held.v[head, there], v[0, check.kv_head(head), positions])
-        for pos in range(100, 103):
+        for pos in range(100, 112 if "every" in options else 103):
             q, k, v = tokens(plan, 1, 1, generator)[0]
+            layer.make_room(0, pos)
             layer.before_step(pos + 1, pos - 99)
             found = layer.decode(q, k, v, torch.tensor([pos]), torch.tensor([True]))
             assert (found[0, :, 0] - check.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])).abs().max() <= 1e-5
@@ -284,6 +286,16 @@ def test_drafts_are_those_of_a_prompt_in_one_piece(engine, kv):
     assert found[0] == found[1]
 
 
+def test_after_a_question_a_draft_has_the_budget_of_the_longer_text():
+    plan = make_plan(n_layer=1, new=40)
+    inputs = tokens(plan, 1, 100, torch.Generator().manual_seed(0))[0]
+    asked, whole = (kv.build("rocketkv", replace(plan, rewind=2), 24, {"window": 8})[0] for _ in range(2))
+    read([asked], [[x[:, :, :70] for x in inputs]], (70,))
+    asked.extend(0, *(x[:, :, 70:] for x in inputs), 70)
+    read([whole], [inputs], (100,))
+    assert torch.equal(asked.draft.held(0, 100).position, whole.draft.held(0, 100).position)
+
+
 def test_dynamic_ntk_takes_its_base_from_the_whole_prompt(tmp_path):
     scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 20}
     engine = Engine.load(write_random(tmp_path / "m", **scaling), compile=False)
@@ -335,6 +347,8 @@ def test_a_chunk_is_a_number_and_some_methods_refuse_one(engine, tmp_path, monke
     for name, options in (("d2o", {}), ("omnikv", {"prefill": 0.5})):
         with pytest.raises(ValueError, match=f"^{name} with these options needs a whole prompt .*leave out --chunk$"):
             Engine.load(deep, name, 24, options, chunk=100)
+    engine.use("d2o", 24, max_prompt=60, room=4, chunk=60)  # reads every prompt at once
+    assert len(engine.generate(PROMPT)[0].tokens) == 4
 
 
 def test_a_prompt_far_longer_than_a_window_is_read_in_the_memory_of_the_window(engine):

@@ -407,6 +407,10 @@ class SlowCompressing(SlowRanked):
         super().prefill(q, k, v)
         self.compressions: list[list[int]] = [[] for _ in self.stored]
 
+    def read(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.compressions = [[] for _ in range(self.plan.n_kv_head if self.shared else self.plan.n_head)]
+        return super().read(q, k, v, sizes)
+
     def compress(self, head: int) -> None:
         """Keeps n of the tokens that one head of storage holds."""
         held, share = self.stored[head], self.prompt_share(self.text.length)
