@@ -287,7 +287,7 @@ def test_drafts_are_those_of_a_prompt_in_one_piece(engine, kv):
 
 
 def test_after_a_question_a_draft_has_the_budget_of_the_longer_text():
-    plan = make_plan(n_layer=1, new=40)
+    plan = make_plan(n_layer=1, new=10)
     inputs = tokens(plan, 1, 100, torch.Generator().manual_seed(0))[0]
     asked, whole = (kv.build("rocketkv", replace(plan, rewind=2), 24, {"window": 8})[0] for _ in range(2))
     read([asked], [[x[:, :, :70] for x in inputs]], (70,))
