@@ -5,6 +5,8 @@
 # bash bench.sh long CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: calibrates a model, then measures facts and next lines in long
 # source code, divergence, bytes and speed: for half a billion parameters a night on two cores. A run that was stopped
 # resumes its answers and begins its timings anew. It writes what bench.compare makes of them.
+# bash bench.sh blind CHECKPOINT [FOLDER [LENGTHS [METHODS]]]: what a text still answers and how it goes on if it was
+# compressed to a share before anyone asked.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = gpu ] && [ ! -e .venv ] && python3 -c "import torch" 2> /dev/null; then
@@ -33,6 +35,27 @@ if [ "${1-}" = bits ]; then
   done
   exec .venv/bin/python -m bench.compare "$out"/*-*.json --results "$out/bits.json" --plot "$out/bits.png" \
     --command "bash bench.sh bits"
+fi
+if [ "${1-}" = blind ]; then
+  model=${2:?the folder of a checkpoint} out=${3:-blind} lengths=${4:-8000,16000} name=$(basename "$2")
+  methods=full,rocketkv,rocketkv:turns=true,snapkv++,expected,keydiff,kvzip,kvzip:heads=adaptive,random,h2o,streaming
+  methods=${5:-$methods}
+  mkdir -p "$out"
+  library=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+  cat "$library"/{email,http,json,logging,unittest}/*.py > "$out/code.txt"
+  for length in ${lengths//,/ }; do
+    ask() { # NAME FLAGS
+      .venv/bin/python eval.py --checkpoint "$model" --kv "$methods" --budget .05,.1,.25,.5 --length "$length" \
+        --dtype float32 --stepwise --batch 4 "${@:2}" --json "$out/$name-$length-$1.json"
+    }
+    ask facts --tasks code_facts --samples 2 --questions 12 --fork
+    ask fidelity --tasks fidelity --text "$out/code.txt" --samples 2
+    sizes=(--shape "$model/config.json" --context $((length - 128)) --steps 1 --repeats 1 --no-compile)
+    .venv/bin/python -m bench "${sizes[@]}" --kv "${methods#full,}" --budget .05,.25,.5 --no-prefill --json "$out/$name-$length-bytes.json"
+    .venv/bin/python -m bench "${sizes[@]}" --kv "$methods" --budget .1 --json "$out/$name-$length-prefill.json"
+  done
+  exec .venv/bin/python -m bench.compare "$out/$name"-*.json --results "$out/$name.json" --plot "$out/$name.png" \
+    --command "bash bench.sh blind"
 fi
 if [ "${1-}" = long ]; then
   model=${2:?the folder of a checkpoint} out=${3:-long} lengths=${4:-8000,16000,30000} name=$(basename "$2")

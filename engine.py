@@ -713,8 +713,13 @@ class Engine:
         def progress(layers: Iterable) -> Iterable:
             return self.progress(layers, f"prefill {len(prompt)} tokens")
 
+        def again() -> Iterable:
+            if texts := self.layers[0].second_pass(prompt, self.tokenizer):
+                texts = [torch.tensor(text, device=self.device) for text in texts]
+                yield from self.progress(texts, "prefill a second pass, which takes once or twice as long")
+
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, self.chunk)
+        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, again(), self.chunk)
         self.rows[row.index] = row
         planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin

@@ -179,38 +179,52 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def prefill(
-        self, row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter, chunk: int = 0
+        self,
+        row: int,
+        tokens: Tensor,
+        length: int = 0,
+        progress: Callable[[Iterable], Iterable] = iter,
+        again: Iterable[Tensor] = (),
+        chunk: int = 0,
     ) -> Tensor:
         """tokens [T] of one prompt -> logits [vocab] after its last token; fills row `row` of every layer.
 
         length: how many tokens the row is to hold; dynamic NTK computes the row's RoPE base from it, because stored
-        keys cannot change their base. progress: wraps the layers, as tqdm does. chunk: at most so many tokens pass
-        through all layers before the next ones are read.
+        keys cannot change their base. progress: wraps the layers, as tqdm does. again: see `finish`. chunk: the most
+        tokens that pass through all layers before the next ones are read; 0: all.
         """
         whole, pos = tokens.numel(), 0
         length = max(whole, min(length, self.config.max_length))
         self.inv_freq[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
         chunks = tokens.tensor_split(-(-whole // (chunk or whole)))  # alike, so that none has few queries to rank by
-        layers, attend = iter(progress([*self.layers] * len(chunks))), lambda kv: partial(kv.prefill, row, whole=whole)
+        layers = iter(progress([*self.layers] * len(chunks)))
         for part in chunks:
-            logits = self._run(row, part, pos, attend, islice(layers, len(self.layers)))
+            where, once = {"pos": pos, "whole": whole}, islice(layers, len(self.layers))
+            logits = self._run(row, part, pos, lambda cache, at=where: partial(cache.prefill, row, **at), once)
             pos += len(part)
         next(layers, None)  # ends what shows the progress
+        self.finish(row, whole, again)
+        return logits
+
+    @torch.no_grad()
+    def finish(self, row: int, pos: int, again: Iterable[Tensor]) -> None:
+        """Ends the prefill of `pos` tokens; before, runs the texts [n] of a second pass, each as if it came next."""
+        for text in again:
+            self._run(row, text, pos, lambda cache: partial(cache.observe, row), self.layers)
         for layer in self.layers:
             layer.attention.kv.finish(row)
-        return logits
 
     @torch.no_grad()
     def extend(self, row: int, tokens: Tensor, pos: int) -> Tensor:
         """tokens [n] that continue row `row` after its first `pos` -> logits [vocab] after the last of them."""
-        return self._run(row, tokens, pos, lambda kv: partial(kv.extend, row), self.layers)
+        return self._run(row, tokens, pos, lambda cache: partial(cache.extend, row, pos=pos), self.layers)
 
     def _run(self, row: int, tokens: Tensor, pos: int, attend: Callable, layers: Iterable[Block]) -> Tensor:
         at = torch.arange(pos, pos + tokens.numel(), device=tokens.device)
         cos, sin = self.cos_sin(at[None], self.inv_freq[row, None])
         x = self.tok_embeddings(tokens[None])
         for layer in layers:
-            layer.prefill(x, cos, sin, partial(attend(layer.attention.kv), pos=pos))
+            layer.prefill(x, cos, sin, attend(layer.attention.kv))
         return self.logits(x[:, -1])[0]
 
 

@@ -8,7 +8,8 @@ Prints a Markdown table for each length, one line per method and budget, with th
 - next line: eval.py's code_line, how many lines are right, and the mean similarity, in percent.
 - KV, host, read a step: a row's cache on the device and on the host, and what a step reads of both: bench's or, where
   it timed nothing, those of the questions, whose dtype may differ.
-- ms/token: bench's. A context belongs to the next length that eval.py measured: a length counts the answer too.
+- ms/token, and the seconds of a prompt: bench's. A context belongs to the next length that eval.py measured: a length
+  counts the answer too.
 
 --plot draws KL, or answers where no KL was measured, over the bytes read and over the bytes kept. --results writes
 NAME.json for bench.results, or NAME_LENGTH.json for each of several lengths. Results of several checkpoints become one
@@ -41,6 +42,7 @@ COLUMNS = {  # title -> its key in a result, and its format
     "host, MB": ("host", ".2f"),
     "read a step, MB": ("read", ".2f"),
     "ms/token": ("ms", ".1f"),
+    "prefill, s": ("prefill", ".0f"),
 }
 Results = dict[tuple, dict]  # (method, budget) -> what was measured, by the keys of COLUMNS
 
@@ -91,6 +93,7 @@ def join(files: list[dict]) -> dict[int, Results]:
         if "ms" in own:
             raise ValueError(f"{' '.join(map(str, method_of(row)))} was timed more than once")
         own |= megabytes(row) | {"ms": row["ms_per_token"]}
+        own |= {"prefill": row["prefill_s"]} if row["prefill_s"] else {}
     return results
 
 

@@ -10,9 +10,9 @@ of all layers at once, so layers can share buffers.
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer holds one sequence and has its own length. Keys arrive with RoPE applied and are stored so.
 
-The life of a row: `prefill(row)`, which attends and calls `keep` or, for a later chunk of a prompt, `prefill_next`;
-`finish(row)` after the last layer's prefill of the last chunk; `decode` once per token, `extend` for several tokens at
-once; `reset(row)`. Decode steps are compiled with static shapes
+The life of a row: `prefill(row)`, which attends and calls `keep` or, for a later chunk of the prompt, `prefill_next`;
+after the last layer's prefill of the last chunk `observe(row)` for each text of a `second_pass`, then `finish(row)`;
+`decode` once per token, `extend` for several at once; `reset(row)`. Decode steps are compiled with static shapes
 (`fullgraph=True`, a CUDA graph on GPUs; on a CPU the slots that are read may grow): sizes are fixed when the method is
 built; whatever varies is a tensor or a mask. `decode` therefore has no `.item()` and no data-dependent shape, and
 writes only in place, to registered buffers. On a CPU each layer is compiled separately: an attribute set in `decode` is
@@ -175,6 +175,17 @@ class KV(Buffers, ABC):
         """Runs after the last layer's prefill: a method may shrink layers by the statistics of all."""
         for pool in self.pools:
             pool.settle()
+
+    def second_pass(self, prompt: list[int], tokenizer) -> list[list[int]]:
+        """Texts that the method wants to see run through the model before `finish`; the first layer names them.
+
+        tokenizer: text/tokenizer.py's, or None.
+        """
+        return []
+
+    def observe(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of such a text, which follows the prompt and is not stored: q [1,Hq,n,D] -> [1,Hq,n,D]."""
+        raise NotImplementedError
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """Adds n tokens after the first `pos` of a row: q [1,Hq,n,D], k and v [1,Hk,n,D] -> [1,Hq,n,D].

@@ -100,11 +100,10 @@ class CaM(H2O):
     A is the evicted token's sum, mean A that of the m kept ones; `spread` is m.
     """
 
-    def __init__(self, plan: Plan, layer: int, size: int, spread: int):
+    def __init__(self, plan: Plan, size: int, spread: int):
         super().__init__(plan, size, 0, size // 2)
         self.spread = spread
-        head = plan.ranks.rank * plan.n_kv_head + torch.arange(plan.n_kv_head, device=plan.device)
-        self.hold("salt", ops.hashed(head + 4096 * layer))  # [Hk]; no integer: layers would be compiled one by one
+        self.hold("salt", ops.salt(plan))
         self.follow = self.min_slots = min(spread, size)
 
     def merge(self, slot: Tensor, evicts: Tensor, held: Held, importance: Tensor) -> None:
@@ -116,7 +115,7 @@ class CaM(H2O):
         real = following.values < torch.iinfo(torch.int64).max  # [B,Hk,m]
         total = torch.where(real, importance.gather(2, following.indices), 0.0).sum(2)
         ratio = importance.gather(2, slot[..., None])[..., 0] / (total / real.sum(2))  # NaN if nothing evicts
-        spreads = evicts & (self.chance(evicted)[..., 0] < ratio)
+        spreads = evicts & (ops.chance(evicted, self.salt)[..., 0] < ratio)
         each = (-1, -1, -1, values.shape[3])
         value = values.gather(2, slot[..., None, None].expand(each)) / self.spread  # [B,Hk,1,D]
         shares = torch.where((spreads[..., None] & real)[..., None], value, 0.0)
@@ -127,7 +126,7 @@ class CaM(H2O):
         if prompt:
             return
         stays = torch.zeros_like(tokens.position, dtype=torch.bool).scatter(1, kept, True)
-        chance = self.chance(tokens.position)
+        chance = ops.chance(tokens.position, self.salt)
         for head, evicted in enumerate((~stay).nonzero().flatten() for stay in stays):
             following = torch.searchsorted(kept[head], evicted)[:, None] + torch.arange(self.follow, device=kept.device)
             real = following < kept.shape[1]
@@ -136,10 +135,6 @@ class CaM(H2O):
             spreads = real & (chance[head, evicted] < sums[0][head, evicted] / mean)[:, None]
             value = (tokens.v[head, evicted] / self.spread)[:, None].expand(-1, self.follow, -1)
             stay.v[head].index_add_(0, following[spreads], value[spreads])
-
-    def chance(self, position: Tensor) -> Tensor:
-        """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""
-        return ops.hashed(ops.hashed(position + self.salt[:, None])) / 2.0**32
 
 
 @dataclass(frozen=True)
@@ -176,4 +171,4 @@ class CaMMethod(H2OMethod):
     spread: int = option(32, "kept tokens among which an evicted value is divided", min=1)
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
-        return [CaM(plan, layer, budget, self.spread) for layer in range(plan.n_layer)]
+        return [CaM(plan.layer(layer), budget, self.spread) for layer in range(plan.n_layer)]

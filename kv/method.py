@@ -51,6 +51,7 @@ class Plan:
     inv_freq: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
     key_biases: Tensor | None = field(default=None, compare=False)  # [L,Hk,D] fp32, what every key has before RoPE
     key_bias: Tensor | None = field(default=None, compare=False)  # [Hk,D], a layer's: see `layer`
+    index: int = field(default=0, compare=False)  # its number
 
     @property
     def planned(self) -> int:
@@ -58,8 +59,8 @@ class Plan:
         return self.max_prompt + self.room
 
     def layer(self, index: int) -> "Plan":
-        """The plan for one layer, with its own key bias: for caches that pack keys."""
-        return self if self.key_biases is None else replace(self, key_bias=self.key_biases[index])
+        """The plan for one layer, with its number and, for caches that pack keys, its own key bias."""
+        return replace(self, index=index, key_bias=None if self.key_biases is None else self.key_biases[index])
 
     def row_budget(self, budget: int, prompt: int) -> int:
         """The budget of a row with `prompt` prompt tokens, where that of the longest prompt is `budget`."""

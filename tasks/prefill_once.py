@@ -113,11 +113,17 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         return Prompt(tokens, None, len(tokens), logits, inv_freq, nothing, vectors)
 
     def once(
-        row: int, tokens: Tensor, length: int = 0, progress: Callable[[Iterable], Iterable] = iter, chunk: int = 0
+        row: int,
+        tokens: Tensor,
+        length: int = 0,
+        progress: Callable[[Iterable], Iterable] = iter,
+        again: Iterable[Tensor] = (),
+        chunk: int = 0,
     ) -> Tensor:
         layers, rope = engine.layers, length if c.rope["rope_type"] == "dynamic" else 0
         if 0 < chunk < tokens.numel() or not all(layer.exact_prompt for layer in layers):
-            return prefill(row, tokens, length, progress, chunk)  # the method decides what the layers above receive
+            # In chunks, the method decides what the layers above receive.
+            return prefill(row, tokens, length, progress, again, chunk)
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
             alike = [p for (_, own), p in recorded.items() if own == rope and p.base is None]
@@ -127,7 +133,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 base, common = None, 0
             held = sum(p.tokens.numel() - (p.common if p.base else 0) for p in recorded.values())
             if (held + tokens.numel() - common) * token_bytes > room:
-                return prefill(row, tokens, length, progress)
+                return prefill(row, tokens, length, progress, again)
             recorded[key] = record(row, tokens, length, progress, base, common)
         prompt = recorded[key]
         model.inv_freq[row] = prompt.inv_freq
@@ -137,8 +143,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 prompt.statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
             layer.begin(row, tokens.numel())
             layer.keep(row, q, k, v, *prompt.statistics.get((i, layer.statistics), ()))
-        for layer in layers:
-            layer.finish(row)
+        model.finish(row, tokens.numel(), again)
         return prompt.logits
 
     model.prefill = once

@@ -241,6 +241,7 @@ KEEPING = {
     "tailorkv": {"budget": 24, "options": {"quant_layers": [], "channels": 4}},
     "infllm": {"budget": 24, "options": {"block": 6}},
     "brute_offload": {},
+    "kvzip": {"budget": 24},  # until it has read the prompt again
     "rocketkv": {"budget": 24, "options": {"turns": True, "offload": True, "window": 8}},
 }
 

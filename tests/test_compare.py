@@ -37,7 +37,7 @@ def test_every_method_and_budget_is_a_row(measured, capsys):
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     head, _, *rows = lines
     assert [row[0] for row in rows] == ["full", "streaming:sinks=2 64"]
-    others = {"KL", "same token, %", "blind, %", "next line, %"}
+    others = {"KL", "same token, %", "blind, %", "next line, %", "prefill, s"}
     assert head == ["method", *(title for title in compare.COLUMNS if title not in others)]
     assert all(len(row) == len(head) and "" not in row for row in rows)
     answers, speed = (read(path)["rows"] for path in measured)
@@ -58,7 +58,8 @@ def test_perplexity_is_fidelitys_and_benchs_bytes_are_divided_by_its_batch(measu
     (timed,) = (r for r in speed["rows"] if r["kv"] == "full")
     both = {key: 3 * timed[key] for key in timed if key.endswith("_bytes") and timed[key]} | {"batch": 3}
     for rows in ([alone, fidelity], [fidelity, alone]):
-        own = joined({"rows": [*rows, timed | both]})
+        own = joined({"rows": [*rows, timed | both | {"prefill_s": 7.5}]})
+        assert own["prefill"] == 7.5
         assert own["perplexity"] == fidelity["perplexity"]
         assert own["kv"] == timed["kv_device_bytes"] / 1e6 and own["read"] == timed["step_device_bytes"] / 1e6
 
@@ -102,7 +103,8 @@ def test_fidelity_is_a_mean_over_texts_and_each_length_has_a_table(measured, tin
     compare.main([*files[:3], str(tmp_path / "part.json"), "--plot", str(tmp_path / "part.png")])
     assert (tmp_path / "part.png").stat().st_size > 10_000
     found = [read(tmp_path / f"real_{length}.json") for length in (500, 600)]
-    assert list(found[0]["columns"]) == ["method", *(x for x in compare.COLUMNS if x != "next line, %")]
+    absent = "next line, %", "prefill, s"
+    assert list(found[0]["columns"]) == ["method", *(x for x in compare.COLUMNS if x not in absent)]
     assert found[0]["machine"]
     assert list(found[1]["columns"]) == ["method", "KL", "same token, %", "perplexity"]
     kl = [x["kl"] for x in read(fidelity)["samples"] if (x["kv"], x["length"]) == ("streaming", 500)]

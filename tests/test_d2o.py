@@ -16,7 +16,7 @@ from runs import HEADS, LAYERS, Run, TensorSizes, generations, make_plan, tokens
 import kv
 from kv.base import Held
 from kv.d2o import D2O, layer_budgets, most_slots
-from kv.parts import attention, inductor
+from kv.parts import attention, inductor, ops
 from kv.parts.evicting import Evicting, select
 
 PROMPTS = (100, 61, 30, 9)
@@ -54,7 +54,7 @@ def reference(name: str, plan: kv.Plan, budget: int, options: dict, layers: list
 
         def chance(layer: int, head: int, position: int) -> float:
             places = torch.full((plan.n_kv_head, 1), position)
-            return layers[layer].chance(places)[head, 0].item()
+            return ops.chance(places, layers[layer].salt)[head, 0].item()
 
         return slow.SlowCaM(plan, budget, chance, m)
     options = {key: value for key, value in options.items() if key != "park"}

@@ -90,7 +90,7 @@ class Adaptive:
             both, y = self.attend_with(own, *qkv, pos)
             held.append(both)
             ys.append(y)
-            scores.append(self.ranked(row, qkv[0], both.k[None], both.v[None], end, self.whole)[0])
+            scores.append(self.ranked(row, qkv[0], both, end, self.whole)[0])
         scores = padded(scores, padding_value=-torch.inf)
         self.hold_best(row, *self.best(scores, self.kept_of(self.whole)), side_by_side(held), end)
         return torch.cat(ys, dim=1)

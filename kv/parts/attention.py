@@ -137,6 +137,29 @@ def highest_attention(q: Tensor, k: Tensor, n: int) -> Tensor:
     return reduce(torch.maximum, (weight.amax(0) for weight in _last_attention(q, k, n)))
 
 
+def most_attention(q: Tensor, k: Tensor) -> Tensor:
+    """The highest attention that tokens receive from any of the last n queries of a group.
+
+    q [1,Hq,n,D], k [1,Hk,T,D] -> [Hk,T] fp32. A block of queries at a time, never n x T.
+    """
+    most = torch.zeros(k.shape[1:3], device=k.device)
+    for head, seen, weight in _blocks(q, k):
+        most[head, :seen] = torch.maximum(most[head, :seen], weight.amax((0, 1)))
+    return most
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """The attention of the last n queries, q [1,Hq,n,D] to k [1,Hk,T,D], a block of queries at a time: the KV head, how
+    many tokens the block sees, and its group's attention [G,block,seen] fp32."""
+    length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
+    block = max(1, min(n, SCORES // (groups * length)))
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        seen = length - n + stop
+        for head, weight in enumerate(_last_attention(q[0, :, :stop], k[0, :, :seen], stop - start)):
+            yield head, seen, weight
+
+
 def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Tensor]:
     """The attention that tokens receive from the last n queries, fp32: q [1,Hq,n,D], k [1,Hk,T,D] -> `powers` of
     [Hk,T], and [Hq].
@@ -145,17 +168,13 @@ def column_sums(q: Tensor, k: Tensor, powers: int = 1) -> tuple[list[Tensor], Te
     last is the variance, over the tokens, of each query head's own sums (Equation 4). A block of queries at a time,
     never T x T.
     """
-    length, groups, n = k.shape[2], q.shape[1] // k.shape[1], q.shape[2]
-    block = max(1, min(n, SCORES // (groups * length)))
-    totals = [torch.zeros(k.shape[1], length, device=q.device) for _ in range(powers)]
-    own = torch.zeros(k.shape[1], groups, length, device=q.device)  # each query head's sums
-    for start in range(0, n, block):
-        stop = min(start + block, n)
-        seen = length - n + stop  # tokens
-        for head, weight in enumerate(_last_attention(q[0, :, :stop], k[0, :, :seen], stop - start)):
-            own[head, :, :seen] += weight.sum(1)
-            for power, sums in enumerate(totals[1:], 2):
-                sums[head, :seen] += (weight.sum(0) ** power).sum(0)
+    (heads, length), groups = k.shape[1:3], q.shape[1] // k.shape[1]
+    totals = [torch.zeros(heads, length, device=q.device) for _ in range(powers)]
+    own = torch.zeros(heads, groups, length, device=q.device)  # each query head's sums
+    for head, seen, weight in _blocks(q, k):
+        own[head, :, :seen] += weight.sum(1)
+        for power, sums in enumerate(totals[1:], 2):
+            sums[head, :seen] += (weight.sum(0) ** power).sum(0)
     totals[0] = own.sum(1)
     return totals, own.var(2, correction=0).flatten()
 

@@ -301,6 +301,17 @@ def hashed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def salt(plan: Plan) -> Tensor:
+    """What `chance` takes of a layer, [Hk]; a tensor, because layers with different integers compile apart."""
+    head = plan.ranks.rank * plan.n_kv_head + torch.arange(plan.n_kv_head, device=plan.device)
+    return hashed(head + 4096 * plan.index)
+
+
+def chance(position: Tensor, salt: Tensor) -> Tensor:
+    """A pseudorandom number in [0, 1) per token at position [...,Hk,n], fixed by layer, KV head and position."""
+    return hashed(hashed(position + salt[:, None])) / 2.0**32
+
+
 def store(buffer: Tensor, new: Tensor, slot: Tensor, active: Tensor) -> None:
     """Writes n tokens per row: new [B,Hk,n,D] to buffer [B,Hk,S,D] at slot [B,n]; an inactive row's to its last slot.
 

@@ -69,21 +69,22 @@ class Scored(KV):
         """How much each of T tokens is worth keeping: k and v [1,Hk,T,D] -> [Hk,T], or [Hq,T].
 
         q [1,Hq,n,D]: the newest tokens' queries. Of a prompt n = T; later, with `every`, n = `queries`, and q is None
-        if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway.
+        if that is 0. The text, in row `self.row`, has `self.end` tokens; the `self.latest` newest stay anyway. The T
+        tokens are at positions `self.at` [H,T].
         """
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.every:
             self.prompt[row] = self.prompts[row] = self.whole
-        best = self.choose(row, q, k, v, k.shape[2], self.whole)
-        self.hold_best(row, *best, Held.new(k[0], v[0]), k.shape[2])
+        tokens, end = Held.new(k[0], v[0]), k.shape[2]
+        self.hold_best(row, *self.choose(row, q, tokens, end, self.whole), tokens, end)
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """A row whose budget what it holds and the chunk exceed keeps the best of them, by the chunk's queries."""
         held, y = self.attend_with(self.held(row, pos), q, self.copied(k), self.copied(v), pos)
         if held.k.shape[1] > self.kept_of(self.whole):
             end = pos + k.shape[2]
-            self.hold_best(row, *self.choose(row, q, held.k[None], held.v[None], end, self.whole), held, end)
+            self.hold_best(row, *self.choose(row, q, held, end, self.whole), held, end)
         else:
             self.append_to_prompt(row, k, v, pos)
         return y
@@ -108,27 +109,27 @@ class Scored(KV):
         k, v = self.stored.pack(k[None], v[None], position[None], row)
         self.k[row, :, slots], self.v[row, :, slots] = k[0], v[0]
 
-    def choose(
-        self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Which of a row's tokens before position `end` each of the H heads that store tokens keeps.
+    def choose(self, row: int, q: Tensor | None, tokens: Held, end: int, prompt: int) -> tuple[Tensor, Tensor]:
+        """Which of a row's `tokens`, all before position `end`, each of the H heads that store tokens keeps.
 
         Returns heads [H,1], or [H,n], and the indices of their tokens, ascending [H,n].
-        prompt: the length whose budget they have, by default theirs.
+        prompt: the length whose budget they have.
         """
-        kept = self.kept_of(prompt or end)
-        if k.shape[2] <= kept:
-            return self.each_head(torch.arange(k.shape[2], device=k.device))
-        return self.best(self.ranked(row, q, k, v, end, prompt or end), kept)
+        kept = self.kept_of(prompt)
+        if tokens.k.shape[1] <= kept:
+            return self.each_head(torch.arange(tokens.k.shape[1], device=tokens.k.device))
+        return self.best(self.ranked(row, q, tokens, end, prompt), kept)
 
-    def ranked(self, row: int, q: Tensor, k: Tensor, v: Tensor, end: int, prompt: int) -> Tensor:
+    def ranked(self, row: int, q: Tensor | None, tokens: Held, end: int, prompt: int) -> Tensor:
         """The scores that `choose` compares, [H,N]; infinite for what stays anyway."""
-        index = torch.arange(k.shape[2], device=k.device)
-        self.row, self.end, self.latest = row, end, self.window_of(prompt)
+        index = torch.arange(tokens.k.shape[1], device=tokens.k.device)
+        self.row, self.end, self.latest, self.at = row, end, self.window_of(prompt), tokens.position
         if q is not None:
             self.latest = min(self.latest, q.shape[2])  # of a short text
         always = (index < self.sinks) | (index >= len(index) - self.latest)
-        return self.score(q, k, v).float().masked_fill(always, torch.inf)
+        scores = self.score(q, tokens.k[None], tokens.v[None]).float()
+        self.at = None
+        return scores.masked_fill(always, torch.inf)
 
     def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         """Of scores [H,T], the `kept` best of each head, as `choose` returns them."""
@@ -172,7 +173,7 @@ class Scored(KV):
     def keep_best(self, row: int, held: Held, end: int) -> int:
         """Stores the best of `held`, a row's tokens before position `end`; returns how many."""
         q, prompt = self.newest_queries(row, end), self.length_of(row, end)
-        best = self.choose(row, q, held.k[None], held.v[None], end, prompt)
+        best = self.choose(row, q, held, end, prompt)
         self.hold_best(row, *best, held, end)
         return best[1].shape[1]
 
@@ -281,4 +282,4 @@ class ScoredMethod(HeadBudgets):
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
         layer = self.layer_type(self.layer)
-        return [layer(plan, budget, **options) for _ in range(plan.n_layer)]
+        return [layer(plan.layer(i), budget, **options) for i in range(plan.n_layer)]

@@ -1,0 +1,24 @@
+"""random: tokens drawn at random, which any score has to beat (arXiv 2609.03430). With `every`, the prompt's go last.
+A score is a hash of position, KV head and layer. Memory and traffic: the budget and the generated tokens."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kv.method import option
+from kv.parts import ops
+from kv.parts.scored import Scored, ScoredMethod
+
+
+class Random(Scored):
+    def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.chance(self.at, ops.salt(self.plan)) + (self.at < self.prompts.get(self.row, 0))
+
+
+@dataclass(frozen=True)
+class RandomMethod(ScoredMethod):
+    name = "random"
+    paper = "https://arxiv.org/abs/2609.03430"
+    help = "tokens drawn at random"
+    layer = Random
+    window: int = option(0, "newest tokens that are always kept", min=0)

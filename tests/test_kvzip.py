@@ -1,0 +1,128 @@
+"""kvzip beside its slow reference, which runs transformers' model; and random."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references.kvzip import importance, kept, kept_together
+from runs import make_plan, text
+from test_model import LLAMA, QWEN2, QWEN3, converted, hf_model
+from test_tokenizer import CHATML_TEMPLATE, LLAMA3_SPLIT, byte_level_folder, split_by
+
+import kv
+from engine import Engine
+from kv.kvzip import FIRST, LATER, opening
+from text.tokenizer import load_tokenizer
+
+PROMPT, SINKS, CHUNK = 38, 4, 14
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(128, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def held(engine: Engine, row) -> list[list[list[int]]]:
+    """The positions that each head of each layer holds of a row's prompt."""
+    n = len(row.tokens)
+    heads = [
+        layer.heads(row.index, n) if hasattr(layer, "heads") else [layer.held(row.index, n)] for layer in engine.layers
+    ]
+    return [[head.tolist() for each in layer for head in each.position] for layer in heads]
+
+
+@pytest.mark.parametrize("heads", ("equal", "adaptive"))
+@pytest.mark.parametrize("config", (LLAMA, QWEN2, QWEN3), ids=("llama", "qwen2", "qwen3"))
+def test_kept_are_the_tokens_that_repeating_the_prompt_needs(config, heads, tmp_path):
+    theirs, count, alpha = hf_model(config), 14, 0.2
+    options = {"sinks": SINKS, "chunk": CHUNK, "heads": heads, "alpha": alpha}
+    engine = Engine.load(converted(theirs, config, tmp_path), "kvzip", count, options, batch=2, compile=False)
+    prompts = [prompt_of(PROMPT), prompt_of(20)]
+    for row, prompt in zip(engine.start(prompts), prompts, strict=True):
+        texts = [prompt[max(0, first - 8) : first + CHUNK] for first in range(0, len(prompt), CHUNK)]
+        expected = importance(theirs, prompt, texts, CHUNK, SINKS)
+        together = [kept_together(layer, count, alpha) for layer in expected]
+        assert held(engine, row) == (kept(expected, count) if heads == "equal" else together)
+
+
+def test_a_prompt_within_the_budget_is_not_read_again(checkpoint):
+    engine = Engine.load(checkpoint, "kvzip", 24, {"chunk": 8}, compile=False)
+    said = []
+    engine.progress = lambda items, what: (said.append(what), items)[1]
+    for length, expected in ((24, 1), (25, 2)):
+        said.clear()
+        engine.start([prompt_of(length)])[0].close()
+        assert len(said) == expected and all(what.startswith("prefill") for what in said)
+
+
+def test_nothing_of_a_repetition_stays(checkpoint):
+    prompt = prompt_of(60)
+    full = Engine.load(checkpoint, compile=False).logits(prompt, [3, 4, 5])
+    engine = Engine.load(checkpoint, "kvzip", 24, {"chunk": 8}, compile=False)
+    found = [engine.logits(prompt, [3, 4, 5]) for _ in range(2)]
+    assert torch.equal(*found)
+    assert torch.equal(found[0][0], full[0])  # they come before
+    assert all(layer.parked is None and layer.importance is None for layer in engine.layers)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    config = {"chat_template": CHATML_TEMPLATE, "eos_token": "<|im_end|>"}
+    special = ["<|im_start|>", "<|im_end|>"]
+    return load_tokenizer(byte_level_folder(tmp_path_factory.mktemp("chat"), split_by(LLAMA3_SPLIT), special, config))
+
+
+def test_texts_repeat_every_chunk_after_an_instruction(tokenizer):
+    plan = replace(make_plan(), max_prompt=64)
+    layer = kv.build("kvzip", plan, 16, {"chunk": 10})[0]
+    prompt = prompt_of(25)
+    first, *others = layer.second_pass(prompt, tokenizer)
+    assert first == tokenizer.encode(FIRST, bos=False) + prompt[:10]
+    asks = tokenizer.encode(LATER, bos=False)
+    assert others == [asks + prompt[2:20], asks + prompt[12:25]]
+    assert layer.second_pass(prompt[:16], tokenizer) == []
+    assert layer.second_pass(prompt, None) == [prompt[:10], prompt[2:20], prompt[12:25]]
+
+
+def test_a_system_prompt_stays(tokenizer):
+    for system in (None, "Answer with numbers. user\n"):
+        prompt = tokenizer.chat("How many?", system)
+        n = opening(prompt, tokenizer)
+        assert tokenizer.decode(prompt[n:]).startswith("How many?") and n > (5 if system else 0)
+    assert opening(tokenizer.encode("How many?"), tokenizer) == 0
+    assert opening(prompt_of(9), None) == 0
+    layer = kv.build("kvzip", replace(make_plan(), max_prompt=200), 32, {})[0]
+    prompt = tokenizer.chat("How many? " * 9, "Be brief.")
+    layer.second_pass(prompt, tokenizer)
+    q, k, v = (x[None] for x in text(layer.plan, len(prompt), 0))
+    layer.prefill(0, q, k, v)
+    layer.importance = torch.arange(len(prompt)).float().expand(k.shape[1], -1) / 1000
+    layer.finish(0)
+    n = opening(prompt, tokenizer)
+    assert layer.held(0, len(prompt)).position[0].tolist() == [*range(n), *range(len(prompt) - 32 + n, len(prompt))]
+
+
+def test_random_draws_other_tokens_in_each_head_and_layer():
+    plan = replace(make_plan(n_layer=2), max_prompt=400)
+    layers, found = kv.build("random", plan, 104, {}), []
+    for layer in layers:
+        q, k, v = (x[None] for x in text(plan, 400, 0))
+        layer.prefill(0, q, k, v)
+        found += layer.held(0, 400).position.tolist()
+    assert len(found) == len(set(map(tuple, found))) == 2 * plan.n_kv_head
+    for positions in found:
+        assert positions[:4] == [0, 1, 2, 3] and len(positions) == 104
+        assert 170 < sum(positions[4:]) / 100 < 230  # of numbers up to 400
+    assert len(set.intersection(*map(set, found))) < 20
+
+
+def test_random_drops_generated_tokens_before_the_prompts():
+    plan = replace(make_plan(new=60), max_prompt=40)
+    (layer,) = kv.build("random", plan, 50, {"every": 10})[:1]
+    qkv = [x[None] for x in text(plan, 100, 0)]
+    layer.prefill(0, *(x[:, :, :40] for x in qkv))
+    for pos in range(40, 100):
+        layer.make_room(0, pos)
+        layer.before_step(pos + 1, pos - 39)
+        layer.decode(*(x[:, :, pos : pos + 1] for x in qkv), torch.tensor([pos]), torch.tensor([True]))
+    for positions in layer.held(0, 100).position.tolist():
+        assert positions[:40] == [*range(40)] and len(positions) <= 60 and len(positions) > 50
