@@ -11,7 +11,7 @@ tokens the host has read. On a CPU the two agree between steps. On CUDA the step
 tokens one step late, so that the device never waits. The host waits for the device only at a prompt or question, to
 copy its ids and to read the token that continues it (tests/test_cuda_trace.py counts these waits), and for the previous
 step's tokens. A few methods make it wait in each layer of a prompt too, to learn how much they keep: d2o and simlayer,
-and evicting methods whose budget is a share; with `every` it waits whenever a row drops tokens, and with `chunk` in most
+and evicting methods whose budget is a share; with `every` it waits whenever a row drops tokens, with `chunk` in most
 layers of every later chunk.
 """
 

@@ -82,6 +82,15 @@ def test_after_every_chunk_the_best_of_what_is_held_and_of_the_chunk_stay(name, 
             assert (found[0, :, 0] - check.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("heads", ("equal", "adaptive"))
+def test_random_draws_other_tokens_in_each_head(heads):
+    plan = make_plan(n_layer=1)
+    layers, inputs = kv.build("random", plan, 24, {"heads": heads}), tokens(plan, 1, 100, torch.Generator())
+    read(layers, inputs, SIZES)
+    first, second = (set(x.tolist()) - {-1} for x in layers[0].held(0, 100).position)
+    assert len(first) + len(second) == 48 and len(first & second) < 24 and max(first | second) >= 90
+
+
 EVICTING = [
     ("h2o", {}, 24),
     ("h2o", {}, 2),

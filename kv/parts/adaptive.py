@@ -86,11 +86,11 @@ class Adaptive:
         heads, end = self.heads(row, pos), pos + k.shape[2]
         new = (x.chunk(len(heads), dim=1) for x in (q, self.copied(k), self.copied(v)))
         held, ys, scores = [], [], []
-        for own, *qkv in zip(heads, *new, strict=True):
+        for head, (own, *qkv) in enumerate(zip(heads, *new, strict=True)):
             both, y = self.attend_with(own, *qkv, pos)
             held.append(both)
             ys.append(y)
-            scores.append(self.ranked(row, qkv[0], both, end, self.whole)[0])
+            scores.append(self.ranked(row, qkv[0], both, end, self.whole).expand(len(heads), -1)[head])
         scores = padded(scores, padding_value=-torch.inf)
         self.hold_best(row, *self.best(scores, self.kept_of(self.whole)), side_by_side(held), end)
         return torch.cat(ys, dim=1)
