@@ -32,19 +32,16 @@ class Turns:
         self.choose_anew(row, q, k, v, 0)
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        """As a turn does, but the chunk belongs to the prompt."""
         self.prompt[row] = pos + k.shape[2]
-        return self.choose_after(row, q, k, v, pos)
+        keys, values = (torch.cat(x, dim=2) for x in zip(self.everything(row, pos), (k, v), strict=True))
+        self.record(row, pos, k[0], v[0])
+        self.choose_anew(row, q, keys, values, 0)
+        return attention.suffix_attention(q, keys, values)
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         self.join(row, pos)
-        return self.choose_after(row, q, k, v, pos)
-
-    def choose_after(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
-        """Attends to the history with n new tokens after its first `pos`, and chooses from all of them."""
         self.record(row, pos, k[0], v[0])
         keys, values = self.everything(row, pos + k.shape[2])
-        keys[:, :, pos:], values[:, :, pos:] = k, v  # which the history may round
         self.choose_anew(row, q, keys, values, keys.shape[2] - int(self.prompt[row]))
         return attention.suffix_attention(q, keys, values)
 
