@@ -142,8 +142,8 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
 
 def asked(args: argparse.Namespace) -> str:
     """The flags that decide an answer, so that one is not taken for that of other flags."""
-    names = ("kv", "budget", "kv_opt", "speculate", "chat", "system", "stop", "max_new_tokens", "generation_config")
-    given = {name: getattr(args, name) for name in (*names, *("chunk",) * (args.chunk is not None), *SAMPLING)}
+    names = "kv budget kv_opt speculate chunk chat system stop max_new_tokens generation_config".split()
+    given = {name: getattr(args, name) for name in (*names, *SAMPLING)}
     files = {name: getattr(args, name) and str(Path(getattr(args, name)).resolve()) for name in FILES}
     return json.dumps(given | files)
 
