@@ -152,6 +152,22 @@ def test_simlayer_decides_by_the_first_chunk_that_ends_beyond_the_window():
     assert layers[0].held(0, 100).position[0].tolist() == [0, 1, *range(90, 100)]
 
 
+FITTING = [
+    ("rocketkv", {"bits": 8}, 24, [60, 20, 20]),
+    ("hybrid", {}, 24, [60, 20, 20]),
+    ("snapkv", {}, 0.9, [60, 20, 90]),
+]
+
+
+@pytest.mark.parametrize("name, options, budget, written", FITTING)
+def test_a_chunk_that_fits_is_added_to_what_stays_where_it_is(name, options, budget, written):
+    (layer,) = kv.build(name, make_plan(n_layer=1, new=100), budget, options)
+    found, write = [], layer.write
+    layer.write = lambda row, first, k, *more: found.append(k.shape[1]) or write(row, first, k, *more)
+    read([layer], tokens(layer.plan, 1, 100, torch.Generator().manual_seed(0)), (60, 20, 20))
+    assert found == written
+
+
 @pytest.mark.parametrize("bits", (8, 4))
 def test_a_prompt_that_fits_is_quantized_once(bits):
     """Of one that does not, what stays is rounded after every chunk, and yet hardly further from what it was."""

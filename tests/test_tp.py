@@ -133,6 +133,9 @@ class Apart(nn.Module):
     def prefill(self, row, q, k, v, **chunk):
         return self.each("prefill", row, q, k, v, **chunk)
 
+    def second_pass(self, prompt, tokenizer):
+        return []
+
     def extend(self, row, q, k, v, pos):
         return self.each("extend", row, q, k, v, pos=pos)
 
