@@ -199,8 +199,8 @@ class Transformer(nn.Module):
         chunks = tokens.tensor_split(-(-whole // (chunk or whole)))  # alike, so that none has few queries to rank by
         layers = iter(progress([*self.layers] * len(chunks)))
         for part in chunks:
-            where, once = {"pos": pos, "whole": whole}, islice(layers, len(self.layers))
-            logits = self._run(row, part, pos, lambda cache, at=where: partial(cache.prefill, row, **at), once)
+            once = islice(layers, len(self.layers))
+            logits = self._run(row, part, pos, lambda kv, pos=pos: partial(kv.prefill, row, pos=pos, whole=whole), once)
             pos += len(part)
         next(layers, None)  # ends what shows the progress
         self.finish(row, whole, again)

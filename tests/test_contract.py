@@ -211,9 +211,9 @@ class Cache:
     def held(self, row: int) -> list[Held]:
         return [held(layer, row, self.newest[row] + 1) for layer in self.layers]
 
-    def run(self, texts: dict[int, Text], steps: int, chunked: bool = False) -> dict[int, Tensor]:
+    def run(self, texts: dict[int, Text], steps: int) -> dict[int, Tensor]:
         for row, text in texts.items():
-            self.prefill(row, text, chunked)
+            self.prefill(row, text)
         return self.decode(texts, steps)
 
     def storages(self) -> dict[int, int]:

@@ -81,19 +81,15 @@ class Scored(KV):
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """A row whose budget what it holds and the chunk exceed keeps the best of them, by the chunk's queries."""
+        end = pos + k.shape[2]
         held, y = self.attend_with(self.held(row, pos), q, self.copied(k), self.copied(v), pos)
         if held.k.shape[1] > self.kept_of(self.whole):
-            end = pos + k.shape[2]
             self.hold_best(row, *self.choose(row, q, held, end, self.whole), held, end)
-        else:
-            self.append_to_prompt(row, k, v, pos)
+        else:  # nothing is gone yet
+            self.append(row, k, v, pos)
+            self.rows[row] = end
+            self.position[row, :, pos:end] = held.position[:, pos:]
         return y
-
-    def append_to_prompt(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        """Stores n tokens of a prompt of which nothing is gone yet: k and v [1,Hk,n,D]."""
-        self.append(row, k, v, pos)
-        self.rows[row] = end = pos + k.shape[2]
-        self.position[row, :, pos:end] = torch.arange(pos, end, device=k.device)
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
