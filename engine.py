@@ -11,7 +11,8 @@ tokens the host has read. On a CPU the two agree between steps. On CUDA the step
 tokens one step late, so that the device never waits. The host waits for the device only at a prompt or question, to
 copy its ids and to read the token that continues it (tests/test_cuda_trace.py counts these waits), and for the previous
 step's tokens. A few methods make it wait in each layer of a prompt too, to learn how much they keep: d2o and simlayer,
-and evicting methods whose budget is a share; with `every` it waits whenever a row drops tokens.
+and evicting methods whose budget is a share; with `every` it waits whenever a row drops tokens, with `chunk` in most
+layers of every later chunk.
 """
 
 import runtime.startup  # noqa: F401
@@ -353,6 +354,7 @@ class Engine:
         max_prompt: int | None = None,
         room: int = 256,
         speculate: int = 0,
+        chunk: int = 0,
         max_new_tokens: int | None = None,
     ) -> "Engine":
         """Sets the KV method and the sizes of its caches; closes all rows.
@@ -361,12 +363,14 @@ class Engine:
         batch: rows decoded together. max_prompt: allocates caches for it now, and rejects longer prompts; by default
         caches fit the first prompts, and grow to powers of two. room: tokens a row may hold after its prompt, questions
         included; max_new_tokens is its old name. speculate: tokens that the method drafts per step, for the full cache
-        to verify; the answers are the full cache's. Raises ValueError with one line that says what to do.
+        to verify; the answers are the full cache's. chunk: reads prompts at most so many tokens at a time, which takes
+        less memory; a method that evicts does so after each. Raises ValueError with one line that says what to do.
         """
         room = room if max_new_tokens is None else arguments.renamed(max_new_tokens)
-        planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate)
+        planning.check(self, kv, budget, options or {}, batch, max_prompt, room, speculate, chunk)
         self.method, self.budget, self.options, self.speculate = kv, budget, options or {}, int(speculate)
         self.batch, self.max_prompt, self.room = int(batch), max_prompt and int(max_prompt), int(room)
+        self.chunk = int(chunk)
         self._release()
         if self.max_prompt is not None:
             self._reserve(self.max_prompt, self.room)
@@ -716,7 +720,7 @@ class Engine:
                 yield from self.progress(texts, "prefill a second pass, which takes once or twice as long")
 
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, again())
+        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, again(), self.chunk)
         self.rows[row.index] = row
         planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin

@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--budget", default="", help="tokens per KV head, or shares of the prompt; comma-separated")
     drafts = "the methods draft N tokens at a time for the full cache to verify; the answers are then the full cache's"
     add("--speculate", type=int, default=0, metavar="N", help=drafts)
+    add("--chunk", type=int, metavar="N", help="read prompts at most N tokens at a time: less memory")
     add("--haystack", metavar="FILE", help="hide needles in this text")
     forced = "the texts for perplexity and fidelity, comma-separated; --samples of each (default: the haystack)"
     add("--text", metavar="FILE,..", help=forced)
@@ -174,7 +175,7 @@ def conditions(args: argparse.Namespace, engine: Engine) -> dict:
         "tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files if file.is_file()],
         "dtype": str(engine.dtype).removeprefix("torch."),
         "eos": sorted(engine.eos),
-        **{name: getattr(args, name) for name in ("blind", "chat", "stepwise", "fork", "speculate")},
+        **{name: getattr(args, name) for name in ("blind", "chat", "stepwise", "fork", "speculate", "chunk")},
         **({"ranks": engine.ranks.count} if engine.ranks.count > 1 else {}),
     }
 
@@ -206,7 +207,7 @@ def evaluate(
             mine = missing[ranks.rank :: ranks.count]
             unknown = [i for i in mine if (job.length, i) not in reference] if job.task == "fidelity" else []
             if unknown:
-                engine.use("full", batch=args.batch, max_prompt=job.prompt, room=job.new)
+                engine.use("full", batch=args.batch, max_prompt=job.prompt, room=job.new, chunk=args.chunk or 0)
             for part in parts(unknown, args.batch):
                 reference |= zip(((job.length, i) for i in part), forced(engine, job, part), strict=True)
             try:
@@ -245,14 +246,15 @@ def evaluate(
 def wanted(args: argparse.Namespace, method: Choice, job: Job) -> tuple:
     """The arguments of `Engine.use` for a job."""
     speculate = 0 if method.kv == "full" and not method.options else args.speculate  # the others must give its answers
-    return method.kv, method.budget, method.options, args.batch + args.fork, job.prompt, job.new, speculate
+    sizes = args.batch + args.fork, job.prompt, job.new, speculate, args.chunk or 0
+    return method.kv, method.budget, method.options, *sizes
 
 
 def use(engine: Engine, caches: tuple) -> dict:
     """Gives the engine caches for the arguments of `Engine.use`, unless it has them. Returns the options that the
     profile set, the caches' bytes per row, and the bytes per row that a step reads."""
     has = (engine.method, engine.budget, engine.options, engine.batch, engine.max_prompt, engine.room)
-    if caches != (*has, engine.speculate) or engine.plan is None:  # no plan: the last caches were refused
+    if caches != (*has, engine.speculate, engine.chunk) or engine.plan is None:  # no plan: the last caches were refused
         engine.use(*caches)
     batch, prompt = caches[3:5]
     known = planning.figures(engine, prompt + 1)
@@ -306,8 +308,8 @@ def main(argv: list[str] | None = None) -> None:
         check_output(getattr(args, flag), f"--{flag}")
     if args.speculate < 0:
         raise ValueError(f"--speculate must be at least 0, not {args.speculate}")
-    for flag in ("samples", "questions", "batch", "forced"):
-        if getattr(args, flag) < 1:
+    for flag in ("samples", "questions", "batch", "forced", "chunk"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag} must be at least 1")
     if args.fork and args.chat:
         raise ValueError("--fork and --chat: a chat's later questions are turns of one conversation; leave out one")

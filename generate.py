@@ -106,6 +106,7 @@ def load(args: argparse.Namespace, saved: prefix.Header | None, room: int, pays:
         compile=args.compile if args.compile is not None else pays,
         text=True,
         speculate=args.speculate or 0,
+        chunk=args.chunk or 0,
         progress=partial(progress, but="" if results.single else "prefill"),
     )
     return engine

@@ -11,7 +11,7 @@ Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -185,16 +185,25 @@ class Transformer(nn.Module):
         length: int = 0,
         progress: Callable[[Iterable], Iterable] = iter,
         again: Iterable[Tensor] = (),
+        chunk: int = 0,
     ) -> Tensor:
         """tokens [T] of one prompt -> logits [vocab] after its last token; fills row `row` of every layer.
 
         length: how many tokens the row is to hold; dynamic NTK computes the row's RoPE base from it, because stored
-        keys cannot change their base. progress: wraps the layers, as tqdm does. again: see `finish`.
+        keys cannot change their base. progress: wraps the layers, as tqdm does. again: see `finish`. chunk: the most
+        tokens that pass through all layers before the next ones are read; 0: all.
         """
-        length = max(tokens.numel(), min(length, self.config.max_length))
+        whole, pos = tokens.numel(), 0
+        length = max(whole, min(length, self.config.max_length))
         self.inv_freq[row] = rope_frequencies(self.config.rope, self.config.head_dim, length)[0]
-        logits = self._run(row, tokens, 0, lambda cache: partial(cache.prefill, row), progress(self.layers))
-        self.finish(row, tokens.numel(), again)
+        chunks = tokens.tensor_split(-(-whole // (chunk or whole)))  # alike, so that none has few queries to rank by
+        layers = iter(progress([*self.layers] * len(chunks)))
+        for part in chunks:
+            once = islice(layers, len(self.layers))
+            logits = self._run(row, part, pos, lambda kv, pos=pos: partial(kv.prefill, row, pos=pos, whole=whole), once)
+            pos += len(part)
+        next(layers, None)  # ends what shows the progress
+        self.finish(row, whole, again)
         return logits
 
     @torch.no_grad()

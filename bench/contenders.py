@@ -209,6 +209,7 @@ class Ours:
                 for heads in (c.n_head, c.n_kv_head, c.n_kv_head)
             )
             layer.reset(row)
+            layer.begin(row, case.context)
             sizes = [c.n_head if name == "variance" else k.shape[1:3] for name in layer.statistics]
             layer.keep(row, q, k, v, *(torch.rand(size, device=case.device) for size in sizes))
         for layer in self.engine.layers:

@@ -58,10 +58,12 @@ def build(name: str, plan: Plan, budget: int | float | None, options: dict, prof
     `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
     method's defaults. A budget beyond what covers every token is lowered to that. Raises ValueError for an unknown name
     or option, a budget that does not fit the method, a planned length beyond a sliding window that the method does not
-    honour, and a method that cannot draft.
+    honour, and a method that cannot draft, or read a prompt in chunks.
     """
     method, plan, tokens = _resolve(name, plan, budget, options, profile)
     layers = method.build(plan, tokens)
+    if plan.chunk and not all(layer.in_chunks for layer in layers):
+        raise ValueError(f"{name} with these options needs a whole prompt at once: leave out --chunk")
     return Cache(speculative(name, plan, layers) if plan.rewind else layers)
 
 

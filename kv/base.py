@@ -10,12 +10,13 @@ of all layers at once, so layers can share buffers.
 Shapes: B batch rows, Hq query heads, Hk KV heads, G = Hq / Hk queries per group, T prompt tokens, S cache slots, D head
 dim. Row b of every buffer holds one sequence and has its own length. Keys arrive with RoPE applied and are stored so.
 
-The life of a row: `prefill(row)`, which attends and calls `keep`; after the last layer's prefill `observe(row)` for
-each text of a `second_pass`, then `finish(row)`; `decode` once per token, `extend` for several at once; `reset(row)`.
-Decode steps are compiled with static shapes (`fullgraph=True`, a CUDA graph on GPUs; on a CPU the slots that are read
-may grow): sizes are fixed when the method is built; whatever varies is a tensor or a mask. `decode` therefore has no
-`.item()` and no data-dependent shape, and writes only in place, to registered buffers. On a CPU each layer is compiled
-separately: an attribute set in `decode` is lost, even before the next layer runs.
+The life of a row: `prefill(row)`, which attends and calls `keep` or, for a later chunk of the prompt, `prefill_next`;
+after the last layer's prefill of the last chunk `observe(row)` for each text of a `second_pass`, then `finish(row)`;
+`decode` once per token, `extend` for several at once; `reset(row)`. Decode steps are compiled with static shapes
+(`fullgraph=True`, a CUDA graph on GPUs; on a CPU the slots that are read may grow): sizes are fixed when the method is
+built; whatever varies is a tensor or a mask. `decode` therefore has no `.item()` and no data-dependent shape, and
+writes only in place, to registered buffers. On a CPU each layer is compiled separately: an attribute set in `decode` is
+lost, even before the next layer runs.
 
 Where several processes share a model, each builds layers for its own KV heads. A method that compares heads, as a mean
 over all of them does, asks the others: `plan.ranks.sum(x)` and `plan.ranks.gather(x)` (kv/parts/ranks.py).
@@ -41,6 +42,8 @@ The laws, for every registered method: tests/test_contract.py (13: test_speculat
     held them. Such a method can draft (kv/parts/speculation.py); the output is the full cache's.
 14. Ranks that share a model give the output of one process; omnikv and heads=adaptive choose per rank.
 15. The kernels that Inductor generates for a GPU, run in Triton's interpreter, give the eager step.
+16. A prompt read in chunks of any sizes: a method that keeps all of it holds the same, and continues alike; any other
+    evicts after every chunk, so that its memory follows the budget and the chunk. Those without `in_chunks` refuse.
 """
 
 from abc import ABC, abstractmethod
@@ -77,6 +80,7 @@ class KV(Buffers, ABC):
     endless = False  # its size, smaller than the plan, is fixed: a row may generate any number of tokens
     past_context = False  # whether a row of an endless cache may exceed the model's context
     exact_prompt = True  # `attend_prompt` is exact
+    in_chunks = True  # a prompt may be read in chunks
     extends_alike = True  # a row holds after `extend` what it would after as many steps
     attends_to_all = True  # every step attends to all that the row holds
     holds_all = False  # slot i of k and v holds token i, as the full cache's does
@@ -89,6 +93,7 @@ class KV(Buffers, ABC):
     min_slots = 0  # the fewest slots a step may read, because it selects that many
     more_bytes = 0  # that a step reads for each slot of a KV head, beside K and V
     pools: Sequence = ()  # memory beside the buffers, on the host: kv/parts/offload.py
+    whole = 0  # tokens of the prompt that is read, of which `keep` may get the first chunk alone
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
@@ -126,10 +131,15 @@ class KV(Buffers, ABC):
 
     # Many tokens at once
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attends to a whole prompt, then calls `keep`: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D]."""
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0, whole: int = 0) -> Tensor:
+        """Attends to a whole prompt, then calls `keep`: q [1,Hq,T,D], k and v [1,Hk,T,D] -> [1,Hq,T,D].
+
+        Of a prompt of `whole` tokens that is read in chunks, T tokens after its first `pos`.
+        """
+        if pos:
+            return self.prefill_next(row, q, k, v, pos)
         y, *statistics = self.attend_prompt(q, k, v)
-        self.set_sizes(row, k.shape[2])
+        self.begin(row, whole or k.shape[2])
         self.keep(row, q, k, v, *statistics)
         if self.quantizes and self.error is None:
             self.error = attention.error(q, k, v, *self.held(row, k.shape[2]))
@@ -138,6 +148,28 @@ class KV(Buffers, ABC):
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Causal attention of a prompt, exact if `exact_prompt`, and the statistics of it that `keep` takes, if any."""
         return (attention.causal_attention(q, k, v, self.plan.window),)
+
+    def begin(self, row: int, whole: int) -> None:
+        """Runs before the first `keep` of a prompt of `whole` tokens."""
+        self.whole = whole
+        self.set_sizes(row, whole)
+
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """Attends to a later chunk of a prompt, and stores it: q [1,Hq,n,D], k and v [1,Hk,n,D] -> [1,Hq,n,D].
+
+        Unlike `extend`, it adds to the prompt, and no token of the chunk sees another one rounded or evicted.
+        """
+        _, y = self.attend_with(self.held(row, pos), q, k, v, pos)
+        self.append(row, k, v, pos)
+        return y
+
+    def attend_with(self, held: Held, q: Tensor, k: Tensor, v: Tensor, pos: int) -> tuple[Held, Tensor]:
+        """`held`, of the first `pos` tokens, joined with n new ones, and their attention to it [1,Hq,n,D].
+
+        k and v [1,H,n,D] for the H heads of `held`; q [1,Hq,n,D].
+        """
+        both = Held(*(torch.cat(pair, dim=1) for pair in zip(held, Held.new(k[0], v[0], pos), strict=True)))
+        return both, attention.suffix_attention(q, both.k[None], both.v[None])
 
     def finish(self, row: int) -> None:
         """Runs after the last layer's prefill: a method may shrink layers by the statistics of all."""

@@ -42,10 +42,10 @@ class Loaded(Parts):
         self.hold("pool_buffer", pool.buffer)
         self.hold("ticket", pool.ticket(plan.max_prompt))
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.prompt[row] = k.shape[2]
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        self.prompt[row] = pos + k.shape[2]
         for i, x in enumerate((k, v)):
-            self.pool.write(row, 0, x[0].transpose(0, 1), i)
+            self.pool.write(row, pos, x[0].transpose(0, 1), i)
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)

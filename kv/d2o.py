@@ -105,6 +105,8 @@ class D2O(H2O):
     H2O does the rest: what is kept (Equations 7 and 8), and `decode` (Equation 6), which calls `merge`.
     """
 
+    in_chunks = False  # all layers divide the slots, by a whole prompt that waits for them
+
     def __init__(self, plan: Plan, shared: SharedSlots, index: int, options: "D2OMethod"):
         super().__init__(plan, shared.budget, options.sinks, slots=shared)  # recent 1: a lower bound, see `newest`
         self.shared, self.index, self.options = shared, index, options

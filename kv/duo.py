@@ -70,6 +70,9 @@ class Duo(KV):
         for part, *new in self.each(k, v):
             part.append(row, *new, pos)
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        return self.join([part.prefill_next(row, *qkv, pos) for part, *qkv in self.each(q, k, v)])
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         return self.join([part.extend(row, *qkv, pos) for part, *qkv in self.each(q, k, v)])
 

@@ -49,6 +49,10 @@ class Full(Ring):
             self.allocate_size("size", size)
             self.allocate_size("row_slots", size, lambda t: min(t + plan.rewind, plan.planned))
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """Like an extension: it reads the slots where they are, and each token sees no more than a sliding window."""
+        return self.extend(row, q, k, v, pos)
+
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size_of("size", row), self.sinks, k.device, pos)
         slot = ops.ring(kept, self.size_of("row_slots", row), self.sinks)

@@ -28,6 +28,8 @@ from kv.parts.fetched import Fetched
 class InfLLM(Fetched):
     """An entry of the pool is one block of one KV head."""
 
+    queries: Tensor | None = None  # [1,Hq,n,D], while a prompt is read: those from the first block on that is not full
+
     def __init__(self, plan: Plan, layer: int, budget: int, options: "InfLLMMethod", staged: offload.Staged | None):
         (count, blocks), block = options.blocks(plan, budget), options.block
         pool = options.pool(f"layer {layer}", (plan.n_kv_head * blocks, 2, block, plan.head_dim), staged, plan)
@@ -39,36 +41,45 @@ class InfLLM(Fetched):
         size = (plan.n_kv_head, blocks, plan.head_dim)
         self.allocate("representative_sums", *size, dtype=torch.float32)  # the sum of each block's representative keys
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.keep_ends(row, k[0], v[0])
-        length, (sinks, local) = k.shape[2], self.ends_of(row)
-        middle = slice(sinks, length - local)
-        rest = max(0, length - sinks - local)
-        blocks = -(-rest // self.block)
-        if blocks:
-            fill = (0, 0, 0, blocks * self.block - rest)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        if pos:
+            k, v = (torch.cat([old[None], x], dim=2) for old, x in zip(self.held_prompt(row, pos), (k, v), strict=True))
+            q = torch.cat([self.queries, q], dim=2)
+        self.keep_ends(row, k[0, :, pos:], v[0, :, pos:], pos)
+        (sinks, local), length = self.ends_of(row), k.shape[2]
+        done, full = (max(0, n - sinks - local) // self.block for n in (pos, length))  # blocks: before, and now
+        first, last = sinks + done * self.block, length - local
+        if last > first:
+            blocks = -(-(last - first) // self.block)
+            fill = (0, 0, 0, first + blocks * self.block - last)
             for i, x in enumerate((k, v)):
-                cut = torch.nn.functional.pad(x[0, :, middle], fill).unflatten(1, (blocks, self.block))
+                cut = torch.nn.functional.pad(x[0, :, first:last], fill).unflatten(1, (blocks, self.block))
                 for head, entries in enumerate(cut):
-                    self.pool.write(row, head * self.blocks, entries, i)
-            self.representative_sums[row, :, :blocks] = self.represent(row, q, k, blocks)
+                    self.pool.write(row, head * self.blocks + done, entries, i)
+            part = (x[0, :, x.shape[2] - (length - first) :] for x in (q, k))
+            self.representative_sums[row, :, done : done + blocks] = self.represent(row, *part, done, blocks)
+        rest = max(0, length - sinks - full * self.block)  # tokens from the first block on that is not full
+        self.queries = q[:, :, q.shape[2] - rest :].clone() if length < self.whole else None
 
-    def represent(self, row: int, q: Tensor, k: Tensor, blocks: int) -> Tensor:
-        """The sum of each block's representative keys, [Hk,blocks,D] fp32."""
-        (first, local), sums = self.ends_of(row), []
-        last = k.shape[2] - local
-        rest = blocks * self.block - (last - first)
-        for queries, keys in zip(q[0].unflatten(0, (k.shape[1], -1)), k[0], strict=True):
+    def represent(self, row: int, q: Tensor, k: Tensor, done: int, blocks: int) -> Tensor:
+        """The sum of the representative keys of each block after `done` ones, [Hk,blocks,D] fp32.
+
+        q [Hq,n,D] and k [Hk,n,D] of all tokens from the first one of these blocks on.
+        """
+        (sinks, local), sums = self.ends_of(row), []
+        last = k.shape[1] - local
+        rest = blocks * self.block - last
+        for queries, keys in zip(q.unflatten(0, (len(k), -1)), k, strict=True):
             total = queries.double().sum(0).cumsum(0)  # over the group and up to each position; differences cancel
-            following = (total[first + local :] - total[first:last]) / local  # the mean of the next n_local
-            middle = keys[first:last].float()
+            following = (total[local:] - total[:last]) / local  # the mean of the next n_local
+            middle = keys[:last].float()
             score = (following.float() * middle).sum(1)
             score = torch.nn.functional.pad(score, (0, rest), value=-torch.inf).view(blocks, self.block)
             middle = torch.nn.functional.pad(middle, (0, 0, 0, rest)).view(blocks, self.block, -1)  # zeros add nothing
             best = ops.top(score, min(self.reps, self.block))
             chosen = middle.gather(1, best[..., None].expand(-1, -1, middle.shape[2]))[None]  # [1,blocks,reps,D]
             if self.joint:
-                position = torch.arange(blocks, device=k.device)[:, None] * self.block + first + best
+                position = torch.arange(done, done + blocks, device=k.device)[:, None] * self.block + sinks + best
                 chosen = ops.rerotate(chosen, -position[None], self.inv_freq[row, None])  # to position 0
             sums.append(chosen[0].sum(1))
         return torch.stack(sums)

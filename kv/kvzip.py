@@ -68,10 +68,16 @@ class KVzip(Scored):
         return [] if len(prompt) <= self.kept_of(len(prompt)) else self.repetition.texts(prompt, tokenizer)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if k.shape[2] <= self.kept_of(k.shape[2]):
+        if self.whole <= self.kept_of(self.whole):
             super().keep(row, q, k, v)
         else:
             self.parked, self.importance = (k, v), torch.zeros(k.shape[1], 0, device=k.device)
+
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        if self.parked is None:
+            return super().prefill_next(row, q, k, v, pos)
+        self.parked = tuple(torch.cat(pair, dim=2) for pair in zip(self.parked, (k, v), strict=True))
+        return attention.suffix_attention(q, *self.parked)
 
     def observe(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (keys, values), first = self.parked, self.importance.shape[1]

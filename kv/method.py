@@ -46,6 +46,7 @@ class Plan:
     max_length: int = 2**31  # the model's context in tokens
     share: Share | None = None  # of a row's prompt, its budget; None: all rows have the same
     rewind: int = 0  # how many of its newest tokens a row may give back
+    chunk: int = 0  # the most tokens of a prompt that are read at once; 0: all
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
     inv_freq: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
     key_biases: Tensor | None = field(default=None, compare=False)  # [L,Hk,D] fp32, what every key has before RoPE

@@ -75,6 +75,10 @@ class Filter(Full):
             self.look_back(row, q, k[0])
         super().keep(row, q, k, v)
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        self.prompt[row], self.count[row] = pos + k.shape[2], self.layout.count(pos + k.shape[2])
+        return super().prefill_next(row, q, k, v, pos)
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = super().extend(row, q, k, v, pos)
         if self.window > 1:
@@ -137,7 +141,7 @@ class Sparse(Full):
     def __init__(self, plan: Plan, chooser: Filter):
         super().__init__(plan)
         self.chunks, self.most = chooser.chunks, chooser.most
-        self.exact_prompt = self.chunks is None
+        self.exact_prompt = self.in_chunks = self.chunks is None
         self.recent, self.attends_to_all = 1, False
         self.hold("index", chooser.index)
         self.hold("prompt", chooser.prompt)
@@ -191,7 +195,7 @@ class BankSparse(Parts):
         super().__init__(plan, chooser.most, prompt=chooser.prompt)
         self.bank, self.chunks = chooser.bank, chooser.chunks
         self.stored, self.quantizes = quant.Vectors(plan, self.bank.bits), self.bank.bits < 16
-        self.exact_prompt = self.chunks is None
+        self.exact_prompt = self.in_chunks = self.chunks is None
         self.hold("index", chooser.index)
         self.at = self.bank.layers.index(layer)  # of the layer in an entry of the pool
         self.hold("column", torch.tensor([self.at], device=plan.device))  # the same: layers share compiled code
@@ -200,10 +204,10 @@ class BankSparse(Parts):
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return super().attend_prompt(q, k, v) if self.exact_prompt else (self.chunks.attend(q, k, v),)
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        position = torch.arange(k.shape[2], device=k.device)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        position = torch.arange(pos, pos + k.shape[2], device=k.device)
         for i, x in enumerate(self.stored.pack(k, v, position, row)):
-            self.bank.pool.write(row, 0, x[0].transpose(0, 1), self.at, i)
+            self.bank.pool.write(row, pos, x[0].transpose(0, 1), self.at, i)
 
     def held_prompt(self, row: int, prompt: int) -> tuple[Tensor, Tensor]:
         k, v = self.bank.pool.read(row, prompt)[:, self.at].permute(1, 2, 0, 3)[:, None]  # [1,Hk,T,...]

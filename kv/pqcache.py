@@ -34,10 +34,12 @@ class PQCache(FetchedTokens):
         self.allocate("codes", heads, self.partitions, plan.planned + 1, dtype=torch.uint8)
         self.read_codes = ops.symbol(plan.planned, plan.device)
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().keep(row, q, k, v)
-        rounds = self.rounds if k.shape[2] <= LONG else min(self.rounds, 1)
-        for head, keys in enumerate(k[0]):
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        super().keep(row, q, k, v, pos)
+        if pos + k.shape[2] < self.whole:  # only the last chunk knows all keys
+            return
+        rounds = self.rounds if self.whole <= LONG else min(self.rounds, 1)
+        for head, keys in enumerate(self.held_prompt(row, self.whole)[0] if pos else k[0]):
             for part, x in enumerate(keys.float().chunk(self.partitions, dim=1)):
                 centroids, codes = cluster(x, self.centroids.shape[3], rounds)
                 self.centroids[row, head, part] = torch.inf  # centroids that a short prompt lacks are nearest to no key

@@ -89,6 +89,14 @@ class SimLayer(Ring):
         regions.first.append(self.first)
         regions.size.append(self.size)
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """The first chunk that ends beyond the window decides; before it, all layers keep all and none is lazy."""
+        if pos > self.regions.window:
+            return super().prefill_next(row, q, k, v, pos)
+        both, y = self.attend_with(self.held(row, pos), q, k, v, pos)
+        self.keep(row, q, both.k[None], both.v[None])
+        return y
+
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         between = slice(self.sinks, max(k.shape[2] - self.recent, 0))
         last = attention.window_scores(q, k, 1)  # the attention of the last query, [Hk,G,T-1]

@@ -44,6 +44,9 @@ class Streaming(Full):
         self.shift.copy_(torch.where(past.flatten(), (pos + 1 - self.size).clamp(min=0), self.shift))
         keys.copy_(torch.where(past, ops.rerotate(self.sink_keys, self.shift[:, None, None], self.inv_freq), keys))
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        return KV.prefill_next(self, row, q, k, v, pos)  # its window is for what a chunk leaves behind
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         if not self.sinks or pos + k.shape[2] <= self.plan.max_length:
             return super().extend(row, q, k, v, pos)

@@ -53,10 +53,11 @@ class Tailored(FetchedTokens):
         self.allocate("channel", plan.n_kv_head, self.channels, dtype=torch.int64)
         self.hold("ticket", self.channel_pool.ticket(plan.n_kv_head * self.channels))
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().keep(row, q, k, v)
-        self.channel_pool.write(row, 0, k[0].mT.flatten(0, 1), slice(0, k.shape[2]))
-        self.largest[row] = k[0].abs().amax(1)
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        super().keep(row, q, k, v, pos)
+        self.channel_pool.write(row, 0, k[0].mT.flatten(0, 1), slice(pos, pos + k.shape[2]))
+        largest = k[0].abs().amax(1)
+        self.largest[row] = torch.maximum(self.largest[row], largest) if pos else largest
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)

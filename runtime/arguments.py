@@ -114,13 +114,15 @@ def renamed(max_new_tokens: object) -> object:
     return max_new_tokens
 
 
-def check_sizes(batch: object, max_prompt: object, room: object, speculate: object) -> None:
+def check_sizes(batch: object, max_prompt: object, room: object, speculate: object, chunk: object) -> None:
     check_count("batch", batch)
     check_count("room", room)
     if max_prompt is not None:
         check_count("max_prompt", max_prompt)
     if speculate != 0:
         check_count("speculate", speculate)
+    if chunk != 0:
+        check_count("chunk", chunk)
     if batch > 2**16:
         raise ValueError(f"{batch} rows exceed the memory of any machine; lower --batch")
 

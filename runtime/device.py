@@ -82,7 +82,7 @@ def memory_errors() -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"out of memory ({reason}): shorten the prompt, lower --max-new-tokens, --batch or "
+            f"out of memory ({reason}): shorten the prompt, read it by --chunk, lower --max-new-tokens, --batch or "
             "--budget, or choose a --kv that keeps less"
         ) from None
 

@@ -26,6 +26,7 @@ def plan_for(
     room: int,
     rewind: int = 0,
     ranks: Ranks = ALONE,
+    chunk: int = 0,
 ) -> Plan:
     """What KV methods receive about a model and a plan. Raises ValueError if no machine could hold it."""
     if batch * (max_prompt + room) > 2**40:
@@ -35,7 +36,7 @@ def plan_for(
     heads = {"n_layer": c.n_layer, "n_head": c.n_head, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim, "dim": c.dim}
     rope = {"rope_type": c.rope["rope_type"], "rope_theta": c.rope["rope_theta"]}
     sizes = {"batch": batch, "max_prompt": max_prompt, "room": room}
-    limits = {"window": c.window, "max_length": c.max_length}
+    limits = {"window": c.window, "max_length": c.max_length, "chunk": chunk if chunk < max_prompt else 0}
     return Plan(**heads, **rope, **sizes, **limits, dtype=dtype, device=device, rewind=rewind, ranks=ranks)
 
 
@@ -47,7 +48,7 @@ def longest_prompt(c: ModelConfig, new: int) -> int:
 def plan_of(engine, max_prompt: int, room: int) -> Plan:
     """The plan of an engine for prompts of `max_prompt` tokens."""
     sizes = engine.batch, max_prompt, room, engine.speculate
-    return plan_for(engine.config, engine.dtype, engine.device, *sizes, engine.ranks)
+    return plan_for(engine.config, engine.dtype, engine.device, *sizes, engine.ranks, engine.chunk)
 
 
 def check(
@@ -59,15 +60,16 @@ def check(
     max_prompt: int | None = None,
     room: int = 256,
     speculate: int = 0,
+    chunk: int = 0,
 ) -> None:
     """Raises ValueError if `Engine.use` cannot have these arguments. model: an engine, or `read_known`'s result."""
-    arguments.check_sizes(batch, max_prompt, room, speculate)
+    arguments.check_sizes(batch, max_prompt, room, speculate, chunk)
     methods.parse_options(kv, options)
     prompt = longest_prompt(model.config, room) if max_prompt is None else max_prompt
     if prompt > model.config.max_length:
         raise ValueError(f"max_prompt is {prompt} and the model's context is {model.config.max_length}")
     sizes = batch, prompt, room, speculate
-    plan = plan_for(model.config, model.dtype, model.device, *sizes, model.ranks)
+    plan = plan_for(model.config, model.dtype, model.device, *sizes, model.ranks, chunk)
     with compile_errors():
         compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
     methods.planned_bytes(kv, plan, budget, options, model.profile)

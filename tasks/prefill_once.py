@@ -118,10 +118,12 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         length: int = 0,
         progress: Callable[[Iterable], Iterable] = iter,
         again: Iterable[Tensor] = (),
+        chunk: int = 0,
     ) -> Tensor:
         layers, rope = engine.layers, length if c.rope["rope_type"] == "dynamic" else 0
-        if not all(layer.exact_prompt for layer in layers):
-            return prefill(row, tokens, length, progress, again)
+        if 0 < chunk < tokens.numel() or not all(layer.exact_prompt for layer in layers):
+            # In chunks, the method decides what the layers above receive.
+            return prefill(row, tokens, length, progress, again, chunk)
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
             alike = [p for (_, own), p in recorded.items() if own == rope and p.base is None]
@@ -139,7 +141,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
             q, k, v = (x.to(engine.device) for x in prompt.vectors(i, tokens.numel()))
             if layer.statistics and (i, layer.statistics) not in prompt.statistics:
                 prompt.statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
-            layer.set_sizes(row, tokens.numel())
+            layer.begin(row, tokens.numel())
             layer.keep(row, q, k, v, *prompt.statistics.get((i, layer.statistics), ()))
         model.finish(row, tokens.numel(), again)
         return prompt.logits

@@ -48,6 +48,8 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--kv-bits", dest="kv_opt", action="append", type="bits={}".format, metavar="N", help=bits)
     drafts = "the method drafts N tokens at a time, and the full cache verifies them (in 16 bits but for near ties)"
     add("--speculate", type=int, metavar="N", help=drafts)
+    less = "read prompts at most N tokens at a time, which takes less memory; methods that evict do so after each time"
+    add("--chunk", type=int, metavar="N", help=less)
     add("--list-kv", action="store_true", help="list the KV methods and exit")
     add("--kv-help", metavar="NAME", help="what a KV method does, and its options")
     add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default: 256; demo: 64)")
@@ -119,6 +121,8 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
         raise ValueError("--stop: the text is empty")
     if args.speculate is not None and args.speculate < 1:
         raise ValueError(f"--speculate must be at least 1, not {args.speculate}")
+    if args.chunk is not None and args.chunk < 1:
+        raise ValueError(f"--chunk must be at least 1, not {args.chunk}")
     for flag in ("--json", "--out", "--save-prompt"):
         check_output(getattr(args, flag[2:].replace("-", "_")), flag)
     if args.out and args.batch_file and Path(args.out).resolve() == Path(args.batch_file).resolve():
@@ -131,14 +135,14 @@ def check(args: argparse.Namespace, prompts: dict[str | int, str], ranks: int) -
     if saves and args.out is not None:
         raise ValueError("--save-prompt answers nothing: leave out --out")
     brought = {"--kv": args.kv, "--budget": args.budget, "options": args.kv_opt, "--speculate": args.speculate}
-    brought |= {"--max-prompt": args.max_prompt, "--chat": args.chat or None}
+    brought |= {"--max-prompt": args.max_prompt, "--chunk": args.chunk, "--chat": args.chat or None}
     if loads and (given := [flag for flag, value in brought.items() if value is not None]):
         raise ValueError(f"--load-prompt brings method, sizes and format: leave out {', '.join(given)}")
 
 
 def asked(args: argparse.Namespace) -> str:
     """The flags that decide an answer, so that one is not taken for that of other flags."""
-    names = ("kv", "budget", "kv_opt", "speculate", "chat", "system", "stop", "max_new_tokens", "generation_config")
+    names = "kv budget kv_opt speculate chunk chat system stop max_new_tokens generation_config".split()
     given = {name: getattr(args, name) for name in (*names, *SAMPLING)}
     files = {name: getattr(args, name) and str(Path(getattr(args, name)).resolve()) for name in FILES}
     return json.dumps(given | files)

@@ -66,6 +66,7 @@ def measured(engine: Engine) -> dict:
         "budget": engine.budget,
         "options": engine.options,
         "speculate": engine.speculate,
+        "chunk": engine.chunk,
         "max_prompt": engine.plan.max_prompt,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),

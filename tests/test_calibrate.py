@@ -17,9 +17,9 @@ from terminal.cli import run as run_main
 
 
 class Spy(Full):
-    def prefill(self, row, q, k, v):
+    def prefill(self, row, q, k, v, **chunk):
         self.seen = q[0], k[0]
-        return super().prefill(row, q, k, v)
+        return super().prefill(row, q, k, v, **chunk)
 
 
 def spy(engine: Engine) -> list[Spy]:

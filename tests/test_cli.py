@@ -332,6 +332,16 @@ def test_the_step_is_compiled_if_many_tokens_are_asked_for(text_checkpoint, flag
         generate.main(["--checkpoint", str(text_checkpoint), "--prompt", "x", *flags])
 
 
+def test_a_prompt_is_read_in_chunks(tiny_checkpoint):
+    flags = ("--checkpoint", tiny_checkpoint, "--prompt", "fog " * 30, "--json", *SHORT)
+    whole, chunked = run(*flags), run(*flags, "--chunk", 16)
+    reports = [json.loads(result.stdout) for result in (whole, chunked)]
+    assert [report["chunk"] for report in reports] == [0, 16]
+    tokens, digests = ({report["completions"][0][key] for report in reports} for key in ("text", "request_digest"))
+    assert len(tokens) == 1 and len(digests) == 2
+    assert chunked.stderr.count("-- prefill") == whole.stderr.count("-- prefill") == 1
+
+
 def test_drafts_are_reported_under_the_name_of_the_full_cache(text_checkpoint):
     flags = ("--kv", "streaming", "--budget", "64", "--speculate", "2")
     result = run("--checkpoint", text_checkpoint, "--prompt", "fog " * 100, *SHORT, *flags)
@@ -656,6 +666,10 @@ MISTAKES = {
         ["--prompt", "x", "--speculate", "2", "--repetition-penalty", "1.1"],
         ["leave out --speculate, or set --repetition-penalty 1"],
     ),
+    "a chunk of 0": (["--prompt", "x", "--chunk", "0"], ["--chunk must be at least 1, not 0"]),
+    "a chunk of x": (["--prompt", "x", "--chunk", "x"], ["--chunk"]),
+    "chunks of a saved prompt": (["--prompt", "x", "--load-prompt", "x", "--chunk", "9"], ["leave out --chunk"]),
+    "d2o in chunks": (["--prompt", "x", "--kv", "d2o", "--budget", "99", "--chunk", "9"], ["d2o", "leave out --chunk"]),
     "budget not a number": (["--prompt", "x", "--budget", "many"], ["--budget"]),
 }
 
@@ -672,7 +686,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(text_checkpoint, mistake):
     assert_refused(run("--checkpoint", text_checkpoint, *flags), *words)
 
 
-@pytest.mark.parametrize("mistake", ("unknown method", "small budget", "no budget", "budget for full", None))
+@pytest.mark.parametrize("mistake", ("unknown method", "small budget", "budget for full", "d2o in chunks", None))
 def test_a_mistake_is_named_before_the_weights_are_read(text_checkpoint, tmp_path, mistake, monkeypatch):
     monkeypatch.setattr("runtime.load.load_checkpoint", lambda *_: pytest.fail("read"))
     flags, words = MISTAKES[mistake] if mistake else (["--prompt", "x"], ["tokenizer"])

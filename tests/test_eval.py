@@ -320,6 +320,8 @@ def test_a_sample_that_cannot_be_asked_fails_alone_and_keeps_its_number(tiny_che
         (["--length", "99999"], "the model's context is"),
         (["--length", "150"], "niah_single_1: a length of 150 tokens is too short"),
         (["--samples", "0"], "--samples must be at least 1"),
+        (["--chunk", "0"], "--chunk must be at least 1"),
+        (["--kv", "full,d2o", "--chunk", "100"], "d2o with these options needs a whole prompt at once: leave out"),
         (["--tasks", "qa_1"], "--data"),
         (["--progress", "/nowhere/progress"], "not a file in an existing folder"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
@@ -383,6 +385,19 @@ def test_what_prompts_have_in_common_runs_through_the_model_once(kv, text_checkp
     assert len(ran) == 7
     for a, b in zip(expected * 2, shared, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv, budget", (("full", None), ("snapkv", 16)))
+def test_a_prompt_in_chunks_is_each_methods_own(kv, budget, tiny_checkpoint):
+    engine = Engine.load(tiny_checkpoint, compile=False)
+    recorded, found = prefill_once(engine), []
+    for chunk in (0, 33, 200):
+        engine.use(kv, budget, {}, max_prompt=100, chunk=chunk)
+        found.append(engine.logits(list(range(3, 103)), [4, 5]))
+    assert len(recorded) == 1 and torch.equal(found[0], found[2])
+    own = Engine.load(tiny_checkpoint, kv, budget, compile=False, max_prompt=100, chunk=33)
+    assert torch.equal(found[1], own.logits(list(range(3, 103)), [4, 5]))
+    assert ((found[0] - found[1]).abs().max() > 1e-3) == (kv == "snapkv")
 
 
 def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):

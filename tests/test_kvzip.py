@@ -94,7 +94,7 @@ def test_a_system_prompt_stays(tokenizer):
     prompt = tokenizer.chat("How many? " * 9, "Be brief.")
     layer.second_pass(prompt, tokenizer)
     q, k, v = (x[None] for x in text(layer.plan, len(prompt), 0))
-    layer.keep(0, q, k, v)
+    layer.prefill(0, q, k, v)
     layer.importance = torch.arange(len(prompt)).float().expand(k.shape[1], -1) / 1000
     layer.finish(0)
     n = opening(prompt, tokenizer)

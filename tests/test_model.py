@@ -365,9 +365,9 @@ class Recorder(Full):
         super().__init__(plan)
         self.layer, self.wants_lookahead, self.calls = layer, looks, calls
 
-    def prefill(self, row, q, k, v):
+    def prefill(self, row, q, k, v, **chunk):
         self.calls.append(("prefill", self.layer, row))
-        return super().prefill(row, q, k, v)
+        return super().prefill(row, q, k, v, **chunk)
 
     def finish(self, row):
         self.calls.append(("finish", self.layer, row))

@@ -264,7 +264,7 @@ def test_stage_1_allocates_no_more_than_one_heads_window_scores():
     q, k = torch.randn(1, 6, 4096, D), torch.randn(1, 2, 4096, D)
     layer = SnapKV(replace(make_plan(), max_prompt=4096), lambda prompt: (200, 8), Kernels(63))
     with TensorSizes() as sizes:
-        layer.choose(0, q, Held.new(k[0], k[0]), 4096)
+        layer.choose(0, q, Held.new(k[0], k[0]), 4096, 4096)
     assert max(sizes.found) <= 3 * max(8, D) * 4096 * 2
 
 

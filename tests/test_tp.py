@@ -94,6 +94,8 @@ def cases(folders) -> dict[str, dict]:
     found = {name: {"checkpoint": str(folders["llama"]), "use": use(name)} for name in VARIANTS}
     found |= {f"{name}, full": {"checkpoint": str(folder), "use": use("full")} for name, folder in folders.items()}
     found["full, compiled"] = found["full"] | {"compile": True}
+    for name in ("tova", "snapkv", "simlayer", "infllm"):
+        found[f"{name}, in chunks"] = {"checkpoint": str(folders["llama"]), "use": use(name, chunk=17)}
     found["speculation"] = {"checkpoint": str(folders["llama"]), "use": use("rocketkv", speculate=3)}
     return found
 
@@ -128,8 +130,11 @@ class Apart(nn.Module):
         ]
         return torch.cat([getattr(p, name)(*own, **more) for p, *own in zip(self.parts, *shares, strict=True)], 1)
 
-    def prefill(self, row, q, k, v):
-        return self.each("prefill", row, q, k, v)
+    def prefill(self, row, q, k, v, **chunk):
+        return self.each("prefill", row, q, k, v, **chunk)
+
+    def second_pass(self, prompt, tokenizer):
+        return []
 
     def extend(self, row, q, k, v, pos):
         return self.each("extend", row, q, k, v, pos=pos)

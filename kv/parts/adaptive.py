@@ -77,15 +77,38 @@ class Adaptive:
         return [Held(k[None, cell], v[None, cell], position[None, cell]) for cell in own]
 
     def held(self, row: int, length: int) -> Held:
-        k, v, position = ([x[0] for x in heads] for heads in zip(*self.heads(row, length), strict=True))
-        pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        return Held(pad(k), pad(v), pad(position, padding_value=-1))
+        return side_by_side(self.heads(row, length))
+
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """As if each head were a layer, but for the choice."""
+        if not self.gone[row]:  # all heads hold all
+            return super().prefill_next(row, q, k, v, pos)
+        heads, end = self.heads(row, pos), pos + k.shape[2]
+        new = (x.chunk(len(heads), dim=1) for x in (q, self.copied(k), self.copied(v)))
+        held, ys, scores = [], [], []
+        for head, (own, *qkv) in enumerate(zip(heads, *new, strict=True)):
+            both, y = self.attend_with(own, *qkv, pos)
+            held.append(both)
+            ys.append(y)
+            scores.append(self.ranked(row, qkv[0], both, end, self.whole).expand(len(heads), -1)[head])
+        scores = padded(scores, padding_value=-torch.inf)
+        self.hold_best(row, *self.best(scores, self.kept_of(self.whole)), side_by_side(held), end)
+        return torch.cat(ys, dim=1)
 
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         self.append(row, k, v, pos)
         heads = self.heads(row, pos + k.shape[2])
         groups = zip(q.chunk(len(heads), dim=1), heads, strict=True)
         return torch.cat([attention.suffix_attention(q, held.k[None], held.v[None]) for q, held in groups], dim=1)
+
+
+padded = partial(pad_sequence, batch_first=True, padding_side="left")
+
+
+def side_by_side(heads: list[Held]) -> Held:
+    """What heads [1,n,...] hold, padded in front to the longest of them."""
+    k, v, position = ([x[0] for x in each] for each in zip(*heads, strict=True))
+    return Held(padded(k), padded(v), padded(position, padding_value=-1))
 
 
 @dataclass(frozen=True)

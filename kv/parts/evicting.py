@@ -83,7 +83,10 @@ class Evicting(KV):
         tokens = Held.new(k[0], v[0])
         self.compress(row, tokens, *self.rank(row, q, k, tokens))
 
-    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        return self.extend(row, q, k, v, pos, prompt=True)
+
+    def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int, prompt: bool = False) -> Tensor:
         """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
         old = self.held(row, pos)
         keys = old.k[None]
@@ -93,7 +96,7 @@ class Evicting(KV):
         keys, values = torch.cat([keys, k], dim=2), torch.cat([old.v[None], v], dim=2)
         y = attention.suffix_attention(q, keys, values)
         tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
-        self.compress(row, tokens, *self.rank(row, q, keys, tokens), prompt=False)
+        self.compress(row, tokens, *self.rank(row, q, keys, tokens), prompt)
         return y
 
     def compress(self, row: int, tokens: Held, importance: Tensor, sums: list[Tensor], prompt: bool = True) -> None:

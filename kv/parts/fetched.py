@@ -90,12 +90,27 @@ class Parts(KV):
     def slots_to_read(self, length: int, new: int) -> int:
         return self.first_generated + max(new, 1)
 
-    def keep_ends(self, row: int, k: Tensor, v: Tensor) -> None:
-        """Stores the first `sinks` tokens of a prompt, and its last, in the slots of the ends: k and v [Hk,T,D]."""
-        self.prompt[row] = length = k.shape[1]
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        _, y = self.attend_with(Held.new(*self.held_prompt(row, pos)), q, k, v, pos)
+        self.keep(row, q, k, v, pos)
+        return y
+
+    @abstractmethod
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        """Stores T tokens of a prompt after its first `pos`, those of the chunks before."""
+
+    def keep_ends(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        """Stores the first `sinks` tokens of a prompt, and its last, in the slots of the ends: k and v [Hk,T,D].
+
+        Of a prompt of which the row has `pos` tokens, and whose next ones these are.
+        """
+        self.prompt[row] = pos + k.shape[1]
         sinks, local = self.ends_of(row)
-        ends = torch.arange(min(length, sinks + local), device=k.device)
-        ends = torch.where(ends < sinks, ends, ends + max(0, length - sinks - local))
+        if pos:
+            old = slice(min(pos, sinks + local))
+            k, v = torch.cat([self.k[row, :, old], k], dim=1), torch.cat([self.v[row, :, old], v], dim=1)
+        ends = torch.arange(min(k.shape[1], sinks + local), device=k.device)
+        ends = torch.where(ends < sinks, ends, ends + max(0, k.shape[1] - sinks - local))
         self.k[row, :, : len(ends)], self.v[row, :, : len(ends)] = k[:, ends], v[:, ends]
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
@@ -187,10 +202,10 @@ class FetchedTokens(Fetched):
         self.allocate_size("chosen", budget, lambda t: options.sizes(plan, t)[1])  # how many tokens to fetch
         self.reach = options.reach(plan)
 
-    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.keep_ends(row, k[0], v[0])
+    def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int = 0) -> None:
+        self.keep_ends(row, k[0], v[0], pos)
         for i, x in enumerate((k, v)):
-            self.pool.write(row, 0, x[0].transpose(0, 1).flatten(0, 1), i)
+            self.pool.write(row, pos * self.plan.n_kv_head, x[0].transpose(0, 1).flatten(0, 1), i)
 
     def views(self, row: int, length: int) -> Views:
         yield from super().views(row, length)

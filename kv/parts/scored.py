@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv.base import KV, Held, Views
 from kv.method import Plan, option
-from kv.parts import attention, ops, quant
+from kv.parts import ops, quant
 from kv.parts.adaptive import HeadBudgets
 
 LAG = 1  # steps that may have stored a token which the host has not read when it makes room
@@ -75,9 +75,21 @@ class Scored(KV):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self.every:
-            self.prompt[row] = self.prompts[row] = k.shape[2]
+            self.prompt[row] = self.prompts[row] = self.whole
         tokens, end = Held.new(k[0], v[0]), k.shape[2]
-        self.hold_best(row, *self.choose(row, q, tokens, end), tokens, end)
+        self.hold_best(row, *self.choose(row, q, tokens, end, self.whole), tokens, end)
+
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        """A row whose budget what it holds and the chunk exceed keeps the best of them, by the chunk's queries."""
+        end = pos + k.shape[2]
+        held, y = self.attend_with(self.held(row, pos), q, self.copied(k), self.copied(v), pos)
+        if held.k.shape[1] > self.kept_of(self.whole):
+            self.hold_best(row, *self.choose(row, q, held, end, self.whole), held, end)
+        else:  # nothing is gone yet
+            self.append(row, k, v, pos)
+            self.rows[row] = end
+            self.position[row, :, pos:end] = held.position[:, pos:]
+        return y
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
@@ -93,25 +105,27 @@ class Scored(KV):
         k, v = self.stored.pack(k[None], v[None], position[None], row)
         self.k[row, :, slots], self.v[row, :, slots] = k[0], v[0]
 
-    def choose(
-        self, row: int, q: Tensor | None, tokens: Held, end: int, prompt: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def choose(self, row: int, q: Tensor | None, tokens: Held, end: int, prompt: int) -> tuple[Tensor, Tensor]:
         """Which of a row's `tokens`, all before position `end`, each of the H heads that store tokens keeps.
 
         Returns heads [H,1], or [H,n], and the indices of their tokens, ascending [H,n].
-        prompt: the length whose budget they have, by default theirs.
+        prompt: the length whose budget they have.
         """
-        prompt, index = prompt or end, torch.arange(tokens.k.shape[1], device=tokens.k.device)
-        self.row, self.end, self.latest, kept = row, end, self.window_of(prompt), self.kept_of(prompt)
+        kept = self.kept_of(prompt)
+        if tokens.k.shape[1] <= kept:
+            return self.each_head(torch.arange(tokens.k.shape[1], device=tokens.k.device))
+        return self.best(self.ranked(row, q, tokens, end, prompt), kept)
+
+    def ranked(self, row: int, q: Tensor | None, tokens: Held, end: int, prompt: int) -> Tensor:
+        """The scores that `choose` compares, [H,N]; infinite for what stays anyway."""
+        index = torch.arange(tokens.k.shape[1], device=tokens.k.device)
+        self.row, self.end, self.latest, self.at = row, end, self.window_of(prompt), tokens.position
         if q is not None:
             self.latest = min(self.latest, q.shape[2])  # of a short text
-        if len(index) <= kept:
-            return self.each_head(index)
         always = (index < self.sinks) | (index >= len(index) - self.latest)
-        self.at = tokens.position
         scores = self.score(q, tokens.k[None], tokens.v[None]).float()
         self.at = None
-        return self.best(scores.masked_fill(always, torch.inf), kept)
+        return scores.masked_fill(always, torch.inf)
 
     def best(self, scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
         """Of scores [H,T], the `kept` best of each head, as `choose` returns them."""
@@ -172,9 +186,7 @@ class Scored(KV):
             return super().extend(row, q, k, v, pos)
         self.make_room(row, pos)
         end = pos + k.shape[2]
-        new = Held.new(self.copied(k)[0], self.copied(v)[0], pos)
-        held = Held(*(torch.cat(pair, dim=1) for pair in zip(self.held(row, pos), new, strict=True)))
-        y = attention.suffix_attention(q, held.k[None], held.v[None])
+        held, y = self.attend_with(self.held(row, pos), q, self.copied(k), self.copied(v), pos)
         if self.queries:
             last = torch.arange(max(pos, end - self.past.shape[2]), end, device=k.device)
             self.past[row, :, last % self.past.shape[2]] = q[0, :, last - pos]

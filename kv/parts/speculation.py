@@ -29,8 +29,8 @@ class Speculation(KV):
         if draft.holds_all:
             self.full.k, self.full.v = draft.k, draft.v
 
-    def set_sizes(self, row: int, prompt: int) -> None:
-        self.draft.set_sizes(row, prompt)
+    def begin(self, row: int, whole: int) -> None:
+        self.draft.begin(row, whole)
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.draft.keep(row, q, k, v)
@@ -49,14 +49,26 @@ class Speculation(KV):
         self.draft.insert(k, v, pos, active)
         return y
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        y = self.full.extend(row, q, k, v, pos)
+        if not self.rank_again(row, q, pos + k.shape[2]):
+            self.draft.prefill_next(row, q, k, v, pos)
+        return y
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         y = self.full.extend(row, q, k, v, pos)
-        if isinstance(self.draft, Scored) and self.draft.slots < self.plan.planned:
-            held = self.full.held(row, pos + k.shape[2])
-            self.draft.keep(row, q, held.k[None], held.v[None])
-        else:
+        self.draft.whole = pos + k.shape[2]  # whose budget the draft has
+        if not self.rank_again(row, q, pos + k.shape[2]):
             self.draft.append(row, k, v, pos)
         return y
+
+    def rank_again(self, row: int, q: Tensor, length: int) -> bool:
+        """Whether the draft ranks a prompt's tokens; it then chooses from all `length` tokens of the row."""
+        if not isinstance(self.draft, Scored) or self.draft.slots == self.plan.planned:
+            return False
+        held = self.full.held(row, length)
+        self.draft.keep(row, q, held.k[None], held.v[None])
+        return True
 
     def finish(self, row: int) -> None:
         self.draft.finish(row)

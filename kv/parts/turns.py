@@ -31,6 +31,13 @@ class Turns:
         self.record(row, 0, k[0], v[0])
         self.choose_anew(row, q, k, v, 0)
 
+    def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
+        self.prompt[row] = pos + k.shape[2]
+        keys, values = (torch.cat(x, dim=2) for x in zip(self.everything(row, pos), (k, v), strict=True))
+        self.record(row, pos, k[0], v[0])
+        self.choose_anew(row, q, keys, values, 0)
+        return attention.suffix_attention(q, keys, values)
+
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         self.join(row, pos)
         self.record(row, pos, k[0], v[0])

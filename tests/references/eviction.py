@@ -163,6 +163,36 @@ class SlowEvict:
     def observe(self, layer: int, q: Tensor, k: Tensor) -> None:
         """Measures a layer's prompt, in fp64: q [Hq,T,D], k [Hk,T,D]."""
 
+    def read(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`prefill` in chunks: a chunk's queries attend to what is held and to the chunk; then the layer shrinks.
+
+        Returns the outputs [Hq,T,D].
+        """
+        if layer == 0:
+            self.begin()
+        q, k, v, end, y = q.double(), k.double(), v.double(), 0, torch.empty_like(q)
+        self.prompt = k.shape[1]
+        self.length.append(0)
+        self.tokens.append([[] for _ in range(self.plan.n_kv_head)])
+        for n in sizes:
+            end += n
+            self.length[layer] = end
+            for kv_head, tokens in enumerate(self.tokens[layer]):
+                for i in range(end - n, end):
+                    tokens.append(Token(i, k[kv_head, i], v[kv_head, i]))
+                    keys, values = (torch.stack([getattr(t, x) for t in tokens]) for x in ("key", "value"))
+                    attention = group_attention(self.heads(q, kv_head)[:, i], keys)
+                    self.heads(y, kv_head)[:, i] = attention @ values
+                    self.seen(layer, kv_head, attention.sum(0).tolist())
+            self.shrink_all(layer)
+        return y
+
+    def seen(self, layer: int, kv_head: int, attention: list[float]) -> None:
+        """Receives the attention that a query of a chunk gave each token so far."""
+
+    def shrink_all(self, layer: int) -> None:
+        """Drops tokens of a layer after a chunk."""
+
     def finish(self) -> None:
         """Shrinks every layer once all layers hold the prompt."""
 
@@ -252,6 +282,15 @@ class SlowH2O(SlowEvict):
         for layer in range(self.plan.n_layer):
             for kv_head in range(self.plan.n_kv_head):
                 self.shrink(layer, kv_head)
+
+    def seen(self, layer: int, kv_head: int, attention: list[float]) -> None:
+        for token, one in zip(self.tokens[layer][kv_head], attention, strict=True):
+            token.see(one)
+
+    def shrink_all(self, layer: int) -> None:
+        self.sizes = self.counts()
+        for kv_head in range(self.plan.n_kv_head):
+            self.shrink(layer, kv_head)
 
     def shrink(self, layer: int, kv_head: int) -> None:
         """Keeps S_l tokens of a prompt: the protected ones and the best of the others (Equations 7 and 8)."""

@@ -93,6 +93,9 @@ class SlowExpected(SlowScored):
     def observed(self, held: int) -> int:
         return self.option["every"]
 
+    def chunk_observed(self, held: int, chunk: int) -> int:
+        return chunk
+
     def rotation(self, length: int) -> Tensor:
         """R: the mean of the rotation matrices of the positions length ... length + future - 1: [D,D]."""
         future, eye = self.option["future"], torch.eye(self.plan.head_dim, dtype=torch.float64)
@@ -234,11 +237,18 @@ class SlowTOVA(SlowEvict):
 
     def finish(self) -> None:
         for layer in range(self.plan.n_layer):
-            if self.prompt > self.budget:
-                *older, last = self.tokens[layer][0]
-                means = self.means(layer)
-                top = highest(older, self.budget - 1, lambda token, means=means: means[token.position])
-                self.hold(layer, [*top, last])
+            self.shrink_all(layer)
+
+    def shrink_all(self, layer: int) -> None:
+        if len(self.tokens[layer][0]) > self.budget:
+            *older, last = self.tokens[layer][0]
+            means = self.means(layer)
+            top = highest(older, self.budget - 1, lambda token: means[token.position])
+            self.hold(layer, [*top, last])
+
+    def seen(self, layer: int, kv_head: int, attention: list[float]) -> None:
+        self.weights += [[[] for _ in range(self.plan.n_kv_head)]] * (len(self.weights) == layer)
+        self.weights[layer][kv_head] = attention
 
     def after(self, layer: int, kv_head: int, attention: list[float]) -> None:
         self.weights[layer][kv_head] = attention

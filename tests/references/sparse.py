@@ -9,6 +9,7 @@ or a query head in methods that keep or choose tokens for each query head.
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -240,6 +241,40 @@ class SlowRanked(Slow):
             return list(range(keys.shape[0]))
         return best(self.ranks(q, keys, self.values(head)), share)
 
+    def chunk_observed(self, held: int, chunk: int) -> int:
+        """How many of the newest queries choose from `held` tokens after a chunk of a prompt: as `observed`."""
+        return held
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Stores a prompt in chunks: after each, the n best of what was held and of the chunk stay.
+
+        n is the share of the whole prompt; the chunk's queries choose as a prompt's do. Returns the outputs [Hq,T,D]:
+        a token attends to what was held before its chunk, and to the chunk up to itself.
+        """
+        heads, end, y = range(self.plan.n_kv_head if self.shared else self.plan.n_head), 0, torch.empty_like(q)
+        share, self.stored = self.prompt_share(sum(sizes)), [[] for _ in heads]
+        for n in sizes:
+            end += n
+            self.text = Text(self.plan, q[:, :end], k[:, :end], v[:, :end])
+            held = [[*self.stored[head], *range(end - n, end)] for head in heads]
+            for head, i in product(heads, range(n)):
+                at = self.query_heads(head)
+                seen = held[head][: len(held[head]) - n + i + 1]
+                y[at, end - n + i] = self.attend(head, self.text.queries[at, end - n + i], seen).float()
+            if sum(map(len, held)) > share * len(heads):
+                queries = [
+                    self.text.queries[self.query_heads(h), -self.chunk_observed(len(held[h]), n) :] for h in heads
+                ]
+                ranks = [self.ranks(queries[h], self.keys(h)[held[h]], self.values(h)[held[h]]) for h in heads]
+                equal = self.option.get("heads") != "adaptive"
+                chosen = (
+                    [best(x, share) for x in ranks] if equal else adaptive_heads(ranks, share, self.option["alpha"])
+                )
+                held = [[held[h][i] for i in chosen[h]] for h in heads]
+            self.stored = held
+        self.kept = [list(positions) for positions in self.stored]
+        return y
+
     def keep_heads(self, heads: range) -> list[list[int]]:
         share = self.prompt_share(self.text.prompt)
         if self.option.get("heads") != "adaptive" or self.text.prompt <= share:
@@ -371,6 +406,10 @@ class SlowCompressing(SlowRanked):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().prefill(q, k, v)
         self.compressions: list[list[int]] = [[] for _ in self.stored]
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.compressions = [[] for _ in range(self.plan.n_kv_head if self.shared else self.plan.n_head)]
+        return super().read(q, k, v, sizes)
 
     def compress(self, head: int) -> None:
         """Keeps n of the tokens that one head of storage holds."""
