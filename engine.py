@@ -714,13 +714,13 @@ class Engine:
         def progress(layers: Iterable) -> Iterable:
             return self.progress(layers, f"prefill {len(prompt)} tokens")
 
-        def again() -> Iterable:
-            if texts := self.layers[0].second_pass(prompt, self.tokenizer):
-                texts = [torch.tensor(text, device=self.device) for text in texts]
-                yield from self.progress(texts, "prefill a second pass, which takes once or twice as long")
+        def texts() -> Iterable:
+            if found := self.layers[0].second_pass(prompt, self.tokenizer):
+                found = [torch.tensor(text, device=self.device) for text in found]
+                yield from self.progress(found, "prefill again, to rank the tokens: once or twice as long")
 
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, again(), self.chunk)
+        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, texts(), self.chunk)
         self.rows[row.index] = row
         planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin

@@ -184,13 +184,13 @@ class Transformer(nn.Module):
         tokens: Tensor,
         length: int = 0,
         progress: Callable[[Iterable], Iterable] = iter,
-        again: Iterable[Tensor] = (),
+        texts: Iterable[Tensor] = (),
         chunk: int = 0,
     ) -> Tensor:
         """tokens [T] of one prompt -> logits [vocab] after its last token; fills row `row` of every layer.
 
         length: how many tokens the row is to hold; dynamic NTK computes the row's RoPE base from it, because stored
-        keys cannot change their base. progress: wraps the layers, as tqdm does. again: see `finish`. chunk: the most
+        keys cannot change their base. progress: wraps the layers, as tqdm does. texts: see `finish`. chunk: the most
         tokens that pass through all layers before the next ones are read; 0: all.
         """
         whole, pos = tokens.numel(), 0
@@ -203,13 +203,13 @@ class Transformer(nn.Module):
             logits = self._run(row, part, pos, lambda kv, pos=pos: partial(kv.prefill, row, pos=pos, whole=whole), once)
             pos += len(part)
         next(layers, None)  # ends what shows the progress
-        self.finish(row, whole, again)
+        self.finish(row, whole, texts)
         return logits
 
     @torch.no_grad()
-    def finish(self, row: int, pos: int, again: Iterable[Tensor]) -> None:
+    def finish(self, row: int, pos: int, texts: Iterable[Tensor]) -> None:
         """Ends the prefill of `pos` tokens; before, runs the texts [n] of a second pass, each as if it came next."""
-        for text in again:
+        for text in texts:
             self._run(row, text, pos, lambda cache: partial(cache.observe, row), self.layers)
         for layer in self.layers:
             layer.attention.kv.finish(row)

@@ -1,19 +1,21 @@
 """kvzip: the prompt tokens that the model needs to repeat the prompt (KVzip, Kim et al., arXiv 2505.23416).
 
-After the prompt, before anybody asks, the model reads it again, a chunk at a time: an instruction to repeat the text,
-then the chunk, attend to the full cache of the row and to themselves, and are not stored. In each layer the importance
-of a cached token for a KV head is the highest attention that any query of the text which repeats its chunk gives it,
-with the attention of that query shared out among the sinks, the chunk and the repeating text (section 3.2: the cost is
-then linear in the chunks). The best stay, whatever will be asked.
+After the prompt, before anybody asks, the model repeats it, a part at a time: an instruction to repeat the text, then
+the part, attend to the full cache of the row and to themselves, and are not stored. In each layer the importance of a
+cached token for a KV head is the highest attention that any query of the text which repeats its part gives it, with the
+attention of that query shared out among the sinks, the part and the repeating text (section 3.2: the cost is then
+linear in the parts). The best stay, whatever will be asked.
 
-The sinks always stay, and what a chat template writes before the user's text. With heads=adaptive the heads of a layer
-share its budget by their importances; the paper sets one threshold for all layers too. A prompt that fits the budget is
-not read again. Repeating takes once or twice as long as the prompt, and its positions follow the prompt's.
+The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. With
+heads=adaptive the heads of a layer share its budget by their importances; the paper sets one threshold for all layers
+too. A prompt that fits the budget is not repeated. Repeating takes once or twice as long as the prompt; its positions
+follow the prompt's, if need be past the model's context.
 
 Memory and traffic: the budget and the generated tokens; until the prompt has been repeated, its full cache.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 import torch
@@ -28,32 +30,36 @@ from kv.parts.scored import Scored
 
 FIRST = "\n\nRepeat the text above from the beginning, word for word:\n\n"
 LATER = "\n\nRepeat the text above, word for word, from where it says: "
-QUOTED = 8  # tokens of the chunk before, which say where a later chunk begins
-HEADER = 3  # tokens by which the beginning of the user's text is found
+QUOTED = 8  # tokens of the part before, which say where a later part begins
 
 
 @dataclass
 class Repetition:
     """How prompts are repeated, in all layers."""
 
-    chunk: int  # tokens at a time
+    part: int  # tokens at a time
     opening: int = 0  # first tokens of the present prompt, before the user's text
 
     def texts(self, prompt: list[int], tokenizer) -> list[list[int]]:
-        """For each chunk of a prompt an instruction to repeat it, if there is a tokenizer, and its tokens."""
+        """For each part of a prompt an instruction to repeat it, if there is a tokenizer, and its tokens."""
         texts, self.opening = [], opening(prompt, tokenizer)
-        for first in range(0, len(prompt), self.chunk):
+        for first in range(0, len(prompt), self.part):
             asks = tokenizer.encode(LATER if first else FIRST, bos=False) if tokenizer else []
-            texts.append(asks + prompt[max(0, first - QUOTED) : first + self.chunk])
+            texts.append(asks + prompt[max(0, first - QUOTED) : first + self.part])
         return texts
 
 
 def opening(prompt: list[int], tokenizer) -> int:
     """How many tokens a chat template writes before the user's text, a system prompt included; 0 without one."""
     try:
-        header = tokenizer.chat_begin("")[-HEADER:] if tokenizer else []
-    except ValueError:  # no template
-        return 0
+        header = tokenizer.chat_begin("") if tokenizer else []
+        with_system = tokenizer.chat_begin("", "x") if tokenizer else []
+    except ValueError:  # no template, or one that takes no system prompt
+        with_system = header = []
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(header), reversed(with_system), strict=False))
+    header = [token for token, _ in same][::-1]  # what stands before the user's text, whatever the system prompt
+    while header and not tokenizer.decode(header[-1:]).strip() and len(header) > 1:
+        header.pop()  # white space, which the user's text may join
     ends = (i + len(header) for i in range(len(prompt)) if header and prompt[i : i + len(header)] == header)
     return next(ends, 0)
 
@@ -82,14 +88,14 @@ class KVzip(Scored):
     def observe(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (keys, values), first = self.parked, self.importance.shape[1]
         sinks = min(self.sinks, first)
-        chunk = keys[:, :, first : first + self.repetition.chunk]
-        most = attention.most_attention(q, torch.cat([keys[:, :, :sinks], chunk, k], dim=2))
-        self.importance = torch.cat([self.importance, most[:, sinks : sinks + chunk.shape[2]]], dim=1)
+        part = keys[:, :, first : first + self.repetition.part]
+        most = attention.most_attention(q, torch.cat([keys[:, :, :sinks], part, k], dim=2))
+        self.importance = torch.cat([self.importance, most[:, sinks : sinks + part.shape[2]]], dim=1)
         return attention.suffix_attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
 
     def score(self, q: None, k: Tensor, v: Tensor) -> Tensor:
         scores = F.pad(self.importance, (0, k.shape[2] - self.importance.shape[1]))
-        scores[:, : self.repetition.opening] = torch.inf
+        scores[:, : min(self.repetition.opening, self.kept_of(self.whole) // 2)] = torch.inf
         return scores
 
     def finish(self, row: int) -> None:
@@ -97,6 +103,10 @@ class KVzip(Scored):
             super().keep(row, None, *self.parked)
             self.parked, self.importance = None, None
         super().finish(row)
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self.parked = self.importance = None  # of a prompt that was interrupted
 
 
 @dataclass(frozen=True)
@@ -106,11 +116,11 @@ class KVzipMethod(HeadBudgets):
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
     sinks: int = option(4, "first tokens that are always kept", min=0)
-    chunk: int = option(2048, "tokens that are repeated at a time", min=1)
+    part: int = option(2048, "tokens that are repeated at a time", min=1)
 
     def minimum(self, plan: Plan) -> int:
         return self.sinks + 1
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
-        layer, repetition = self.layer_type(KVzip), Repetition(self.chunk)
+        layer, repetition = self.layer_type(KVzip), Repetition(self.part)
         return [layer(plan, budget, self.sinks, repetition) for _ in range(plan.n_layer)]

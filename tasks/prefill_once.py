@@ -83,10 +83,11 @@ class Recorder(KV):
 def prefill_once(engine: Engine, room: float | None = None) -> dict:
     """Makes an engine run a prompt through the model once for all methods that it will use; returns what it keeps.
 
-    Methods attend to a prompt exactly (except with omnikv's option prefill), so the q, k and v that `keep` receives do
-    not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the host's free
-    memory, stay on the host, by tokens (and by length, where RoPE follows it), until the caller removes them from the
-    result. Of a prompt that begins as one of them does, by more than half, only the rest runs through the model.
+    Methods attend to a prompt exactly (except with omnikv's option prefill, and in chunks), so the q, k and v that
+    `keep` receives do not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the
+    host's free memory, stay on the host, by tokens (and by length, where RoPE follows it), until the caller removes
+    them from the result. Of a prompt that begins as one of them does, by more than half, only the rest runs through the
+    model. kvzip repeats a prompt each time.
     """
     model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
     if room is None:
@@ -117,13 +118,13 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
         tokens: Tensor,
         length: int = 0,
         progress: Callable[[Iterable], Iterable] = iter,
-        again: Iterable[Tensor] = (),
+        texts: Iterable[Tensor] = (),
         chunk: int = 0,
     ) -> Tensor:
         layers, rope = engine.layers, length if c.rope["rope_type"] == "dynamic" else 0
         if 0 < chunk < tokens.numel() or not all(layer.exact_prompt for layer in layers):
             # In chunks, the method decides what the layers above receive.
-            return prefill(row, tokens, length, progress, again, chunk)
+            return prefill(row, tokens, length, progress, texts, chunk)
         key = tuple(tokens.tolist()), rope
         if key not in recorded:
             alike = [p for (_, own), p in recorded.items() if own == rope and p.base is None]
@@ -133,7 +134,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 base, common = None, 0
             held = sum(p.tokens.numel() - (p.common if p.base else 0) for p in recorded.values())
             if (held + tokens.numel() - common) * token_bytes > room:
-                return prefill(row, tokens, length, progress, again)
+                return prefill(row, tokens, length, progress, texts)
             recorded[key] = record(row, tokens, length, progress, base, common)
         prompt = recorded[key]
         model.inv_freq[row] = prompt.inv_freq
@@ -143,7 +144,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 prompt.statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
             layer.begin(row, tokens.numel())
             layer.keep(row, q, k, v, *prompt.statistics.get((i, layer.statistics), ()))
-        model.finish(row, tokens.numel(), again)
+        model.finish(row, tokens.numel(), texts)
         return prompt.logits
 
     model.prefill = once

@@ -14,7 +14,7 @@ from engine import Engine
 from kv.kvzip import FIRST, LATER, opening
 from text.tokenizer import load_tokenizer
 
-PROMPT, SINKS, CHUNK = 38, 4, 14
+PROMPT, SINKS, PART = 38, 4, 14
 
 
 def prompt_of(length: int) -> list[int]:
@@ -34,18 +34,18 @@ def held(engine: Engine, row) -> list[list[list[int]]]:
 @pytest.mark.parametrize("config", (LLAMA, QWEN2, QWEN3), ids=("llama", "qwen2", "qwen3"))
 def test_kept_are_the_tokens_that_repeating_the_prompt_needs(config, heads, tmp_path):
     theirs, count, alpha = hf_model(config), 14, 0.2
-    options = {"sinks": SINKS, "chunk": CHUNK, "heads": heads, "alpha": alpha}
+    options = {"sinks": SINKS, "part": PART, "heads": heads, "alpha": alpha}
     engine = Engine.load(converted(theirs, config, tmp_path), "kvzip", count, options, batch=2, compile=False)
     prompts = [prompt_of(PROMPT), prompt_of(20)]
     for row, prompt in zip(engine.start(prompts), prompts, strict=True):
-        texts = [prompt[max(0, first - 8) : first + CHUNK] for first in range(0, len(prompt), CHUNK)]
-        expected = importance(theirs, prompt, texts, CHUNK, SINKS)
+        texts = [prompt[max(0, first - 8) : first + PART] for first in range(0, len(prompt), PART)]
+        expected = importance(theirs, prompt, texts, PART, SINKS)
         together = [kept_together(layer, count, alpha) for layer in expected]
         assert held(engine, row) == (kept(expected, count) if heads == "equal" else together)
 
 
 def test_a_prompt_within_the_budget_is_not_read_again(checkpoint):
-    engine = Engine.load(checkpoint, "kvzip", 24, {"chunk": 8}, compile=False)
+    engine = Engine.load(checkpoint, "kvzip", 24, {"part": 8}, compile=False)
     said = []
     engine.progress = lambda items, what: (said.append(what), items)[1]
     for length, expected in ((24, 1), (25, 2)):
@@ -57,7 +57,7 @@ def test_a_prompt_within_the_budget_is_not_read_again(checkpoint):
 def test_nothing_of_a_repetition_stays(checkpoint):
     prompt = prompt_of(60)
     full = Engine.load(checkpoint, compile=False).logits(prompt, [3, 4, 5])
-    engine = Engine.load(checkpoint, "kvzip", 24, {"chunk": 8}, compile=False)
+    engine = Engine.load(checkpoint, "kvzip", 24, {"part": 8}, compile=False)
     found = [engine.logits(prompt, [3, 4, 5]) for _ in range(2)]
     assert torch.equal(*found)
     assert torch.equal(found[0][0], full[0])  # they come before
@@ -73,7 +73,7 @@ def tokenizer(tmp_path_factory):
 
 def test_texts_repeat_every_chunk_after_an_instruction(tokenizer):
     plan = replace(make_plan(), max_prompt=64)
-    layer = kv.build("kvzip", plan, 16, {"chunk": 10})[0]
+    layer = kv.build("kvzip", plan, 16, {"part": 10})[0]
     prompt = prompt_of(25)
     first, *others = layer.second_pass(prompt, tokenizer)
     assert first == tokenizer.encode(FIRST, bos=False) + prompt[:10]
@@ -87,18 +87,45 @@ def test_a_system_prompt_stays(tokenizer):
     for system in (None, "Answer with numbers. user\n"):
         prompt = tokenizer.chat("How many?", system)
         n = opening(prompt, tokenizer)
-        assert tokenizer.decode(prompt[n:]).startswith("How many?") and n > (5 if system else 0)
+        assert tokenizer.decode(prompt[n:]).lstrip().startswith("How many?") and n > (5 if system else 0)
     assert opening(tokenizer.encode("How many?"), tokenizer) == 0
     assert opening(prompt_of(9), None) == 0
-    layer = kv.build("kvzip", replace(make_plan(), max_prompt=200), 32, {})[0]
     prompt = tokenizer.chat("How many? " * 9, "Be brief.")
-    layer.second_pass(prompt, tokenizer)
-    q, k, v = (x[None] for x in text(layer.plan, len(prompt), 0))
-    layer.prefill(0, q, k, v)
-    layer.importance = torch.arange(len(prompt)).float().expand(k.shape[1], -1) / 1000
-    layer.finish(0)
-    n = opening(prompt, tokenizer)
-    assert layer.held(0, len(prompt)).position[0].tolist() == [*range(n), *range(len(prompt) - 32 + n, len(prompt))]
+    whole = opening(prompt, tokenizer)
+    assert whole == opening(tokenizer.chat("\nHow many?", "Be brief."), tokenizer)
+    for budget in (2 * whole + 4, 10):  # of a small one, half
+        layer = kv.build("kvzip", replace(make_plan(), max_prompt=200), budget, {})[0]
+        layer.second_pass(prompt, tokenizer)
+        q, k, v = (x[None] for x in text(layer.plan, len(prompt), 0))
+        layer.prefill(0, q, k, v)
+        layer.importance = torch.arange(len(prompt)).float().expand(k.shape[1], -1) / 1000
+        layer.finish(0)
+        n = min(whole, budget // 2)
+        last = range(len(prompt) - budget + n, len(prompt))
+        assert layer.held(0, len(prompt)).position[0].tolist() == [*range(n), *last]
+
+
+class Characters:
+    """A tokenizer whose tokens are characters; its template begins with `system`, if that is given, and `user`."""
+
+    def __init__(self, system: str, user: str):
+        self.system, self.user = system, user
+
+    def chat_begin(self, text: str, system: str | None = None) -> list[int]:
+        return [*map(ord, ("" if system is None else self.system.format(system)) + self.user + text)]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("user", ("[INST]", "<|user|>\n", "USER: "))
+@pytest.mark.parametrize("system", ("[SYS]{}[/SYS]", "<|system|>\n{}</s>\n", "{}\n\n"))
+def test_what_a_template_writes_before_the_users_text_is_found(system, user):
+    """Up to white space, which the user's text may join."""
+    tokenizer = Characters(system, user)
+    for said in (None, "Be brief: 1 > 0.\n"):
+        before = tokenizer.chat_begin("", said)
+        assert opening(tokenizer.chat_begin("How many?", said), tokenizer) == len(tokenizer.decode(before).rstrip())
 
 
 def test_random_draws_other_tokens_in_each_head_and_layer():
@@ -126,3 +153,22 @@ def test_random_drops_generated_tokens_before_the_prompts():
         layer.decode(*(x[:, :, pos : pos + 1] for x in qkv), torch.tensor([pos]), torch.tensor([True]))
     for positions in layer.held(0, 100).position.tolist():
         assert positions[:40] == [*range(40)] and len(positions) <= 60 and len(positions) > 50
+
+
+@pytest.mark.parametrize("chunk", (0, 7))
+@pytest.mark.parametrize("what", ("prefill 60", "prefill again"))
+def test_a_prompt_that_was_interrupted_leaves_nothing(checkpoint, what, chunk):
+    engine = Engine.load(checkpoint, "kvzip", 24, {"part": 8}, compile=False, chunk=chunk, max_prompt=64)
+    expected, shown = engine.generate([prompt_of(10)], 4), engine.progress
+
+    def interrupted(items, said):
+        for i, item in enumerate(items):
+            if said.startswith(what) and i == 1:
+                raise KeyboardInterrupt
+            yield item
+
+    engine.progress = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt_of(60)], 4)
+    engine.progress = shown
+    assert engine.generate([prompt_of(10)], 4) == expected
