@@ -93,7 +93,7 @@ def join(files: list[dict]) -> dict[int, Results]:
         if "ms" in own:
             raise ValueError(f"{' '.join(map(str, method_of(row)))} was timed more than once")
         own |= megabytes(row) | {"ms": row["ms_per_token"]}
-        own |= {"prefill": row["prefill_s"]} if row["prefill_s"] else {}
+        own |= {"prefill": row["prefill_s"]} if row.get("prefill_s") else {}
     return results
 
 

@@ -268,7 +268,7 @@ LAYER_WAITS = {
 
 
 # Bytes per token that a layer keeps until the last layer is done. All others keep nothing.
-PARKED = {"d2o": 4 * 2 * CONFIG.n_kv_head * CONFIG.head_dim}  # K and V: all layers' statistics decide what stays
+PARKED = dict.fromkeys(("d2o", "kvzip"), 4 * 2 * CONFIG.n_kv_head * CONFIG.head_dim)  # K and V: what stays comes later
 
 
 @pytest.mark.parametrize("name", VARIANTS)
