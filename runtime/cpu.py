@@ -201,7 +201,7 @@ def _remembering(last: list[tuple], graph, examples: list) -> Callable:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor then computes in fp32, as wanted
-        code = compile_fx(graph, examples)
+        code = compile_fx(graph, examples, config_patches=_machine())
 
     def call(*arguments):
         outputs = code(*arguments)
@@ -209,6 +209,17 @@ def _remembering(last: list[tuple], graph, examples: list) -> Callable:
         return outputs
 
     return call
+
+
+def _machine() -> dict[str, str]:
+    """Inductor's options for this CPU: with narrower vectors than it has, g++ may use no wider ones either.
+
+    Otherwise code is wrong (findings/torch_avx2_code_on_avx512_selects_wrong.sh).
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    narrow = cpu_vec_isa.pick_vec_isa().bit_width() == 256 and torch.cpu._is_avx512_supported()
+    return {"cpp.march": "x86-64-v3"} if narrow and hasattr(config.cpp, "march") else {}
 
 
 # Choices

@@ -1,6 +1,11 @@
 """The products and the attention of a compiled step on a CPU, and the choice between them."""
 
+from runtime.startup import ROOT
+
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -310,3 +315,17 @@ def test_both_forms_of_attention_are_measured(monkeypatch):
     times = cpu.measure_attention(make_plan(), 6, 256)
     assert inductor.most_fused(torch.float32, 16) == 3  # what was decided before
     assert list(times) == ["kernel", "fused"] and all(ms > 0 for ms in times.values())
+
+
+@pytest.mark.slow
+def test_narrower_vectors_than_the_cpu_has_are_compiled_right(tmp_path):
+    """See findings/torch_avx2_code_on_avx512_selects_wrong.sh; a CPU without AVX-512 has no wider ones."""
+    code = """if True:
+        import torch
+        from runtime.cpu import Parts
+        x, y = torch.arange(64), torch.arange(64) - 30
+        run, select = Parts(), lambda owner, x, y: torch.where(y >= 0, x, y)
+        assert torch.equal(run(select, None, x, y), select(None, x, y))
+    """
+    caches = {"ATEN_CPU_CAPABILITY": "avx2", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | caches, cwd=ROOT, check=True)
