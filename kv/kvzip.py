@@ -3,19 +3,17 @@
 After the prompt, before anybody asks, the model repeats it, a part at a time: an instruction to repeat the text, then
 the part, attend to the full cache of the row and to themselves, and are not stored. In each layer the importance of a
 cached token for a KV head is the highest attention that any query of the text which repeats its part gives it, with the
-attention of that query shared out among the sinks, the part and the repeating text (section 3.2: the cost is then
-linear in the parts). The best stay, whatever will be asked.
+attention of that query shared out among the sinks, the part and the repeating text (section 3.2). The best stay.
 
-The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. With
-heads=adaptive the heads of a layer share its budget by their importances; the paper sets one threshold for all layers
-too. A prompt that fits the budget is not repeated. Repeating takes once or twice as long as the prompt; its positions
-follow the prompt's, if need be past the model's context.
-
+The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
+fits the budget is not repeated. Repeating takes once or twice as long as the prompt; its positions follow the prompt's,
+if need be past the model's context. With heads=adaptive the heads of a layer share its budget; the paper sets one
+threshold for all layers too.
 Memory and traffic: the budget and the generated tokens; until the prompt has been repeated, its full cache.
 """
 
 from dataclasses import dataclass
-from itertools import takewhile
+from os.path import commonprefix
 from typing import ClassVar
 
 import torch
@@ -42,23 +40,19 @@ class Repetition:
 
     def texts(self, prompt: list[int], tokenizer) -> list[list[int]]:
         """For each part of a prompt an instruction to repeat it, if there is a tokenizer, and its tokens."""
-        texts, self.opening = [], opening(prompt, tokenizer)
-        for first in range(0, len(prompt), self.part):
-            asks = tokenizer.encode(LATER if first else FIRST, bos=False) if tokenizer else []
-            texts.append(asks + prompt[max(0, first - QUOTED) : first + self.part])
-        return texts
+        self.opening = opening(prompt, tokenizer)
+        asks = [tokenizer.encode(text, bos=False) if tokenizer else [] for text in (FIRST, LATER)]
+        return [asks[i > 0] + prompt[max(0, i - QUOTED) : i + self.part] for i in range(0, len(prompt), self.part)]
 
 
 def opening(prompt: list[int], tokenizer) -> int:
     """How many tokens a chat template writes before the user's text, a system prompt included; 0 without one."""
-    try:
-        header = tokenizer.chat_begin("") if tokenizer else []
-        with_system = tokenizer.chat_begin("", "x") if tokenizer else []
+    try:  # what stands before the user's text, whatever the system prompt
+        begins = [tokenizer.chat_begin("", system)[::-1] for system in (None, "x")] if tokenizer else [[]]
     except ValueError:  # no template, or one that takes no system prompt
-        with_system = header = []
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(header), reversed(with_system), strict=False))
-    header = [token for token, _ in same][::-1]  # what stands before the user's text, whatever the system prompt
-    while header and not tokenizer.decode(header[-1:]).strip() and len(header) > 1:
+        return 0
+    header = commonprefix(begins)[::-1]
+    while header and not tokenizer.decode(header[-1:]).strip():
         header.pop()  # white space, which the user's text may join
     ends = (i + len(header) for i in range(len(prompt)) if header and prompt[i : i + len(header)] == header)
     return next(ends, 0)
