@@ -89,7 +89,7 @@ def offload_threads() -> Callable[[], list[threading.Thread]]:
 @pytest.fixture
 def traced_only(monkeypatch):
     """Traced as for compiling, and then run by torch."""
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, examples: graph)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, examples, **options: graph)
 
 
 def write_random(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Path:
