@@ -88,6 +88,7 @@ class KV(Buffers, ABC):
     quantizes = False  # what it stores of a prompt is rounded to few bits
     error: float | None = None  # of the first prompt's attention, by rounding: see attention.error
     statistics: tuple[str, ...] = ()  # of a prompt's attention: `attend_prompt` returns them, `keep` takes them
+    observed: Tensor | None = None  # what `observe` found in a prompt that is being prefilled, at any budget
     recent = 0  # newest tokens, the current one included, that every step attends to
     slots = 0  # per KV head
     min_slots = 0  # the fewest slots a step may read, because it selects that many

@@ -71,7 +71,7 @@ class KVzip(Scored):
         if self.whole <= self.kept_of(self.whole):
             super().keep(row, q, k, v)
         else:
-            self.parked, self.importance = (k, v), torch.zeros(k.shape[1], 0, device=k.device)
+            self.parked, self.observed = (k, v), torch.zeros(k.shape[1], 0, device=k.device)
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         if self.parked is None:
@@ -80,27 +80,27 @@ class KVzip(Scored):
         return attention.suffix_attention(q, *self.parked)
 
     def observe(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (keys, values), first = self.parked, self.importance.shape[1]
+        (keys, values), first = self.parked, self.observed.shape[1]
         sinks = min(self.sinks, first)
         part = keys[:, :, first : first + self.repetition.part]
         most = attention.most_attention(q, torch.cat([keys[:, :, :sinks], part, k], dim=2))
-        self.importance = torch.cat([self.importance, most[:, sinks : sinks + part.shape[2]]], dim=1)
+        self.observed = torch.cat([self.observed, most[:, sinks : sinks + part.shape[2]]], dim=1)
         return attention.suffix_attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
 
     def score(self, q: None, k: Tensor, v: Tensor) -> Tensor:
-        scores = F.pad(self.importance, (0, k.shape[2] - self.importance.shape[1]))
+        scores = F.pad(self.observed, (0, k.shape[2] - self.observed.shape[1]))
         scores[:, : min(self.repetition.opening, self.kept_of(self.whole) // 2)] = torch.inf
         return scores
 
     def finish(self, row: int) -> None:
         if self.parked is not None:
             super().keep(row, None, *self.parked)
-            self.parked, self.importance = None, None
+            self.parked, self.observed = None, None
         super().finish(row)
 
     def reset(self, row: int) -> None:
         super().reset(row)
-        self.parked = self.importance = None  # of a prompt that was interrupted
+        self.parked = self.observed = None  # of a prompt that was interrupted
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Prefills each prompt once for all methods, and what two prompts have in common once for both."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,9 @@ class Prompt:
     own: list[Vectors]  # of each layer, after the common ones
     whole: list[Vectors] = field(default_factory=list)  # of each layer; empty if there is a base
     statistics: dict[tuple[int, tuple], Vectors] = field(default_factory=dict)
+    observed: dict[tuple, list[Tensor]] = field(
+        default_factory=dict
+    )  # of each layer, by a second pass
 
     def vectors(self, layer: int, n: int) -> Vectors:
         """Those of the first n tokens, until the next call."""
@@ -80,6 +83,19 @@ class Recorder(KV):
         raise NotImplementedError("only prompts are recorded")
 
 
+def second_pass(prompt: Prompt, layers: list[KV], texts: Iterator[Tensor]) -> Iterable[Tensor]:
+    """The texts of a second pass, if they did not run yet; else the layers get what was found."""
+    if (first := next(texts, None)) is None:
+        return
+    key = type(layers[0]).observe, getattr(layers[0], "sinks", 0), *first.tolist()
+    if key not in prompt.observed:
+        yield first
+        yield from texts
+        prompt.observed[key] = [layer.observed for layer in layers]
+    for layer, observed in zip(layers, prompt.observed[key], strict=True):
+        layer.observed = observed
+
+
 def prefill_once(engine: Engine, room: float | None = None) -> dict:
     """Makes an engine run a prompt through the model once for all methods that it will use; returns what it keeps.
 
@@ -87,7 +103,8 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
     `keep` receives do not depend on the method. Those of as many prompts as fit in `room` bytes, by default half of the
     host's free memory, stay on the host, by tokens (and by length, where RoPE follows it), until the caller removes
     them from the result. Of a prompt that begins as one of them does, by more than half, only the rest runs through the
-    model. kvzip repeats a prompt each time.
+    model.
+    So does a second pass, whatever the budget.
     """
     model, prefill, c, recorded = engine.model, engine.model.prefill, engine.config, {}
     if room is None:
@@ -144,7 +161,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
                 prompt.statistics[i, layer.statistics] = layer.attend_prompt(q, k, v)[1:]
             layer.begin(row, tokens.numel())
             layer.keep(row, q, k, v, *prompt.statistics.get((i, layer.statistics), ()))
-        model.finish(row, tokens.numel(), texts)
+        model.finish(row, tokens.numel(), second_pass(prompt, layers, iter(texts)))
         return prompt.logits
 
     model.prefill = once

@@ -400,6 +400,26 @@ def test_a_prompt_in_chunks_is_each_methods_own(kv, budget, tiny_checkpoint):
     assert ((found[0] - found[1]).abs().max() > 1e-3) == (kv == "snapkv")
 
 
+def test_a_prompt_is_repeated_once_for_all_budgets(tiny_checkpoint, monkeypatch):
+    prompt, ran = torch.randint(3, 100, (100,), generator=torch.Generator().manual_seed(0)).tolist(), []
+    kinds = (24, {}), (48, {}), (24, {"heads": "adaptive"}), (24, {"sinks": 2})
+    engine = Engine.load(tiny_checkpoint, compile=False)
+    prefill_once(engine)
+    run = engine.model._run
+    monkeypatch.setattr(engine.model, "_run", lambda row, tokens, *a: ran.append(len(tokens)) or run(row, tokens, *a))
+    for budget, options in kinds * 2:
+        options = {"part": 40} | options
+        engine.use("kvzip", budget, options, max_prompt=100)
+        own = Engine.load(tiny_checkpoint, "kvzip", budget, options, compile=False, max_prompt=100)
+        assert torch.equal(engine.logits(prompt, [4, 5]), own.logits(prompt, [4, 5]))
+    assert len(ran) == 1 + 2 * 3  # three parts, again with other sinks
+    engine.use("kvzip", 24, {"part": 80}, max_prompt=100)
+    engine.logits(prompt, [4, 5])
+    engine.use("kvzip", 100, {}, max_prompt=100)  # needs no repetition
+    engine.logits(prompt, [4, 5])
+    assert len(ran) == 1 + 2 * 3 + 2
+
+
 def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):
     engine = Engine.load(tiny_checkpoint, compile=False, max_prompt=40)
     recorded = prefill_once(engine, room=0)

@@ -61,7 +61,7 @@ def test_nothing_of_a_repetition_stays(checkpoint):
     found = [engine.logits(prompt, [3, 4, 5]) for _ in range(2)]
     assert torch.equal(*found)
     assert torch.equal(found[0][0], full[0])  # they come before
-    assert all(layer.parked is None and layer.importance is None for layer in engine.layers)
+    assert all(layer.parked is None and layer.observed is None for layer in engine.layers)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_system_prompt_stays(tokenizer):
         layer.second_pass(prompt, tokenizer)
         q, k, v = (x[None] for x in text(layer.plan, len(prompt), 0))
         layer.prefill(0, q, k, v)
-        layer.importance = torch.arange(len(prompt)).float().expand(k.shape[1], -1) / 1000
+        layer.observed = torch.arange(len(prompt)).float().expand(k.shape[1], -1) / 1000
         layer.finish(0)
         n = min(whole, budget // 2)
         last = range(len(prompt) - budget + n, len(prompt))
