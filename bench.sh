@@ -46,9 +46,9 @@ if [ "${1-}" = blind ]; then
   for length in ${lengths//,/ }; do
     ask() { # NAME FLAGS
       .venv/bin/python eval.py --checkpoint "$model" --kv "$methods" --budget .05,.1,.25,.5 --length "$length" \
-        --dtype float32 --stepwise --batch 4 "${@:2}" --json "$out/$name-$length-$1.json"
+        --dtype float32 --batch 4 "${@:2}" --json "$out/$name-$length-$1.json"
     }
-    ask facts --tasks code_facts --samples 2 --questions 12 --fork
+    ask facts --tasks code_facts --samples 2 --questions 12 --fork --batch 12
     ask fidelity --tasks fidelity --text "$out/code.txt" --samples 2
     sizes=(--shape "$model/config.json" --context $((length - 128)) --steps 1 --repeats 1 --no-compile)
     .venv/bin/python -m bench "${sizes[@]}" --kv "${methods#full,}" --budget .05,.25,.5 --no-prefill --json "$out/$name-$length-bytes.json"
