@@ -177,6 +177,8 @@ def calibrate(
     an argument is out of range or the attention is not finite."""
     if sinks < 0 or recent < 1:
         raise ValueError(f"--sinks must be at least 0 and --recent at least 1, not {sinks} and {recent}")
+    if engine.config.full_layers:
+        raise ValueError("layers with a sliding window have no profile yet: every layer must see every token")
     for name, share in (("--tau", tau), ("--tolerance", tolerance)):
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {share}")

@@ -3,8 +3,8 @@
     python convert_hf_checkpoint.py meta-llama/Llama-3.1-8B-Instruct --out checkpoints/llama-3.1-8b
 
 Tensors get the names of model.py; q, k and v become one matrix with q's rows first, then k's, then v's. RoPE's channel
-order stays Hugging Face's. Every check that needs only headers and config.json runs before a byte is written. A
-checkpoint of format 1 becomes one of format 2.
+order stays Hugging Face's; runtime/released.py brings other families' tensors into Llama's form. Every check that needs
+only headers and config.json runs before a byte is written. A checkpoint of format 1 becomes one of format 2.
 """
 
 import runtime.startup  # noqa: F401
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kv.parts.ranks import ALONE
 from model import ModelConfig, Transformer
+from runtime import released
 from runtime.checkpoint import (
     COMPANIONS,
     Stored,
@@ -106,13 +107,11 @@ def open_source(folder: Path) -> dict[str, Stored]:
 
 def read_source(folder: Path) -> tuple[dict, ModelConfig]:
     """config.json, raw and as a ModelConfig. Raises ValueError for a model that cannot be converted."""
-    config = read_hf_config(folder)
-    section, quantized = config.get("kv_fast", {"format": 1}), config.get("quantization_config")
+    config = released.text_config(read_hf_config(folder))
+    section = config.get("kv_fast", {"format": 1})
     if not isinstance(section, dict) or section.get("format") != 1:
         raise ValueError(f"{folder} is converted already; use it as it is")
-    if quantized:
-        method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"{folder} is quantized ({str(method)[:40]}); convert the unquantized model")
+    released.check_quantization(config, folder)
     model = from_hf(config)
     read_eos_ids(folder, config, model.vocab_size)
     return config, model
@@ -249,7 +248,13 @@ def write(
         read = lambda name: stored[name].read()  # noqa: E731
     else:
         stored = {name: t for name, t in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+        stored, others = released.text_part(stored)
+        if others:
+            print(f"left out: {len(others)} tensors of other models, such as {others[0]}", file=sys.stderr)
+        stored = released.split(released.dequantized(stored, config), model)
+        config.pop("quantization_config", None)
         config, model = settle_head(config, model, stored)
+        stored = released.multiplied(stored, config, model)
         layout, read = plan(config, model, stored, origin, dtype)
     write_checkpoint(out, config, model, layout, read, folder, quantization, force)
     _, outside = read_eos_ids(folder, config, model.vocab_size)

@@ -715,7 +715,7 @@ class Engine:
             return self.progress(layers, f"prefill {len(prompt)} tokens")
 
         def texts() -> Iterable:
-            if found := self.layers[0].second_pass(prompt, self.tokenizer):
+            if found := self.layers.second_pass(prompt, self.tokenizer):
                 found = [torch.tensor(text, device=self.device) for text in found]
                 yield from self.progress(found, "prefill again, to rank the tokens: once or twice as long")
 

@@ -9,7 +9,7 @@ Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
 
@@ -43,6 +43,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    full_layers: list = field(default_factory=list)  # with a window: the numbers of the layers that see every token
+    unrotated: list = field(default_factory=list)  # the numbers of the layers without RoPE
 
 
 class RMSNorm(nn.Module):
@@ -60,8 +62,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """The q, k, v and output projections; the KV module stores the cache and computes attention."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, rotates: bool = True):
         super().__init__()
+        self.rotates = rotates
         self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)
         self.head_dim = c.head_dim
         self.wqkv = nn.Linear(c.dim, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
@@ -71,15 +74,19 @@ class Attention(nn.Module):
         self.kv: nn.Module | None = None  # set by Transformer.set_kv
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B,T,C] -> q [B,Hq,T,D], k and v [B,Hk,T,D]; q and k get RoPE. cos, sin: [B,1,T,D/2]."""
+        """x [B,T,C] -> q [B,Hq,T,D], k and v [B,Hk,T,D]; q and k get RoPE. cos, sin: see `Transformer.cos_sin`."""
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)
-        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+        k = self.k_norm(k)
+        return self.rotated(self.q_norm(q), cos, sin), rotate(k, cos[:, -1:], sin[:, -1:]) if self.rotates else k, v
+
+    def rotated(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(q, cos[:, :1], sin[:, :1]) if self.rotates else q
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Only the q of `project`: the query that a KV module's `lookahead` receives."""
         q = first_rows(self.wqkv, x, self.heads[0] * self.head_dim).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return rotate(self.q_norm(q), cos, sin)
+        return self.rotated(self.q_norm(q), cos, sin)
 
     def output(self, y: Tensor) -> Tensor:
         """y [B,Hq,T,D] -> [B,T,C]"""
@@ -102,9 +109,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward; each reads a normed copy of x and adds its output to x."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, index: int):
         super().__init__()
-        self.attention = Attention(c)
+        self.attention = Attention(c, index not in c.unrotated)
         self.feed_forward = FeedForward(c)
         self.attention_norm = RMSNorm(c.dim, c.norm_eps)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
@@ -140,7 +147,7 @@ class Transformer(nn.Module):
         # With _weight no random values are drawn: on a meta tensor, that would import torch's compiler.
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=table)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)  # load.connect
 
@@ -165,13 +172,20 @@ class Transformer(nn.Module):
             layer.above = (above,) if above.attention.kv.wants_lookahead else ()
 
     def embed(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A step's tokens [B,n], the first at positions pos [B] -> x [B,n,C], and cos and sin [B,1,n,D/2]"""
+        """A step's tokens [B,n], the first at positions pos [B] -> x [B,n,C], and `cos_sin`"""
         return self.tok_embeddings(tokens), *self.cos_sin(following(pos, tokens.shape[1]), self.inv_freq)
 
     def cos_sin(self, pos: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        """pos [B,T], inv_freq [B,D/2] -> cos and sin, [B,1,T,D/2] fp32"""
-        angle = pos[:, None, :, None].float() * inv_freq[:, None, None, :]
-        return angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
+        """pos [B,T], inv_freq [B,D/2] -> cos and sin, [B,1,T,D/2] fp32, or [B,2,T,D/2]: of queries, and of keys"""
+        angle, factor, rope = (
+            pos[:, None, :, None].float() * inv_freq[:, None, None, :],
+            self.rope_factor,
+            self.config.rope,
+        )
+        if beta := rope.get("query_beta"):  # queries grow with their position: Llama 4's temperature
+            grown = 1 + beta * torch.log1p(pos[:, None, :, None] // int(rope["original_max_position_embeddings"]))
+            factor = factor * torch.cat([grown, torch.ones_like(grown)], dim=1)
+        return angle.cos() * factor, angle.sin() * factor
 
     def logits(self, x: Tensor) -> Tensor:
         """x [...,C] -> [...,vocab] fp32"""

@@ -20,12 +20,19 @@ NEEDED = {  # packages by module
 TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", "int8": "Q8_0", "int4": "Q4_0"}
 
 
+def check(case: Case) -> None:
+    """Raises ValueError for a model that is not a Llama: peers have Llama's weights and attention."""
+    if case.sizes.window or case.sizes.unrotated:
+        raise ValueError("other engines are measured with full attention and RoPE in every layer")
+
+
 class Transformers:
     """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
 
     def __init__(self, case: Case, cache: str):
         import transformers
 
+        check(case)
         self.case, self.label = case, f"transformers, {cache}"
         keys = {key: value for key, value in case.config.items() if key != "architectures"}
         config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
@@ -95,6 +102,7 @@ class LlamaCpp:
     def __init__(self, case: Case, flash: bool):
         import llama_cpp as api
 
+        check(case)
         if case.batch != 1 or case.device.type != "cpu":
             raise ValueError("llama.cpp is measured with one row on a CPU")
         self.case, self.api, self.label = case, api, "llama.cpp, flash" if flash else "llama.cpp"

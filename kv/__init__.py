@@ -55,16 +55,26 @@ class BudgetTooSmall(ValueError):
 def build(name: str, plan: Plan, budget: int | float | None, options: dict, profile: dict | None = None) -> Cache:
     """One KV module per layer; if rows may give tokens back (plan.rewind), the method drafts for the full cache.
 
+    Where only some layers have a sliding window, they are rings of its size, and the method serves the others.
     `options` holds typed values or strings; missing options come from `profile` (see `read_profile`), then from the
     method's defaults. A budget beyond what covers every token is lowered to that. Raises ValueError for an unknown name
     or option, a budget that does not fit the method, a planned length beyond a sliding window that the method does not
     honour, and a method that cannot draft, or read a prompt in chunks.
     """
+    whole = plan
     method, plan, tokens = _resolve(name, plan, budget, options, profile)
     layers = method.build(plan, tokens)
     if plan.chunk and not all(layer.in_chunks for layer in layers):
         raise ValueError(f"{name} with these options needs a whole prompt at once: leave out --chunk")
-    return Cache(speculative(name, plan, layers) if plan.rewind else layers)
+    if plan.rewind:
+        layers = speculative(name, plan, layers)
+    for index in plan.unrotated:
+        layers[index].unrotate()
+    if whole.full_layers:
+        served, ring = iter(layers), replace(whole, full_layers=(), room=plan.room)
+        places = range(whole.n_layer)
+        layers = [next(served) if i in whole.full_layers else full.windowed(ring.layer(i)) for i in places]
+    return Cache(layers)
 
 
 def plan_sizes(name: str, plan: Plan, *args) -> dict[str, int]:
@@ -89,6 +99,8 @@ def _resolve(
     if plan.rewind:
         plan = replace(plan, room=plan.room + plan.rewind)  # tokens that may be rejected
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
+    if plan.full_layers:
+        method, plan = replace(method, **_renumbered(method, plan.full_layers)), plan.without_windows()
     if plan.window is not None and plan.planned > plan.window and not method.windowed:
         raise ValueError(
             f"{name} does not honour this model's sliding window: use --kv full, or at most {plan.window} tokens of "
@@ -98,6 +110,22 @@ def _resolve(
         plan = replace(plan, share=Share(Fraction(str(budget)), 1))
         plan = replace(plan, share=Share(Fraction(str(budget)), method.minimum(plan)))
     return method, plan, _tokens(name, method, plan, budget)
+
+
+def _renumbered(method: Method, layers: tuple[int, ...]) -> dict[str, list]:
+    """The options that name layers of the model, or have an entry for each, for a method that serves `layers` alone."""
+    found = {}
+    for name in PROFILE.keys() & vars(method).keys():
+        if (value := getattr(method, name)) is None:
+            continue
+        if PROFILE[name] == list[int]:
+            if others := sorted(set(value) - set(layers)):
+                without = ", ".join(map(str, layers))
+                raise ValueError(f"{method.name}: {name} names {others}, but the layers without a window are {without}")
+            found[name] = [layers.index(layer) for layer in value]
+        elif len(value) > max(layers):
+            found[name] = [value[layer] for layer in layers]
+    return found
 
 
 def _tokens(name: str, method: Method, plan: Plan, budget: int | float | None) -> int | None:

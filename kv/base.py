@@ -272,6 +272,12 @@ class KV(Buffers, ABC):
         """How many leading slots hold row `row`, which has `length` tokens."""
         return min(length, self.slots)
 
+    def unrotate(self) -> None:
+        """Tells the cache of a layer without RoPE that moving a key to another position does not change it."""
+        for part in self.modules():
+            if getattr(part, "inv_freq", None) is not None:
+                part.hold("inv_freq", torch.zeros_like(part.inv_freq))
+
     # Accounting
 
     def storages(self) -> dict[int, int]:

@@ -11,6 +11,10 @@ class Cache(list[KV]):
         for layer in self:
             layer.reset(row)
 
+    def second_pass(self, prompt: list[int], tokenizer) -> list[list[int]]:
+        """`KV.second_pass` of the first layer that wants one."""
+        return next(filter(None, (layer.second_pass(prompt, tokenizer) for layer in self)), [])
+
     def make_room(self, lengths: dict[int, int]) -> None:
         """`KV.make_room` in all layers, before a step of rows of so many tokens."""
         for layer in self:

@@ -53,6 +53,10 @@ class Full(Ring):
         """Like an extension: it reads the slots where they are, and each token sees no more than a sliding window."""
         return self.extend(row, q, k, v, pos)
 
+    def observe(self, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size = self.size_of("size", row)
+        return attention.ring_attention(q, k, v, self.held(row, self.whole), size, self.sinks)
+
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         kept = ops.in_ring(pos + k.shape[2], self.size_of("size", row), self.sinks, k.device, pos)
         slot = ops.ring(kept, self.size_of("row_slots", row), self.sinks)
@@ -70,7 +74,8 @@ class Full(Ring):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
         if self.plan.rewind and not self.holds_all:
-            return ops.attend(q, self.read(self.k), self.read(self.v), self.in_window(pos))
+            keys, values, queries = self.read(self.k), self.read(self.v), enumerate(q.split(1, dim=2))
+            return torch.cat([ops.attend(x, keys, values, self.in_window(pos + i)) for i, x in queries], dim=2)
         length = (pos + 1).clamp(max=self.size)  # slots fill in order
         return ops.attend_prefix(q, self.read(self.k), self.read(self.v), length)
 
@@ -81,6 +86,13 @@ class Full(Ring):
         age = (pos - slot) % (ring - self.sinks)  # of the newest token up to pos that a slot can hold
         newest = (age < size - self.sinks) & (pos - age >= self.sinks) & (slot < ring)
         return torch.where(slot < self.sinks, slot <= pos, newest)
+
+
+def windowed(plan: Plan) -> KV:
+    """A layer with the plan's sliding window among layers without one, which a method serves."""
+    layer = Full(plan, plan.window)
+    layer.endless = not layer.holds_all
+    return layer
 
 
 def full_layer(plan: Plan, bits: int) -> KV:

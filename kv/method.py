@@ -47,6 +47,8 @@ class Plan:
     share: Share | None = None  # of a row's prompt, its budget; None: all rows have the same
     rewind: int = 0  # how many of its newest tokens a row may give back
     chunk: int = 0  # the most tokens of a prompt that are read at once; 0: all
+    full_layers: tuple[int, ...] = ()  # with a window: the layers without it
+    unrotated: tuple[int, ...] = ()  # the layers without RoPE
     ranks: Ranks = ALONE  # the processes among which the heads are divided; n_head and n_kv_head are this one's
     inv_freq: Tensor | None = field(default=None, compare=False)  # [B,D/2], see kv/parts/ops.py
     key_biases: Tensor | None = field(default=None, compare=False)  # [L,Hk,D] fp32, what every key has before RoPE
@@ -57,6 +59,16 @@ class Plan:
     def planned(self) -> int:
         """S: the largest number of tokens a row will hold."""
         return self.max_prompt + self.room
+
+    def without_windows(self) -> "Plan":
+        """The plan for the model's layers that see every token, which a method serves, where others have a window."""
+        layers = self.full_layers
+        if not layers:
+            return self
+        unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
+        biases = None if self.key_biases is None else self.key_biases[list(layers)]
+        whole = {"window": None, "full_layers": (), "unrotated": unrotated, "key_biases": biases}
+        return replace(self, n_layer=len(layers), **whole)
 
     def layer(self, index: int) -> "Plan":
         """The plan for one layer, with its number and, for caches that pack keys, its own key bias."""
@@ -89,7 +101,10 @@ class Plan:
 
     def full_bytes(self) -> int:
         """Bytes of the full cache, all layers and rows, at the planned length."""
-        return self.n_layer * self.planned * self.slot_bytes
+        slots = self.n_layer * self.planned
+        if self.full_layers:
+            slots -= (self.n_layer - len(self.full_layers)) * max(0, self.planned - self.window)
+        return slots * self.slot_bytes
 
 
 def option(default: object, help: str, min: float | None = None, max: float | None = None) -> Any:

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import get_type_hints
@@ -204,12 +204,13 @@ def read_config(folder: str | Path) -> dict:
 
 
 def check_fields(kind: type, values: object) -> None:
-    """Raises ValueError unless `values` has exactly the fields of the dataclass `kind`, with values of their types."""
-    hints = get_type_hints(kind)
-    if not isinstance(values, dict) or values.keys() != hints.keys():
+    """Raises ValueError unless `values` has the fields of the dataclass `kind`, with values of their types. Fields that
+    are empty lists by default may be missing."""
+    hints, lists = get_type_hints(kind), {x.name for x in fields(kind) if x.default_factory is not MISSING}
+    if not isinstance(values, dict) or not hints.keys() - lists <= values.keys() <= hints.keys():
         raise ValueError(f"its fields must be {', '.join(hints)}")
-    for name, hint in hints.items():
-        value = values[name]
+    for name, value in values.items():
+        hint = hints[name]
         if not isinstance(value, hint) or isinstance(value, bool) != (hint is bool):
             raise ValueError(f"{name} cannot be {shortened(value)}")
 
@@ -222,6 +223,12 @@ def check_model(model: object) -> None:
         if type(value) in (int, float) and not 0 < value <= most:
             raise ValueError(f"{name} must be positive and at most {most}, not {shortened(value)}")
     n_head, n_kv_head, head_dim, rope = (model[key] for key in ("n_head", "n_kv_head", "head_dim", "rope"))
+    for name in ("full_layers", "unrotated"):
+        given = model.get(name, [])
+        if any(type(layer) is not int for layer in given) or given != sorted(set(given) & set(range(model["n_layer"]))):
+            raise ValueError(f"{name} must be numbers of layers, ascending, not {shortened(given)}")
+    if model.get("full_layers") and (model["window"] is None or len(model["full_layers"]) == model["n_layer"]):
+        raise ValueError("full_layers must leave layers with a window")
     if n_head % n_kv_head:
         raise ValueError(f"{n_head} attention heads do not divide into {n_kv_head} KV heads")
     if head_dim % 2 or head_dim < 4:
@@ -382,7 +389,7 @@ def write_checkpoint(
         raise OSError(f"{disk} has {_size(free)} of disk space left, and {out.name} needs {_size(total)}")
     dtype = next(t.dtype for t in layout.values() if t.is_floating_point())
     section = {"format": FORMAT, "dtype": str(dtype).removeprefix("torch."), "quantization": quantization}
-    section["model"] = asdict(model)
+    section["model"] = {name: value for name, value in asdict(model).items() if value != []}
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)

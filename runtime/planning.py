@@ -37,12 +37,13 @@ def plan_for(
     rope = {"rope_type": c.rope["rope_type"], "rope_theta": c.rope["rope_theta"]}
     sizes = {"batch": batch, "max_prompt": max_prompt, "room": room}
     limits = {"window": c.window, "max_length": c.max_length, "chunk": chunk if chunk < max_prompt else 0}
+    limits |= {"full_layers": tuple(c.full_layers), "unrotated": tuple(c.unrotated)}
     return Plan(**heads, **rope, **sizes, **limits, dtype=dtype, device=device, rewind=rewind, ranks=ranks)
 
 
 def longest_prompt(c: ModelConfig, new: int) -> int:
-    """The longest prompt every method accepts: with `new` more tokens it fits the model's window, if any."""
-    return min(c.max_length, max(1, c.window - new)) if c.window else c.max_length
+    """The longest prompt every method accepts: with `new` more tokens it fits a window that all layers have."""
+    return min(c.max_length, max(1, c.window - new)) if c.window and not c.full_layers else c.max_length
 
 
 def plan_of(engine, max_prompt: int, room: int) -> Plan:

@@ -30,9 +30,7 @@ class Prompt:
     own: list[Vectors]  # of each layer, after the common ones
     whole: list[Vectors] = field(default_factory=list)  # of each layer; empty if there is a base
     statistics: dict[tuple[int, tuple], Vectors] = field(default_factory=dict)
-    observed: dict[tuple, list[Tensor]] = field(
-        default_factory=dict
-    )  # of each layer, by a second pass
+    observed: dict[tuple, list[Tensor]] = field(default_factory=dict)  # of each layer, by a second pass
 
     def vectors(self, layer: int, n: int) -> Vectors:
         """Those of the first n tokens, until the next call."""
@@ -113,7 +111,7 @@ def prefill_once(engine: Engine, room: float | None = None) -> dict:
 
     def record(row: int, tokens: Tensor, length: int, progress: Callable, base: Prompt | None, common: int) -> Prompt:
         layers = engine.layers
-        recorders = [Recorder(engine.plan, base.vectors(i, common) if base else ()) for i in range(len(layers))]
+        recorders = [Recorder(x.plan, base.vectors(i, common) if base else ()) for i, x in enumerate(layers)]
         model.set_kv(recorders)
         try:
             if base is None:

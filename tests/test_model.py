@@ -72,7 +72,31 @@ QWEN3 = QWEN2 | {
     "rope_scaling": None,
 }
 PLAIN, THETA = {"rope_scaling": None}, {"rope_theta": 10000.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+MIXED = {"num_hidden_layers": 4, "sliding_window": 16, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def family(kind: str, architecture: str, **more) -> dict:
+    return LLAMA | {"model_type": kind, "architectures": [f"{architecture}ForCausalLM"], "head_dim": 32} | more
+
+
+CWM = family("cwm", "Cwm", num_hidden_layers=5, sliding_window=16, rope_scaling=LLAMA31["rope_scaling"])
+SMOLLM3 = family("smollm3", "SmolLM3", num_hidden_layers=5, tie_word_embeddings=True, pad_token_id=None)
+SLIDES = {"use_sliding_window": True, "sliding_window": 16}
+MINISTRAL = family("ministral", "Ministral", **MIXED)
+GROWS = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+GROWS |= {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+MINISTRAL3 = family("ministral3", "Ministral3", max_position_embeddings=256, rope_parameters=GROWS)
+SEED = family("seed_oss", "SeedOss", attention_bias=True)
+GRANITE = family(
+    *("granite", "Granite"),
+    embedding_multiplier=12.0,
+    logits_scaling=0.5,
+    residual_multiplier=0.4,
+    attention_multiplier=0.3,
+)
+PHI3 = family("phi3", "Phi3", pad_token_id=None)
 
 
 def yarn(**more) -> dict:
@@ -117,6 +141,28 @@ CASES = {
         QWEN2 | {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN
     ),
     "yarn, extended length": Case(yarn() | {"max_position_embeddings": 256}, PLAIN),
+    "cwm": Case(CWM, {"layer_types": [FULL] * 5}),
+    "cwm, by layer_types": Case(CWM | MIXED, {"layer_types": [FULL] * 4}),
+    "ministral": Case(MINISTRAL, {"layer_types": [FULL] * 4}),
+    "ministral, all layers slide": Case(MINISTRAL | {"layer_types": None}, {"layer_types": [FULL] * 4}),
+    "qwen2, the last layers slide": Case(
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, {"max_window_layers": 3}
+    ),
+    "qwen3, some layers slide": Case(
+        QWEN3 | MIXED | {"use_sliding_window": True}, {"use_sliding_window": False, "layer_types": None}
+    ),
+    "smollm3": Case(SMOLLM3, {"no_rope_layers": [1] * 5}),
+    "smollm3, by no_rope_layers": Case(SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0, 1, 1]}, {"no_rope_layers": [1] * 5}),
+    "smollm3, layers without RoPE slide": Case(SMOLLM3 | SLIDES, {"use_sliding_window": False}),
+    "ministral 3": Case(MINISTRAL3, {"rope_parameters": GROWS | {"llama_4_scaling_beta": 0.0}}),
+    "seed-oss": Case(SEED),
+    "seed-oss with all biases": Case(SEED | {"attention_out_bias": True, "mlp_bias": True}),
+    "granite": Case(GRANITE, {"residual_multiplier": 1.0}),
+    "granite, tied, with biases": Case(
+        GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    ),
+    "phi-4": Case(PHI3),
+    "phi-4, all layers slide": Case(PHI3 | {"sliding_window": 16}, {"sliding_window": None}),
 }
 
 

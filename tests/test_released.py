@@ -1,0 +1,135 @@
+"""Checkpoints as other families release them: multimodal ones, weights in fp8, fused matrices, multipliers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_model import GRANITE, LLAMA, MINISTRAL3, MISTRAL, PHI3, SMOLLM3, TOLERANCE, gap, hf_logits, hf_model, text
+
+from convert_hf_checkpoint import convert
+from engine import Engine
+from runtime.hf_config import from_hf
+
+VISION = {"model_type": "pixtral", "hidden_size": 8}
+
+
+def save(folder, config: dict, tensors: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def of(config: dict) -> tuple:
+    """transformers' model of a config.json, with its tensors."""
+    model = hf_model(config)
+    return model, {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def multimodal(name: str, newer: bool) -> str:
+    """A language model's tensor in the two releases of multimodal checkpoints."""
+    if newer:
+        return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+    return f"language_model.{name}"
+
+
+@pytest.mark.parametrize("newer", (False, True))
+@pytest.mark.parametrize("kind", (MINISTRAL3, MISTRAL), ids=("ministral3", "mistral"))
+def test_a_multimodal_checkpoint_gives_its_text_part(kind, newer, tmp_path, capsys):
+    model, tensors = of(kind)
+    inner = {key: value for key, value in kind.items() if key != "architectures"}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "eos_token_id": 7}
+    vision = {f"{'model.' * newer}{part}.weight": torch.ones(8) for part in ("vision_tower.x", "multi_modal_projector")}
+    parts = {multimodal(name, newer): x for name, x in tensors.items()} | vision
+    save(tmp_path / "hf", outer | {"text_config": inner, "vision_config": VISION}, parts)
+    convert(tmp_path / "hf", tmp_path / "ours")
+    prefix = "model." * newer
+    assert (
+        f"left out: 2 tensors of other models, such as {prefix}multi_modal_projector.weight" in capsys.readouterr().err
+    )
+    prompt, continuation = text(60, kind["vocab_size"])
+    engine = Engine.load(tmp_path / "ours", compile=False)
+    assert gap(engine.logits(prompt, continuation), hf_logits(model, prompt, continuation)) <= TOLERANCE
+    assert engine.eos == {7}
+
+
+@pytest.mark.parametrize("block", ([16, 32], None), ids=("blocks", "tensors"))
+def test_weights_in_fp8_are_multiplied_by_their_scales(block, tmp_path):
+    model, tensors = of(LLAMA)
+    stored, exact = {}, {}
+    for name, x in tensors.items():
+        if "proj" not in name:
+            stored[name] = exact[name] = x
+            continue
+        rows, columns = block or x.shape
+        parts = x.unfold(0, rows, rows).unfold(1, columns, columns)  # [R,C,rows,columns]
+        scale = parts.abs().amax((2, 3)) / 448
+        wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        stored[name] = (x / wide).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale if block else scale[0, 0]
+        stored[name.replace("weight", "activation_scale")] = torch.tensor(1.0)
+        exact[name] = stored[name].float() * wide
+    config = LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    save(tmp_path / "hf", config, stored)
+    convert(tmp_path / "hf", tmp_path / "ours", dtype="float32")
+    model.load_state_dict(exact)
+    prompt, continuation = text(60, LLAMA["vocab_size"])
+    engine = Engine.load(tmp_path / "ours", compile=False)
+    assert gap(engine.logits(prompt, continuation), hf_logits(model, prompt, continuation)) <= TOLERANCE
+    assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
+    name = "model.layers.0.mlp.up_proj.weight"
+    for scale in (None, torch.ones(3, 3)):
+        damaged = {key: x for key, x in stored.items() if key != f"{name}_scale_inv"}
+        damaged |= {} if scale is None else {f"{name}_scale_inv": scale}
+        save(tmp_path / "damaged", config, damaged)
+        with pytest.raises(ValueError, match=f"{name} is in fp8 and its scales have shape"):
+            convert(tmp_path / "damaged", tmp_path / "no")
+    for other in ({"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "compressed-tensors"}):
+        (tmp_path / "damaged/config.json").write_text(json.dumps(config | {"quantization_config": other}))
+        with pytest.raises(ValueError, match="is quantized .*; convert the unquantized model"):
+            convert(tmp_path / "damaged", tmp_path / "no")
+
+
+def test_fused_matrices_of_other_sizes_are_refused(tmp_path):
+    _, tensors = of(PHI3)
+    for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+        name = f"model.layers.1.{name}.weight"
+        save(tmp_path / "hf", PHI3, tensors | {name: tensors[name][:-1]})
+        with pytest.raises(ValueError, match=rf"tensor {name} has shape .*, but config.json needs \d+ rows"):
+            convert(tmp_path / "hf", tmp_path / "ours")
+    for more in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"type": "yarn", "factor": 4.0}}):
+        save(tmp_path / "hf", PHI3 | more, tensors)
+        with pytest.raises(ValueError, match="partial_rotary_factor|RoPE type 'yarn' is not supported; known: default"):
+            convert(tmp_path / "hf", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("value", (0, -1, "2", None))
+def test_multipliers_must_be_positive_numbers(value, tmp_path):
+    _, tensors = of(GRANITE)
+    save(tmp_path / "hf", GRANITE | {"residual_multiplier": value}, tensors)
+    with pytest.raises(ValueError, match="residual_multiplier must be a positive number"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+
+
+def test_a_granite_in_bfloat16_keeps_its_rounding(tmp_path):
+    """Each weight is multiplied in fp32 and rounded once."""
+    _, tensors = of(GRANITE)
+    save(tmp_path / "hf", GRANITE, {name: x.bfloat16() for name, x in tensors.items()})
+    convert(tmp_path / "hf", tmp_path / "ours")
+    ours = load_file(tmp_path / "ours/model.safetensors")["layers.0.attention.wo.weight"]
+    exact = tensors["model.layers.0.self_attn.o_proj.weight"].bfloat16().float() * GRANITE["residual_multiplier"]
+    assert ours.dtype == torch.bfloat16 and torch.equal(ours, exact.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers must say 1 .* for each of 5 layers"),
+        ({"no_rope_layers": "x"}, "no_rope_layers must say 1"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive integer"),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 3}, "layer_types .* is not supported"),
+    ],
+)
+def test_settings_of_layers_are_checked(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        from_hf(SMOLLM3 | change)
