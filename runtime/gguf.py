@@ -1,9 +1,10 @@
-"""Reads llama.cpp's model files (GGUF) of the architectures llama and qwen2 for convert_hf_checkpoint.py.
+"""Reads llama.cpp's model files (GGUF) of some architectures for convert_hf_checkpoint.py.
 
 The package gguf parses a file and dequantizes its tensors. Here its header becomes the small files of a Hugging Face
-folder, and its tensors get Hugging Face's names. Of llama the rows of Q and K also get Hugging Face's order: where that
-rotates a head's channels i and i + D/2 together, llama.cpp rotates 2i and 2i + 1. Metadata means what it means to
-llama.cpp; what config.json cannot say is refused by name.
+folder, and its tensors get Hugging Face's names. Of INTERLEAVED the rows of Q and K also get Hugging Face's order:
+where that rotates a head's channels i and i + D/2 together, llama.cpp rotates 2i and 2i + 1. Metadata means what it
+means to llama.cpp, which knows by itself that every fourth layer of SmolLM3 has no RoPE; what config.json cannot say is
+refused by name.
 """
 
 import json
@@ -31,13 +32,23 @@ NAMES = {  # llama.cpp's module -> Hugging Face's
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # llama.cpp's name -> Hugging Face's
+ARCHITECTURES = {  # llama.cpp's name -> Hugging Face's
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "mistral3": "MistralForCausalLM",  # with a temperature Ministral3ForCausalLM
+}
+INTERLEAVED = {"llama", "smollm3", "mistral3"}
+TEMPERATURE, LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"  # of mistral3
 
 # Metadata of an architecture, without its prefix. Sizes get the names of config.json:
 SIZES = {
@@ -54,7 +65,7 @@ SIZES = {
 OPTIONAL = {"attention.head_count_kv", "attention.key_length", "rope.freq_base"}
 ORIGINAL = "rope.scaling.original_context_length"
 SCALING = {"rope.scaling.factor", "rope.scale_linear", ORIGINAL}
-REAL = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "rope.scale_linear"}
+REAL = {TEMPERATURE, "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "rope.scale_linear"}
 # Settings that config.json cannot say (or, like YaRN's betas, llama.cpp does not use), with the values allowed:
 ALLOWED = {
     "attention.causal": (True,),
@@ -140,7 +151,7 @@ def unpack(file: Path, folder: Path) -> dict[str, Stored]:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, fields, tensors)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    if fields["general.architecture"] != "llama":
+    if fields["general.architecture"] not in INTERLEAVED:
         heads = {}  # their rows stand in Hugging Face's order
     stored = {}
     for name, tensor in tensors.items():
@@ -200,7 +211,7 @@ def _config(file: Path, fields: dict, tensors: dict) -> dict:
     """Hugging Face's config.json. Raises ValueError for what it cannot say."""
     architecture = fields.get("general.architecture")
     if architecture not in list(ARCHITECTURES):
-        known = " and ".join(ARCHITECTURES)
+        known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{file} holds the architecture {architecture!r}; of GGUF files only {known} can be converted")
     prefix = f"{architecture}."
     own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
@@ -211,16 +222,24 @@ def _config(file: Path, fields: dict, tensors: dict) -> dict:
     dim = sizes["head_dim"]
     allowed = ALLOWED | dict.fromkeys(["attention.value_length", "rope.dimension_count"], (dim,))
     allowed["rope.scaling.yarn_ext_factor"] = (-1, int(own.get("rope.scaling.type") == "yarn"))
+    if architecture == "mistral3":
+        allowed |= {LOG_MULTIPLIER: (0, 1), TEMPERATURE: (own.get(TEMPERATURE),)}
     metadata.check(allowed)
     scaling = _scaling(metadata)
+    name = ARCHITECTURES[architecture]
+    if own.get(TEMPERATURE):
+        if (scaling or {}).get("rope_type") != "yarn":
+            raise ValueError(f"{file}: {prefix}{TEMPERATURE} is supported with rope.scaling.type yarn alone")
+        name, scaling = "Ministral3ForCausalLM", scaling | {"llama_4_scaling_beta": metadata.number(TEMPERATURE)}
     if "rope_freqs.weight" in tensors:
         if scaling is not None:
             raise ValueError(f"{file} scales RoPE twice, by {scaling['rope_type']!r} and by rope_freqs.weight")
         slower = torch.tensor(tensors["rope_freqs.weight"].data)
         scaling = _llama3(file, slower, sizes["rope_theta"], dim, sizes["max_position_embeddings"])
     return sizes | {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [name],
         "rope_scaling": scaling,
+        "sliding_window": None,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -241,6 +260,8 @@ def _scaling(metadata: Metadata) -> dict | None:
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn" and ORIGINAL in own:
         scaling["original_max_position_embeddings"] = metadata.number(ORIGINAL)
+    if kind == "yarn" and own.get(LOG_MULTIPLIER):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return scaling
 
 

@@ -12,6 +12,9 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, dequantize, get_tensor_name_map, quantize
 from sentencepiece import SentencePieceProcessor
 from test_convert import assert_same, expected, hf_model, refused, written
+from test_model import GROWS as YARN16
+from test_model import MINISTRAL3, MISTRAL, QWEN3, SMOLLM3
+from test_model import hf_model as random_model
 from test_tokenizer import CHATML_TEMPLATE, LLAMA3_SPLIT, NASTY, byte_level_folder, sentencepiece_folder, split_by
 from tokenizers import normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,12 +52,15 @@ def write_gguf(path: Path, model, quantized=False, tokenizer=None, architecture=
         getattr(writer, add[type(value)])(f"{writer.arch}.{name}", value)
     if tokenizer is not None:
         tokenizer(writer)
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    arch = MODEL_ARCH.QWEN3 if config.model_type == "qwen3" else MODEL_ARCH.LLAMA
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+        if config.model_type in ("llama", "smollm3", "mistral", "ministral3") and (
+            "q_proj" in name or "k_proj" in name
+        ):
             halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])  # of each head
             values = halves.swapaxes(1, 2).reshape(values.shape)
         raw = Q8 if quantized and values.ndim == 2 else None
@@ -82,6 +88,45 @@ def test_a_float_file_converts_to_the_weights_it_was_made_of(tmp_path, name):
     convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out", dtype="float32")
     assert_same(written(tmp_path / "out"), expected(model))
     same_logits(tmp_path / "out", model)
+
+
+GROWS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 16}
+GROWS |= {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
+PLAIN16 = {
+    key: value for key, value in YARN16.items() if key not in ("mscale", "mscale_all_dim", "llama_4_scaling_beta")
+}
+MORE = {  # architecture, metadata and the config.json that it means
+    "qwen3": ("qwen3", {}, QWEN3 | {"head_dim": 32}),
+    "smollm3": ("smollm3", {}, SMOLLM3),
+    "mistral3": ("mistral3", {}, MISTRAL),
+    "mistral3, yarn": ("mistral3", GROWS, MISTRAL | {"max_position_embeddings": 256, "rope_parameters": PLAIN16}),
+    "mistral3, temperature": (
+        "mistral3",
+        GROWS | {"attention.temperature_scale": 0.1, "rope.scaling.yarn_log_multiplier": 1.0},
+        MINISTRAL3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_other_architectures_give_the_logits_of_transformers(tmp_path, case):
+    architecture, metadata, config = MORE[case]
+    model = random_model(config)
+    if "rope.scaling.type" not in metadata:
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    file = write_gguf(tmp_path / "model.gguf", model, architecture=architecture, metadata=metadata)
+    convert(file, tmp_path / "out", dtype="float32")
+    same_logits(tmp_path / "out", model)
+
+
+def test_a_temperature_is_read_with_yarn_alone(tmp_path, capsys):
+    model = random_model(MISTRAL)
+    for architecture, metadata in (("mistral3", {}), ("llama", GROWS)):
+        metadata = metadata | {"attention.temperature_scale": 0.1}
+        file = write_gguf(tmp_path / "model.gguf", model, architecture=architecture, metadata=metadata)
+        refused(
+            capsys, [file, "--out", tmp_path / "out"], f"{architecture}.attention.temperature_scale", watch=tmp_path
+        )
 
 
 def test_a_quantized_file_is_dequantized_into_bfloat16(tmp_path, monkeypatch):
@@ -371,7 +416,7 @@ def test_the_file_says_which_tokens_stand_around_a_text(tmp_path, kind, bos, eos
 @pytest.mark.parametrize(
     "fields, words",
     [
-        (dict(architecture="gemma3"), ["gemma3", "llama and qwen2"]),
+        (dict(architecture="gemma3"), ["gemma3", "only llama, qwen2, qwen3"]),
         (dict(tokenizer=lambda writer: writer.add_uint32("split.count", 3)), ["one part", "llama-gguf-split"]),
         (dict(metadata={"block_count": 9}), ["model.gguf ", "they lack"]),
         (dict(tokenizer=slower_rope, metadata={"rope.scaling.factor": 4.0}), ["linear", "rope_freqs.weight"]),
