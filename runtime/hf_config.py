@@ -229,7 +229,7 @@ def _rope_of(layers: str, whole: dict, config: dict, max_position: int) -> dict:
         off = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0) | {"attention_factor": None}
         needs += [key for key, value in off.items() if given.get(key, value) != value]
     rope = {"rope_type": kind, "max_position_embeddings": max_position}
-    if (beta := given.get(whole.get("query_beta"))) is not None:
+    if (beta := given.get(whole.get("query_beta"))) not in (None, 0):
         rope["query_beta"] = _positive(f"RoPE: {whole['query_beta']}", beta)
         needs += [] if ORIGINAL in needs else [ORIGINAL]
     rope |= {key: _positive(f"RoPE type {kind!r}: {key}", given.get(key)) for key in needs}

@@ -133,3 +133,43 @@ def test_a_granite_in_bfloat16_keeps_its_rounding(tmp_path):
 def test_settings_of_layers_are_checked(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         from_hf(SMOLLM3 | change)
+
+
+DEVSTRAL2 = {  # what is particular to a release; sizes are reduced
+    **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "sliding_window": None},
+    **{
+        "head_dim": 32,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    **{"num_hidden_layers": 2, "vocab_size": 160, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 64.0, "beta_fast": 4.0},
+        **{"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0},
+        "original_max_position_embeddings": 4096,
+    },
+}
+GRANITE33 = LLAMA | {
+    **{"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.0078125},
+    **{"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22, "rope_scaling": None},
+    **{"rope_theta": 10000000.0, "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False},
+}
+SMOLLM3B = SMOLLM3 | {
+    **{"rope_theta": 5000000.0, "rope_scaling": None, "max_window_layers": 28, "pretraining_tp": 2},
+    **{"use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4},
+    **{"no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},
+}
+
+
+@pytest.mark.parametrize("config", (DEVSTRAL2, GRANITE33, SMOLLM3B), ids=("devstral-2", "granite-3.3", "smollm3-3b"))
+def test_released_configurations_give_the_logits_of_transformers(config, tmp_path):
+    model, tensors = of(config)
+    tied = config.get("tie_word_embeddings")
+    save(tmp_path / "hf", config, {name: x for name, x in tensors.items() if not (tied and name == "lm_head.weight")})
+    convert(tmp_path / "hf", tmp_path / "ours")
+    prompt, continuation = text(60, config["vocab_size"])
+    expected = hf_logits(model, prompt, continuation)
+    engine = Engine.load(tmp_path / "ours", compile=False)
+    assert gap(engine.logits(prompt, continuation), expected) <= TOLERANCE * max(1, expected.std().item())
