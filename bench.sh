@@ -54,8 +54,8 @@ if [ "${1-}" = blind ]; then
     .venv/bin/python -m bench "${sizes[@]}" --kv "${methods#full,}" --budget .05,.25,.5 --no-prefill --json "$out/$name-$length-bytes.json"
     .venv/bin/python -m bench "${sizes[@]}" --kv "$methods" --budget .1 --json "$out/$name-$length-prefill.json"
   done
-  exec .venv/bin/python -m bench.compare "$out/$name"-*.json --results "$out/$name.json" --plot "$out/$name.png" \
-    --command "bash bench.sh blind"
+  .venv/bin/python -m bench.compare "$out/$name"-*.json --results "$out/$name.json" --command "bash bench.sh blind"
+  exec .venv/bin/python -m bench.compare "$out/$name"-*-{facts,bytes,prefill}.json --plot "$out/$name.png" # of answers
 fi
 if [ "${1-}" = long ]; then
   model=${2:?the folder of a checkpoint} out=${3:-long} lengths=${4:-8000,16000,30000} name=$(basename "$2")

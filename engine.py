@@ -717,7 +717,7 @@ class Engine:
         def texts() -> Iterable:
             if found := self.layers.second_pass(prompt, self.tokenizer):
                 found = [torch.tensor(text, device=self.device) for text in found]
-                yield from self.progress(found, "prefill again, to rank the tokens: once or twice as long")
+                yield from self.progress(found, "prefill again, to rank the tokens: two or three times as long")
 
         ids = torch.tensor(prompt, device=self.device)
         row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, texts(), self.chunk)

@@ -161,8 +161,9 @@ class Transformer(nn.Module):
         """What projections add to every key before RoPE, [L,Hk,D] fp32, times RoPE's factor; None: nothing."""
         if not self.config.qkv_bias or self.config.qk_norm:
             return None
-        parts = [a.wqkv.bias.float().view(-1, a.head_dim).split(a.heads) for a in (x.attention for x in self.layers)]
-        return torch.stack([k for _, k, _ in parts]) * self.rope_factor
+        attention = [layer.attention for layer in self.layers]
+        parts = [a.wqkv.bias.float().view(-1, a.head_dim).split(a.heads)[1] for a in attention]
+        return torch.stack([k * self.rope_factor if a.rotates else k for a, k in zip(attention, parts, strict=True)])
 
     def set_kv(self, modules: list[nn.Module]) -> None:
         """Gives every layer its KV module."""

@@ -164,8 +164,9 @@ def draw(models: dict[str, dict[int, Results]], path: str) -> None:
     for at, (name, _) in enumerate(columns):
         for length, by_method in models[name].items():
             diverges, marks = any("kl" in own for own in by_method.values()), []
+            asked = "answers" if any("answers" in own for own in by_method.values()) else "blind"
             for (method, _), own in by_method.items():
-                scores = [own["answers", when] for when in ("first", "later") if ("answers", when) in own]
+                scores = [own[asked, when] for when in ("first", "later") if (asked, when) in own]
                 divergence = [own["kl"]] if own.get("kl") else []  # a logarithmic axis has no 0
                 heights = divergence if diverges else scores
                 if heights and "read" in own:

@@ -100,7 +100,7 @@ def _resolve(
         plan = replace(plan, room=plan.room + plan.rewind)  # tokens that may be rejected
     method = parse_options(name, from_profile(name, options, profile or {}) | options)
     if plan.full_layers:
-        method, plan = replace(method, **_renumbered(method, plan.full_layers)), plan.without_windows()
+        method, plan = replace(method, **_renumbered(method, plan.full_layers, plan.n_layer)), plan.without_windows()
     if plan.window is not None and plan.planned > plan.window and not method.windowed:
         raise ValueError(
             f"{name} does not honour this model's sliding window: use --kv full, or at most {plan.window} tokens of "
@@ -112,18 +112,21 @@ def _resolve(
     return method, plan, _tokens(name, method, plan, budget)
 
 
-def _renumbered(method: Method, layers: tuple[int, ...]) -> dict[str, list]:
+LAYERS = "filter_layers", "quant_layers", "full_layers", "uncounted"  # options that name layers
+
+
+def _renumbered(method: Method, layers: tuple[int, ...], n_layer: int) -> dict[str, list]:
     """The options that name layers of the model, or have an entry for each, for a method that serves `layers` alone."""
     found = {}
-    for name in PROFILE.keys() & vars(method).keys():
+    for name in {*LAYERS, "head_scores"} & vars(method).keys():
         if (value := getattr(method, name)) is None:
             continue
-        if PROFILE[name] == list[int]:
+        if name in LAYERS:
             if others := sorted(set(value) - set(layers)):
                 without = ", ".join(map(str, layers))
                 raise ValueError(f"{method.name}: {name} names {others}, but the layers without a window are {without}")
             found[name] = [layers.index(layer) for layer in value]
-        elif len(value) > max(layers):
+        elif len(value) == n_layer:
             found[name] = [value[layer] for layer in layers]
     return found
 

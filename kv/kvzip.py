@@ -6,9 +6,9 @@ cached token for a KV head is the highest attention that any query of the text w
 attention of that query shared out among the sinks, the part and the repeating text (section 3.2). The best stay.
 
 The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
-fits the budget is not repeated. Repeating takes once or twice as long as the prompt; its positions follow the prompt's,
-if need be past the model's context. With heads=adaptive the heads of a layer share its budget; the paper sets one
-threshold for all layers too.
+fits the budget is not repeated. Repeating takes two or three times as long as the prompt; its positions follow the
+prompt's, if need be past the model's context. With heads=adaptive the heads of a layer share its budget; the paper sets
+one threshold for all layers too.
 Memory and traffic: the budget and the generated tokens; until the prompt has been repeated, its full cache.
 """
 

@@ -240,6 +240,9 @@ def check_model(model: object) -> None:
         with torch.device("cpu"):  # a caller may build a model on the meta device
             inv_freq, factor = rope_frequencies(rope, head_dim, model["max_length"])
         finite = inv_freq.isfinite().all() and math.isfinite(factor)
+        if "query_beta" in rope:  # queries grow at every multiple of the original length
+            length = float(rope["original_max_position_embeddings"])
+            finite &= 0 < rope["query_beta"] < math.inf and length >= 1 and length.is_integer()
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
         finite = False
     if not finite:

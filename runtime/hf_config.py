@@ -8,9 +8,11 @@ from model import ModelConfig
 from runtime.checkpoint import ROPE_TYPES, check_model
 
 # For each architecture: defaults for what config.json leaves out, values that override config.json, and what
-# transformers reads instead of keys about windows that it ignores there: config.json must not say otherwise. Names of
-# our own: `full_every`, without layer_types one in so many layers sees all tokens; `query_beta`, the key of RoPE's
-# settings by which queries grow; `rope_types`, those supported; `qkv_bias` and `qk_norm`, whether there are any.
+# transformers reads instead of keys about windows that it ignores there: config.json must not say otherwise.
+# OWN are names that are not config.json's: `full_every`, without layer_types one in so many layers sees all tokens;
+# `default_rope`, RoPE's settings if there are none; `query_beta`, the key of those by which queries grow; `rope_types`,
+# those supported; `no_rope`, some layers may have no RoPE; `qkv_bias` and `qk_norm`.
+OWN = {"full_every", "default_rope", "query_beta", "rope_types", "no_rope", "qkv_bias", "qk_norm"}
 NO_WINDOW = {"use_sliding_window": False, "layer_types": None}
 WINDOW = {"use_sliding_window": True, "max_window_layers": 0}  # the one of sliding_window, if there is any
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
@@ -32,7 +34,7 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": (
         {
             **{"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
-            "rope_parameters": YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 16384},
+            "default_rope": YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 16384},
         },
         NO_BIAS | WINDOW | {"query_beta": "llama_4_scaling_beta"},
         {"layer_types": None},
@@ -44,14 +46,14 @@ ARCHITECTURES = {
             **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "max_window_layers": 0},
             **{"tie_word_embeddings": True, "no_rope_layer_interval": 4},
         },
-        {},
+        {"no_rope": True},
         {},
     ),
     "CwmForCausalLM": (
         {
             **{"sliding_window": 8192, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
             **{"max_position_embeddings": 131072, "rope_theta": 1e6},
-            "rope_parameters": LLAMA3 | {"rope_theta": 1e6, "original_max_position_embeddings": 8192},
+            "default_rope": LLAMA3 | {"rope_theta": 1e6, "original_max_position_embeddings": 8192},
         },
         WINDOW | {"attention_bias": False, "full_every": 4},
         {},
@@ -75,8 +77,9 @@ FULL, SLIDING, ORIGINAL = "full_attention", "sliding_attention", "original_max_p
 
 def from_hf(config: dict) -> ModelConfig:
     """From the content of config.json. Raises ValueError that names an unsupported setting."""
-    name = _architecture(config)
+    name = architecture(config)
     defaults, fixed, without_effect = ARCHITECTURES[name]
+    config = {key: value for key, value in config.items() if key not in OWN}
     whole = {**defaults, **config, **fixed}
     get, size = whole.get, partial(_size, whole)
     for key in ("hidden_act", "hidden_activation"):
@@ -122,7 +125,7 @@ def from_hf(config: dict) -> ModelConfig:
     return model
 
 
-def _architecture(config: dict) -> str:
+def architecture(config: dict) -> str:
     """The model's class, which transformers chooses by model_type alone."""
     kind = config.get("model_type")
     by_type = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
@@ -145,7 +148,7 @@ def _size(config: dict, key: str, default: int | None = None, least: int = 1) ->
 
 def _unrotated(config: dict, n_layer: int) -> list[int]:
     """The numbers of the layers without RoPE, where the architecture has any."""
-    if "no_rope_layer_interval" not in config:
+    if "no_rope" not in config:
         return []
     interval, given = _size(config, "no_rope_layer_interval"), config.get("no_rope_layers")
     rotates = [(i + 1) % interval for i in range(n_layer)] if given is None else given  # 1: the layer has RoPE
@@ -163,7 +166,7 @@ def _windows(config: dict, n_layer: int, unrotated: list[int]) -> list[int | Non
         raise ValueError(f"config.json: use_sliding_window must be true or false, not {shortened(use)}")
     window = _size(config, "sliding_window") if use and config.get("sliding_window") is not None else None
     kinds = config.get("layer_types")
-    if kinds is None and "no_rope_layer_interval" in config:
+    if kinds is None and "no_rope" in config:
         return [window if layer in unrotated else None for layer in range(n_layer)]
     if kinds is None and window is not None and "full_every" in config:
         return [window if layer % config["full_every"] else None for layer in range(n_layer)]
@@ -188,8 +191,8 @@ def _positive(key: str, value: object) -> float:
 
 def _rope(whole: dict, config: dict, max_position: int, kinds: list[str]) -> dict:
     """The RoPE settings of layers of some kinds, which must be the same; `whole`: config.json with defaults."""
-    if not (config.get("rope_scaling") or config.get("rope_parameters")) and whole.get("rope_parameters"):
-        config = config | {"rope_parameters": whole["rope_parameters"]}
+    if not (config.get("rope_scaling") or config.get("rope_parameters")) and "default_rope" in whole:
+        config = config | {"rope_parameters": whole["default_rope"], "rope_theta": None}
     first, *others = [_rope_of(kind, whole, config, max_position) for kind in kinds]
     if any(other != first for other in others):
         raise ValueError(f"config.json: RoPE differs between {' and '.join(kinds)}, which is not supported")
@@ -232,6 +235,7 @@ def _rope_of(layers: str, whole: dict, config: dict, max_position: int) -> dict:
     if (beta := given.get(whole.get("query_beta"))) not in (None, 0):
         rope["query_beta"] = _positive(f"RoPE: {whole['query_beta']}", beta)
         needs += [] if ORIGINAL in needs else [ORIGINAL]
+        given.setdefault(ORIGINAL, max_position)
     rope |= {key: _positive(f"RoPE type {kind!r}: {key}", given.get(key)) for key in needs}
     if kind == "yarn" and not given.get("truncate", True):
         rope["truncate"] = False
@@ -248,7 +252,7 @@ def _settings(config: dict, key: str, layers: str) -> dict:
     by_kind = {kind: own for kind, own in given.items() if isinstance(own, dict) or kind.endswith("_attention")}
     if by_kind:
         if not isinstance(by_kind.get(layers), dict):
-            raise ValueError(f"config.json: {key} is given by layer type, but not for {layers}, which all layers are")
+            raise ValueError(f"config.json: {key} is given by layer type, but not for {layers}")
         given = {name: value for name, value in given.items() if name not in by_kind} | by_kind[layers]
     given = {name: value for name, value in given.items() if value is not None or name == "truncate"}  # null: false
     old = given.pop("type", None)

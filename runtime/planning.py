@@ -164,7 +164,8 @@ def power_of_two(n: int) -> int:
 
 def check_budget(engine, plan: Plan) -> None:
     """Warns of a budget whose sizes are too small for such prompts, and of layers that nobody chose for the model."""
-    if engine.fingerprint and (name := methods.guessed(engine.method, engine.options, engine.profile)):
+    measured = engine.fingerprint and not engine.config.full_layers  # calibrate.py does not measure windows
+    if measured and (name := methods.guessed(engine.method, engine.options, engine.profile)):
         warn(engine, f"{engine.method}'s default {name} suit some models only: calibrate.py measures this one's")
     if enough := methods.enough(engine.method, plan, engine.budget, engine.options, engine.profile):
         sizes = "".join(f", {name} {size}" for name, size in sizes_of(engine, plan).items())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model import ModelConfig
 from runtime.checkpoint import Stored
+from runtime.hf_config import MODEL_TYPES, architecture
 
 TEXT = re.compile(r"(model\.)?language_model\.(?=(model|lm_head)\.)|(?<=model\.)language_model\.")  # of two releases
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -40,13 +41,14 @@ class Scaled(Stored):
     block: tuple[int, int] = (1, 1)
 
     def read(self, *index: slice) -> Tensor:
-        factor = self.factor
-        if isinstance(factor, Stored):
-            factor = factor.read().float()
-            if factor.dim() == 2:
-                blocks = factor.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
-                factor = blocks[: self.shape[0], : self.shape[1]]
-        return (self.whole.read().float() * factor)[index or ...]
+        factor = self.factor.read().float() if isinstance(self.factor, Stored) else torch.tensor(self.factor)
+        x = self.whole.read().to(torch.float32, copy=True)
+        if factor.dim() < 2:
+            return x.mul_(factor)[index or ...]
+        rows, columns = self.block
+        for part, scales in zip(x.split(rows), factor, strict=True):
+            part *= scales.repeat_interleave(columns)[: x.shape[1]]
+        return x[index or ...]
 
 
 def text_config(config: dict) -> dict:
@@ -57,9 +59,12 @@ def text_config(config: dict) -> dict:
     if not isinstance(text, dict):
         raise ValueError(f"config.json: text_config must be an object, not {shortened(text)}")
     kind = text.get("model_type", "mistral")
-    shared = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "kv_fast")
-    outer = {key: config[key] for key in shared if key in config}
-    return outer | text | {"architectures": [f"{str(kind).capitalize()}ForCausalLM"], "model_type": kind}
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise ValueError(f"config.json: text_config is a {shortened(kind)}; known: {', '.join(MODEL_TYPES)}")
+    shared = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "kv_fast")
+    outer, tied = {key: config[key] for key in shared if key in config}, config.get("tie_word_embeddings")
+    inner = {"architectures": [MODEL_TYPES[kind]], "model_type": kind, "tie_word_embeddings": tied in (None, True)}
+    return outer | text | inner
 
 
 def _names(config: dict) -> list:
@@ -72,6 +77,8 @@ def text_part(stored: dict[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
     if not any(TEXT.match(name) or TEXT.search(name) for name in stored):
         return stored, []
     own = {name: TEXT.sub("", name) for name in stored if TEXT.search(name) or name.startswith("lm_head.")}
+    if len(set(own.values())) < len(own):
+        raise ValueError(f"{next(iter(stored.values())).file.parent} holds a tensor of the language model twice")
     return {new: stored[name] for name, new in own.items()}, sorted(stored.keys() - own.keys())
 
 
@@ -80,26 +87,32 @@ def check_quantization(config: dict, folder: object) -> None:
     quantized = config.get("quantization_config")
     if not quantized:
         return
-    method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-    if method != "fp8" or quantized.get("fmt", "e4m3") not in (None, "e4m3", "float8_e4m3fn"):
+    says = quantized if isinstance(quantized, dict) else {"quant_method": quantized}
+    method, form, block = says.get("quant_method", "an unnamed method"), says.get("fmt"), says.get("weight_block_size")
+    if says is not quantized or method != "fp8" or form not in (None, "e4m3", "float8_e4m3fn"):
         raise ValueError(f"{folder} is quantized ({str(method)[:40]}); convert the unquantized model")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)
+    ):
+        raise ValueError(f"config.json: weight_block_size must be two positive integers, not {shortened(block)}")
 
 
 def dequantized(stored: dict[str, Stored], config: dict) -> dict[str, Stored]:
     """The tensors with those of fp8 times their scales (as transformers' fp8 stores them). Raises ValueError if a
     scale is missing or does not fit."""
-    quantized, found = config.get("quantization_config") or {}, {}
-    block = tuple(quantized.get("weight_block_size") or (0, 0)) if isinstance(quantized, dict) else (0, 0)
+    block, found = (config.get("quantization_config") or {}).get("weight_block_size") or (0, 0), {}
     for name, tensor in stored.items():
         if name.endswith((".weight_scale_inv", ".activation_scale")):
             continue
         if tensor.dtype == torch.float8_e4m3fn:
             scale = stored.get(f"{name}_scale_inv")
             shape = None if scale is None else scale.shape
-            blocks = 0 not in block and tuple(-(-n // size) for n, size in zip(tensor.shape, block, strict=False))
-            if shape not in ((), (1,)) and (len(tensor.shape) != 2 or shape != blocks):
+            grid = block if len(tensor.shape) == 2 and 0 not in block else ()
+            blocks = tuple(-(-n // size) for n, size in zip(tensor.shape, grid, strict=False))
+            if shape not in ((), (1,)) and (not grid or shape != blocks):
                 raise ValueError(f"{tensor.file}: tensor {name} is in fp8 and its scales have shape {shape}")
-            tensor = Scaled(name, tensor.file, tensor.shape, torch.bfloat16, tensor, scale, block)
+            sizes = tuple(min(n, size) for n, size in zip(tensor.shape, grid, strict=False))
+            tensor = Scaled(name, tensor.file, tensor.shape, torch.bfloat16, tensor, scale, sizes)
         found[name] = tensor
     return found
 
@@ -120,13 +133,15 @@ def split(stored: dict[str, Stored], model: ModelConfig) -> dict[str, Stored]:
             )
         for i, part in enumerate(FUSED[fused]):
             new = name.replace(fused, part)
+            if new in stored:
+                raise ValueError(f"{tensor.file} holds both {name} and {new}")
             found[new] = Rows(new, tensor.file, (rows[i], *tensor.shape[1:]), tensor.dtype, tensor, sum(rows[:i]))
     return found
 
 
 def multiplied(stored: dict[str, Stored], config: dict, model: ModelConfig) -> dict[str, Stored]:
     """Granite's tensors, times its multipliers."""
-    if _names(config) != ["GraniteForCausalLM"]:
+    if architecture(config) != "GraniteForCausalLM":
         return stored
     values = {key: config.get(key, 1.0) for key in MULTIPLIERS}
     for key, value in values.items():

@@ -85,7 +85,8 @@ def second_pass(prompt: Prompt, layers: list[KV], texts: Iterator[Tensor]) -> It
     """The texts of a second pass, if they did not run yet; else the layers get what was found."""
     if (first := next(texts, None)) is None:
         return
-    key = type(layers[0]).observe, getattr(layers[0], "sinks", 0), *first.tolist()
+    asks = next(layer for layer in layers if type(layer).second_pass is not KV.second_pass)
+    key = type(asks).observe, getattr(asks, "sinks", 0), *first.tolist()
     if key not in prompt.observed:
         yield first
         yield from texts

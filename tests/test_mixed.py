@@ -79,6 +79,17 @@ def test_a_method_is_told_the_layers_that_it_serves():
     assert all(torch.equal(layers[i].plan.key_bias, biases[i]) for i in range(plan.n_layer))
 
 
+def test_options_that_name_layers_name_the_models():
+    plan = replace(make_plan(n_layer=6), window=WINDOW, full_layers=(1, 3, 5))
+    layers = kv.build("d2o", plan, 100, {"uncounted": [3], "full_layers": [5]})
+    assert [layer.holds_all for layer in layers] == [False, False, False, True, False, True]
+    with pytest.raises(ValueError, match=r"d2o: uncounted names \[0\]"):
+        kv.build("d2o", plan, 100, {"uncounted": [0]})
+    for rows in (2, 4, 7):
+        with pytest.raises(ValueError, match="head_scores must have 3 layers"):
+            kv.build("duo", plan, SMALL, {"sinks": 2, "recent": 6, "head_scores": [[1.0, 2.0]] * rows})
+
+
 @pytest.mark.parametrize("prompt", (9, 40))
 def test_what_a_second_pass_reads_sees_the_window_and_is_not_stored(prompt):
     plan = mixed(make_plan(batch=1))
@@ -153,9 +164,11 @@ def test_answers_are_the_same_compiled_restored_and_forked(name, folder, tmp_pat
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_a_model_with_windows_has_no_profile_yet(folder):
+def test_a_model_with_windows_has_no_profile_yet(folder, capsys):
     with pytest.raises(ValueError, match="sliding window have no profile"):
         calibrate(load(folder), [PROMPTS[0]], 2, 8)
+    Engine.load(folder, "omnikv", 24, compile=False, max_prompt=40)
+    assert "calibrate.py" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ("rocketkv", "h2o", "kivi"))
@@ -167,6 +180,19 @@ def test_methods_share_a_recorded_prompt(name, folder):
             engine.use(kv_name, budget, METHODS.get(kv_name, {}), **sizes)
             own = load(folder, kv_name, 24, batch=1, **sizes)
             assert (engine.logits(prompt, [4, 5]) - own.logits(prompt, [4, 5])).abs().max() <= 1e-4
+
+
+def test_a_recorded_second_pass_is_that_of_its_options(folder, tmp_path):
+    """Also where the first layer has a window."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    folder = write_random(tmp_path / "model", **MODEL | {"num_hidden_layers": 4, "layer_types": kinds})
+    engine, sizes = load(folder, batch=1), {"max_prompt": 100, "room": 30}
+    prefill_once(engine)
+    for sinks in (0, 12):
+        options = {"part": 30, "sinks": sinks}
+        engine.use("kvzip", 24, options, **sizes)
+        own = Engine.load(folder, "kvzip", 24, options, compile=False, **sizes)
+        assert (engine.logits(PROMPTS[0], [4, 5]) - own.logits(PROMPTS[0], [4, 5])).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("name", ("streaming", "infllm", "h2o"))

@@ -1,14 +1,30 @@
 """Checkpoints as other families release them: multimodal ones, weights in fp8, fused matrices, multipliers."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_model import GRANITE, LLAMA, MINISTRAL3, MISTRAL, PHI3, SMOLLM3, TOLERANCE, gap, hf_logits, hf_model, text
+from test_model import (
+    CWM,
+    GRANITE,
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    PHI3,
+    SMOLLM3,
+    TOLERANCE,
+    gap,
+    hf_logits,
+    hf_model,
+    text,
+)
+from transformers import AutoConfig
 
 from convert_hf_checkpoint import convert
 from engine import Engine
+from runtime.checkpoint import check_model
 from runtime.hf_config import from_hf
 
 VISION = {"model_type": "pixtral", "hidden_size": 8}
@@ -24,6 +40,14 @@ def of(config: dict) -> tuple:
     """transformers' model of a config.json, with its tensors."""
     model = hf_model(config)
     return model, {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def same(folder, model, vocab: int) -> None:
+    """Converts folder/hf, and compares the logits with those of transformers."""
+    convert(folder / "hf", folder / "ours")
+    prompt, continuation = text(60, vocab)
+    found = Engine.load(folder / "ours", compile=False).logits(prompt, continuation)
+    assert gap(found, hf_logits(model, prompt, continuation)) <= TOLERANCE
 
 
 def multimodal(name: str, newer: bool) -> str:
@@ -51,6 +75,46 @@ def test_a_multimodal_checkpoint_gives_its_text_part(kind, newer, tmp_path, caps
     engine = Engine.load(tmp_path / "ours", compile=False)
     assert gap(engine.logits(prompt, continuation), hf_logits(model, prompt, continuation)) <= TOLERANCE
     assert engine.eos == {7}
+
+
+@pytest.mark.parametrize("outer", ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": None}), ids=str)
+def test_a_multimodal_checkpoint_ties_its_head_by_the_outer_setting(outer, tmp_path):
+    model, tensors = of(MISTRAL | {"tie_word_embeddings": True})
+    parts = {multimodal(name, False): x for name, x in tensors.items() if name != "lm_head.weight"}
+    config = {"model_type": "mistral3", "text_config": MISTRAL | {"tie_word_embeddings": False}}
+    save(tmp_path / "hf", config | outer, parts)
+    same(tmp_path, model, MISTRAL["vocab_size"])
+
+
+@pytest.mark.parametrize("kind", ("gemma3", "seed_oss_", None, 3))
+def test_another_text_model_is_refused(kind, tmp_path):
+    save(tmp_path / "hf", {"model_type": "mistral3", "text_config": {"model_type": kind}}, {"x": torch.ones(1)})
+    with pytest.raises(ValueError, match=rf"text_config is a '?{kind}'?; known: llama, mistral"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
+    _, tensors = of(PHI3)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save(tmp_path / "hf", PHI3, tensors | {name: torch.ones(4)})
+    with pytest.raises(ValueError, match=f"holds both .*qkv_proj.weight and {name}"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+    _, tensors = of(MISTRAL)
+    parts = {multimodal(name, False): x for name, x in tensors.items()} | {"lm_head.weight": torch.ones(4)}
+    save(tmp_path / "hf", {"model_type": "mistral3", "text_config": MISTRAL}, parts)
+    with pytest.raises(ValueError, match="holds a tensor of the language model twice"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+
+
+BLOCKS = ("16", 16, [16], [16, 16, 16], [16.0, 16.0], [0, 16], [None, None], {"a": 1}, [True, 16])
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_blocks_of_scales_are_two_sizes(block, tmp_path):
+    config = LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    save(tmp_path / "hf", config, {"x": torch.ones(1)})
+    with pytest.raises(ValueError, match="weight_block_size must be two positive integers"):
+        convert(tmp_path / "hf", tmp_path / "ours")
 
 
 @pytest.mark.parametrize("block", ([16, 32], None), ids=("blocks", "tensors"))
@@ -84,7 +148,7 @@ def test_weights_in_fp8_are_multiplied_by_their_scales(block, tmp_path):
         save(tmp_path / "damaged", config, damaged)
         with pytest.raises(ValueError, match=f"{name} is in fp8 and its scales have shape"):
             convert(tmp_path / "damaged", tmp_path / "no")
-    for other in ({"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "compressed-tensors"}):
+    for other in ({"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "compressed-tensors"}, "fp8", ["fp8"]):
         (tmp_path / "damaged/config.json").write_text(json.dumps(config | {"quantization_config": other}))
         with pytest.raises(ValueError, match="is quantized .*; convert the unquantized model"):
             convert(tmp_path / "damaged", tmp_path / "no")
@@ -101,6 +165,13 @@ def test_fused_matrices_of_other_sizes_are_refused(tmp_path):
         save(tmp_path / "hf", PHI3 | more, tensors)
         with pytest.raises(ValueError, match="partial_rotary_factor|RoPE type 'yarn' is not supported; known: default"):
             convert(tmp_path / "hf", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("names", (None, [], "GraniteForCausalLM", ["GraniteForCausalLM", "X"]), ids=str)
+def test_multipliers_are_an_architectures_however_it_is_named(names, tmp_path):
+    model, tensors = of(GRANITE)
+    save(tmp_path / "hf", GRANITE | {"architectures": names}, tensors)
+    same(tmp_path, model, GRANITE["vocab_size"])
 
 
 @pytest.mark.parametrize("value", (0, -1, "2", None))
@@ -173,3 +244,39 @@ def test_released_configurations_give_the_logits_of_transformers(config, tmp_pat
     expected = hf_logits(model, prompt, continuation)
     engine = Engine.load(tmp_path / "ours", compile=False)
     assert gap(engine.logits(prompt, continuation), expected) <= TOLERANCE * max(1, expected.std().item())
+
+
+@pytest.mark.parametrize(
+    "config", (LLAMA, MISTRAL | {"sliding_window": 16}, SMOLLM3), ids=("llama", "mistral", "smollm3")
+)
+def test_config_json_sets_none_of_the_tables_own_names(config):
+    junk = {"query_beta": [1], "rope_types": 5, "full_every": 2, "no_rope": True, "default_rope": {"rope_type": "yarn"}}
+    assert from_hf(config | junk | {"qkv_bias": True, "qk_norm": True}) == from_hf(config)
+    assert from_hf(LLAMA | {"no_rope_layer_interval": 2, "no_rope_layers": [0, 0, 0]}) == from_hf(LLAMA)
+
+
+@pytest.mark.parametrize("rope", ({}, {"rope_parameters": None}, {"rope_scaling": None, "rope_theta": 5e5}), ids=str)
+def test_a_family_has_its_own_rope_if_config_json_has_none(rope):
+    for base, kind in ((CWM, "llama3"), (MINISTRAL3, "yarn")):
+        config = {key: x for key, x in base.items() if not key.startswith("rope_")} | rope
+        theirs = AutoConfig.for_model(**config).rope_parameters
+        ours = from_hf(config).rope
+        assert ours["rope_type"] == theirs["rope_type"] == kind and ours["rope_theta"] == theirs["rope_theta"] == 1e6
+        assert ours.get("query_beta") == theirs.get("llama_4_scaling_beta")
+
+
+@pytest.mark.parametrize("length", (16.5, 0.5, 0))
+def test_queries_grow_at_multiples_of_a_whole_length(length):
+    rope = MINISTRAL3["rope_parameters"] | {"original_max_position_embeddings": length}
+    with pytest.raises(ValueError, match="original_max_position_embeddings|RoPE has no finite"):
+        from_hf(MINISTRAL3 | {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize("damage", ({"query_beta": x} for x in (0, -1.0, float("nan"), "1", [1])), ids=str)
+def test_a_damaged_temperature_is_refused(damage):
+    good = asdict(from_hf(MINISTRAL3))
+    check_model(good)
+    rope = {key: x for key, x in good["rope"].items() if key != "original_max_position_embeddings"}
+    for changed in (good["rope"] | damage, rope, good["rope"] | {"original_max_position_embeddings": 0.5}):
+        with pytest.raises(ValueError, match="RoPE has no finite frequencies"):
+            check_model(good | {"rope": changed})
