@@ -178,13 +178,10 @@ class Transformer(nn.Module):
 
     def cos_sin(self, pos: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         """pos [B,T], inv_freq [B,D/2] -> cos and sin, [B,1,T,D/2] fp32, or [B,2,T,D/2]: of queries, and of keys"""
-        angle, factor, rope = (
-            pos[:, None, :, None].float() * inv_freq[:, None, None, :],
-            self.rope_factor,
-            self.config.rope,
-        )
+        rope, at = self.config.rope, pos[:, None, :, None]
+        angle, factor = at.float() * inv_freq[:, None, None, :], self.rope_factor
         if beta := rope.get("query_beta"):  # queries grow with their position: Llama 4's temperature
-            grown = 1 + beta * torch.log1p(pos[:, None, :, None] // int(rope["original_max_position_embeddings"]))
+            grown = 1 + beta * torch.log1p(at // int(rope["original_max_position_embeddings"]))
             factor = factor * torch.cat([grown, torch.ones_like(grown)], dim=1)
         return angle.cos() * factor, angle.sin() * factor
 
