@@ -7,8 +7,8 @@ attention of that query shared out among the sinks, the part and the repeating t
 
 The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
 fits the budget is not repeated. Repeating takes two or three times as long as the prompt; its positions follow the
-prompt's, if need be past the model's context. With heads=adaptive the heads of a layer share its budget; the paper sets
-one threshold for all layers too.
+prompt's, if need be past the model's context. With heads=adaptive the heads of a layer share its budget; the paper's
+one threshold for all layers is not built. It keeps more: a quarter of 8,000 tokens answered 58% of questions, not 17.
 Memory and traffic: the budget and the generated tokens; until the prompt has been repeated, its full cache.
 """
 
