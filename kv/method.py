@@ -63,8 +63,6 @@ class Plan:
     def without_windows(self) -> "Plan":
         """The plan for the model's layers that see every token, which a method serves, where others have a window."""
         layers = self.full_layers
-        if not layers:
-            return self
         unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
         biases = None if self.key_biases is None else self.key_biases[list(layers)]
         whole = {"window": None, "full_layers": (), "unrotated": unrotated, "key_biases": biases}

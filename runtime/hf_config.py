@@ -18,19 +18,12 @@ WINDOW = {"use_sliding_window": True, "max_window_layers": 0}  # the one of slid
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 ARCHITECTURES = {
     "LlamaForCausalLM": ({"max_window_layers": 0}, {}, NO_WINDOW),
-    "MistralForCausalLM": (
-        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-        NO_BIAS | WINDOW,
-        {"layer_types": None},
-    ),
-    "MinistralForCausalLM": (
-        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-        NO_BIAS | WINDOW,
-        {},
-    ),
+    "MistralForCausalLM": (MISTRAL, NO_BIAS | WINDOW, {"layer_types": None}),
+    "MinistralForCausalLM": (MISTRAL, NO_BIAS | WINDOW, {}),
     "Ministral3ForCausalLM": (
         {
             **{"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
@@ -43,7 +36,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": (QWEN | {"head_dim": 128}, {"mlp_bias": False, "qk_norm": True}, {}),
     "SmolLM3ForCausalLM": (
         {
-            **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "max_window_layers": 0},
+            **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6},
             **{"tie_word_embeddings": True, "no_rope_layer_interval": 4},
         },
         {"no_rope": True},
@@ -59,11 +52,14 @@ ARCHITECTURES = {
         {},
     ),
     "SeedOssForCausalLM": (
-        {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True},
+        {
+            **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True},
+            "max_window_layers": 0,
+        },
         {},
         NO_WINDOW,
     ),
-    "GraniteForCausalLM": ({}, {}, NO_WINDOW),
+    "GraniteForCausalLM": ({"max_window_layers": 0}, {}, NO_WINDOW),
     "Phi3ForCausalLM": (
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         NO_BIAS | WINDOW | {"rope_types": ["default"]},  # its yarn is LongRoPE

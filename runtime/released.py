@@ -74,7 +74,7 @@ def _names(config: dict) -> list:
 
 def text_part(stored: dict[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
     """The tensors of a language model, by Llama's names, and the names of those of other models."""
-    if not any(TEXT.match(name) or TEXT.search(name) for name in stored):
+    if not any(map(TEXT.search, stored)):
         return stored, []
     own = {name: TEXT.sub("", name) for name in stored if TEXT.search(name) or name.startswith("lm_head.")}
     if len(set(own.values())) < len(own):

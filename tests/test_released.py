@@ -13,6 +13,7 @@ from test_model import (
     MINISTRAL3,
     MISTRAL,
     PHI3,
+    SEED,
     SMOLLM3,
     TOLERANCE,
     gap,
@@ -263,6 +264,12 @@ def test_a_family_has_its_own_rope_if_config_json_has_none(rope):
         ours = from_hf(config).rope
         assert ours["rope_type"] == theirs["rope_type"] == kind and ours["rope_theta"] == theirs["rope_theta"] == 1e6
         assert ours.get("query_beta") == theirs.get("llama_4_scaling_beta")
+
+
+@pytest.mark.parametrize("config", (LLAMA, GRANITE, SEED), ids=("llama", "granite", "seed-oss"))
+def test_a_window_that_the_family_ignores_is_refused(config):
+    with pytest.raises(ValueError, match="ForCausalLM ignores use_sliding_window and layer_types"):
+        from_hf(config | {"use_sliding_window": True, "sliding_window": 16})
 
 
 @pytest.mark.parametrize("length", (16.5, 0.5, 0))
