@@ -14,7 +14,7 @@ Memory and traffic: the budget and the generated tokens; until the prompt has be
 
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +109,9 @@ class KVzipMethod(HeadBudgets):
     paper = "https://arxiv.org/abs/2505.23416"
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
+    heads: Literal["equal", "adaptive", "model"] = option(
+        "equal", "adaptive: the KV heads of a layer share its budget by their scores; model: those of all layers do"
+    )
     sinks: int = option(4, "first tokens that are always kept", min=0)
     part: int = option(2048, "tokens that are repeated at a time", min=1)
 
@@ -116,5 +119,5 @@ class KVzipMethod(HeadBudgets):
         return self.sinks + 1
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
-        layer, repetition = self.layer_type(KVzip), Repetition(self.part)
+        layer, repetition = self.layer_type(KVzip, plan), Repetition(self.part)
         return [layer(plan, budget, self.sinks, repetition) for _ in range(plan.n_layer)]

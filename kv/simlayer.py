@@ -21,7 +21,7 @@ from torch import Tensor
 from kv.base import KV, Held, Views
 from kv.full import Ring
 from kv.method import Method, Plan, option
-from kv.parts import attention, inductor, ops
+from kv.parts import attention, ops
 from kv.parts.buffers import Buffers
 
 
@@ -44,9 +44,7 @@ class Regions(Buffers):
         super().__init__(plan)
         self.large, self.window, self.sinks = large, window, min(options.sinks, window - 1)
         self.threshold = threshold_of(plan) if options.threshold is None else options.threshold
-        whole = inductor.BLOCK if plan.device.type == "cuda" else 1  # flex_prefix needs regions that begin at a block
-        capacities = [plan.planned] * large + [window] * (plan.n_layer - large)
-        self.starts = [0, *accumulate(-(-size // whole) * whole for size in capacities)]
+        self.starts = [0, *accumulate([plan.planned] * large + [window] * (plan.n_layer - large))]
         for name in ("k", "v"):
             self.allocate(name, plan.n_kv_head, self.starts[-1] + 1, plan.head_dim)  # one past the end: ops.store
         self.first: list[Tensor] = []  # by layer, where each row's region begins, [B]
@@ -109,12 +107,8 @@ class SimLayer(Ring):
         slot = (self.first + ops.ring(pos, self.size, self.sinks))[:, None]
         ops.store(keys, k, slot, active)
         ops.store(values, v, slot, active)
-        length = torch.minimum(pos + 1, self.size)
-        if torch.compiler.is_compiling() and q.device.type == "cuda":
-            return inductor.flex_prefix(q, keys, values, length, self.first)
-        offset = torch.arange(ops.value(self.read_slots), device=q.device)
-        index = (self.first[:, None] + offset).clamp(max=keys.shape[2] - 1)[:, None].expand(-1, k.shape[1], -1)
-        return ops.attend_rows(q, keys, values, index, (offset < length[:, None])[:, None])
+        first, length = (x[:, None].expand(-1, k.shape[1]) for x in (self.first, torch.minimum(pos + 1, self.size)))
+        return ops.attend_regions(q, keys, values, first, length, self.read_slots)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
         first, size = int(self.first[row]), int(self.size[row])

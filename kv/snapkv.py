@@ -114,7 +114,7 @@ class SnapKVBase(HeadBudgets, WindowMethod):
             raise ValueError("with every, the budget never includes the room: leave out deduct")
         if self.copies(plan) > 1 and budget >= self.most(plan):
             return full_layers(plan)
-        layer = partial(self.layer_type(SnapKV), plan, sizes, kernels, copies=self.copies(plan), every=self.every)
+        layer = partial(self.layer_type(SnapKV, plan), plan, sizes, kernels, copies=self.copies(plan), every=self.every)
         return [layer() for _ in range(plan.n_layer)]
 
 
@@ -172,7 +172,7 @@ class PyramidKVMethod(HeadBudgets, WindowMethod):
         return pyramid_budgets(plan.n_layer, budget, self.window, prompt)[layer], min(self.window, budget // 2)
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
-        layer, layers = self.layer_type(SnapKV), []
+        layer, layers = self.layer_type(SnapKV, plan), []
         for sizes in (partial(self.sizes, plan, budget, layer) for layer in range(plan.n_layer)):
             # A prompt as long as the budget is kept whole. Of a share, rounding may give a shorter prompt a token more.
             most = sizes(plan.max_prompt)[0] + 1 if plan.share else budget

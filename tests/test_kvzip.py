@@ -30,18 +30,23 @@ def held(engine: Engine, row) -> list[list[list[int]]]:
     return [[head.tolist() for each in layer for head in each.position] for layer in heads]
 
 
-@pytest.mark.parametrize("heads", ("equal", "adaptive"))
+@pytest.mark.parametrize("heads", ("equal", "adaptive", "model"))
 @pytest.mark.parametrize("config", (LLAMA, QWEN2, QWEN3), ids=("llama", "qwen2", "qwen3"))
 def test_kept_are_the_tokens_that_repeating_the_prompt_needs(config, heads, tmp_path):
-    theirs, count, alpha = hf_model(config), 14, 0.2
-    options = {"sinks": SINKS, "part": PART, "heads": heads, "alpha": alpha}
+    theirs, count, alpha = hf_model(config), 14, {"adaptive": 0.2}.get(heads, 0.0)
+    options = {"sinks": SINKS, "part": PART, "heads": heads}
     engine = Engine.load(converted(theirs, config, tmp_path), "kvzip", count, options, batch=2, compile=False)
     prompts = [prompt_of(PROMPT), prompt_of(20)]
     for row, prompt in zip(engine.start(prompts), prompts, strict=True):
         texts = [prompt[max(0, first - 8) : first + PART] for first in range(0, len(prompt), PART)]
         expected = importance(theirs, prompt, texts, PART, SINKS)
-        together = [kept_together(layer, count, alpha) for layer in expected]
-        assert held(engine, row) == (kept(expected, count) if heads == "equal" else together)
+        if heads == "equal":
+            positions = kept(expected, count)
+        else:
+            groups = expected if heads == "adaptive" else expected.flatten(0, 1)[None]
+            chosen = sum([kept_together(group, count, alpha) for group in groups], [])
+            positions = [chosen[i : i + expected.shape[1]] for i in range(0, len(chosen), expected.shape[1])]
+        assert held(engine, row) == positions
 
 
 def test_a_prompt_within_the_budget_is_not_read_again(checkpoint):

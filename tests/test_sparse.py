@@ -124,7 +124,9 @@ class Both:
             expected = check.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
             if self.chosen is not None:
                 held = [[*kept, *range(self.chose, self.length)] for kept in check.kept]
-                chosen = [[held[slot] for slot in slots] for held, slots in zip(held, self.chosen, strict=True)]
+                begin = layer.first[0].tolist() if hasattr(layer, "regions") else [0] * len(held)
+                slots = [[slot - first for slot in each] for each, first in zip(self.chosen, begin, strict=True)]
+                chosen = [[held[slot] for slot in each] for held, each in zip(held, slots, strict=True)]
                 assert chosen == [sorted(positions) for positions in check.attended]
             assert (y[0, :, 0] - expected).abs().max() <= 1e-5
         return check.attended

@@ -258,14 +258,20 @@ def flexes(q: Tensor, k: Tensor) -> bool:
     return torch.compiler.is_compiling() and q.device.type == "cuda" and few
 
 
-def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor | None = None) -> Tensor:
-    """`ops.attend_prefix`. With `first` [B], multiples of BLOCK, the slots of each row begin there."""
+def flex_prefix(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+    """`ops.attend_prefix`."""
     n = q.shape[2]
+    return _flex(q, k, v, length + n - 1, lambda b, h, i, slot: slot < length[b] + i % n)
+
+
+def flex_regions(q: Tensor, k: Tensor, v: Tensor, first: Tensor, length: Tensor) -> Tensor:
+    """`ops.attend_regions`, k and v [B,Hk,S,D]."""
+    first, end = realized(first), realized(first + length)  # flex_attention reads them, and cannot compute them
 
     def seen(b: Tensor, h: Tensor, i: Tensor, slot: Tensor) -> Tensor:
-        return slot < (length[b] if first is None else first[b] + length[b]) + i % n
+        return (slot >= first[b, h]) & (slot < end[b, h])
 
-    return _flex(q, k, v, length + n - 1, seen, first)
+    return _flex(q, k, v, end, seen, first)
 
 
 def flex_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> Tensor:
@@ -274,25 +280,23 @@ def flex_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> Te
     return _flex(q, k, v, used, lambda b, h, i, slot: mask[b, h, slot])
 
 
-def flex_owned(q: Tensor, k: Tensor, v: Tensor, owner: Tensor, heads: int, used: Tensor) -> Tensor:
-    """`ops.attend_owned`, k and v [B,1,N,D]."""
-    group = q.shape[1] // heads
-    return _flex(q, k, v, used, lambda b, h, i, slot: (owner[b, slot] == i // group) & (slot < used[b]))
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, used: Tensor, seen: Callable, first: Tensor | None = None) -> Tensor:
-    """Flash-decoding by flex_attention: reads the blocks of each row's used [B] slots, which begin at `first`.
+def _flex(q: Tensor, k: Tensor, v: Tensor, end: Tensor, seen: Callable, first: Tensor | None = None) -> Tensor:
+    """Flash-decoding by flex_attention: reads the blocks of the slots before end [B] or, by head, from `first` [B,Hk]
+    to `end` [B,Hk].
 
     seen(b, h, i, slot) is its mask; i counts a group's queries. All blocks count as partly filled: among those the
     kernel divides its work by their number, among whole blocks by the capacity. Further kernels join the parts.
     """
     n, rows = q.shape[2], q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B,Hk,G n,D]
     blocks = -(-k.shape[2] // BLOCK)
-    order = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks)  # a row's own blocks come first
-    if first is not None:
-        order = order + (first // BLOCK)[:, None, None, None]
+    order, count = torch.arange(blocks, device=q.device).expand(q.shape[0], 1, 1, blocks), -(-end // BLOCK)
+    if first is None:
+        count = count[:, None]  # for all heads
+    else:  # the blocks of the region come first
+        begin = first // BLOCK
+        order, count = order + begin[..., None, None], count - begin
     mask = BlockMask.from_kv_blocks(
-        (-(-used // BLOCK)).to(torch.int32)[:, None, None],  # [B,1,1]: for all heads and queries
+        count.to(torch.int32)[..., None],  # [B,1 or Hk,1]: for all queries
         (order % blocks).int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,

@@ -65,17 +65,18 @@ def attend_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, used: Tensor) -> 
     return inductor.flex_used(q, k, v, mask, used) if inductor.flexes(q, k) else attend(q, k, v, mask)
 
 
-def attend_owned(q: Tensor, k: Tensor, v: Tensor, owner: Tensor, heads: int, used: Tensor) -> Tensor:
-    """One query per row against N slots that `heads` heads share: q [B,Hq,1,D], k and v [B,N,D] -> [B,Hq,1,D].
+def attend_regions(q: Tensor, k: Tensor, v: Tensor, first: Tensor, length: Tensor, most: Tensor) -> Tensor:
+    """`attend` to each head's own region, the `length` slots from `first` on, [B,Hk]: q [B,Hq,1,D] -> [B,Hq,1,D].
 
-    owner [B,N]: the head that attends to a slot. used [B]: how many leading slots hold tokens. K and V are read once.
+    k and v [B,Hk,S,D], or [B,1,S,D] if the regions of all heads are in the same slots. most: a symbol of the longest
+    length, which a CPU reads of every region.
     """
-    k, v = k[:, None], v[:, None]
+    k, v = (x.expand(-1, first.shape[1], -1, -1) for x in (k, v))
     if inductor.flexes(q, k):
-        return inductor.flex_owned(q, k, v, owner, heads, used)
-    head = torch.arange(q.shape[1], device=q.device)[:, None] * heads // q.shape[1]
-    mask = (owner[:, None] == head) & (torch.arange(k.shape[2], device=q.device) < used[:, None, None])
-    return attend_groups(grouped(q, 1), k, v, mask[:, None]).reshape(q.shape)
+        return inductor.flex_regions(q, k, v, first, length)
+    offset = torch.arange(value(most), device=q.device)
+    index = (first[..., None] + offset).clamp(max=k.shape[2] - 1)
+    return attend_rows(q, k, v, index, offset < length[..., None])
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, mask: Tensor, read: Callable | None = None) -> Tensor:

@@ -54,15 +54,18 @@ class Scored(KV):
         self.recent = max(1, self.window)
         self.stored, self.quantizes = quant.Vectors(plan, bits), bits < 16
         slots = min(kept + every + LAG, plan.planned) if every else self.kept + plan.room
-        self.allocate_slots(slots, self.stored.width)
-        self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
-        self.allocate_state("position", self.plan.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
+        self.allocate_row(slots)
         self.rewinds = not every
         self.extends_alike = self.extends_alike and not every
         if every:
             self.allocate_state("prompt")  # its tokens, [B]
         if self.queries:  # a ring, by position
             self.allocate_state("past", plan.n_head, queries + LAG, plan.head_dim, dtype=plan.dtype)
+
+    def allocate_row(self, slots: int) -> None:
+        self.allocate_slots(slots, self.stored.width)
+        self.allocate_state("dropped")  # how many of each row's tokens are gone, [B]
+        self.allocate_state("position", self.plan.n_kv_head, self.kept, dtype=torch.int32, fill=-1)  # of the kept
 
     @abstractmethod
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,10 +89,14 @@ class Scored(KV):
         if held.k.shape[1] > self.kept_of(self.whole):
             self.hold_best(row, *self.choose(row, q, held, end, self.whole), held, end)
         else:  # nothing is gone yet
-            self.append(row, k, v, pos)
-            self.rows[row] = end
-            self.position[row, :, pos:end] = held.position[:, pos:]
+            self.hold_more(row, k, v, pos)
         return y
+
+    def hold_more(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
+        """Adds n tokens of the prompt to a row that holds all before them: k and v [1,Hk,n,D]."""
+        self.append(row, k, v, pos)
+        self.rows[row] = end = pos + k.shape[2]
+        self.position[row, :, pos:end] = torch.arange(pos, end, device=k.device)
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         """Makes n of a row's tokens before position `end` all that it holds: those of `choose`."""
@@ -277,5 +284,5 @@ class ScoredMethod(HeadBudgets):
         apart = {field.name for field in fields(HeadBudgets)}
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         options["window"] = min(self.window, budget // 2, budget - self.sinks)
-        layer = self.layer_type(self.layer)
+        layer = self.layer_type(self.layer, plan)
         return [layer(plan.layer(i), budget, **options) for i in range(plan.n_layer)]
