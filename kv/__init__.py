@@ -205,6 +205,12 @@ def planned_bytes(name: str, plan: Plan, *args) -> tuple[int, int]:
     return build(name, replace(plan, device=torch.device("meta")), *args).bytes()
 
 
+def parked_bytes(name: str, plan: Plan, *args) -> tuple[int, int]:
+    """(device, host) bytes that a prompt needs beside those of `build`, for the same arguments, while it is read."""
+    method, plan, tokens = _resolve(name, plan, *args)
+    return method.parked_bytes(plan, tokens)
+
+
 # Options that kv_profile.json may set: calibrate.py's findings. Checkpoints are untrusted, so none of these names a
 # file or changes how much is kept.
 PROFILE = {"filter_layers": list[int], "quant_layers": list[int], "head_scores": list[list[float]]}

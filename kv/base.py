@@ -40,7 +40,7 @@ The laws, for every registered method: tests/test_contract.py (13: test_speculat
 12. A row restored from its `state` continues as the row did, in any row of any batch.
 13. If `rewinds`, moving `pos` back takes tokens back: once `insert` has overwritten them, the row equals one that never
     held them. Such a method can draft (kv/parts/speculation.py); the output is the full cache's.
-14. Ranks that share a model give the output of one process; omnikv and heads=adaptive choose per rank.
+14. Ranks that share a model give the output of one process; omnikv and heads that share a budget choose per rank.
 15. The kernels that Inductor generates for a GPU, run in Triton's interpreter, give the eager step.
 16. A prompt read in chunks of any sizes: a method that keeps all of it in 16 bits, or reads it twice, holds the same,
     and continues alike; any other evicts after every chunk. Those without `in_chunks` refuse.

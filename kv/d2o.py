@@ -293,6 +293,10 @@ class D2OMethod(Method):
         _, _, uncounted = self.layers(plan)
         return ((plan.n_layer - uncounted) * budget + uncounted * plan.planned) * plan.slot_bytes
 
+    def parked_bytes(self, plan: Plan, budget: int) -> tuple[int, int]:
+        whole = len(self.layers(plan)[0]) * plan.max_prompt * plan.slot_bytes // plan.batch
+        return (0, whole) if self.park == "host" else (whole, 0)
+
     def build(self, plan: Plan, budget: int) -> list[KV]:
         layers, _, _ = self.layers(plan)
         shared = SharedSlots(plan, len(layers), self.tokens(plan, budget, plan.max_prompt), budget)

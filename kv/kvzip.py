@@ -1,15 +1,13 @@
 """kvzip: the prompt tokens that the model needs to repeat the prompt (KVzip, Kim et al., arXiv 2505.23416).
 
 After the prompt, before anybody asks, the model repeats it, a part at a time: an instruction to repeat the text, then
-the part, attend to the full cache of the row and to themselves, and are not stored. In each layer the importance of a
-cached token for a KV head is the highest attention that any query of the text which repeats its part gives it, with the
-attention of that query shared out among the sinks, the part and the repeating text (section 3.2). The best stay.
-
+the part, attend to the row's full cache and to themselves, and are not stored. A token's importance for a KV head is
+the highest attention that the text which repeats its part gives it, where each query shares out its attention among the
+sinks, the part and that text (section 3.2). With heads=model, the paper's choice, the best of all heads and layers stay.
 The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
-fits the budget is not repeated. Repeating takes two or three times as long as the prompt; its positions follow the
-prompt's, if need be past the model's context. With heads=adaptive the heads of a layer share its budget; the paper's
-one threshold for all layers is not built. It keeps more: a quarter of 8,000 tokens answered 58% of questions, not 17.
-Memory and traffic: the budget and the generated tokens; until the prompt has been repeated, its full cache.
+fits the budget is not repeated. Repeating takes two or three times as long as the prompt, at positions that follow it,
+if need be past the model's context. Memory and traffic: the budget and the generated tokens; before the prompt has been
+repeated, its full cache.
 """
 
 from dataclasses import dataclass
@@ -109,14 +107,15 @@ class KVzipMethod(HeadBudgets):
     paper = "https://arxiv.org/abs/2505.23416"
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
-    heads: Literal["equal", "adaptive", "model"] = option(
-        "equal", "adaptive: the KV heads of a layer share its budget by their scores; model: those of all layers do"
-    )
+    heads: Literal["equal", "adaptive", "model"] = option("equal", "which share a budget: adaptive, a layer's; model, all")
     sinks: int = option(4, "first tokens that are always kept", min=0)
     part: int = option(2048, "tokens that are repeated at a time", min=1)
 
     def minimum(self, plan: Plan) -> int:
         return self.sinks + 1
+
+    def parked_bytes(self, plan: Plan, budget: int) -> tuple[int, int]:
+        return plan.n_layer * plan.max_prompt * plan.slot_bytes // plan.batch * (budget < plan.max_prompt), 0
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
         layer, repetition = self.layer_type(KVzip, plan), Repetition(self.part)

@@ -218,14 +218,17 @@ def full_bytes(plan: Plan) -> int:
 
 def check_memory(engine, plan: Plan, spare: float = 0.0) -> None:
     """Raises ValueError if the engine's caches would leave less than the share `spare` of the free memory."""
-    device, host = planned_bytes(engine, plan)
+    cache = engine.method, plan, engine.budget, engine.options, engine.profile
+    parked = methods.parked_bytes(*cache)
+    device, host = map(sum, zip(methods.planned_bytes(*cache), parked, strict=True))
+    beside = ", with a whole prompt's K and V," if any(parked) else ""
     apart = plan.device.type != "cpu"
     for place, needed in ((plan.device, device), ("cpu", host)) if apart else ((plan.device, device + host),):
         free = free_share(torch.device(place))
         if minimum(plan.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
-                f"the {engine.method} cache of {plan.batch} x {plan.planned} tokens needs {needed / 1e9:.2f} GB on "
-                f"{place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens or --batch"
+                f"the {engine.method} cache of {plan.batch} x {plan.planned} tokens{beside} needs {needed / 1e9:.2f} GB "
+                f"on {place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens or --batch"
                 f"{', or --budget' if engine.budget else ''}, or choose a --kv that keeps less"
             )
 

@@ -110,6 +110,18 @@ def test_a_system_prompt_stays(tokenizer):
         assert layer.held(0, len(prompt)).position[0].tolist() == [*range(n), *last]
 
 
+@pytest.mark.parametrize("name", ("kvzip", "d2o"))
+def test_memory_must_suffice_for_the_prompt_that_waits_for_its_last_layer(name, checkpoint, monkeypatch):
+    engine = Engine.load(checkpoint, name, 24, compile=False, batch=3, max_prompt=300)
+    cache = sum(engine.layers.bytes())
+    prompt = engine.config.n_layer * 300 * engine.config.n_kv_head * 2 * engine.config.head_dim * 4
+    monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: cache + prompt + 1000)
+    engine.use(name, 24, batch=3, max_prompt=300)
+    monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: cache + prompt - 1000)
+    with pytest.raises(ValueError, match=rf"{name} cache of 3 x .*, with a whole prompt's K and V, needs"):
+        engine.use(name, 24, batch=3, max_prompt=300)
+
+
 class Characters:
     """A tokenizer whose tokens are characters; its template begins with `system`, if that is given, and `user`."""
 
@@ -177,3 +189,4 @@ def test_a_prompt_that_was_interrupted_leaves_nothing(checkpoint, what, chunk):
         engine.generate([prompt_of(60)], 4)
     engine.progress = shown
     assert engine.generate([prompt_of(10)], 4) == expected
+
