@@ -227,8 +227,8 @@ def check_memory(engine, plan: Plan, spare: float = 0.0) -> None:
         free = free_share(torch.device(place))
         if minimum(plan.ranks, (1 - spare) * free - needed) < 0:
             raise ValueError(
-                f"the {engine.method} cache of {plan.batch} x {plan.planned} tokens{beside} needs {needed / 1e9:.2f} GB "
-                f"on {place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens or --batch"
+                f"the {engine.method} cache of {plan.batch} x {plan.planned} tokens{beside} needs {needed / 1e9:.2f} "
+                f"GB on {place} and {free / 1e9:.2f} GB are free: shorten the prompt, lower --max-new-tokens or --batch"
                 f"{', or --budget' if engine.budget else ''}, or choose a --kv that keeps less"
             )
 

@@ -189,4 +189,3 @@ def test_a_prompt_that_was_interrupted_leaves_nothing(checkpoint, what, chunk):
         engine.generate([prompt_of(60)], 4)
     engine.progress = shown
     assert engine.generate([prompt_of(10)], 4) == expected
-

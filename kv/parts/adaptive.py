@@ -88,7 +88,8 @@ class Adaptive:
         r, slot = self.regions, self.first[row, head] + place - (kept.cumsum(0) - kept)[head]
         r.position[row, ops.following(self.first[row] + self.size[row], self.plan.room)] = -1
         at = head * len(tokens.k) // len(heads), index
-        r.k[row, 0, slot], r.v[row, 0, slot], r.position[row, slot] = tokens.k[at], tokens.v[at], tokens.position[at].int()
+        r.k[row, 0, slot], r.v[row, 0, slot] = tokens.k[at], tokens.v[at]
+        r.position[row, slot] = tokens.position[at].int()
 
     def lay_out(self, row: int) -> None:
         """Places the regions of a row's heads by their `size`, after those of the layers below."""
