@@ -5,9 +5,9 @@ the part, attend to the row's full cache and to themselves, and are not stored. 
 the highest attention that the text which repeats its part gives it, where each query shares out its attention among the
 sinks, the part and that text (section 3.2). The best stay, with heads=model, as in the paper, of all heads and layers.
 The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
-fits the budget is not repeated. Repeating takes two or three times as long as the prompt, at positions that follow it,
-if need be past the model's context. Memory and traffic: the budget and the generated tokens; before the prompt has been
-repeated, its full cache.
+fits the budget is not repeated. Repeating takes two or three times as long as the prompt, at positions that may exceed
+the model's context. Memory and traffic: the budget and the generated tokens; until it has been repeated, the prompt's
+full cache.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from os.path import commonprefix
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kv.base import KV
@@ -86,7 +85,7 @@ class KVzip(Scored):
         return attention.suffix_attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
 
     def score(self, q: None, k: Tensor, v: Tensor) -> Tensor:
-        scores = F.pad(self.observed, (0, k.shape[2] - self.observed.shape[1]))
+        scores = torch.nn.functional.pad(self.observed, (0, k.shape[2] - self.observed.shape[1]))
         scores[:, : min(self.repetition.opening, self.kept_of(self.whole) // 2)] = torch.inf
         return scores
 
