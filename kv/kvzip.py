@@ -6,8 +6,7 @@ the highest attention that the text which repeats its part gives it, where each 
 sinks, the part and that text (section 3.2). The best stay, with heads=model, as in the paper, of all heads and layers.
 The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
 fits the budget is not repeated. Repeating takes two or three times as long as the prompt, at positions that may exceed
-the model's context. Memory and traffic: the budget and the generated tokens; until it has been repeated, the prompt's
-full cache.
+the model's context. Memory and traffic: the budget and the generated tokens; until then, the full cache.
 """
 
 from dataclasses import dataclass
