@@ -240,6 +240,24 @@ def test_prefill_and_decode_give_the_logits_of_transformers(name, tmp_path):
     assert gap(found[1:], expected[1:]) <= TOLERANCE
 
 
+FAMILIES = list({case.config["model_type"]: name for name, case in reversed(CASES.items())}.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_greedy_conversation_is_that_of_transformers(name, tmp_path):
+    config = CASES[name].config | {"eos_token_id": None}
+    theirs, (prompt, question) = hf_model(config), text(40, config["vocab_size"])
+    engine = Engine.load(converted(theirs, config, tmp_path), compile=False, room=64)
+    (row,) = engine.start([prompt])
+    expected = []
+    for turn in (prompt, question):
+        (answer,) = engine.ask([row], [question] if turn is question else None, 12)
+        ids = torch.tensor([expected + turn])
+        found = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        expected = found[0].tolist()
+        assert answer.tokens == expected[ids.shape[1] :]
+
+
 def test_missing_config_keys_take_transformers_defaults(tmp_path):
     for i, kind in enumerate((LLAMA, MISTRAL, QWEN2)):
         needed = ["num_key_value_heads"] if kind is QWEN2 else []
