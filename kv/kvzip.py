@@ -3,10 +3,10 @@
 After the prompt, before anybody asks, the model repeats it, a part at a time: an instruction to repeat the text, then
 the part, attend to the row's full cache and to themselves, and are not stored. A token's importance for a KV head is
 the highest attention that the text which repeats its part gives it, where each query shares out its attention among the
-sinks, the part and that text (section 3.2). The best stay, with heads=model, as in the paper, of all heads and layers.
-The sinks always stay, and what a chat template writes before the user's text, up to half of the budget. A prompt that
-fits the budget is not repeated. Repeating takes two or three times as long as the prompt, at positions that may exceed
-the model's context. Memory and traffic: the budget and the generated tokens; until then, the full cache.
+sinks, the part and that text (section 3.2). The best of all heads and layers stay. The sinks always stay, and what a
+chat template writes before the user's text, up to half of the budget. A prompt that fits the budget is not repeated.
+Repeating takes two or three times as long as the prompt, at positions that may exceed the model's context. Memory and
+traffic: the budget and the generated tokens; until then, the full cache.
 """
 
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class KVzipMethod(HeadBudgets):
     paper = "https://arxiv.org/abs/2505.23416"
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
-    heads: Literal["equal", "adaptive", "model"] = option("equal", "adaptive: a layer's share a budget; model: all do")
+    heads: Literal["equal", "adaptive", "model"] = option("model", "which share a budget: a layer's, or all")
     sinks: int = option(4, "first tokens that are always kept", min=0)
     part: int = option(2048, "tokens that are repeated at a time", min=1)
 

@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "pyramidkv:every": ("pyramidkv", {"window": 8, "every": 8}),
     "snapkv:adaptive": ("snapkv", {"window": 8, "heads": "adaptive"}),
     "keydiff:adaptive": ("keydiff", {"heads": "adaptive", "alpha": 0.5}),
-    "kvzip:model": ("kvzip", {"heads": "model"}),
+    "kvzip:equal": ("kvzip", {"heads": "equal"}),
     "omnikv:exp": ("omnikv", {"selector": "exp", "window": 8}),
     "omnikv:mem": ("omnikv", {"mem": 0.75, "selector": "uniform"}),
     "omnikv:prefill": ("omnikv", {"prefill": 0.5, "chunk": 8}),

@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in kv.METHODS
     "rocketkv:turns": ("rocketkv", {"turns": True, "offload": True}),
     "snapkv:heads": ("snapkv", {"gqa": False}),
     "snapkv:adaptive": ("snapkv", {"heads": "adaptive"}),
-    "kvzip:model": ("kvzip", {"heads": "model"}),
+    "kvzip:equal": ("kvzip", {"heads": "equal"}),
     "d2o:paper": ("d2o", {"merge": "paper"}),
     "duo": ("duo", {"sinks": 2, "recent": 6, "head_scores": SCORES}),
     "omnikv:direct": ("omnikv", {"offload": True, "engine": "direct"}),

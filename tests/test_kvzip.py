@@ -99,7 +99,7 @@ def test_a_system_prompt_stays(tokenizer):
     whole = opening(prompt, tokenizer)
     assert whole == opening(tokenizer.chat("\nHow many?", "Be brief."), tokenizer)
     for budget in (2 * whole + 4, 10):  # of a small one, half
-        layer = kv.build("kvzip", replace(make_plan(), max_prompt=200), budget, {})[0]
+        layer = kv.build("kvzip", replace(make_plan(), max_prompt=200), budget, {"heads": "equal"})[0]
         layer.second_pass(prompt, tokenizer)
         q, k, v = (x[None] for x in text(layer.plan, len(prompt), 0))
         layer.prefill(0, q, k, v)

@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
     "quest": ("quest", {"page": 4, "skip_layers": 0}),
     "snapkv:heads": ("snapkv", {"gqa": False}),
     "snapkv:adaptive": ("snapkv", {"heads": "adaptive"}),
-    "kvzip:model": ("kvzip", {"heads": "model"}),
+    "kvzip:equal": ("kvzip", {"heads": "equal"}),
     "infllm": ("infllm", {"block": 6}),
     "simlayer": ("simlayer", {"sinks": 2, "recent": 6, "threshold": 0.3}),
     "kivi": ("kivi", {"bits": 2, "group": 8, "recent": 4}),
@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS} |
 }
 BUDGETS = {"simlayer": 90}
 # Each rank chooses tokens for its own heads
-PER_RANK = [name for name in VARIANTS if name.startswith("omnikv") or name.endswith(("adaptive", "kvzip:model"))]
+PER_RANK = [name for name in VARIANTS if name.startswith("omnikv") or name.endswith("adaptive") or name == "kvzip"]
 QUICK = ("full", "omnikv", "tied, biased, full")
 # With 4 ranks, which have one KV head each: what ranks exchange, and how weights and choices are split.
 FOUR = ("full", "infllm", "omnikv", "duo", "d2o", "tailorkv", "tied, biased, full", "int4, full")
