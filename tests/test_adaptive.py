@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from references.scored import SLOW as SCORED
 from references.sparse import SLOW
 from runs import answer, make_plan, text
@@ -32,6 +33,28 @@ def test_texts_and_steps_after_the_prompt_attend_to_what_each_head_keeps(name):
         sizes = [len(head) for head in held]
         assert sum(sizes) == plan.n_kv_head * (min(prompt, BUDGET) + NEW)
         assert (len(set(sizes)) > 1) == (prompt > BUDGET)
+
+
+@pytest.mark.parametrize("prompt", (10, 40))
+@pytest.mark.parametrize("name, heads", (("keydiff", "adaptive"), ("kvzip", "model")))
+def test_a_row_continues_on_a_plan_for_shorter_prompts(name, heads, prompt):
+    """Its regions lie elsewhere."""
+    plans = [replace(make_plan(n_layer=2, new=NEW), max_prompt=most) for most in (max(PROMPTS), prompt)]
+    source, target = (kv.build(name, plan, BUDGET, {"heads": heads}) for plan in plans)
+    qkv = [text(plans[0], prompt + NEW, seed) for seed in range(2)]
+    for layer, (q, k, v) in zip(source, qkv, strict=True):
+        layer.prefill(0, *(x[None, :, :prompt] for x in (q, k, v)))
+    for layer in source:
+        layer.finish(0)
+    for old, new, (q, k, v) in zip(source, target, qkv, strict=True):
+        new.restore(0, prompt, old.state(0, prompt))
+        for pos in range(prompt, prompt + NEW):
+            step = [x[None, :, pos : pos + 1] for x in (q, k, v)]
+            for layer in (old, new):
+                layer.before_step(pos + 1, pos + 1 - prompt)
+            a, b = (layer.decode(*step, torch.tensor([pos]), torch.tensor([True])) for layer in (old, new))
+            assert (a - b).abs().max() <= 1e-6
+            assert torch.equal(old.held(0, pos + 1).position, new.held(0, pos + 1).position)
 
 
 def test_heads_that_share_a_budget_do_not_choose_again():

@@ -80,6 +80,7 @@ def test_after_every_chunk_the_best_of_what_is_held_and_of_the_chunk_stay(name, 
             layer.before_step(pos + 1, pos - 99)
             found = layer.decode(q, k, v, torch.tensor([pos]), torch.tensor([True]))
             assert (found[0, :, 0] - check.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])).abs().max() <= 1e-5
+            assert (layer.held(0, pos + 1).position[:, -1] == pos).all()
 
 
 @pytest.mark.parametrize("heads", ("equal", "adaptive"))

@@ -17,6 +17,7 @@ SAMPLE = (
     ["rocketkv", "--drafts", "2"],
     ["omnikv:threads"],
     ["duo", "--quantize", "int4"],
+    ["kvzip"],
 )
 MORE = (
     ["kivi"],

@@ -120,6 +120,9 @@ def test_memory_must_suffice_for_the_prompt_that_waits_for_its_last_layer(name, 
     monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: cache + prompt - 1000)
     with pytest.raises(ValueError, match=rf"{name} cache of 3 x .*, with a whole prompt's K and V, needs"):
         engine.use(name, 24, batch=3, max_prompt=300)
+    monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: prompt + 1000)
+    with pytest.raises(ValueError, match="3 x 556 tokens needs"):
+        engine.use("kvzip", 300, batch=3, max_prompt=300)  # keeps the prompt: nothing waits
 
 
 class Characters:
