@@ -38,7 +38,7 @@ if [ "${1-}" = bits ]; then
 fi
 if [ "${1-}" = blind ]; then
   model=${2:?the folder of a checkpoint} out=${3:-blind} lengths=${4:-8000,16000} name=$(basename "$2")
-  methods=full,rocketkv,rocketkv:turns=true,snapkv++,expected,keydiff,kvzip,kvzip:heads=adaptive,random,h2o,streaming
+  methods=full,rocketkv,rocketkv:turns=true,snapkv++,expected,keydiff,kvzip,kvzip:heads=equal,kvzip:heads=adaptive,random,h2o,streaming
   methods=${5:-$methods}
   mkdir -p "$out"
   library=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
