@@ -7,19 +7,21 @@ weight once, as stored, for all rows. Each choice is timed once per machine: eve
 weights and for the rows of a step; a compiled step's attention by torch's kernel and fused; that kernel with the only
 query of a KV head given once and twice; prefill's products, with 16-bit weights as they are and widened to fp32; and
 fp32 products of a few rows by F.linear and turned, as the weight times the rows' transpose.
-The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME). KV_FAST_PRODUCT=kernel, mv or fused
-fixes the choice for compiled steps.
+The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME), but for those of a busy machine: the
+next start measures again what takes far longer than reading its bytes does. KV_FAST_PRODUCT=kernel, mv or fused fixes
+the choice for compiled steps.
 """
 
 import hashlib
 import json
 import os
+import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ from runtime.compile import compiled
 from runtime.device import machine
 from text.files import parse_json, replacing
 
-Times = dict[str, float]  # milliseconds by product
+Times = dict[str, float]  # milliseconds by product and, where known, the `floor` of all
 Products = tuple[str, str]  # for one row and for 2 to FEW
 FEW = 8  # most rows for which a step chooses among the products
 MANY = 8  # fewest rows for which 16-bit weights are widened
@@ -45,7 +47,9 @@ READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
 VERSIONS = 1000  # of a part, at most: layers may all have different sizes
-FORMS = 4  # to raise when a form changes, so that its old times are measured again
+FORMS = 5  # to raise when a form changes, so that its old times are measured again
+CALL = 0.02  # milliseconds: a floor is that of a call, and of reading the bytes
+FAR = 8  # times its floor: what takes longer was measured on a busy machine
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
 
@@ -241,7 +245,11 @@ def tune_products(model: nn.Module, rows: int) -> dict[str, Times]:
     for module in model.modules():
         if hasattr(module, "products"):
             groups[describe(module, rows)].append(module)
-    best, times = decide(groups, lambda name: measure(groups[name], rows), is_small(model))
+
+    def timed(name: str) -> Times:
+        return measure(groups[name], rows) | {"floor": floor(groups[name][0].weight.nbytes)}
+
+    best, times = decide(groups, timed, is_small(model))
     for name, product in best.items():
         for module in groups[name]:
             one, few = module.products
@@ -259,8 +267,8 @@ def tune_attention(model: nn.Module, plan: Plan, queries: int) -> dict[str, Time
     rows, (least, most) = plan.n_head // plan.n_kv_head * queries, TOKENS
     tokens = min(max(least, 1 << plan.planned.bit_length() - 1), most)
     name = f"{dtype_name(plan.dtype)} attention, {rows} x {plan.head_dim}, {tokens} tokens"
-    small = is_small(model) and plan.full_bytes() < LEAST
-    best, times = decide([name], lambda _: measure_attention(plan, rows, tokens), small)
+    small, least = is_small(model) and plan.full_bytes() < LEAST, tokens * plan.n_kv_head * plan.unit_bytes
+    best, times = decide([name], lambda _: measure_attention(plan, rows, tokens) | {"floor": floor(least)}, small)
     if best:  # fewer rows are fused too if these are, and more rows are not if these are not
         most = inductor.most_fused(plan.dtype, plan.head_dim)
         most = max(most, rows) if best[name] == "fused" else min(most, rows - 1)
@@ -316,7 +324,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def fastest(times: Times) -> str:
     """The first is the default."""
-    default, best = next(iter(times)), min(times, key=times.get)
+    default, best = next(iter(times)), min((form for form in times if form != "floor"), key=times.get)
     return best if times[best] < BETTER * times[default] else default
 
 
@@ -333,6 +341,22 @@ def least_ms(forms: dict[str, Callable[[], object]], rounds: int) -> Times:
             if turn:
                 times[name] = min(times[name], 1e3 * (time.perf_counter() - begin))
     return times
+
+
+def floor(size: int) -> float:
+    """The least milliseconds of what reads so many bytes of memory."""
+    return CALL + size / _rate()
+
+
+@cache
+def _rate() -> float:
+    """Bytes that this CPU reads in a millisecond."""
+    x = torch.ones(READ // 8, dtype=torch.int64)
+    return x.nbytes / least_ms({"sum": x.sum}, ROUNDS)["sum"]
+
+
+def disturbed(times: Times) -> bool:
+    return times[fastest(times)] > FAR * times.get("floor", torch.inf)
 
 
 @torch.no_grad()
@@ -409,13 +433,15 @@ def undisturbed(forms: dict[str, Callable[[], object]]) -> Times:
 
 
 def recalled(names: Iterable[str], measure: Callable[[str], Times]) -> dict[str, Times]:
-    """The times of each size, measured if this machine's are not in the file."""
+    """The times of each size, measured if this machine's are not in the file; those of a busy machine do not stay."""
     here, file = where(), cache_file()
     known = read(file)
     times = known.get(here, {})
     if missing := [name for name in names if name not in times]:
         times |= {name: measure(name) for name in missing}
-        write(file, known | {here: times})
+        write(file, known | {here: {name: own for name, own in times.items() if not disturbed(own)}})
+        if busy := [name for name in missing if disturbed(times[name])]:
+            print(f"warning: this machine is busy: the next start times again {'; '.join(busy)}", file=sys.stderr)
     return {name: times[name] for name in names}
 
 
@@ -440,7 +466,7 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
         known = parse_json(file.read_bytes(), file) if file.is_file() else {}
         for sizes in known.values():
             for times in sizes.values():
-                if not set(times) <= {*PRODUCTS, "widened", "turned", "twice"} or not min(times.values()) > 0:
+                if not set(times) <= {*PRODUCTS, "widened", "turned", "twice", "floor"} or not min(times.values()) > 0:
                     return {}
         return known
     except (OSError, ValueError, AttributeError, TypeError):
@@ -458,9 +484,11 @@ def write(file: Path, known: dict) -> None:
 
 
 def lines(times: dict[str, Times]) -> list[str]:
-    """One line per size: the milliseconds of each product, the chosen one first."""
+    """One line per size: the milliseconds of each product, the chosen one first, and how far from the floor it is."""
     found = []
     for name, by_product in times.items():
-        order = sorted(by_product.items(), key=lambda entry: (entry[0] != fastest(by_product), entry[1]))
-        found.append(f"{name}: " + ", ".join(f"{product} {ms:.3f} ms" for product, ms in order))
+        chosen, least = fastest(by_product), by_product.get("floor")
+        order = sorted(by_product.items() - {("floor", least)}, key=lambda entry: (entry[0] != chosen, entry[1]))
+        far = f"; {by_product[chosen] / least:.1f}x its floor" if least else ""
+        found.append(f"{name}: " + ", ".join(f"{product} {ms:.3f} ms" for product, ms in order) + far)
     return found

@@ -90,7 +90,7 @@ def test_known_times_decide_and_nothing_is_measured(model, monkeypatch):
 def test_a_size_is_measured_once_and_kept(model, monkeypatch):
     measured = []
     monkeypatch.setattr(cpu, "LEAST", 0)
-    monkeypatch.setattr(cpu, "measure", lambda modules, rows: measured.append(len(modules)) or {"kernel": 1.0})
+    monkeypatch.setattr(cpu, "measure", lambda modules, rows: measured.append(len(modules)) or {"kernel": 0.1})
     file = cpu.cache_file()
     file.parent.mkdir(parents=True)
     file.write_text('{"damaged": ')
@@ -102,6 +102,23 @@ def test_a_size_is_measured_once_and_kept(model, monkeypatch):
     assert len(measured) == 2 * len(sizes(model, 1))
     assert set(json.loads(file.read_text())[cpu.where()]) == sizes(model, 1) | sizes(model, 3)
     assert [*file.parent.iterdir()] == [file]
+
+
+def test_times_of_a_busy_machine_decide_once_and_are_not_kept(model, monkeypatch, capfd):
+    monkeypatch.setattr(cpu, "LEAST", 0)
+    monkeypatch.setattr(cpu, "_rate", lambda: 64 * 64 * 4 / 0.03)  # the floor of a weight of that size is 0.05 ms
+    least = {"kernel": 1.0, "fused": 0.41}
+    monkeypatch.setattr(cpu, "measure", lambda modules, rows: dict(least))
+    times, slow = cpu.tune_products(model, 1), {"float32 64 x 64, 1 row"}
+    assert model.layers[0].attention.wo.products == ("fused", "kernel")
+    assert set(json.loads(cpu.cache_file().read_text())[cpu.where()]) == sizes(model, 1) - slow
+    assert capfd.readouterr().err == f"warning: this machine is busy: the next start times again {slow.pop()}\n"
+    assert "float32 64 x 64, 1 row: fused 0.410 ms, kernel 1.000 ms; 8.2x its floor" in cpu.lines(times)
+    least["kernel"] = 0.1
+    cpu.tune_products(model, 1)
+    assert model.layers[0].attention.wo.products == ("kernel", "kernel") and not capfd.readouterr().err
+    assert model.layers[0].feed_forward.w1.products == ("fused", "kernel")  # from the file
+    assert set(json.loads(cpu.cache_file().read_text())[cpu.where()]) == sizes(model, 1)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +192,7 @@ def test_a_head_of_any_kind_is_chosen_for(tmp_path, monkeypatch, kind):
 @pytest.mark.slow
 def test_measured_products_change_no_token(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "LEAST", 0)
+    monkeypatch.setattr(cpu, "FAR", torch.inf)
     folder = write_random(tmp_path / "model", tie_word_embeddings=True)
     prompts = [PROMPT, PROMPT[:7], PROMPT[3:]]
     expected = Engine.load(folder, compile=False, batch=3).generate(prompts, 12)
@@ -183,7 +201,7 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch):
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     assert set(engine.stats.products) == sizes(engine.model, 3) | {"float32 attention, 2 x 16, 256 tokens"}
     for times in engine.stats.products.values():
-        assert set(times) == {"kernel", "fused"} and min(times.values()) > 0
+        assert set(times) == {"kernel", "fused", "floor"} and min(times.values()) > 0
     monkeypatch.setattr(cpu, "measure", None)
     engine.use("full", batch=3, max_prompt=40)
     engine._begin_answers(1, None, {})
