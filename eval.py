@@ -257,6 +257,8 @@ def use(engine: Engine, caches: tuple) -> dict:
     if caches != (*has, engine.speculate, engine.chunk) or engine.plan is None:  # no plan: the last caches were refused
         engine.use(*caches)
     batch, prompt = caches[3:5]
+    for row in range(batch):  # what the last job's prompts hold changes what a step reads
+        engine.layers.reset(row)
     known = planning.figures(engine, prompt + 1)
     device, host = known["kv_device_bytes"], known["kv_host_bytes"]
     return {

@@ -1,12 +1,12 @@
 """kvzip: the prompt tokens that the model needs to repeat the prompt (KVzip, Kim et al., arXiv 2505.23416).
 
-After the prompt, before anybody asks, the model repeats it, a part at a time: an instruction to repeat the text, then
-the part, attend to the row's full cache and to themselves, and are not stored. A token's importance for a KV head is
-the highest attention that the text which repeats its part gives it, where each query shares out its attention among the
-sinks, the part and that text (section 3.2). The best of all heads and layers stay. The sinks always stay, and what a
-chat template writes before the user's text, up to half of the budget. A prompt that fits the budget is not repeated.
-Repeating takes two or three times as long as the prompt, at positions that may exceed the model's context. Memory and
-traffic: the budget and the generated tokens; until then, the full cache.
+Before anybody asks, the model repeats the prompt part by part: an instruction to repeat it and the part attend to the
+full cache and to themselves, and are not stored. A token's importance for a KV head is the highest that any query of
+the text which repeats its part gives it, of the attention to the sinks, the part and that text. The best stay, with
+heads=model of all layers and heads. The sinks always stay, and up to half of the budget of what a chat template writes
+first. A prompt that fits the budget is not repeated. Repeating takes two or three times as long as the prompt; its
+positions may exceed the model's context. Memory and traffic: the budget and the generated tokens; before, the full
+cache.
 """
 
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class KVzipMethod(HeadBudgets):
     paper = "https://arxiv.org/abs/2505.23416"
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
-    heads: Literal["equal", "adaptive", "model"] = option("model", "which share a budget: a layer's, or all")
+    heads: Literal["equal", "adaptive", "model"] = option("model", "adaptive: a layer's share a budget; model: all do")
     sinks: int = option(4, "first tokens that are always kept", min=0)
     part: int = option(2048, "tokens that are repeated at a time", min=1)
 
@@ -113,7 +113,8 @@ class KVzipMethod(HeadBudgets):
         return self.sinks + 1
 
     def parked_bytes(self, plan: Plan, budget: int) -> tuple[int, int]:
-        return plan.n_layer * plan.max_prompt * plan.slot_bytes // plan.batch * (budget < plan.max_prompt), 0
+        each = plan.unit_bytes + 64 * (self.heads == "model")  # a token of a head, and what ranks all at once
+        return plan.n_layer * plan.n_kv_head * plan.max_prompt * each * (budget < plan.max_prompt), 0
 
     def build(self, plan: Plan, budget: int) -> list[KV]:
         layer, repetition = self.layer_type(KVzip, plan), Repetition(self.part)

@@ -146,7 +146,7 @@ class Method(ABC):
         return plan.n_layer * budget * plan.slot_bytes
 
     def parked_bytes(self, plan: Plan, budget: int | None) -> tuple[int, int]:
-        """(device, host) bytes of the longest prompt's K and V that all layers hold until the last has read it."""
+        """(device, host) bytes of the longest prompt that all layers hold until the last layer has read it."""
         return 0, 0
 
     def minimum(self, plan: Plan) -> int:

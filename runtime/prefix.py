@@ -20,7 +20,7 @@ from runtime.checkpoint import check_fields
 from runtime.planning import check_length
 from text.files import parse_json, replacing
 
-FORMAT = "kv-fast prompt 11"
+FORMAT = "kv-fast prompt 12"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Heads that share a layer's budget (heads=adaptive), beside the slow references; decoding alone: test_sparse.py."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from references.sparse import SLOW
 from runs import answer, make_plan, text
 
 import kv
+from kv.parts.adaptive import SharedSlots
 
 BUDGET, PROMPTS, NEW = 24, (50, 24, 3), 20
 OPTIONS = {"keydiff": {"alpha": 0.0}, "snapkv": {"window": 6, "kernel": 3}, "rkv": {"window": 6, "alpha": 0.6}}
@@ -19,7 +22,7 @@ def test_texts_and_steps_after_the_prompt_attend_to_what_each_head_keeps(name):
     plan, options = replace(make_plan(n_layer=1, new=NEW), max_prompt=max(PROMPTS)), OPTIONS[name]
     (layer,) = kv.build(name, plan, BUDGET, options | {"heads": "adaptive"})
     (equal,) = kv.build(name, plan, BUDGET, {key: value for key, value in options.items() if key != "alpha"})
-    extra = sum(x.nbytes for x in (layer.first, layer.size, layer.dropped, layer.regions.position))
+    extra = sum(x.nbytes for x in (layer.first, layer.size, layer.dropped, layer.shared.position))
     extra -= equal.dropped.nbytes + equal.position.nbytes + (plan.n_kv_head - 1) * plan.unit_bytes * plan.batch
     assert sum(layer.storages().values()) == sum(equal.storages().values()) + extra
     for prompt in PROMPTS:
@@ -55,6 +58,25 @@ def test_a_row_continues_on_a_plan_for_shorter_prompts(name, heads, prompt):
             a, b = (layer.decode(*step, torch.tensor([pos]), torch.tensor([True])) for layer in (old, new))
             assert (a - b).abs().max() <= 1e-6
             assert torch.equal(old.held(0, pos + 1).position, new.held(0, pos + 1).position)
+
+
+@pytest.mark.parametrize("name, heads", (("keydiff", "adaptive"), ("kvzip", "model")))
+def test_memory_is_freed_with_the_last_reference(name, heads):
+    layers = kv.build(name, make_plan(n_layer=2), BUDGET, {"heads": heads})
+    dead = [weakref.ref(layer) for layer in layers]
+    gc.disable()
+    try:
+        del layers
+        assert not any(ref() for ref in dead)
+    finally:
+        gc.enable()
+
+
+def test_the_slots_of_a_row_are_reset_once(monkeypatch):
+    layers, reset = kv.build("kvzip", make_plan(n_layer=3), BUDGET, {}), []
+    monkeypatch.setattr(SharedSlots, "reset", lambda self, row: reset.append(row))
+    layers.reset(0)
+    assert reset == [0]
 
 
 def test_heads_that_share_a_budget_do_not_choose_again():

@@ -114,7 +114,8 @@ def test_a_system_prompt_stays(tokenizer):
 def test_memory_must_suffice_for_the_prompt_that_waits_for_its_last_layer(name, checkpoint, monkeypatch):
     engine = Engine.load(checkpoint, name, 24, compile=False, batch=3, max_prompt=300)
     cache = sum(engine.layers.bytes())
-    prompt = engine.config.n_layer * 300 * engine.config.n_kv_head * 2 * engine.config.head_dim * 4
+    each = 2 * engine.config.head_dim * 4 + (64 if name == "kvzip" else 0)
+    prompt = engine.config.n_layer * 300 * engine.config.n_kv_head * each
     monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: cache + prompt + 1000)
     engine.use(name, 24, batch=3, max_prompt=300)
     monkeypatch.setattr("runtime.parallel.free_bytes", lambda device: cache + prompt - 1000)

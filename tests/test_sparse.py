@@ -16,6 +16,7 @@ import kv
 from kv import Plan
 from kv.base import Held
 from kv.parts import inductor, ops
+from kv.parts.adaptive import Adaptive
 from kv.rocketkv import Split
 from kv.snapkv import Kernels, SnapKV
 from kv.snapkv import pyramid_budgets as our_pyramid
@@ -124,7 +125,7 @@ class Both:
             expected = check.decode(q[0, :, 0], k[0, :, 0], v[0, :, 0])
             if self.chosen is not None:
                 held = [[*kept, *range(self.chose, self.length)] for kept in check.kept]
-                begin = layer.first[0].tolist() if hasattr(layer, "regions") else [0] * len(held)
+                begin = layer.first[0].tolist() if isinstance(layer, Adaptive) else [0] * len(held)
                 slots = [[slot - first for slot in each] for each, first in zip(self.chosen, begin, strict=True)]
                 chosen = [[held[slot] for slot in each] for held, each in zip(held, slots, strict=True)]
                 assert chosen == [sorted(positions) for positions in check.attended]

@@ -11,6 +11,7 @@ share a model share out the budget of their own heads.
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from kv.parts import attention, ops
 from kv.parts.buffers import Buffers
 
 
-class Regions(Buffers):
+class SharedSlots(Buffers):
     """Slots [B,1,S,D] that `heads` KV heads share, of which each keeps `kept` tokens of a prompt on average."""
 
     def __init__(self, plan: Plan, heads: int, kept: int):
@@ -36,8 +37,9 @@ class Regions(Buffers):
 class Adaptive:
     """Put before a class that stands on `Scored` (kv/parts/scored.py): its heads keep different numbers of tokens.
 
-    The layers of a group share their budget. If there are several, `score` must not depend on q and on what k and v
-    hold, and `keep` takes a prompt longer than the budget when all have seen it.
+    The layers of a group share their budget. If there are several, their `keep` of a prompt that exceeds it must run in
+    `finish`, and `score` may use of its arguments only T. What supposes that all heads keep as many tokens, as `every`
+    and `bits` do, does not work here.
     """
 
     def __init__(self, *args, alpha: float, layers: int = 1, group: list | None = None, **options):
@@ -45,11 +47,14 @@ class Adaptive:
         self.alpha, self.layers, self.group = alpha, layers, [] if group is None else group
         self.below = len(self.group)  # how many of them come first
         super().__init__(*args, **options)
-        self.group.append(self)
+        self.group.append(proxy(self))  # a cycle of references would keep the memory
 
     def allocate_row(self, slots: int) -> None:
         heads = self.layers * self.plan.n_kv_head
-        self.regions = self.group[0].regions if self.below else Regions(self.plan, heads, self.kept)
+        if self.below:  # the first layer resets the slots
+            vars(self)["shared"] = self.group[0].shared
+        else:
+            self.shared = SharedSlots(self.plan, heads, self.kept)
         self.slots = min(self.plan.max_prompt, heads * self.kept) + self.plan.room  # the most of a head
         self.read_slots = ops.symbol(self.slots, self.plan.device)
         for name in ("dropped", "size"):  # tokens of each head that are gone, and those of the prompt that it can hold
@@ -64,28 +69,27 @@ class Adaptive:
             head, index = self.each_head(torch.arange(tokens.k.shape[1], device=tokens.k.device))
             return head.expand_as(index).flatten(), index.flatten()
         if self.below == 0:
-            self.share_out(torch.cat([layer.ranked(row, q, tokens, end, prompt) for layer in self.group]), prompt)
-        chosen, self.chosen = self.chosen, None
-        return chosen
+            ranks = torch.cat([layer.ranked(row, q, tokens, end, prompt) for layer in self.group])
+            self.shared.chosen = self.share_out(ranks, prompt)
+        return self.shared.chosen.pop(0)
 
-    def share_out(self, scores: Tensor, prompt: int) -> None:
-        """Of scores [R,N] of all heads of the group, chooses the best: sets what each layer `choose`s."""
+    def share_out(self, scores: Tensor, prompt: int) -> list[tuple[Tensor, Tensor]]:
+        """The best of scores [R,N] of all heads of the group: what each layer `choose`s."""
         kept, heads = self.kept_of(prompt), self.plan.n_kv_head
         scores = scores.scatter(1, ops.top(scores, int(self.alpha * kept)), torch.inf)
         cell = ops.top(scores.flatten(), kept * len(scores)).sort().values
         head, index = cell // scores.shape[1], cell % scores.shape[1]
         sizes = [len(cell)] if self.layers == 1 else torch.bincount(head // heads, minlength=self.layers).tolist()
-        for layer, *own in zip(self.group, head.split(sizes), index.split(sizes), strict=True):
-            layer.chosen = own[0] % heads, own[1]
+        return [*zip((head % heads).split(sizes), index.split(sizes), strict=True)]
 
     def hold_best(self, row: int, head: Tensor, index: Tensor, tokens: Held, end: int) -> None:
         heads, place = (torch.arange(n, device=head.device) for n in (self.plan.n_kv_head, len(head)))
         kept = (head[:, None] == heads).sum(0)
-        equal = min(self.whole, self.kept_of(self.whole))
-        self.gone[row] = tokens.k.shape[1] > equal
-        self.dropped[row], self.size[row] = end - kept, kept if self.gone[row] else equal
+        fits = min(self.whole, self.kept_of(self.whole))  # what a head holds before any token is gone
+        self.gone[row] = max(0, tokens.k.shape[1] - fits)
+        self.dropped[row], self.size[row] = end - kept, kept if self.gone[row] else fits
         self.lay_out(row)
-        r, slot = self.regions, self.first[row, head] + place - (kept.cumsum(0) - kept)[head]
+        r, slot = self.shared, self.first[row, head] + place - (kept.cumsum(0) - kept)[head]
         r.position[row, ops.following(self.first[row] + self.size[row], self.plan.room)] = -1
         at = head * len(tokens.k) // len(heads), index
         r.k[row, 0, slot], r.v[row, 0, slot] = tokens.k[at], tokens.v[at]
@@ -101,7 +105,7 @@ class Adaptive:
 
     def prefill_next(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int) -> Tensor:
         """As if each head were a layer, but for the choice."""
-        if not self.gone[row]:  # all heads hold all
+        if not self.gone.get(row):  # all heads hold all
             return super().prefill_next(row, q, k, v, pos)
         heads, end = self.heads(row, pos), pos + k.shape[2]
         new = (x.chunk(len(heads), dim=1) for x in (q, self.copied(k), self.copied(v)))
@@ -111,15 +115,15 @@ class Adaptive:
             held.append(both)
             ys.append(y)
             scores.append(self.ranked(row, qkv[0], both, end, self.whole).expand(len(heads), -1)[head])
-        self.share_out(padded(scores, padding_value=-torch.inf), self.whole)
-        self.hold_best(row, *self.chosen, side_by_side(held), end)
+        [best] = self.share_out(padded(scores, padding_value=-torch.inf), self.whole)
+        self.hold_best(row, *best, side_by_side(held), end)
         return torch.cat(ys, dim=1)
 
     # A step, and a text that extends a row
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> Tensor:
         self.insert(k, v, pos, active)
-        return ops.attend_regions(q, self.regions.k, self.regions.v, self.first, self.slot(pos) + 1, self.read_slots)
+        return ops.attend_regions(q, self.shared.k, self.shared.v, self.first, self.slot(pos) + 1, self.read_slots)
 
     def slots_to_read(self, length: int, new: int) -> int:
         """Of a head; on CUDA the mean, for `step_bytes`."""
@@ -132,11 +136,11 @@ class Adaptive:
 
     def insert(self, k: Tensor, v: Tensor, pos: Tensor, active: Tensor) -> None:
         slot = ((self.first + self.slot(pos))[..., None] + torch.arange(k.shape[2], device=k.device)).flatten(1)
-        for buffer, new in ((self.regions.k, k), (self.regions.v, v)):
+        for buffer, new in ((self.shared.k, k), (self.shared.v, v)):
             ops.store(buffer, self.copied(new).flatten(1, 2)[:, None], slot, active)
 
     def append(self, row: int, k: Tensor, v: Tensor, pos: int) -> None:
-        r, slot = self.regions, ops.following(self.first[row] + pos - self.dropped[row], k.shape[2])
+        r, slot = self.shared, ops.following(self.first[row] + pos - self.dropped[row], k.shape[2])
         r.k[row, 0, slot], r.v[row, 0, slot] = self.copied(k)[0], self.copied(v)[0]
         r.position[row, slot] = torch.arange(pos, pos + k.shape[2], device=k.device).int()
 
@@ -158,7 +162,7 @@ class Adaptive:
 
     def heads(self, row: int, length: int) -> list[Held]:
         """What each head holds of a row of `length` tokens."""
-        r, held = self.regions, []
+        r, held = self.shared, []
         for region, gone in zip(self.regions_of(row, length), self.dropped[row], strict=True):
             known = r.position[row, region]
             position = torch.where(known >= 0, known, torch.arange(len(known), device=known.device) + gone)
@@ -172,10 +176,12 @@ class Adaptive:
         for name in ("dropped", "size"):
             yield name, getattr(self, name)[row]
         self.lay_out(row)  # of a row that is restored
+        if int(self.first[row, -1] + self.size[row, -1]) + self.plan.room >= self.shared.k.shape[2]:
+            raise ValueError("the saved size does not fit this cache")
         for head, region in enumerate(self.regions_of(row, length)):
-            yield f"k{head}", self.regions.k[row, 0, region]
-            yield f"v{head}", self.regions.v[row, 0, region]
-            yield f"position{head}", self.regions.position[row, region]
+            yield f"k{head}", self.shared.k[row, 0, region]
+            yield f"v{head}", self.shared.v[row, 0, region]
+            yield f"position{head}", self.shared.position[row, region]
 
 
 padded = partial(pad_sequence, batch_first=True, padding_side="left")

@@ -64,7 +64,7 @@ class Speculation(KV):
 
     def rank_again(self, row: int, q: Tensor, length: int) -> bool:
         """Whether the draft ranks a prompt's tokens; it then chooses from all `length` tokens of the row."""
-        if not isinstance(self.draft, Scored) or self.draft.slots == self.plan.planned:
+        if not isinstance(self.draft, Scored) or self.draft.kept == self.plan.max_prompt:
             return False
         held = self.full.held(row, length)
         self.draft.keep(row, q, held.k[None], held.v[None])
