@@ -60,6 +60,16 @@ def test_a_row_continues_on_a_plan_for_shorter_prompts(name, heads, prompt):
             assert torch.equal(old.held(0, pos + 1).position, new.held(0, pos + 1).position)
 
 
+def test_a_saved_row_whose_regions_exceed_the_slots_is_refused():
+    layers = kv.build("keydiff", make_plan(n_layer=1, new=NEW), BUDGET, {"heads": "adaptive"})
+    layers[0].prefill(0, *(x[None, :, :40] for x in text(make_plan(), 40, 0)))
+    state = layers[0].state(0, 40)
+    state["size"][1] = 10**7
+    layers.reset(0)
+    with pytest.raises(ValueError, match="the saved size does not fit this cache"):
+        layers[0].restore(0, 40, state)
+
+
 @pytest.mark.parametrize("name, heads", (("keydiff", "adaptive"), ("kvzip", "model")))
 def test_memory_is_freed_with_the_last_reference(name, heads):
     layers = kv.build(name, make_plan(n_layer=2), BUDGET, {"heads": heads})

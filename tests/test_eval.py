@@ -426,3 +426,12 @@ def test_prompts_beyond_the_room_are_prefilled(tiny_checkpoint):
     logits = engine.logits([3] * 40, [4, 5])
     assert not recorded
     assert torch.equal(logits, Engine.load(tiny_checkpoint, compile=False, max_prompt=40).logits([3] * 40, [4, 5]))
+
+
+@pytest.mark.parametrize("kv", ("kvzip", "keydiff"))
+def test_what_a_step_reads_does_not_depend_on_the_last_job(tiny_checkpoint, kv):
+    engine = Engine.load(tiny_checkpoint, compile=False)
+    caches = kv, 0.25, {}, 2, 100, 32, 0, 0
+    first = evaluation.use(engine, caches)
+    engine.generate([[7] * 40, [9] * 60], 4)
+    assert evaluation.use(engine, caches) == first
