@@ -5,7 +5,7 @@ to themselves, and are not stored. A token's importance for a KV head is the hig
 repeats its part gives it, of the attention to the sinks, the part and that text. The best stay, with heads=model of all
 layers and heads. The sinks always stay, and what a chat template writes first, up to half of the budget. A prompt that
 fits the budget is not repeated. Repeating takes two or three times as long as the prompt; its positions may exceed the
-model's context. Memory and traffic: the budget and the generated tokens; first, the full cache.
+model's context. Memory and traffic: the budget and the generated tokens; until the choice, the full cache.
 """
 
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ class KVzipMethod(HeadBudgets):
     paper = "https://arxiv.org/abs/2505.23416"
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
-    heads: Literal["equal", "adaptive", "model"] = option("model", "adaptive: a layer's share a budget; model: all do")
+    heads: Literal["equal", "adaptive", "model"] = option("model", "adaptive: a layer's heads share a budget; model: all do")
     sinks: int = option(4, "first tokens that are always kept", min=0)
     part: int = option(2048, "tokens that are repeated at a time", min=1)
 
