@@ -104,7 +104,7 @@ class KVzipMethod(HeadBudgets):
     paper = "https://arxiv.org/abs/2505.23416"
     help = "what the model attends to when it repeats the prompt"
     every: ClassVar[int] = 0  # generated tokens are repeated by no text
-    heads: Literal["equal", "adaptive", "model"] = option("model", "one budget for each head, for each layer, or for all")
+    heads: Literal["equal", "adaptive", "model"] = option("model", "one budget for each head, each layer, or for all")
     sinks: int = option(4, "first tokens that are always kept", min=0)
     part: int = option(2048, "tokens that are repeated at a time", min=1)
 
