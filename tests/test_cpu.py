@@ -305,6 +305,7 @@ def test_attention_takes_the_form_that_is_faster(model, monkeypatch, faster):
         return {"kernel": 1.0, "fused": 0.5 if faster == "fused" else 2.0}
 
     monkeypatch.setattr(inductor, "FUSED", {})
+    monkeypatch.setattr(cpu, "FAR", torch.inf)
     monkeypatch.setattr(cpu, "measure_attention", measure)
     small = make_plan()
     large = replace(small, max_prompt=cpu.LEAST // (small.n_layer * small.slot_bytes))
