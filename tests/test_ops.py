@@ -63,14 +63,25 @@ def test_each_of_several_queries_sees_one_slot_more(heads, flex):
 
 
 @pytest.mark.slow
-def test_flash_decoding_by_block_mask_may_begin_at_any_block():
+@pytest.mark.parametrize("heads", (1, 2))
+def test_flash_decoding_by_block_mask_reads_each_heads_region(heads):
     q, k, v = qkv(3, 6, 2, 1, 500, dim=16)
-    flex = torch.compile(inductor.flex_prefix, fullgraph=True)
-    for starts, lengths in (((384, 0, 256), (1, 127, 128)), ((256, 0, 256), (129, 256, 244))):
-        first, length = torch.tensor(starts), torch.tensor(lengths)
-        slot = torch.arange(500) - first[:, None]
-        expected = ops.attend(q, k, v, (slot >= 0) & (slot < length[:, None]))
-        assert torch.allclose(flex(q, k, v, length, first), expected, atol=1e-5)
+    k, v = (x[:, :heads].expand(-1, 2, -1, -1) for x in (k, v))  # of one head: all regions are in the same slots
+    flex = torch.compile(inductor.flex_regions, fullgraph=True)
+    for starts, lengths in (
+        ((384, 0, 256, 1, 127, 499), (1, 127, 128, 1, 2, 1)),
+        ((250, 0, 129, 3, 0, 255), [245] * 6),
+    ):
+        first, length = torch.tensor(starts).view(3, 2), torch.tensor(lengths).view(3, 2)
+        slot = torch.arange(500) - first[..., None]
+        mask, block = (slot >= 0) & (slot < length[..., None]), torch.arange(500) // inductor.BLOCK
+        expected = ops.attend(q, k, v, mask)
+        if heads == 2:  # blocks that are not read
+            last = (first + length - 1)[..., None] // inductor.BLOCK
+            unread = ((block < first[..., None] // inductor.BLOCK) | (block > last))[..., None]
+            k, v = k.masked_fill(unread, torch.nan), v.masked_fill(unread, torch.nan)
+        assert torch.allclose(flex(q, k, v, first, length), expected, atol=1e-5)
+        k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)
 
 
 @pytest.mark.slow

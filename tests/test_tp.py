@@ -135,7 +135,10 @@ class Apart(nn.Module):
         return self.each("prefill", row, q, k, v, **chunk)
 
     def second_pass(self, prompt, tokenizer):
-        return []
+        return [part.second_pass(prompt, tokenizer) for part in self.parts][0]
+
+    def observe(self, row, q, k, v):
+        return self.each("observe", row, q, k, v)
 
     def extend(self, row, q, k, v, pos):
         return self.each("extend", row, q, k, v, pos=pos)
