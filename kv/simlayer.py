@@ -78,10 +78,7 @@ class Regions(Buffers):
 class SimLayer(Ring):
     def __init__(self, plan: Plan, regions: Regions, index: int):
         super().__init__(plan)
-        if index:  # the first layer resets the regions
-            vars(self)["regions"] = regions
-        else:
-            self.regions = regions
+        self.share("regions", regions, first=not index)
         self.index, self.sinks = index, regions.sinks
         self.recent = regions.window - regions.sinks
         self.slots, self.read_slots = plan.planned, ops.symbol(plan.planned, plan.device)

@@ -267,8 +267,8 @@ def tune_attention(model: nn.Module, plan: Plan, queries: int) -> dict[str, Time
     rows, (least, most) = plan.n_head // plan.n_kv_head * queries, TOKENS
     tokens = min(max(least, 1 << plan.planned.bit_length() - 1), most)
     name = f"{dtype_name(plan.dtype)} attention, {rows} x {plan.head_dim}, {tokens} tokens"
-    small, least = is_small(model) and plan.full_bytes() < LEAST, tokens * plan.n_kv_head * plan.unit_bytes
-    best, times = decide([name], lambda _: measure_attention(plan, rows, tokens) | {"floor": floor(least)}, small)
+    small, size = is_small(model) and plan.full_bytes() < LEAST, tokens * plan.n_kv_head * plan.unit_bytes
+    best, times = decide([name], lambda _: measure_attention(plan, rows, tokens) | {"floor": floor(size)}, small)
     if best:  # fewer rows are fused too if these are, and more rows are not if these are not
         most = inductor.most_fused(plan.dtype, plan.head_dim)
         most = max(most, rows) if best[name] == "fused" else min(most, rows - 1)

@@ -11,7 +11,8 @@ from references.sparse import SLOW
 from runs import answer, make_plan, text
 
 import kv
-from kv.parts.adaptive import SharedSlots
+from kv.parts.adaptive import HeadSlots
+from kv.simlayer import Regions
 
 BUDGET, PROMPTS, NEW = 24, (50, 24, 3), 20
 OPTIONS = {"keydiff": {"alpha": 0.0}, "snapkv": {"window": 6, "kernel": 3}, "rkv": {"window": 6, "alpha": 0.6}}
@@ -82,9 +83,10 @@ def test_memory_is_freed_with_the_last_reference(name, heads):
         gc.enable()
 
 
-def test_the_slots_of_a_row_are_reset_once(monkeypatch):
-    layers, reset = kv.build("kvzip", make_plan(n_layer=3), BUDGET, {}), []
-    monkeypatch.setattr(SharedSlots, "reset", lambda self, row: reset.append(row))
+@pytest.mark.parametrize("name, shared", (("kvzip", HeadSlots), ("simlayer", Regions)))
+def test_the_slots_of_a_row_are_reset_once(name, shared, monkeypatch):
+    layers, reset = kv.build(name, make_plan(n_layer=3), BUDGET, {}), []
+    monkeypatch.setattr(shared, "reset", lambda self, row: reset.append(row))
     layers.reset(0)
     assert reset == [0]
 

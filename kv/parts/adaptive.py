@@ -23,7 +23,7 @@ from kv.parts import attention, ops
 from kv.parts.buffers import Buffers
 
 
-class SharedSlots(Buffers):
+class HeadSlots(Buffers):
     """Slots [B,1,S,D] that `heads` KV heads share, of which each keeps `kept` tokens of a prompt on average."""
 
     def __init__(self, plan: Plan, heads: int, kept: int):
@@ -51,10 +51,8 @@ class Adaptive:
 
     def allocate_row(self, slots: int) -> None:
         heads = self.layers * self.plan.n_kv_head
-        if self.below:  # the first layer resets the slots
-            vars(self)["shared"] = self.group[0].shared
-        else:
-            self.shared = SharedSlots(self.plan, heads, self.kept)
+        shared = self.group[0].shared if self.below else HeadSlots(self.plan, heads, self.kept)
+        self.share("shared", shared, first=not self.below)
         self.slots = min(self.plan.max_prompt, heads * self.kept) + self.plan.room  # the most of a head
         self.read_slots = ops.symbol(self.slots, self.plan.device)
         for name in ("dropped", "size"):  # tokens of each head that are gone, and those of the prompt that it can hold

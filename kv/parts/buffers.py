@@ -28,6 +28,13 @@ class Buffers(nn.Module):
         """Registers a buffer."""
         self.register_buffer(name, buffer, persistent=False)
 
+    def share(self, name: str, part: "Buffers", first: bool) -> None:
+        """Sets a part that several layers share; the first of them alone registers, and so resets it."""
+        if first:
+            setattr(self, name, part)
+        else:
+            vars(self)[name] = part
+
     def allocate_state(self, name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
         """Allocates a buffer [B,*size] that describes what a row holds."""
         self.allocate(name, *size, dtype=dtype, fill=fill)
