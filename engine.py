@@ -39,6 +39,7 @@ from runtime.arguments import Prompt, one_call
 from runtime.compile import compile_errors, compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.load import Loaded, load_model, read_known
+from runtime.packages import packages_of
 from runtime.parallel import join, minimum, same, together
 from runtime.stats import Stats
 from text.answer import AnswerText
@@ -288,7 +289,7 @@ class Engine:
     def __init__(
         self,
         loaded: Loaded,
-        compile: bool = True,
+        compile: bool | None = True,
         seed: int | None = None,
         ranks: Ranks = ALONE,
         progress: Callable[[Iterable, str], Iterable] = lambda items, what: items,
@@ -317,7 +318,7 @@ class Engine:
         options: dict | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
-        compile: bool = True,
+        compile: bool | None = True,
         seed: int | None = None,
         parallel: bool = True,
         text: bool = False,
@@ -326,7 +327,8 @@ class Engine:
     ) -> "Engine":
         """Loads a converted checkpoint folder.
 
-        kv, budget, options and sizes: see `use`. dtype: default, the checkpoint's. parallel: under torchrun the
+        kv, budget, options and sizes: see `use`. dtype: default, the checkpoint's. compile: the decode step; None: only
+        where an earlier process left its code (runtime/packages.py). parallel: under torchrun the
         processes share one model and make the same calls; if False, each has a whole one. text: prompts will be texts,
         so a tokenizer that cannot be read is an error. progress: wraps what takes long, as tqdm(items, what) does.
         Raises ValueError or FileNotFoundError, before it reads weights, with one line that says what to do.
@@ -601,11 +603,12 @@ class Engine:
 
     def _compiled(self, step: Callable) -> Callable:
         """A step, or a pass of one, as this device runs it fastest: a CUDA graph, or compiled parts."""
-        if not self.compile:
-            return step
         if self.device.type == "cuda":
-            return compiled(step, options=cuda_options())
-        self.parts.append(cpu.Parts())
+            return compiled(step, options=cuda_options()) if self.compile else step
+        packages = packages_of(self, cpu.cache_file().parent / "steps", cpu.where(), cpu.forms)
+        if not self.compile and (self.compile is False or packages is None or not packages.exist()):
+            return step
+        self.parts.append(cpu.Parts(packages, self.compile is True))
         return partial(step, run=self.parts[-1])
 
     def _release(self) -> None:
@@ -627,17 +630,23 @@ class Engine:
         variant, state = self.sampling.variant, self.state
         if self.sampling.repetition_penalty != 1 and state.seen is None:
             state.seen = torch.zeros(self.batch, self.config.vocab_size, dtype=torch.bool, device=self.device)
-        if not self.compile or variant in self.warm:
+        on_cuda = self.device.type == "cuda"
+        if variant in self.warm or not (self.compile if on_cuda else self.parts):
             return
         begin = time.perf_counter()
         with compile_errors():
             what = f"compile the {variant} decode step, a minute or more the first time"
-            for _ in self.progress([None], what):  # only shows the text
+            known = self.parts and all(parts.packages is not None and parts.packages.exist() for parts in self.parts)
+            for _ in [None] if known else self.progress([None], what):  # only shows the text
                 # Verification first: drafts, of which there are more, decide last.
                 for tokens in [] if self.warm else sorted({1, self.speculate + 1}, reverse=True):
                     self.stats.products |= cpu.tune(self.model, self.plan, tokens)
-                for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graph: run, record, replay
+                for parts in self.parts:
+                    parts.settle(later=True)
+                for _ in range(3 if on_cuda else 1):  # CUDA graph: run, record, replay
                     self._step({}, length + 1, 1)[0].tolist()
+                for parts in self.parts:
+                    parts.settle()
         self.stats.compile_s += time.perf_counter() - begin
         self.warm.add(variant)
 

@@ -103,7 +103,7 @@ def load(args: argparse.Namespace, saved: prefix.Header | None, room: int, pays:
         batch=args.batch if args.batch is not None else min(len(results.prompts), 8),
         max_prompt=args.max_prompt,
         room=room,
-        compile=args.compile if args.compile is not None else pays,
+        compile=args.compile if args.compile is not None else pays or None,
         text=True,
         speculate=args.speculate or 0,
         chunk=args.chunk or 0,

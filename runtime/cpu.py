@@ -32,6 +32,7 @@ from kv.method import Plan
 from kv.parts import inductor, ops
 from runtime.compile import compiled
 from runtime.device import machine
+from runtime.packages import Build, Failed, Packages
 from text.files import parse_json, replacing
 
 Times = dict[str, float]  # milliseconds by product and, where known, the `floor` of all
@@ -159,7 +160,9 @@ class Parts:
     rather than an attribute, so that no cycle of references keeps the owner's memory.
     """
 
-    def __init__(self):
+    def __init__(self, packages: Packages | None = None, compiles: bool = True):
+        """packages: code on disk, which is used and added to. Unless it `compiles`, parts without code run eagerly."""
+        self.packages, self.compiles = packages, compiles
         self.functions: dict[Callable, Callable] = {}
         self.calls: dict[Hashable, Callable] = {}
         self.last: list[tuple] = []  # the code that ran last, its arguments and outputs
@@ -173,46 +176,93 @@ class Parts:
         """Makes the next call of every owner a checked one."""
         self.calls.clear()
 
+    def settle(self, later: bool = False) -> None:
+        """Waits for the code that is compiled; from now on, parts without code return zeros if `later`, or wait."""
+        if self.packages is not None:
+            try:
+                self.packages.settle()
+                self.packages.later = later
+            except Failed:
+                self._unpackaged()
+
+    def _unpackaged(self) -> None:
+        self.packages = None
+        self.functions.clear()
+        self.calls.clear()
+
     def _checked(self, key: Hashable, part: Callable, owner: object, *inputs: Tensor | str):
+        if self.packages is not None and (found := self.packages.find(part, (owner, *inputs))):
+            package, arguments = found
+            trace = package.trace
+            self.calls[key] = _repeated(package.run, arguments, trace.outputs, trace.several, inputs)
+            return self.calls[key](*inputs)
+        if not self.compiles:
+            return part(owner, *inputs)
         if part not in self.functions:
-            self.functions[part] = compiled(part, backend=partial(_remembering, self.last))
+            self.functions[part] = compiled(part, backend=partial(_remembering, self.last, self.packages))
+        inductor.mark_symbols()
         with torch._dynamo.config.patch(recompile_limit=VERSIONS, accumulated_recompile_limit=VERSIONS):
-            returned = self.functions[part](owner, *inputs)
+            try:
+                returned = self.functions[part](owner, *inputs)
+            except Failed:
+                self._unpackaged()
+                return self._checked(key, part, owner, *inputs)
         if self.last:  # empty if torch.compile is switched off (TORCH_COMPILE_DISABLE=1)
-            self.calls[key] = _repeated(*self.last.pop(), inputs, returned)
+            code, arguments, outputs = self.last.pop()
+            several = isinstance(returned, tuple)
+            wanted = [next(i for i, x in enumerate(outputs) if x is y) for y in (returned if several else [returned])]
+            if isinstance(code, Build) and code.trace is None:
+                code.describe(part, (owner, *inputs), arguments, wanted, several)
+                if not self.packages.later:
+                    self.packages.settle()
+            self.calls[key] = _repeated(code, arguments, wanted, several, inputs)
         return returned
 
 
-def _repeated(code: Callable, arguments: tuple, outputs: tuple, inputs: tuple, returned: Tensor | tuple) -> Callable:
-    """A function of other inputs that calls a part's code again, with its owner's tensors."""
-    arguments = list(arguments)
+def _repeated(code: Callable, arguments: list, outputs: list[int], several: bool, inputs: tuple) -> Callable:
+    """A function of other inputs that calls a part's code again, with its owner's tensors, and returns `outputs`."""
     given = [(i, j) for i, x in enumerate(arguments) for j, y in enumerate(inputs) if x is y]
-    several = isinstance(returned, tuple)
-    wanted = [next(i for i, x in enumerate(outputs) if x is y) for y in (returned if several else [returned])]
 
     def call(*inputs):
         for index, place in given:
             arguments[index] = inputs[place]
-        found = code(*arguments)
-        return tuple(found[index] for index in wanted) if several else found[wanted[0]]
+        found = code(arguments)
+        return tuple(found[index] for index in outputs) if several else found[outputs[0]]
 
     return call
 
 
-def _remembering(last: list[tuple], graph, examples: list) -> Callable:
-    """A backend of torch.compile: Inductor's code, whose last call stays in `last`."""
-    from torch._inductor.compile_fx import compile_fx
+def _remembering(last: list[tuple], packages: Packages | None, graph, examples: list) -> Callable:
+    """A backend of torch.compile: Inductor's code, packaged if it can be, whose last call stays in `last`."""
+    code = None
+    if packages is not None:
+        with suppress(Exception):  # of torch.fx and pickle, for a graph that another process cannot have
+            code = packages.build(graph, examples, _machine())
+    if code is None:
+        from torch._inductor.compile_fx import compile_fx
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor then computes in fp32, as wanted
-        code = compile_fx(graph, examples, config_patches=_machine())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor then computes in fp32, as wanted
+            function = compile_fx(graph, examples, config_patches=_machine())
+
+        def code(arguments):
+            return function(*arguments)
+
+    packaged = isinstance(code, Build)
 
     def call(*arguments):
-        outputs = code(*arguments)
+        arguments = [torch.empty(x, 0) if packaged and isinstance(x, int) else x for x in arguments]
+        outputs = code(arguments)
         last[:] = [(code, arguments, outputs)]
         return outputs
 
     return call
+
+
+def forms() -> str:
+    """What this CPU's choices make of a step, besides each layer's `products`."""
+    choices = inductor.FUSED.items(), inductor.DOUBLED, BETTER_FORM.items()
+    return repr(([sorted(map(str, x)) for x in choices], torch.get_num_threads()))
 
 
 def _machine() -> dict[str, str]:

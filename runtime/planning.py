@@ -11,7 +11,6 @@ from kv import Plan
 from kv.parts.ranks import ALONE, Ranks
 from model import ModelConfig
 from runtime import arguments
-from runtime.compile import compile_errors, compiled_graphs
 from runtime.parallel import free_share, minimum
 
 WRONG = 0.5  # a layer's error of attention (KV.error): Qwen2.5-0.5B diverges by .04 nats at .30, by 1.5 at 1.46
@@ -71,8 +70,6 @@ def check(
         raise ValueError(f"max_prompt is {prompt} and the model's context is {model.config.max_length}")
     sizes = batch, prompt, room, speculate
     plan = plan_for(model.config, model.dtype, model.device, *sizes, model.ranks, chunk)
-    with compile_errors():
-        compiled_graphs()  # imports torch's compiler, which caches need: creating the compiler's folder can fail
     methods.planned_bytes(kv, plan, budget, options, model.profile)
 
 

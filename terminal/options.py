@@ -65,7 +65,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--seed", type=int, help="of sampling (default: a new one each time)")
     add("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    compiles = "compile the decode step (default: if --max-new-tokens times the number of prompts exceeds 1,000)"
+    compiles = "compile the decode step (default: for more than 1,000 tokens of answers, or if that was done before)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
     add("--verbose", action="store_true", help="print how fast each product reads each size of weight")
     add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")

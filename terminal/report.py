@@ -93,7 +93,7 @@ def print_report(r: dict) -> None:
         ("prompt tokens", ", ".join(str(c["prompt_tokens"]) for c in answers[:8]) + ", ..." * (len(answers) > 8)),
         ("new tokens", str(sum(c["new_tokens"] for c in answers))),
         ("load", f"{r['load_bytes'] / 1e9:.2f} GB, {r['load_s']:.2f} s"),
-        ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled") if r["compiles"] else ("compile", "off"),
+        ("compile", f"{r['compile_s']:.1f} s, {r['compiles']} compiled" if r["compile_s"] else "off"),
         ("prefill", f"{r['prefill_s']:.2f} s, {r['prefill_tokens_per_s']:.0f} tokens/s")
         if r["prefill_tokens_per_s"]
         else ("restored", f"{r['prefill_s']:.2f} s, {r['tokens_reused']} tokens"),

@@ -12,6 +12,7 @@ from pathlib import Path
 # Set before torch is imported: all tests and the subprocesses they start share the compiled kernels.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "kv-fast-test-inductor"))
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "kv-fast-test-cache")  # not the user's products.json
+os.environ["KV_FAST_PACKAGES"] = "0"  # but for the tests of packages: to compile one takes longer
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to the other test process
 
 import pytest

@@ -4,6 +4,7 @@ kv/parts/ops.py says what a step computes; nothing here changes a result beyond 
 """
 
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ BLOCK = 128  # slots per block of flex_attention's mask
 # By (dtype, D), written by `fuse` and `double` alone. A compiled step is compiled again once what it read has changed.
 FUSED: dict[tuple[torch.dtype, int], int] = {}
 DOUBLED: set[tuple[torch.dtype, int]] = set()
+UNMARKED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # symbols, see `mark_symbols`
 
 
 # Integers: a compiled step treats a Python int as a constant and is compiled again for each value. The size of a tensor
@@ -33,8 +35,14 @@ def symbol(value: int, device: torch.device) -> Tensor:
     """A symbol that holds `value`. On a CPU one compile serves all values; a CUDA graph is one value's."""
     held = torch.empty(value, 0, device=device)
     if device.type != "cuda":
-        torch._dynamo.maybe_mark_dynamic(held, 0)
+        UNMARKED[id(held)] = held
     return held
+
+
+def mark_symbols() -> None:
+    """Tells torch.compile that symbols are variables: before it traces, for it takes a second to import."""
+    while UNMARKED:
+        torch._dynamo.maybe_mark_dynamic(UNMARKED.popitem()[1], 0)
 
 
 def value(symbol: Tensor) -> int:

@@ -1,0 +1,160 @@
+"""Compiled parts on disk: a later process finds all of them, and answers alike."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import exhaustive, slow, write_random
+from test_contract import SMALL, VARIANTS
+from torch import Tensor, nn
+
+from engine import Engine
+from kv import METHODS
+from runtime import packages
+from runtime.packages import Packages, Trace, fact
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = [[(7 * i) % 128 for i in range(150)], [(5 * i) % 128 for i in range(40)]]
+SAMPLED = ["full", "rocketkv"]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> Path:
+    return write_random(tmp_path_factory.mktemp("deep") / "model", num_hidden_layers=3)
+
+
+def answer(folder: Path, cache: Path, **arguments) -> dict:
+    env = os.environ | {"XDG_CACHE_HOME": str(cache), "KV_FAST_PACKAGES": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    command = [
+        sys.executable,
+        str(ROOT / "tests/packaged.py"),
+        str(folder),
+        json.dumps({"prompts": PROMPTS} | arguments),
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", [slow(x) if x in SAMPLED else exhaustive(x) for x in VARIANTS])
+def test_a_later_process_finds_every_part(name, deep, tmp_path):
+    kv, options = VARIANTS[name]
+    how = {"kv": kv, "options": options, "budget": SMALL if METHODS[kv].budgeted else None}
+    eager, first = answer(deep, tmp_path, **how, compile=False), answer(deep, tmp_path, **how, compile=True)
+    again = answer(deep, tmp_path, **how, compile=None)
+    assert eager["answers"] == first["answers"] == again["answers"]
+    assert first["compiles"] > 2 and again["compiles"] == 0
+    assert again["found"] and all(again["found"])
+    assert not again["compiler"] or name not in SAMPLED
+
+
+@pytest.mark.slow
+def test_speculation_and_sampling_find_theirs(deep, tmp_path):
+    how = {"kv": "rocketkv", "budget": SMALL, "speculate": 2}
+    first = answer(deep, tmp_path, **how, sampling={"temperature": 1.0})
+    again = answer(deep, tmp_path, **how, compile=None, sampling={"temperature": 1.0})
+    assert first["answers"] == again["answers"] and all(again["found"]) and again["compiles"] == 0
+    greedy = answer(deep, tmp_path, **how, compile=None)  # whose last part is another: it runs eagerly
+    assert greedy["answers"] == answer(deep, tmp_path, **how, compile=False)["answers"]
+    assert set(greedy["found"]) == {True, False} and greedy["compiles"] == 0
+
+
+def part(x: Tensor) -> None: ...
+
+
+class Owner(nn.Module):
+    def __init__(self, slots: int = 8):
+        super().__init__()
+        self.register_buffer("k", torch.zeros(2, 9))
+        self.read, self.ends, self.kinds = torch.empty(slots, 0), 3, {"a": 1}
+
+
+def trace(**changes) -> Trace:
+    """Of a part that reads all of these, and is right for 4 to 8 slots."""
+    names = ["inputs[1]", "inputs[0]._buffers['k']", "inputs[0].read", "inputs[0].ends", "inputs[0].kinds"]
+    facts = [fact(torch.zeros(3)), fact(torch.zeros(2, 9)), None, "3", "dict of [\"'a'\"]"]
+    conditions = [(["s0"], ["4 <= s0 <= 8", "Ne(s0, 7)"]), (["s1"], ["Eq(Max(s1, 2), s1)"])]
+    return Trace(
+        **{
+            "part": "part",
+            "forms": "",
+            "names": names,
+            "facts": facts,
+            "same": [0, 1, 2, 3, 4],
+            "sizes": [[2]],
+            "conditions": conditions,
+            "arguments": [2, 1, 0],
+            "outputs": [0],
+            "several": False,
+        }
+        | changes
+    )
+
+
+def test_code_is_for_what_it_was_traced_with():
+    owner, x = Owner(), torch.ones(3)
+    assert [y is z for y, z in zip(trace().match((owner, x)), (owner.read, owner.k, x), strict=True)] == [True] * 3
+    for slots, right in ((4, True), (5, True), (7, False), (3, False), (9, False), (1, False)):
+        assert (trace().match((Owner(slots), x)) is not None) == right, slots
+    assert trace().match((owner, torch.ones(4))) is None  # shape
+    assert trace().match((owner, torch.ones(3, dtype=torch.int32))) is None
+    assert trace().match((owner, torch.ones(3, 2)[:, 0])) is None  # strides
+    assert trace().match((nn.Linear(1, 1), x)) is None  # another kind of owner
+    for name, value in (("ends", 4), ("ends", True), ("kinds", {"b": 1}), ("kinds", None), ("read", 8)):
+        other = Owner()
+        setattr(other, name, value)
+        assert trace().match((other, x)) is None, name
+
+
+def test_code_for_two_tensors_is_not_for_one_given_twice():
+    x = torch.zeros(2, 9)
+    two = trace(
+        names=["inputs[0]", "inputs[1]"], facts=[fact(x)] * 2, same=[0, 1], sizes=[], conditions=[], arguments=[0]
+    )
+    assert two.match((x, torch.zeros(2, 9))) is not None and two.match((x, x)) is None
+
+
+def test_sizes_that_were_equal_must_stay_so():
+    """torch.compile takes equal sizes for one."""
+    names, facts = ["inputs[0]", "inputs[1]"], [None, None]
+    both = trace(names=names, facts=facts, same=[0, 1], sizes=[[0, 1]], conditions=[], arguments=[0])
+    assert both.match((torch.empty(5, 0), torch.empty(5, 0))) and not both.match((torch.empty(5, 0), torch.empty(6, 0)))
+
+
+def test_a_damaged_package_is_deleted_and_nothing_is_found(tmp_path):
+    contents = {"empty": b"", "text": b"no zip", "other": b""}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.pt2").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as file:
+        file.writestr(packages.ENTRY, "{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert Packages(tmp_path, lambda: "").find(part, (Owner(), torch.ones(3))) is None
+    assert [x.name for x in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_packages_that_were_not_used_for_longest_are_deleted(tmp_path, monkeypatch):
+    for i, name in enumerate(("a", "b", "c")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.pt2").write_bytes(bytes(10))
+        os.utime(tmp_path / name / "x.pt2", (i, i))
+    monkeypatch.setattr(packages, "LIMIT", 25)
+    packages.shrink(tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["b", "c"]
+
+
+def test_a_step_that_cannot_be_packaged_is_compiled_as_any_function(deep, monkeypatch, tmp_path, traced_only):
+    """The process that makes a package fails; and a part cannot be given to another process."""
+    monkeypatch.setenv("KV_FAST_PACKAGES", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = Engine.load(deep, compile=False, seed=0).generate([PROMPTS[0]], max_new_tokens=8)[0].tokens
+    for name, value in (("sys.executable", "/bin/false"), ("runtime.packages.pickle.dumps", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            engine = Engine.load(deep, compile=True, seed=0)
+            assert engine.generate([PROMPTS[0]], max_new_tokens=8)[0].tokens == expected
+            assert engine.stats.compiles > 0 and not (tmp_path / "kv-fast/steps").exists()
