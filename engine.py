@@ -645,8 +645,8 @@ class Engine:
                     parts.settle(later=True)
                 for _ in range(3 if on_cuda else 1):  # CUDA graph: run, record, replay
                     self._step({}, length + 1, 1)[0].tolist()
-                for parts in self.parts:
-                    parts.settle()
+                if not all([parts.settle() for parts in self.parts]):
+                    self._step({}, length + 1, 1)
         self.stats.compile_s += time.perf_counter() - begin
         self.warm.add(variant)
 

@@ -176,14 +176,18 @@ class Parts:
         """Makes the next call of every owner a checked one."""
         self.calls.clear()
 
-    def settle(self, later: bool = False) -> None:
-        """Waits for the code that is compiled; from now on, parts without code return zeros if `later`, or wait."""
+    def settle(self, later: bool = False) -> bool:
+        """Waits for the code that is compiled; from now on, parts without code return zeros if `later`, or wait.
+
+        False if there is none: parts are compiled when they run.
+        """
         if self.packages is not None:
             try:
                 self.packages.settle()
                 self.packages.later = later
             except Failed:
                 self._unpackaged()
+        return self.packages is not None
 
     def _unpackaged(self) -> None:
         self.packages = None
@@ -194,7 +198,7 @@ class Parts:
         if self.packages is not None and (found := self.packages.find(part, (owner, *inputs))):
             package, arguments = found
             trace = package.trace
-            self.calls[key] = _repeated(package.run, arguments, trace.outputs, trace.several, inputs)
+            self.calls[key] = _repeated(package.code, arguments, trace.outputs, trace.several, inputs)
             return self.calls[key](*inputs)
         if not self.compiles:
             return part(owner, *inputs)

@@ -39,6 +39,7 @@ LIMIT = 2**29  # bytes of all packages
 ENTRY = "kv_fast.json"  # a package's trace
 # What torch writes conditions of sizes with, besides Python's operators.
 TERMS = {"Eq": operator.eq, "Ne": operator.ne, "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod}
+UNKNOWN = AttributeError, LookupError, NameError, SyntaxError, TypeError  # of an expression that is not for an object
 # A graph's input, as [shape, strides, dtype]; or an integer, which the code takes as the size of an empty tensor.
 Example = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | int
 
@@ -95,7 +96,7 @@ class Trace:
         """The inputs of the code for these inputs of the part; None if the code is not for them."""
         try:
             values = self.look(inputs)
-        except (AttributeError, LookupError, TypeError):
+        except UNKNOWN:
             return None
         if any(known is not None and known != fact(x) for x, known in zip(values, self.facts, strict=True)):
             return None
@@ -109,7 +110,10 @@ class Trace:
     def holds(self, sizes: list[int]) -> bool:
         """Whether the code is right for these sizes."""
         every = [(code, dict(zip(names, sizes, strict=True))) for names, codes in self.checks for code in codes]
-        return all(eval(code, TERMS, values) for code, values in every)
+        try:
+            return all(eval(code, TERMS, values) for code, values in every)
+        except NameError:  # a term that is not among TERMS, or a size that the code does not take
+            return False
 
 
 # Reading
@@ -121,12 +125,18 @@ class Package:
     def __init__(self, path: Path):
         with zipfile.ZipFile(path) as file:
             self.trace = Trace(**json.loads(file.read(ENTRY)))
-        self.run = load(path)
+        self.code = Code(path)
 
 
-def load(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+class Code:
     """A package's code. The public torch._inductor.aoti_load_package would import the compiler first."""
-    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1).run
+
+    def __init__(self, path: Path):
+        self.held = [torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)]
+        weakref.finalize(self, self.held.clear)  # the loader deletes the files that it unpacked, at exit as well
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        return self.held[0].run(inputs)
 
 
 class Packages:
@@ -237,15 +247,16 @@ class Build:
     """A package of a traced part, while a process of its own makes it."""
 
     def __init__(self, graph: torch.fx.GraphModule, examples: list, options: dict, packages: Packages):
-        self.graph, self.packages = graph, weakref.proxy(packages)
+        self.packages = weakref.proxy(packages)
         guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
         places = sorted({x.name.replace("L['inputs']", "inputs") for x in guards})
         self.names = [name for name in places if name.startswith("inputs[")]
         self.trace: Trace | None = None
-        self.code: Callable | None = None
+        self.code: Code | None = None
         sizes = [x for x in examples if isinstance(x, torch.SymInt)]
         self.conditions = conditions([x.node for x in sizes])
         self.integers = [i for i, x in enumerate(examples) if not isinstance(x, Tensor)]
+        self.outputs = [example(x.meta["example_value"]) for x in graph.graph.output_node().args[0]]
         code = graph.graph.python_code("self")
         modules = {name: x.__name__ for name, x in code.globals.items() if isinstance(x, ModuleType)}
         values = {name: x for name, x in code.globals.items() if name not in modules}
@@ -261,18 +272,17 @@ class Build:
 
     def __call__(self, arguments: list[Tensor]) -> list[Tensor]:
         if self.code is None and self.packages.later:
-            outputs = [x.meta["example_value"] for x in self.graph.graph.output_node().args[0]]
-            return [torch.zeros([*map(hint, x.shape)], dtype=x.dtype) for x in outputs]
+            return [torch.empty_strided(*x[:2], dtype=x[2]).zero_() for x in self.outputs]
         return self.finish()(arguments)
 
-    def finish(self) -> Callable:
+    def finish(self) -> Code:
         """The code, when it is ready. Raises Failed."""
         if self.code is None:
             if self.process.wait() or not self.package.exists():
                 raise Failed((self.folder / "log").read_text(errors="replace")[-2000:])
             self.conditions += json.loads((self.folder / "conditions").read_bytes())
             try:
-                self.code = load(self.package)
+                self.code = Code(self.package)
             except (AttributeError, RuntimeError) as error:  # of another torch; of a temporary folder without room
                 raise Failed(str(error)) from None
         return self.code
@@ -281,10 +291,10 @@ class Build:
         self, part: Callable, inputs: tuple, arguments: list[Tensor], outputs: list[int], several: bool
     ) -> None:
         """Makes its trace, unless the code's inputs are not among what guards looked at."""
-        trace = Trace(part.__qualname__, self.packages.forms(), self.names, [], [], [], [], [], outputs, several)
         try:
+            trace = Trace(part.__qualname__, self.packages.forms(), self.names, [], [], [], [], [], outputs, several)
             values = trace.look(inputs)
-        except (AttributeError, LookupError, TypeError):
+        except UNKNOWN:
             return
         trace.same, symbols = identities(values), {i: x.shape[0] for i, x in enumerate(values) if is_symbol(x)}
         wanted = [arguments[i].shape[0] for i in self.integers]
@@ -300,7 +310,9 @@ class Build:
 
 
 def example(x: Tensor | int) -> Example:
-    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else hint(x)
+    if isinstance(x, Tensor):
+        return tuple(map(hint, x.shape)), tuple(map(hint, x.stride())), x.dtype
+    return hint(x)
 
 
 def hint(size: int | torch.SymInt) -> int:

@@ -111,6 +111,12 @@ def test_code_is_for_what_it_was_traced_with():
         assert trace().match((other, x)) is None, name
 
 
+def test_sizes_of_one_and_unknown_conditions():
+    assert trace(conditions=[]).match((Owner(1), torch.ones(3))) is None  # torch.compile takes a size of 1 for a number
+    unknown = trace(conditions=[(["s0"], ["Least(s0, s9) > 1"])])
+    assert unknown.match((Owner(), torch.ones(3))) is None
+
+
 def test_code_for_two_tensors_is_not_for_one_given_twice():
     x = torch.zeros(2, 9)
     two = trace(

@@ -304,8 +304,8 @@ def hashed(x: Tensor) -> Tensor:
 
 def salt(plan: Plan) -> Tensor:
     """What `chance` takes of a layer, [Hk]; a tensor, because layers with different integers compile apart."""
-    head = plan.ranks.rank * plan.n_kv_head + torch.arange(plan.n_kv_head, device=plan.device)
-    return hashed(head + 4096 * plan.index)
+    head = plan.ranks.rank * plan.n_kv_head + torch.arange(plan.n_kv_head)
+    return hashed(head + 4096 * plan.index).to(plan.device)
 
 
 def chance(position: Tensor, salt: Tensor) -> Tensor:

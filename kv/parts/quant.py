@@ -137,11 +137,11 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 
     Rotated by it, a vector's outliers are spread over its channels (QuaRot, arXiv 2404.00456).
     """
-    block, index = size & -size, torch.arange(size, device=device)
-    sign, shared = torch.ones(size, size, device=device), index[:, None] & index
+    block, index = size & -size, torch.arange(size)
+    sign, shared = torch.ones(size, size), index[:, None] & index
     for bit in range(block.bit_length() - 1):
         sign = torch.where(shared >> bit & 1 == 1, -sign, sign)
-    return torch.where(index[:, None] // block == index // block, sign * block**-0.5, 0)
+    return torch.where(index[:, None] // block == index // block, sign * block**-0.5, 0).to(device)
 
 
 def hold_rotations(holder: Buffers) -> None:
