@@ -8,7 +8,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 STEP = 256  # slots: a step reads a multiple of this, or all
@@ -121,11 +120,18 @@ def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     if v.shape[2] <= UNROLLED:
         parts = [weight[..., i, None] * v[:, :, i, None] for i in range(v.shape[2])]
         return sum(parts[1:], parts[0])
-    if statically_known_true(v.shape[2] % CHUNK == 0):
+    if in_chunks(v.shape[2]):
         return _chunk_sum(weight, v)
     whole = (v.shape[2] - 1) // CHUNK * CHUNK  # and 1 to CHUNK more, so that one compile serves any N
     rest = torch.stack([(row[..., None] * v[:, :, whole:]).sum(2) for row in weight[..., whole:].unbind(2)], dim=2)
     return rest + _chunk_sum(weight[..., :whole], v[:, :, :whole]) if whole else rest
+
+
+def in_chunks(n: int) -> bool:
+    """Whether n is known to be a multiple of CHUNK, without an assumption about a size that may vary."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second to import
+
+    return statically_known_true(n % CHUNK == 0)
 
 
 def _in_parts(weight: Tensor, v: Tensor) -> Tensor:
