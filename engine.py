@@ -39,7 +39,7 @@ from runtime.arguments import Prompt, one_call
 from runtime.compile import compile_errors, compiled, compiled_graphs, cuda_options
 from runtime.device import read_later, synchronize
 from runtime.load import Loaded, load_model, read_known
-from runtime.packages import packages_of
+from runtime.packages import Packages, packages_of
 from runtime.parallel import join, minimum, same, together
 from runtime.stats import Stats
 from text.answer import AnswerText
@@ -605,11 +605,15 @@ class Engine:
         """A step, or a pass of one, as this device runs it fastest: a CUDA graph, or compiled parts."""
         if self.device.type == "cuda":
             return compiled(step, options=cuda_options()) if self.compile else step
-        packages = packages_of(self, cpu.cache_file().parent / "steps", cpu.where(), cpu.forms)
-        if not self.compile and (self.compile is False or packages is None or not packages.exist()):
+        packages = self.packages(self.plan)
+        if self.compile is False or self.compile is None and (packages is None or not packages.exist()):
             return step
         self.parts.append(cpu.Parts(packages, self.compile is True))
         return partial(step, run=self.parts[-1])
+
+    def packages(self, plan: Plan) -> Packages | None:
+        """Compiled parts of a step on disk, for caches of this plan."""
+        return packages_of(self, plan, cpu.cache_file().parent / "steps", cpu.where(), cpu.forms)
 
     def _release(self) -> None:
         self.layers.close()

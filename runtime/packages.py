@@ -33,6 +33,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from kv import METHODS, Plan
 from text.files import replacing
 
 LIMIT = 2**29  # bytes of all packages
@@ -218,21 +219,20 @@ def shrink(folder: Path) -> None:
 
 
 @cache
-def source(modules: frozenset[str] = frozenset()) -> str:
-    """A hash of the code from which steps are traced: this program's, and that of methods from elsewhere."""
+def source(module: str) -> str:
+    """A hash of the code from which steps are traced: this program's, and a method's module, from wherever it is."""
     own = [ROOT / "engine.py", ROOT / "model.py", *ROOT.glob("kv/**/*.py"), *ROOT.glob("runtime/*.py")]
-    files = {*own, *(Path(file) for name in modules if (file := getattr(sys.modules[name], "__file__", None)))}
+    files = {*own, Path(sys.modules[module].__file__)}
     return hashlib.sha256(b"".join(hashlib.sha256(x.read_bytes()).digest() for x in sorted(files))).hexdigest()
 
 
-def packages_of(engine, folder: Path, machine: str, forms: Callable[[], str]) -> Packages | None:
-    """Those of an engine's caches, in a folder below this one; None where steps are not packaged."""
+def packages_of(engine, plan: Plan, folder: Path, machine: str, forms: Callable[[], str]) -> Packages | None:
+    """Those of an engine's caches of this plan, in a folder below this one; None where steps are not packaged."""
     if os.environ.get("KV_FAST_PACKAGES") == "0" or engine.ranks.count > 1:
         return None
-    modules = frozenset(type(part).__module__ for layer in engine.layers for part in layer.modules())
-    plan = replace(engine.plan, inv_freq=None, key_biases=None)
+    plan, method = replace(plan, inv_freq=None, key_biases=None), METHODS[engine.method]
     cache = engine.method, engine.budget, sorted(engine.options.items()), engine.speculate, engine.config, plan
-    key = repr((source(modules), torch.__version__, machine, cache))
+    key = repr((source(method.__module__), torch.__version__, machine, cache))
     return Packages(folder / hashlib.sha256(key.encode()).hexdigest()[:16], forms)
 
 
@@ -333,8 +333,7 @@ def conditions(sizes: list) -> list[tuple[list[str], list[str]]]:
 
 def compile_order(folder: Path) -> None:
     """Makes the package that a `Build` wants: the work of its process."""
-    import kv  # noqa: F401, the operators that steps call
-    import runtime.cpu  # noqa: F401
+    import runtime.cpu  # noqa: F401, whose operators steps call
 
     src, modules, values, examples, options, threads = pickle.loads((folder / "order").read_bytes())
     torch.set_num_threads(threads)

@@ -102,7 +102,31 @@ def suffices(engine, length: int, new: int) -> bool:
 
 def needed(engine, has: Plan | None, length: int, new: int) -> Plan:
     """The plan for prompts of `length` tokens and `new` more, after a smaller one."""
-    return plan_of(engine, engine.max_prompt or length, new) if has is None else grown(engine, has, length, new)
+    if has is not None:
+        return grown(engine, has, length, new)
+    plan = plan_of(engine, engine.max_prompt or length, new)
+    return plan if engine.max_prompt else rounded(engine, plan)
+
+
+def rounded(engine, plan: Plan) -> Plan:
+    """The plan for prompts of up to 256 tokens more, or an eighth, so that a step that a CPU compiles serves others.
+
+    It stays as it is where answers would change, or where steps are compiled only if earlier code is there and is not.
+    """
+    if engine.compile is False or engine.device.type != "cpu":
+        return plan
+    step = max(256, power_of_two(plan.max_prompt + 1) // 16)
+    larger = replace(plan, max_prompt=min(-(-plan.max_prompt // step) * step, longest(engine, plan.room)))
+    if larger.max_prompt <= plan.max_prompt or sizes_of(engine, larger) != sizes_of(engine, plan):
+        return plan
+    packages = engine.packages(larger) if engine.compile is None else None
+    if engine.compile is None and (packages is None or not packages.exist()):
+        return plan
+    try:
+        check_memory(engine, larger, spare=0.5)
+    except ValueError:
+        return plan
+    return larger
 
 
 def room_left(engine, row, question: list[int]) -> int:
@@ -126,11 +150,10 @@ def grown(engine, plan: Plan, prompt: int, new: int) -> Plan:
     requested if that would not leave half of the free memory for prefill.
     """
     prompt, new = max(prompt, plan.max_prompt), max(new, plan.room)
-    windowed = methods.METHODS[engine.method].windowed
-    longest = engine.config.max_length if windowed else longest_prompt(engine.config, new)
+    most = longest(engine, new)
     larger = replace(
         plan,
-        max_prompt=prompt if prompt == plan.max_prompt else max(prompt, min(power_of_two(prompt), longest)),
+        max_prompt=prompt if prompt == plan.max_prompt else max(prompt, min(power_of_two(prompt), most)),
         room=new if new == plan.room else power_of_two(new),
     )
     try:
@@ -147,6 +170,12 @@ def grown(engine, plan: Plan, prompt: int, new: int) -> Plan:
             f"({', '.join(changes)}): max_prompt fixes them",
         )
     return larger
+
+
+def longest(engine, new: int) -> int:
+    """Tokens of the longest prompt that `new` tokens may follow."""
+    windowed = methods.METHODS[engine.method].windowed
+    return engine.config.max_length if windowed else longest_prompt(engine.config, new)
 
 
 def sizes_of(engine, plan: Plan) -> dict[str, int]:

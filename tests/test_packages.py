@@ -64,6 +64,34 @@ def test_speculation_and_sampling_find_theirs(deep, tmp_path):
     assert set(greedy["found"]) == {True, False} and greedy["compiles"] == 0
 
 
+@pytest.mark.slow
+def test_prompts_of_similar_lengths_share_their_packages(deep, tmp_path):
+    how = {"kv": "full", "max_prompt": None}
+    answer(deep, tmp_path, **how, compile=True, prompts=[PROMPTS[0]])
+    again = answer(deep, tmp_path, **how, compile=None, prompts=PROMPTS[1:])
+    assert again["found"] and all(again["found"])
+    assert again["answers"] == answer(deep, tmp_path, **how, compile=False, prompts=PROMPTS[1:])["answers"]
+
+
+@pytest.mark.parametrize(
+    "kv, compile, tokens, planned",
+    [
+        ("full", True, 300, 512),
+        ("full", True, 512, 512),
+        ("full", True, 2100, 2304),
+        ("full", True, 4000, 4096),  # the context
+        ("full", False, 300, 300),
+        ("full", None, 300, 300),  # no packages are there
+        ("sparq", True, 300, 300),  # its sizes would change
+    ],
+)
+def test_caches_of_a_compiled_step_have_a_round_length(deep, kv, compile, tokens, planned):
+    engine = Engine.load(deep, kv, 128 if kv == "sparq" else None, compile=compile, seed=0)
+    engine.start([[1] * tokens])
+    assert engine.plan.max_prompt == planned
+    assert Engine.load(deep, kv, engine.budget, compile=compile, max_prompt=tokens).plan.max_prompt == tokens
+
+
 def part(x: Tensor) -> None: ...
 
 
