@@ -325,7 +325,10 @@ def test_the_planned_cache_is_a_share_of_the_full_one_and_too_large_a_one_names_
     assert "are for new tokens, see --max-new-tokens" in warning
 
 
-@pytest.mark.parametrize("flags, compiles", (((), False), (("--max-new-tokens", "2000"), True), (("--compile",), True)))
+@pytest.mark.parametrize(
+    "flags, compiles",
+    [((), None), (("--max-new-tokens", "2000"), True), (("--compile",), True), (("--no-compile",), False)],
+)
 def test_the_step_is_compiled_if_many_tokens_are_asked_for(text_checkpoint, flags, compiles, monkeypatch):
     monkeypatch.setattr("generate.Engine.load", lambda *_, compile, **__: pytest.fail(str(compile)))
     with pytest.raises(pytest.fail.Exception, match=str(compiles)):
