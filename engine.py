@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -638,7 +639,9 @@ class Engine:
         if variant in self.warm or not (self.compile if on_cuda else self.parts):
             return
         begin = time.perf_counter()
-        with compile_errors():
+        with compile_errors(), ExitStack() as interrupted:
+            for parts in self.parts:
+                interrupted.callback(parts.stop)
             what = f"compile the {variant} decode step, a minute or more the first time"
             known = self.parts and all(parts.packages is not None and parts.packages.exist() for parts in self.parts)
             for _ in [None] if known else self.progress([None], what):  # only shows the text
@@ -651,6 +654,7 @@ class Engine:
                     self._step({}, length + 1, 1)[0].tolist()
                 if not all([parts.settle() for parts in self.parts]):
                     self._step({}, length + 1, 1)
+            interrupted.pop_all()
         self.stats.compile_s += time.perf_counter() - begin
         self.warm.add(variant)
 

@@ -189,6 +189,13 @@ class Parts:
                 self._unpackaged()
         return self.packages is not None
 
+    def stop(self) -> None:
+        """Ends what is compiled, and forgets all code: the next call compiles anew."""
+        if self.packages is not None:
+            self.packages.stop()
+        self.functions.clear()
+        self.calls.clear()
+
     def _unpackaged(self) -> None:
         self.packages = None
         self.functions.clear()

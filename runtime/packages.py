@@ -11,12 +11,14 @@ those that were not used for longest are deleted beyond LIMIT. KV_FAST_PACKAGES=
 
 from runtime.startup import ROOT
 
+import ctypes
 import hashlib
 import json
 import operator
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +40,7 @@ from text.files import replacing
 
 LIMIT = 2**29  # bytes of all packages
 ENTRY = "kv_fast.json"  # a package's trace
+L = "L['inputs']"  # how guards call a part's inputs
 # What torch writes conditions of sizes with, besides Python's operators.
 TERMS = {"Eq": operator.eq, "Ne": operator.ne, "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod}
 UNKNOWN = AttributeError, LookupError, NameError, SyntaxError, TypeError  # of an expression that is not for an object
@@ -56,8 +59,10 @@ def fact(x: object) -> str:
         return f"{type(x).__name__} {[*map(fact, x)]}"
     if isinstance(x, dict):
         return f"{type(x).__name__} of {[*map(fact, x)]}"
-    if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
+    if x is None or isinstance(x, bool | int | float | str | bytes | range | slice | Enum | torch.dtype | torch.device):
         return repr(x)
+    if isinstance(x, set | frozenset):
+        return f"{type(x).__name__} {sorted(map(fact, x))}"
     named = x if hasattr(x, "__qualname__") else type(x)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -120,13 +125,12 @@ class Trace:
 # Reading
 
 
+@dataclass
 class Package:
-    """A file of the folder. Raises an error of zipfile, json, torch or this module if it is damaged."""
+    """A file of the folder."""
 
-    def __init__(self, path: Path):
-        with zipfile.ZipFile(path) as file:
-            self.trace = Trace(**json.loads(file.read(ENTRY)))
-        self.code = Code(path)
+    trace: Trace
+    code: "Code"
 
 
 class Code:
@@ -164,14 +168,20 @@ class Packages:
         return None
 
     def _read(self, path: Path) -> Package | None:
-        """None if the file is damaged: it is deleted."""
-        with suppress(OSError):
-            try:
-                package = Package(path)
-                os.utime(path)
-                return package
-            except Exception:  # see `Package`
+        """None if the file is damaged: then it is deleted; or if its code cannot be loaded, now at least."""
+        try:
+            with zipfile.ZipFile(path) as file:
+                trace = Trace(**json.loads(file.read(ENTRY)))
+        except OSError:
+            return None
+        except Exception:  # whatever such content makes zipfile, json and this module raise
+            with suppress(OSError):
                 path.unlink()
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        with suppress(AttributeError, RuntimeError):  # of another torch; of a temporary folder without room
+            return Package(trace, Code(path))
         return None
 
     def build(self, graph: torch.fx.GraphModule, examples: list, options: dict) -> "Build":
@@ -184,12 +194,25 @@ class Packages:
     def settle(self) -> None:
         """Waits for all code that is compiled, and stores it where that is possible. Raises Failed."""
         builds, self.builds, self.later = self.builds, [], False
+        failed = None
         for build in builds:
-            build.finish()
-            if build.trace is not None:
-                with suppress(OSError):
-                    self.write(build.trace, build.package)
-            build.place.cleanup()
+            try:
+                build.finish()
+                if build.trace is not None:
+                    with suppress(OSError):
+                        self.write(build.trace, build.package)
+            except Failed as error:
+                failed = error
+            finally:
+                build.stop()
+        if failed is not None:
+            raise failed
+
+    def stop(self) -> None:
+        """Ends what is compiled."""
+        builds, self.builds, self.later = self.builds, [], False
+        for build in builds:
+            build.stop()
 
     def write(self, trace: Trace, package: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -218,12 +241,15 @@ def shrink(folder: Path) -> None:
             path.parent.rmdir()  # if it was the last
 
 
-@cache
-def source(module: str) -> str:
-    """A hash of the code from which steps are traced: this program's, and a method's module, from wherever it is."""
-    own = [ROOT / "engine.py", ROOT / "model.py", *ROOT.glob("kv/**/*.py"), *ROOT.glob("runtime/*.py")]
-    files = {*own, Path(sys.modules[module].__file__)}
+def source(*files: Path) -> str:
+    """A hash of code from which steps are traced."""
     return hashlib.sha256(b"".join(hashlib.sha256(x.read_bytes()).digest() for x in sorted(files))).hexdigest()
+
+
+# Now, not when it is asked for: files may change after they were imported.
+SOURCE = source(
+    *(ROOT / name for name in ("engine.py", "model.py")), *ROOT.glob("kv/**/*.py"), *ROOT.glob("runtime/*.py")
+)
 
 
 def packages_of(engine, plan: Plan, folder: Path, machine: str, forms: Callable[[], str]) -> Packages | None:
@@ -232,7 +258,8 @@ def packages_of(engine, plan: Plan, folder: Path, machine: str, forms: Callable[
         return None
     plan, method = replace(plan, inv_freq=None, key_biases=None), METHODS[engine.method]
     cache = engine.method, engine.budget, sorted(engine.options.items()), engine.speculate, engine.config, plan
-    key = repr((source(method.__module__), torch.__version__, machine, cache))
+    code = SOURCE, source(Path(sys.modules[method.__module__].__file__))  # of a method from elsewhere, too
+    key = repr((code, torch.__version__, machine, cache))
     return Packages(folder / hashlib.sha256(key.encode()).hexdigest()[:16], forms)
 
 
@@ -249,8 +276,10 @@ class Build:
     def __init__(self, graph: torch.fx.GraphModule, examples: list, options: dict, packages: Packages):
         self.packages = weakref.proxy(packages)
         guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
-        places = sorted({x.name.replace("L['inputs']", "inputs") for x in guards})
+        places = sorted({x.name.replace(L, "inputs") for x in guards})
         self.names = [name for name in places if name.startswith("inputs[")]
+        absent = {(x.name, getattr(x.create_fn, "keywords", {}).get("attr")) for x in guards}  # from an object's own
+        self.names += sorted(f"{attr!r} in vars({x.replace(L, 'inputs')})" for x, attr in absent if attr and L in x)
         self.trace: Trace | None = None
         self.code: Code | None = None
         sizes = [x for x in examples if isinstance(x, torch.SymInt)]
@@ -268,7 +297,7 @@ class Build:
         with open(self.folder / "log", "wb") as log:
             command = [sys.executable, "-m", "runtime.packages", str(self.folder)]
             self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        weakref.finalize(self, self.process.kill)
+        self.stop = weakref.finalize(self, end, self.process, self.place)
 
     def __call__(self, arguments: list[Tensor]) -> list[Tensor]:
         if self.code is None and self.packages.later:
@@ -309,6 +338,12 @@ class Build:
             self.trace = trace
 
 
+def end(process: subprocess.Popen, place: tempfile.TemporaryDirectory) -> None:
+    process.kill()
+    process.wait()
+    place.cleanup()
+
+
 def example(x: Tensor | int) -> Example:
     if isinstance(x, Tensor):
         return tuple(map(hint, x.shape)), tuple(map(hint, x.stride())), x.dtype
@@ -335,6 +370,8 @@ def compile_order(folder: Path) -> None:
     """Makes the package that a `Build` wants: the work of its process."""
     import runtime.cpu  # noqa: F401, whose operators steps call
 
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that wants the package
     src, modules, values, examples, options, threads = pickle.loads((folder / "order").read_bytes())
     torch.set_num_threads(threads)
     names = values | {name: import_module(module) for name, module in modules.items()}

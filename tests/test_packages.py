@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,41 @@ def test_a_step_that_cannot_be_packaged_is_compiled_as_any_function(deep, monkey
             engine = Engine.load(deep, compile=True, seed=0)
             assert engine.generate([PROMPTS[0]], max_new_tokens=8)[0].tokens == expected
             assert engine.stats.compiles > 0 and not (tmp_path / "kv-fast/steps").exists()
+
+
+def stored(path: Path, **changes) -> None:
+    """A package with a trace and without code."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(packages.ENTRY, json.dumps(asdict(trace(**changes))))
+
+
+def test_packages_that_cannot_be_loaded_now_stay(tmp_path, monkeypatch):
+    stored(tmp_path / "a.pt2")
+    asked = part, (Owner(), torch.ones(3))
+    assert Packages(tmp_path, lambda: "").find(*asked) is None and [x.name for x in tmp_path.iterdir()] == ["a.pt2"]
+    monkeypatch.setattr(packages, "Code", lambda path: path)
+    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(PermissionError))  # of another user's file
+    assert Packages(tmp_path, lambda: "").find(*asked)[0].code == tmp_path / "a.pt2"
+    monkeypatch.undo()
+    assert [x.name for x in tmp_path.iterdir()] == ["a.pt2"]
+
+
+def test_an_interrupted_compilation_leaves_nothing_behind(deep, monkeypatch, tmp_path, traced_only):
+    monkeypatch.setenv("KV_FAST_PACKAGES", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine, builds, settle = Engine.load(deep, compile=True, seed=0), [], Packages.settle
+
+    def interrupted(self):
+        builds.extend(self.builds)
+        if self.builds:
+            raise KeyboardInterrupt
+        settle(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Packages, "settle", interrupted)
+        engine.generate([PROMPTS[0]], max_new_tokens=8)
+    assert len(builds) == 3 and all(build.process.poll() is not None for build in builds)
+    assert not any(build.folder.exists() for build in builds)
+    expected = Engine.load(deep, compile=False, seed=0).generate([PROMPTS[0]], max_new_tokens=8)[0].tokens
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert engine.generate([PROMPTS[0]], max_new_tokens=8)[0].tokens == expected
