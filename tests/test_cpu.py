@@ -196,7 +196,7 @@ def test_measured_products_change_no_token(tmp_path, monkeypatch):
     folder = write_random(tmp_path / "model", tie_word_embeddings=True)
     prompts = [PROMPT, PROMPT[:7], PROMPT[3:]]
     expected = Engine.load(folder, compile=False, batch=3).generate(prompts, 12)
-    engine = Engine.load(folder, batch=3)
+    engine = Engine.load(folder, batch=3, max_prompt=len(PROMPT))
     found = engine.generate(prompts, 12)
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     assert set(engine.stats.products) == sizes(engine.model, 3) | {"float32 attention, 2 x 16, 256 tokens"}

@@ -21,7 +21,7 @@ from runtime.packages import Packages, Trace, fact
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [[(7 * i) % 128 for i in range(150)], [(5 * i) % 128 for i in range(40)]]
-SAMPLED = ["full", "rocketkv"]
+SAMPLED = ["rocketkv"]
 
 
 @pytest.fixture(scope="module")
