@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from kv import METHODS, Plan
 from text.files import replacing
 
+PYTHON = sys.executable
 LIMIT = 2**29  # bytes of all packages
 ENTRY = "kv_fast.json"  # a package's trace
 L = "L['inputs']"  # how guards call a part's inputs
@@ -295,7 +296,7 @@ class Build:
         self.package = self.folder / "model.pt2"
         (self.folder / "order").write_bytes(pickle.dumps(order))
         with open(self.folder / "log", "wb") as log:
-            command = [sys.executable, "-m", "runtime.packages", str(self.folder)]
+            command = [PYTHON, "-m", "runtime.packages", str(self.folder)]
             self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.stop = weakref.finalize(self, end, self.process, self.place)
 

@@ -187,7 +187,7 @@ def test_a_step_that_cannot_be_packaged_is_compiled_as_any_function(deep, monkey
     monkeypatch.setenv("KV_FAST_PACKAGES", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = Engine.load(deep, compile=False, seed=0).generate([PROMPTS[0]], max_new_tokens=8)[0].tokens
-    for name, value in (("sys.executable", "/bin/false"), ("runtime.packages.pickle.dumps", None)):
+    for name, value in (("runtime.packages.PYTHON", "/bin/false"), ("runtime.packages.pickle.dumps", None)):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
             engine = Engine.load(deep, compile=True, seed=0)
@@ -229,5 +229,5 @@ def test_an_interrupted_compilation_leaves_nothing_behind(deep, monkeypatch, tmp
     assert len(builds) == 3 and all(build.process.poll() is not None for build in builds)
     assert not any(build.folder.exists() for build in builds)
     expected = Engine.load(deep, compile=False, seed=0).generate([PROMPTS[0]], max_new_tokens=8)[0].tokens
-    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr("runtime.packages.PYTHON", "/bin/false")
     assert engine.generate([PROMPTS[0]], max_new_tokens=8)[0].tokens == expected
