@@ -604,13 +604,19 @@ class Engine:
 
     def _compiled(self, step: Callable) -> Callable:
         """A step, or a pass of one, as this device runs it fastest: a CUDA graph, or compiled parts."""
-        if self.device.type == "cuda":
-            return compiled(step, options=cuda_options()) if self.compile else step
-        packages = self.packages(self.plan)
-        if self.compile is False or self.compile is None and (packages is None or not packages.exist()):
+        if not self.compiles(self.plan):
             return step
-        self.parts.append(cpu.Parts(packages, self.compile is True))
+        if self.device.type == "cuda":
+            return compiled(step, options=cuda_options())
+        self.parts.append(cpu.Parts(self.packages(self.plan), bool(self.compile)))
         return partial(step, run=self.parts[-1])
+
+    def compiles(self, plan: Plan) -> bool:
+        """Whether the step of caches of this plan is compiled, or its code is there."""
+        if self.compile is not None or self.device.type == "cuda":
+            return bool(self.compile)
+        packages = self.packages(plan)
+        return packages is not None and packages.exist()
 
     def packages(self, plan: Plan) -> Packages | None:
         """Compiled parts of a step on disk, for caches of this plan."""

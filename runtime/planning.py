@@ -113,14 +113,13 @@ def rounded(engine, plan: Plan) -> Plan:
 
     It stays as it is where answers would change, or where steps are compiled only if earlier code is there and is not.
     """
-    if engine.compile is False or engine.device.type != "cpu":
+    if engine.device.type != "cpu":
         return plan
     step = max(256, power_of_two(plan.max_prompt + 1) // 16)
     larger = replace(plan, max_prompt=min(-(-plan.max_prompt // step) * step, longest(engine, plan.room)))
     if larger.max_prompt <= plan.max_prompt or sizes_of(engine, larger) != sizes_of(engine, plan):
         return plan
-    packages = engine.packages(larger) if engine.compile is None else None
-    if engine.compile is None and (packages is None or not packages.exist()):
+    if not engine.compiles(larger):
         return plan
     try:
         check_memory(engine, larger, spare=0.5)
