@@ -5,8 +5,9 @@ CPUs and between sizes. For the few rows of a decode step there are up to three:
 for int8), "mv" (torch.mv, one row) and "fused", products and sums that Inductor compiles into one loop, which reads the
 weight once, as stored, for all rows. Each choice is timed once per machine: every size of weight, on the model's own
 weights and for the rows of a step; a compiled step's attention by torch's kernel and fused; that kernel with the only
-query of a KV head given once and twice; prefill's products, with 16-bit weights as they are and widened to fp32; and
-fp32 products of a few rows by F.linear and turned, as the weight times the rows' transpose.
+query of a KV head given once and twice; a prompt's attention in bf16 by torch's kernel and by oneDNN's products;
+prefill's products, with 16-bit weights as they are and widened to fp32; and fp32 products of a few rows by F.linear and
+turned, as the weight times the rows' transpose.
 The times are kept in ~/.cache/kv-fast/products.json (or under XDG_CACHE_HOME), but for those of a busy machine: the
 next start measures again what takes far longer than reading its bytes does. KV_FAST_PRODUCT=kernel, mv or fused fixes
 the choice for compiled steps.
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv.method import Plan
-from kv.parts import inductor, ops
+from kv.parts import attention, inductor, ops
 from runtime.compile import compiled
 from runtime.device import machine
 from runtime.packages import Build, Failed, Packages
@@ -146,6 +147,7 @@ def prepare(model: nn.Module) -> None:
     if dtype != torch.float32 or not is_small(model):  # a small fp32 model's products take no time
         choose_form(dtype)
     double(dtype, model.config.head_dim)
+    multiply(dtype, model.config.head_dim)
 
 
 # A step by its parts
@@ -352,6 +354,15 @@ def double(dtype: torch.dtype, dim: int) -> None:
         inductor.double(dtype, dim)
 
 
+def multiply(dtype: torch.dtype, dim: int) -> None:
+    """Decides whether a bf16 prompt on this CPU attends by oneDNN's products."""
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return
+    name = f"{dtype_name(dtype)} attention, a prompt, heads of {dim}"
+    if fastest(recalled([name], lambda _: measure_multiplying(dtype, dim))[name]) == "products":
+        attention.MULTIPLIED.add((dtype, dim))
+
+
 def decide(
     names: Iterable[str], measure: Callable[[str], Times], small: bool
 ) -> tuple[dict[str, str], dict[str, Times]]:
@@ -480,6 +491,13 @@ def measure_doubling(dtype: torch.dtype, dim: int) -> Times:
     return undisturbed({name: partial(attend, q) for name, q in queries.items()})
 
 
+def measure_multiplying(dtype: torch.dtype, dim: int) -> Times:
+    """Milliseconds of the attention of 4 queries a KV head, of each of 128 tokens, to 4,096 earlier tokens."""
+    q, k, v = (torch.ones(1, 1, n, dim, dtype=dtype) for n in (512, 4096, 4096))
+    kernel = partial(F.scaled_dot_product_attention, q, k, v)
+    return undisturbed({"kernel": kernel, "products": partial(attention.products, q, k, v, torch.zeros(1, 1, 512))})
+
+
 def undisturbed(forms: dict[str, Callable[[], object]]) -> Times:
     """`least_ms` of small forms on one thread: on a busy machine some of many rounds are then undisturbed."""
     threads = torch.get_num_threads()
@@ -527,7 +545,10 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
         known = parse_json(file.read_bytes(), file) if file.is_file() else {}
         for sizes in known.values():
             for times in sizes.values():
-                if not set(times) <= {*PRODUCTS, "widened", "turned", "twice", "floor"} or not min(times.values()) > 0:
+                if (
+                    not set(times) <= {*PRODUCTS, "widened", "turned", "twice", "products", "floor"}
+                    or not min(times.values()) > 0
+                ):
                     return {}
         return known
     except (OSError, ValueError, AttributeError, TypeError):

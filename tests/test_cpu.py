@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine import Engine
 from kv import METHODS
-from kv.parts import inductor, ops
+from kv.parts import attention, inductor, ops
 from model import Transformer
 from runtime import cpu
 from runtime.linear import Int8Linear, quantize_modules
@@ -236,6 +236,7 @@ def test_the_default_form_is_timed_first():
         (cpu.measure_form(torch.float16), "widened"),
         (cpu.measure_form(torch.float32), "turned"),
         (cpu.measure_doubling(torch.bfloat16, 8), "twice"),
+        (cpu.measure_multiplying(torch.bfloat16, 64), "products"),
     ):
         assert list(times) == ["kernel", other] and min(times.values()) > 0
 
@@ -257,6 +258,18 @@ def test_the_only_query_of_a_kv_head_is_given_twice_where_that_is_faster(monkeyp
         expected = attend(q, *(x.repeat_interleave(4 // heads, 1) for x in (k, v)), attn_mask=mask[:, None, None])
         assert y.shape == q.shape and torch.allclose(y, expected, atol=2 * torch.finfo(dtype).eps)
     assert given == [2 if faster == "twice" else 1, 2, 1]  # a group of two is two queries
+
+
+@pytest.mark.parametrize("faster", ("kernel", "products"))
+def test_a_prompt_attends_by_products_where_that_is_faster(monkeypatch, faster):
+    monkeypatch.setattr(attention, "MULTIPLIED", found := set())
+    monkeypatch.setattr(
+        cpu, "measure_multiplying", lambda *_: {"kernel": 2.0, "products": 1 + 2 * (faster == "kernel")}
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        cpu.multiply(dtype, 64)
+    assert found == ({(torch.bfloat16, 64)} if faster == "products" else set())
+    assert "products" in str(cpu.read(cpu.cache_file()))  # what is kept can be read
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))

@@ -36,6 +36,42 @@ def test_causal_attention_sees_the_past_within_the_window(kv_heads, window):
     assert torch.allclose(attention.causal_attention(q, k, v, window), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("queries", (1300, 300, 5))
+@pytest.mark.parametrize("dim, kv_heads", ((64, 2), (80, 1), (128, 4)))
+@pytest.mark.parametrize("outlier", (0, 12, 300))  # how far a logit is above those of the keys that are looked at
+def test_attention_by_products_is_as_exact_as_the_kernel(monkeypatch, queries, dim, kv_heads, outlier):
+    q, k, v = qkv(1, 4, kv_heads, queries, 1300, dim, torch.bfloat16)
+    k[..., 0] += 300  # about the same for all keys: logits in the hundreds
+    k[..., 2], q[..., 2] = 300, 60  # the same: in the thousands
+    q[..., 1], k[:, :, 103, 1] = 8, outlier * dim**0.5 / 8
+    exact = attention.suffix_attention(q.double(), k.double(), v.double())
+    kernel, calls, flash = attention.suffix_attention(q, k, v), [], attention._flash_attention
+
+    def spy(*inputs, causal=True, **named):
+        calls.append(causal)
+        return flash(*inputs, causal=causal, **named)
+
+    monkeypatch.setattr(attention, "MULTIPLIED", {(torch.bfloat16, dim)})
+    monkeypatch.setattr(attention, "_flash_attention", spy)
+    found = attention.suffix_attention(q, k, v)
+    assert outlier == 300 or not torch.equal(found, kernel)
+    assert (found - exact).norm() <= 0.004 * exact.norm()  # of the kernel 0.002 to 0.003
+    assert (False in calls) == (outlier == 300)  # the kernel computes the heads that need it
+    if queries == 1300:
+        assert torch.equal(attention.causal_attention(q, k, v), found)
+
+
+def test_attention_by_products_accepts_only_exponentials():
+    assert torch.tensor(attention.EXACT).logit().exp() == pytest.approx(attention.EXACT, rel=5e-4)
+
+
+def test_attention_by_products_passes_on_what_is_not_finite(monkeypatch):
+    q, k, v = qkv(1, 2, 1, 600, 600, 64, torch.bfloat16)
+    k[0, 0, 3, 5] = torch.nan
+    monkeypatch.setattr(attention, "MULTIPLIED", {(torch.bfloat16, 64)})
+    assert attention.causal_attention(q, k, v)[:, :, 3:].isnan().all()
+
+
 def test_a_window_may_cross_the_blocks_of_banded_attention():
     q, k, v = qkv(1, 1, 1, 2500, 2500)
     found = attention.causal_attention(q, k, v, window=1100)

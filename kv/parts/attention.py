@@ -1,5 +1,6 @@
 """Attention of many tokens of one sequence: of a whole prompt, or of tokens that extend it. Shapes as in kv/base.py."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import reduce
 
@@ -7,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kv.parts.ops import LEAST
+
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 CHECKED = 8  # last queries of a prompt, whose attention to rounded keys and values is compared
+MULTIPLIED: set[tuple[torch.dtype, int]] = set()  # dtypes and head dims in which this CPU attends by `products`
+BLOCK, KEYS = 256, 512  # a head's queries and its keys in one product there
+SHIFT = 24  # sigmoid(x - 24) is exp(x - 24), to 3e-4 of it, for x up to 16
+EXACT = math.exp(16 - SHIFT)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -16,6 +23,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
 
     With `window`, each query sees that many tokens, itself included.
     """
+    if _multiplies(q) and q.shape[2] > BLOCK and (window is None or window >= q.shape[2]):
+        return suffix_attention(q, k, v)
     y, groups = torch.empty_like(q), q.shape[1] // k.shape[1]
     for g in range(groups):  # heads g, g + G, ... share no KV head, so K and V are never repeated
         if window is None or window >= q.shape[2]:
@@ -43,19 +52,63 @@ def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     (n, length), groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
     first = length - n
+    if _multiplies(q) and n > BLOCK:
+        parts = zip(q.split(BLOCK, 2), range(first + BLOCK, length + BLOCK, BLOCK), strict=True)
+        return torch.cat([suffix_attention(rows, k[:, :, :end], v[:, :, :end]) for rows, end in parts], dim=2)
     if first == 0:
         return causal_attention(q, k, v)
     if not _flashes(q):
         return _masked_attention(q, k, v, lambda query, key: key <= query + first)
     rows = q.unflatten(1, (-1, groups))  # [1,Hk,G,n,D]
-    before, total = _flash_attention(rows.flatten(2, 3), k[:, :, :first], v[:, :, :first], causal=False)
+    keys, values = (x[:, :, first:].expand(groups, -1, -1, -1) for x in (k, v))
+    among, own = (x.transpose(0, 1)[None] for x in _flash_attention(rows[0].transpose(0, 1), keys, values))
+    earlier = rows.flatten(2, 3), k[:, :, :first], v[:, :, :first]
+    before, total = products(*earlier, own.flatten(2)) if _multiplies(q) else _flash_attention(*earlier, causal=False)
     before, total = before.unflatten(2, (groups, n)), total.unflatten(2, (groups, n))
-    y = torch.empty_like(rows)
-    for g in range(groups):
-        among, own = _flash_attention(rows[:, :, g], k[:, :, first:], v[:, :, first:])
-        share = (own - total[:, :, g]).sigmoid()[..., None]
-        y[:, :, g] = share * among + (1 - share) * before[:, :, g]
-    return y.flatten(1, 2)
+    share = (own - total).sigmoid()[..., None]
+    return (share * among + (1 - share) * before).to(q.dtype).flatten(1, 2)
+
+
+def _multiplies(q: Tensor) -> bool:
+    return q.device.type == "cpu" and (q.dtype, q.shape[3]) in MULTIPLIED
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention, and the log of each query's sum of exponentials, by oneDNN's products: q [1,Hk,R,D], k and v
+    [1,Hk,N,D], own [1,Hk,R] -> [1,Hk,R,D] and [1,Hk,R] fp32.
+
+    torch's kernel multiplies bf16 by MKL, which on some CPUs widens to fp32 and takes twice as long. oneDNN can apply a
+    sigmoid to a product's fp32 sums, and far below 0 a sigmoid is an exponential. Logits get there by `own`, such
+    logs of other tokens, and by those of a few keys; where others are much larger, torch's kernel computes the head.
+    """
+    results = [_products(*head) for head in zip(q[0], k[0], v[0], own[0], strict=True)]
+    y, total = (torch.stack(x)[None] for x in zip(*results, strict=True))
+    return y, total
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """`products` of one KV head: q [R,D], k and v [N,D], own [R] -> [R,D], [R]"""
+    scale, few = q.shape[1] ** -0.5, torch.cat([k[:8], k[8 :: max(1, len(k) // 64)]])
+    shift = torch.maximum(own, (q @ few.t()).amax(-1) * scale) + SHIFT
+    scaled, more, ones, rest = q * scale, q.new_zeros(len(q), 8), k.new_zeros(len(k), 8), -shift
+    for channel in range(3):  # parts that bf16 can represent
+        more[:, channel], ones[:, channel] = rest, 1
+        rest = rest - more[:, channel].float()
+    rows, keys = [scaled, more], [k, ones]
+    if math.frexp(scale)[0] != 0.5:  # no power of two: `scaled` is rounded, and what that lost counts in large channels
+        large = k.abs().amax(0).topk(q.shape[1] // 4).indices
+        rows.append((q.float() * scale - scaled)[:, large].to(q.dtype))
+        keys.append(k[:, large])
+    rows, keys = torch.cat(rows, dim=1), torch.cat(keys, dim=1)
+    sums, total = torch.zeros(q.shape), torch.zeros(len(q))
+    for part, values in zip(keys.split(KEYS), v.split(KEYS), strict=True):
+        weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
+        sums += weight @ values
+        total += weight.sum(-1)
+    if (total < EXACT).all():
+        return sums / total.clamp(min=LEAST)[:, None], total.log() + shift
+    y, total = _flash_attention(q[None, None], k[None, None], v[None, None], causal=False)
+    return y[0, 0].float(), total[0, 0]
 
 
 def ring_attention(
