@@ -78,8 +78,8 @@ def products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tens
     [1,Hk,N,D], own [1,Hk,R] -> [1,Hk,R,D] and [1,Hk,R] fp32.
 
     torch's kernel multiplies bf16 by MKL, which on some CPUs widens to fp32 and takes twice as long. oneDNN can apply a
-    sigmoid to a product's fp32 sums, and far below 0 a sigmoid is an exponential. Logits get there by `own`, such
-    logs of other tokens, and by those of a few keys; where others are much larger, torch's kernel computes the head.
+    sigmoid to a product's fp32 sums, and far below 0 a sigmoid is an exponential. Logits get there by `own`, such logs
+    of other tokens, or by a block's largest where that exceeds them by far.
     """
     results = [_products(*head) for head in zip(q[0], k[0], v[0], own[0], strict=True)]
     y, total = (torch.stack(x)[None] for x in zip(*results, strict=True))
@@ -88,27 +88,35 @@ def products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tens
 
 def _products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     """`products` of one KV head: q [R,D], k and v [N,D], own [R] -> [R,D], [R]"""
-    scale, few = q.shape[1] ** -0.5, torch.cat([k[:8], k[8 :: max(1, len(k) // 64)]])
-    shift = torch.maximum(own, (q @ few.t()).amax(-1) * scale) + SHIFT
-    scaled, more, ones, rest = q * scale, q.new_zeros(len(q), 8), k.new_zeros(len(k), 8), -shift
-    for channel in range(3):  # parts that bf16 can represent
-        more[:, channel], ones[:, channel] = rest, 1
-        rest = rest - more[:, channel].float()
-    rows, keys = [scaled, more], [k, ones]
+    scale, shift = q.shape[1] ** -0.5, own + SHIFT
+    scaled, ones, large = q * scale, k.new_ones(len(k), 8), slice(0)
     if math.frexp(scale)[0] != 0.5:  # no power of two: `scaled` is rounded, and what that lost counts in large channels
         large = k.abs().amax(0).topk(q.shape[1] // 4).indices
-        rows.append((q.float() * scale - scaled)[:, large].to(q.dtype))
-        keys.append(k[:, large])
-    rows, keys = torch.cat(rows, dim=1), torch.cat(keys, dim=1)
+    lost = (q.float() * scale - scaled)[:, large].to(q.dtype)
+    rows, keys = torch.cat([scaled, lost, _parts(-shift, q)], dim=1), torch.cat([k, k[:, large], ones], dim=1)
     sums, total = torch.zeros(q.shape), torch.zeros(len(q))
     for part, values in zip(keys.split(KEYS), v.split(KEYS), strict=True):
         weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
+        added = weight.sum(-1)
+        if not (added < EXACT).all():
+            most = (rows[:, :-8] @ part[:, :-8].t()).amax(-1)
+            change = shift - torch.maximum(shift, most + SHIFT)
+            shift, sums, total = shift - change, sums * change.exp()[:, None], total * change.exp()
+            rows[:, -8:] = _parts(-shift, q)
+            weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
+            added = weight.sum(-1)
         sums += weight @ values
-        total += weight.sum(-1)
-    if (total < EXACT).all():
-        return sums / total.clamp(min=LEAST)[:, None], total.log() + shift
-    y, total = _flash_attention(q[None, None], k[None, None], v[None, None], causal=False)
-    return y[0, 0].float(), total[0, 0]
+        total += added
+    return sums / total.clamp(min=LEAST)[:, None], total.log() + shift
+
+
+def _parts(x: Tensor, like: Tensor) -> Tensor:
+    """x [...] fp32 as a sum of numbers that the dtype of `like` can represent: [...,8]"""
+    parts = like.new_zeros(*x.shape, 8)  # CUDA's flash kernel needs a head dim that is a multiple of 8
+    for channel in range(3):
+        parts[..., channel] = x
+        x = x - parts[..., channel].float()
+    return parts
 
 
 def ring_attention(
@@ -267,13 +275,8 @@ def _flash_sums(q: Tensor, k: Tensor, total: Tensor) -> Tensor:
     """`column_sums` for one query head per KV head by a second flash attention; `total` [1,H,T]: the first one's logs.
 
     Key j receives the sum over i >= j of exp(q_i k_j / sqrt(D) - total_i). With the roles swapped this is the sum of
-    exponentials of query k_j over keys q_i, causal if both run backwards. Three more channels add -total_i, split into
-    parts that the dtype can represent.
+    exponentials of query k_j over keys q_i, causal if both run backwards. More channels add -total_i.
     """
-    scale, more = q.shape[-1] ** -0.5, k.new_zeros(*k.shape[:3], 8)  # CUDA needs a head dim that is a multiple of 8
-    offset, rest = more.clone(), -total.float() / scale
-    for channel in range(3):
-        more[..., channel], offset[..., channel] = 1, rest
-        rest = rest - offset[..., channel].float()
-    keys = torch.cat([q, offset], dim=3).flip(2)
-    return _flash_attention(torch.cat([k, more], dim=3).flip(2), keys, keys, scale)[1][0].float().exp().flip(1)
+    scale, ones = q.shape[-1] ** -0.5, k.new_ones(*k.shape[:3], 8)
+    keys = torch.cat([q, _parts(-total.float() / scale, q)], dim=3).flip(2)
+    return _flash_attention(torch.cat([k, ones], dim=3).flip(2), keys, keys, scale)[1][0].float().exp().flip(1)
