@@ -157,8 +157,8 @@ def levels_of_packed(weight: Tensor, order: int) -> Tensor:
         levels = words[..., None] >> torch.arange(0, 32, 4, device=words.device) & 15
         levels = levels.to(torch.uint8).unflatten(2, (8, 4)).unflatten(-1, (2, 2, 2))  # rows/8,I/128,8,q,p,odd,r,s
         return levels.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * len(words), -1)  # column (((p r) s) q) odd
-    blocks = weight.view(-1, 2 * weight.shape[1], order)
-    return torch.cat((blocks & 15, blocks >> 4), dim=-1).transpose(1, 2).reshape(-1, 2 * weight.shape[1])
+    blocks = weight.view(-1, 2 * weight.shape[1], order).mT.contiguous()  # turned while two levels are one byte
+    return torch.cat((blocks & 15, blocks >> 4), dim=1).flatten(0, 1)
 
 
 def restore(groups: Tensor, scales: Tensor) -> Tensor:
