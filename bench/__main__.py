@@ -44,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", default="256,1024", help="tokens per KV head, or shares of the prompt; comma-separated")
     p.add_argument("--context", help="tokens in the cache, comma-separated (default: chosen for the device)")
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
+    cache = "--batch max: what the caches of a contender may take (default: what is free)"
+    p.add_argument("--cache", type=float, metavar="GB", help=cache)
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
     p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, added at once")
     drafts = "also time rounds, in which the methods draft N tokens and the full cache verifies them"
@@ -85,8 +87,13 @@ def check(args: argparse.Namespace) -> None:
     for wrong, why in (
         (not 0 <= args.accept <= 1, f"--accept must lie between 0 and 1, not {args.accept}"),
         (args.memory_cap is not None and args.memory_cap <= 0, f"--memory-cap must be positive, not {args.memory_cap}"),
+        (args.cache is not None and args.cache <= 0, f"--cache must be positive, not {args.cache}"),
+        (args.cache is not None and args.batch != "max", "--cache needs --batch max"),
         (args.speculate and args.generate, "--speculate times single rounds: leave out --generate"),
-        (args.batch == "max" and args.generate is None, "--batch max needs --generate N"),
+        (
+            args.batch == "max" and args.generate is None and not args.side_by_side,
+            "--batch max needs --generate N or --side-by-side",
+        ),
         (
             args.side_by_side and any(getattr(args, name) for name in ALONE),
             f"--side-by-side times single steps: leave out {', '.join('--' + name for name in ALONE)}",
@@ -161,14 +168,14 @@ def asked(
 ) -> Iterator[list[dict]]:
     """Measures the cases that the command line names, and yields rows of the JSON object."""
     if args.side_by_side:
-        every = itertools.product(by_mode, contexts, batches)
+        every = itertools.product(by_mode, contexts, batches or [0])
         cases = [replace(case, context=context, batch=batch) for case, context, batch in every]
         yield from ([row] for row in side_by_side(args, cases, chosen))
         return
     for case, context in itertools.product(by_mode, contexts):
         case = replace(case, context=context)
         if args.generate:
-            for row in generations(case, chosen, batches, args.generate, args.steps):
+            for row in generations(case, chosen, batches, args.cache, args.generate, args.steps):
                 yield [row]
             continue
         for batch in batches:

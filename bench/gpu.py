@@ -44,6 +44,11 @@ MAIN, MORE = (
     "snapkv,h2o,d2o,exact_topk,sparq,full:bits=8,kivi,rocketkv:bits=4",
 )
 SPEED = {  # runs of the benchmark: what each is about, methods, arguments
+    "memory": (
+        "8B at 32K: as many rows as 20 GB of caches hold",
+        "full,rocketkv,snapkv++,d2o,full:bits=4,omnikv:offload=true",
+        "--context 32768 --no-prefill --batch max --cache 20 --side-by-side",
+    ),
     "speed": ("8B at 128K", f"{MAIN},{MORE}", f"{FAR} --side-by-side"),
     "batch": ("one row and 8 at 16K", MAIN, f"{NEAR} --no-prefill --batch 1,8 --side-by-side"),
     "int4": ("int4 weights at 128K", "full,rocketkv", f"{FAR} --quantize int4 --side-by-side"),
@@ -64,7 +69,11 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     ),
 }
 FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # for many processes
-ON_A_CPU = {"peer": "--no-prefill", "generations": "--generate 16 --batch 2"}  # arguments that replace a step's
+ON_A_CPU = {  # arguments that replace a step's
+    "memory": "--no-prefill --batch max --cache .02 --side-by-side",
+    "peer": "--no-prefill",
+    "generations": "--generate 16 --batch 2",
+}
 SMALL = "--shape needle/config.json --context 512 --budget 64 --steps 2 --repeats 1"
 
 

@@ -128,11 +128,11 @@ def timing(args: argparse.Namespace, case: Case, row: dict, times: list[float]) 
 
 
 def compare(rows: list[dict]) -> None:
-    """Adds to each row of a case how much faster than full and naive it is, and its share of their memory."""
+    """Adds to each row of a case how many times the tokens/s of full and naive it has, and how much of their memory."""
     for name in ("full", "naive"):
         base = next((row for row in rows if row["kv"] == name), None)
         for row in rows:
-            row[f"speedup_vs_{name}"] = base and base["ms_per_token"] / row["ms_per_token"]
+            row[f"speedup_vs_{name}"] = base and row["tokens_per_s"] / base["tokens_per_s"]
             peaks = row["peak_decode_bytes"], base and base["peak_decode_bytes"]
             row[f"memory_vs_{name}"] = None if None in peaks else peaks[0] / peaks[1]
 
@@ -191,7 +191,12 @@ def profile(contenders: list, path: str) -> None:
 # Whole generations
 
 
-def largest_batch(case: Case, method: Choice, free: int) -> int:
+def within(cache: float | None, free: float) -> float:
+    """The bytes that a contender's caches may take: `cache` GB if they are free."""
+    return min(free, free if cache is None else 1e9 * cache)
+
+
+def largest_batch(case: Case, method: Choice, free: float) -> int:
     """The most rows whose caches fit in `free` bytes, beside three copies of their logits and a prompt in one layer."""
     logits = 3 * 4 * case.config["vocab_size"]
     layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
@@ -233,12 +238,14 @@ def generation(case: Case, method: Choice, weights: dict, new: int, steps: int) 
     return row | {"full_bytes": engine.plan.full_bytes(), "weight_bytes": sum(t.nbytes for t in weights.values())}
 
 
-def generations(case: Case, chosen: list[Choice], batches: list[int] | None, new: int, steps: int) -> Iterator[dict]:
-    """Yields a row per method and batch. batches None: the largest batch that fits on the device."""
+def generations(
+    case: Case, chosen: list[Choice], batches: list[int] | None, cache: float | None, new: int, steps: int
+) -> Iterator[dict]:
+    """Yields a row per method and batch. batches None: the largest batch that fits on the device, or in `cache` GB."""
     case = replace(case, steps=new + steps + 2, prefill=False)
     weights = random_weights(case)
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
-        for batch in batches or [largest_batch(case, method, free_bytes(case.device))]:
+        for batch in batches or [largest_batch(case, method, within(cache, free_bytes(case.device)))]:
             if not batch:
                 print(f"left out: {method.label} does not fit even with one row", file=sys.stderr)
                 continue

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 import kv as methods
 from bench.contenders import Case, Ours, random_weights, seconds
-from bench.measure import compare, prepare, timing
+from bench.measure import compare, largest_batch, prepare, timing, within
 from runtime.device import free_bytes, memory_errors
 from terminal.cli import Choice, one_line
 
@@ -32,20 +32,28 @@ class Job:
     case: Case
     method: Choice
     bytes: float  # on the device
+    group: int  # of those that are compared
     process: Any = None
     pipe: Connection | None = None
 
 
 def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choice]) -> Iterator[dict]:
-    """Yields a row of the JSON object for each contender, as they are timed; at most MOST run at once."""
+    """Yields a row of the JSON object for each contender, as they are timed; at most MOST run at once.
+
+    A case with a batch of 0 has the largest one for each method.
+    """
     shared = next((case for case in cases if not case.quantize), None)
     weights, context, begin = shared and random_weights(shared), mp.get_context("spawn"), time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     os.environ["TORCHINDUCTOR_UNIQUE_KERNEL_NAMES"] = "0"  # so that methods share compiled kernels
     lock, free, waiting, running, done = context.RLock(), free_bytes(cases[0].device), [], [], {}
-    for case, method in itertools.product(cases, chosen):
+    for (group, case), method in itertools.product(enumerate(cases), chosen):
         try:
-            waiting.append(Job(case, method, needed(case, method, free)))
+            batch = case.batch or largest_batch(case, method, within(args.cache, free - SPARE))
+            if not batch:
+                raise ValueError(f"{method.label} does not fit even with one row")
+            case = replace(case, batch=batch)
+            waiting.append(Job(case, method, needed(case, method, free), group))
         except ValueError as error:
             print(f"left out: {one_line(error)}", file=sys.stderr)
     try:
@@ -60,7 +68,7 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
             job = next(job for job in running if job.pipe is pipe)
             running.remove(job)
             if (row := turn(job, running)) is not None:
-                rows = done.setdefault(id(job.case), [])
+                rows = done.setdefault(job.group, [])
                 rows.append(row)
                 compare(rows)
                 yield row

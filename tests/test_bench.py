@@ -219,6 +219,20 @@ def test_contenders_side_by_side_give_the_same_rows(here, capfd):
     assert told.count("at least 5 tokens") == 4  # streaming's smallest budget: twice each
 
 
+@pytest.mark.slow
+def test_contenders_side_by_side_have_as_many_rows_as_their_caches_may_take(here, capfd):
+    args = ("--kv", "full,streaming", "--budget", "32", "--batch", "max", "--cache", ".001", "--no-prefill")
+    full, streaming = sorted(result(*args, "--no-compile", "--side-by-side")["rows"], key=lambda row: row["kv"])
+    for row in (full, streaming):
+        assert row["kv_device_bytes"] < 1e6 < row["kv_device_bytes"] * (1 + 2 / row["batch"]) + 3e5, row["batch"]
+    assert streaming["batch"] > full["batch"]
+    assert streaming["speedup_vs_full"] == pytest.approx(streaming["tokens_per_s"] / full["tokens_per_s"])
+    args = ("--kv", "full", "--batch", "max", "--cache", "1e-6", "--side-by-side")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        run(*args)
+    assert "left out: full does not fit even with one row" in capfd.readouterr().err
+
+
 def test_contenders_after_the_limit_are_left_out(here, monkeypatch, capsys):
     clock = itertools.count(0, 100)
     monkeypatch.setattr("bench.measure.time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -321,7 +335,9 @@ def test_a_generations_tokens_pay_for_the_room_that_rows_make(here, monkeypatch)
         ("--speculate 0", "--speculate positive"),
         ("--speculate 2 --generate 5", "--speculate --generate"),
         ("--side-by-side --generate 5", "--side-by-side --generate"),
-        ("--batch max", "--batch --generate"),
+        ("--batch max", "--batch --generate --side-by-side"),
+        ("--cache 1", "--cache --batch max"),
+        ("--cache 0 --batch max --side-by-side", "--cache 0"),
         ("--memory-cap -1", "--memory-cap -1"),
         ("--peer transformers --quantize none,int8", "--peer --quantize"),
     ),
