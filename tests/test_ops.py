@@ -48,7 +48,7 @@ def test_attention_by_products_is_as_exact_as_the_kernel(monkeypatch, queries, d
     kernel = attention.suffix_attention(q, k, v)
     monkeypatch.setattr(attention, "MULTIPLIED", {(torch.bfloat16, dim)})
     found = attention.suffix_attention(q, k, v)
-    assert outlier == 300 or not torch.equal(found, kernel)
+    assert outlier > 12 or torch.equal(found, kernel) == (queries == 5)  # few take longer by products
     assert (found - exact).norm() <= 0.004 * exact.norm()  # of the kernel 0.002 to 0.003
     if queries == 1300:
         assert torch.equal(attention.causal_attention(q, k, v), found)

@@ -13,7 +13,7 @@ from kv.parts.ops import LEAST
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 CHECKED = 8  # last queries of a prompt, whose attention to rounded keys and values is compared
 MULTIPLIED: set[tuple[torch.dtype, int]] = set()  # dtypes and head dims in which this CPU attends by `products`
-BLOCK, KEYS = 256, 512  # a head's queries and its keys in one product there
+BLOCK, KEYS = 256, 512  # a head's queries and its keys in one product there; fewer queries of a group are left to torch
 SHIFT = 24  # sigmoid(x - 24) is exp(x - 24), to 3e-4 of it, for x up to 16
 EXACT = math.exp(16 - SHIFT)
 
@@ -63,7 +63,8 @@ def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     keys, values = (x[:, :, first:].expand(groups, -1, -1, -1) for x in (k, v))
     among, own = (x.transpose(0, 1)[None] for x in _flash_attention(rows[0].transpose(0, 1), keys, values))
     earlier = rows.flatten(2, 3), k[:, :, :first], v[:, :, :first]
-    before, total = products(*earlier, own.flatten(2)) if _multiplies(q) else _flash_attention(*earlier, causal=False)
+    many = _multiplies(q) and groups * n >= BLOCK
+    before, total = products(*earlier, own.flatten(2)) if many else _flash_attention(*earlier, causal=False)
     before, total = before.unflatten(2, (groups, n)), total.unflatten(2, (groups, n))
     share = (own - total).sigmoid()[..., None]
     return (share * among + (1 - share) * before).to(q.dtype).flatten(1, 2)
