@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kv.parts.ops import first_rows, following, rotate
 from kv.parts.rope import rope_frequencies
 
-SLICE = 2048  # prompt tokens per call of norms, projections and MLPs: bounds prefill's temporary memory
+SLICE = 2048  # prompt tokens per call of norms, projections and MLPs: glibc keeps buffers of this size, not twice that
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", default="256,1024", help="tokens per KV head, or shares of the prompt; comma-separated")
     p.add_argument("--context", help="tokens in the cache, comma-separated (default: chosen for the device)")
     p.add_argument("--batch", default="1", help="rows decoded at once, comma-separated (default: 1); max: all that fit")
-    cache = "--batch max: what the caches of a contender may take (default: what is free)"
+    cache = "--batch max: the memory on the device that a contender's caches may take (default: what is free)"
     p.add_argument("--cache", type=float, metavar="GB", help=cache)
     p.add_argument("--generate", type=int, metavar="N", help="time whole generations of N tokens after --context")
     p.add_argument("--extend", type=int, metavar="N", help="also time a follow-up of N tokens, added at once")

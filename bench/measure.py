@@ -1,6 +1,7 @@
 """Times contenders: steps in turns, with the memory and the kernels they use, and whole generations."""
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -130,7 +131,7 @@ def timing(args: argparse.Namespace, case: Case, row: dict, times: list[float]) 
 def compare(rows: list[dict]) -> None:
     """Adds to each row of a case how many times the tokens/s of full and naive it has, and how much of their memory."""
     for name in ("full", "naive"):
-        base = next((row for row in rows if row["kv"] == name), None)
+        base = next((row for row in rows if row["kv"] == name and not row["options"]), None)
         for row in rows:
             row[f"speedup_vs_{name}"] = base and row["tokens_per_s"] / base["tokens_per_s"]
             peaks = row["peak_decode_bytes"], base and base["peak_decode_bytes"]
@@ -191,23 +192,20 @@ def profile(contenders: list, path: str) -> None:
 # Whole generations
 
 
-def within(cache: float | None, free: float) -> float:
-    """The bytes that a contender's caches may take: `cache` GB if they are free."""
-    return min(free, free if cache is None else 1e9 * cache)
-
-
-def largest_batch(case: Case, method: Choice, free: float) -> int:
-    """The most rows whose caches fit in `free` bytes, beside three copies of their logits and a prompt in one layer."""
+def largest_batch(case: Case, method: Choice, free: float, cache: float | None) -> int:
+    """The most rows whose caches fit in `cache` GB, and in `free` bytes beside a prompt in one layer and three copies
+    of their logits."""
+    most = math.inf if cache is None else 1e9 * cache
     logits = 3 * 4 * case.config["vocab_size"]
     layer = 8 * case.context * case.config["hidden_size"] * case.dtype.itemsize
 
     def overflows(batch: int) -> bool:
         plan = replace(case, batch=batch).plan()
         device, host = methods.planned_bytes(method.kv, plan, method.budget, method.options)
-        device += batch * logits + layer
+        whole = device + batch * logits + layer
         if case.device.type == "cpu":
-            return device + host > free
-        return device > free or host > free_bytes(torch.device("cpu"))
+            return device > most or whole + host > free
+        return device > most or whole > free or host > free_bytes(torch.device("cpu"))
 
     return bisect(range(1, LARGEST + 1), False, key=overflows)
 
@@ -245,7 +243,7 @@ def generations(
     case = replace(case, steps=new + steps + 2, prefill=False)
     weights = random_weights(case)
     for method in tqdm(chosen, unit="method", disable=None, leave=False):
-        for batch in batches or [largest_batch(case, method, within(cache, free_bytes(case.device)))]:
+        for batch in batches or [largest_batch(case, method, free_bytes(case.device), cache)]:
             if not batch:
                 print(f"left out: {method.label} does not fit even with one row", file=sys.stderr)
                 continue

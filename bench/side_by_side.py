@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 import kv as methods
 from bench.contenders import Case, Ours, random_weights, seconds
-from bench.measure import compare, largest_batch, prepare, timing, within
+from bench.measure import compare, largest_batch, prepare, timing
 from runtime.device import free_bytes, memory_errors
 from terminal.cli import Choice, one_line
 
@@ -49,7 +49,7 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
     lock, free, waiting, running, done = context.RLock(), free_bytes(cases[0].device), [], [], {}
     for (group, case), method in itertools.product(enumerate(cases), chosen):
         try:
-            batch = case.batch or largest_batch(case, method, within(args.cache, free - SPARE))
+            batch = case.batch or largest_batch(case, method, free - SPARE - own_weights(case), args.cache)
             if not batch:
                 raise ValueError(f"{method.label} does not fit even with one row")
             case = replace(case, batch=batch)
@@ -77,12 +77,16 @@ def side_by_side(args: argparse.Namespace, cases: list[Case], chosen: list[Choic
             job.process.kill()  # one that stands still, too
 
 
+def own_weights(case: Case) -> int:
+    """Bytes of weights that a contender does not share."""
+    return sum(t.nbytes for t in case.model().state_dict().values()) if case.quantize else 0
+
+
 def needed(case: Case, method: Choice, free: int) -> float:
     """Bytes that a contender takes on the device, beside weights that it shares. Raises ValueError if not so many are
     free, or if the method cannot be built."""
     device, host = methods.planned_bytes(method.kv, case.plan(), method.budget, method.options)
-    own = sum(t.nbytes for t in case.model().state_dict().values()) if case.quantize else 0
-    total = device + own + SPARE + (host if case.device.type == "cpu" else 0)
+    total = device + own_weights(case) + SPARE + (host if case.device.type == "cpu" else 0)
     if total > free:
         raise ValueError(f"{method.label} takes {total / 1e9:.1f} GB, and {free / 1e9:.1f} are free")
     return total

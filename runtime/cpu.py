@@ -356,7 +356,7 @@ def double(dtype: torch.dtype, dim: int) -> None:
 
 def multiply(dtype: torch.dtype, dim: int) -> None:
     """Decides whether a bf16 prompt on this CPU attends by oneDNN's products."""
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if dtype != torch.bfloat16 or not attention.can_multiply():
         return
     name = f"{dtype_name(dtype)} attention, a prompt, heads of {dim}"
     if fastest(recalled([name], lambda _: measure_multiplying(dtype, dim))[name]) == "products":
@@ -492,10 +492,12 @@ def measure_doubling(dtype: torch.dtype, dim: int) -> Times:
 
 
 def measure_multiplying(dtype: torch.dtype, dim: int) -> Times:
-    """Milliseconds of the attention of 4 queries a KV head, of each of 128 tokens, to 4,096 earlier tokens."""
+    """Milliseconds of the attention of 512 queries of a KV head (of 4 heads and 128 tokens) to 4,096 earlier tokens."""
     q, k, v = (torch.ones(1, 1, n, dim, dtype=dtype) for n in (512, 4096, 4096))
     kernel = partial(F.scaled_dot_product_attention, q, k, v)
-    return undisturbed({"kernel": kernel, "products": partial(attention.products, q, k, v, torch.zeros(1, 1, 512))})
+    return undisturbed(
+        {"kernel": kernel, "products": partial(attention.products, q, k, v, torch.full((1, 1, 512), dim**0.5))}
+    )
 
 
 def undisturbed(forms: dict[str, Callable[[], object]]) -> Times:

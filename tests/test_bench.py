@@ -220,13 +220,28 @@ def test_contenders_side_by_side_give_the_same_rows(here, capfd):
 
 
 @pytest.mark.slow
-def test_contenders_side_by_side_have_as_many_rows_as_their_caches_may_take(here, capfd):
+def test_contenders_side_by_side_have_as_many_rows_as_their_caches_may_take(here, capfd, monkeypatch):
     args = ("--kv", "full,streaming", "--budget", "32", "--batch", "max", "--cache", ".001", "--no-prefill")
     full, streaming = sorted(result(*args, "--no-compile", "--side-by-side")["rows"], key=lambda row: row["kv"])
     for row in (full, streaming):
         assert row["kv_device_bytes"] < 1e6 < row["kv_device_bytes"] * (1 + 2 / row["batch"]) + 3e5, row["batch"]
     assert streaming["batch"] > full["batch"]
     assert streaming["speedup_vs_full"] == pytest.approx(streaming["tokens_per_s"] / full["tokens_per_s"])
+    quantized = (
+        "--kv",
+        "full",
+        "--quantize",
+        "int8",
+        "--batch",
+        "max",
+        "--no-compile",
+        "--no-prefill",
+        "--side-by-side",
+    )
+    monkeypatch.setattr("bench.side_by_side.SPARE", 0)
+    monkeypatch.setattr("bench.side_by_side.free_bytes", lambda device: 2 * 10**6)
+    (row,) = result(*quantized)["rows"]
+    assert row["kv_device_bytes"] + row["weight_bytes"] < 2e6  # a process has its own quantized weights
     args = ("--kv", "full", "--batch", "max", "--cache", "1e-6", "--side-by-side")
     with pytest.raises(ValueError, match="nothing was measured"):
         run(*args)

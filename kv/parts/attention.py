@@ -13,7 +13,10 @@ from kv.parts.ops import LEAST
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 CHECKED = 8  # last queries of a prompt, whose attention to rounded keys and values is compared
 MULTIPLIED: set[tuple[torch.dtype, int]] = set()  # dtypes and head dims in which this CPU attends by `products`
-BLOCK, KEYS = 256, 512  # a head's queries and its keys in one product there; fewer queries of a group are left to torch
+BLOCK, KEYS = (
+    256,
+    512,
+)  # a head's queries, and keys, in a product; for fewer queries of a KV head torch's kernel is used
 SHIFT = 24  # sigmoid(x - 24) is exp(x - 24), to 3e-4 of it, for x up to 16
 EXACT = math.exp(16 - SHIFT)
 
@@ -48,7 +51,8 @@ def _banded_attention(y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int) -
 def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Exact causal attention of the last n of N tokens: q [1,Hq,n,D], k and v [1,Hk,N,D] -> [1,Hq,n,D]; never n x N.
 
-    Two flash attentions, to the tokens before the n and among the n, weighted by their sums of exponentials.
+    Two flash attentions, to the tokens before the n and among the n, weighted by their sums of exponentials. Where
+    `products` computes the first of the two, the n tokens come in blocks.
     """
     (n, length), groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
     first = length - n
@@ -65,13 +69,20 @@ def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     earlier = rows.flatten(2, 3), k[:, :, :first], v[:, :, :first]
     many = _multiplies(q) and groups * n >= BLOCK
     before, total = products(*earlier, own.flatten(2)) if many else _flash_attention(*earlier, causal=False)
-    before, total = before.unflatten(2, (groups, n)), total.unflatten(2, (groups, n))
-    share = (own - total).sigmoid()[..., None]
-    return (share * among + (1 - share) * before).to(q.dtype).flatten(1, 2)
+    before, share = before.unflatten(2, (groups, n)), (own - total.unflatten(2, (groups, n))).sigmoid()[..., None]
+    y = torch.empty_like(rows)
+    for g in range(groups):  # one at a time: the terms are in fp32
+        y[:, :, g] = share[:, :, g] * among[:, :, g] + (1 - share[:, :, g]) * before[:, :, g]
+    return y.flatten(1, 2)
 
 
 def _multiplies(q: Tensor) -> bool:
     return q.device.type == "cpu" and (q.dtype, q.shape[3]) in MULTIPLIED
+
+
+def can_multiply() -> bool:
+    """Whether this CPU's oneDNN has the products of `products`."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,8 +90,8 @@ def products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tens
     [1,Hk,N,D], own [1,Hk,R] -> [1,Hk,R,D] and [1,Hk,R] fp32.
 
     torch's kernel multiplies bf16 by MKL, which on some CPUs widens to fp32 and takes twice as long. oneDNN can apply a
-    sigmoid to a product's fp32 sums, and far below 0 a sigmoid is an exponential. Logits get there by `own`, such logs
-    of other tokens, or by a block's largest where that exceeds them by far.
+    sigmoid to a product's fp32 sums, and far below 0 a sigmoid is an exponential. To get there, logits are lowered by
+    SHIFT and by `own`, the logs of each query's sums over other tokens, or more where a block has much larger ones.
     """
     results = [_products(*head) for head in zip(q[0], k[0], v[0], own[0], strict=True)]
     y, total = (torch.stack(x)[None] for x in zip(*results, strict=True))
@@ -90,19 +101,19 @@ def products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tens
 def _products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     """`products` of one KV head: q [R,D], k and v [N,D], own [R] -> [R,D], [R]"""
     scale, shift = q.shape[1] ** -0.5, own + SHIFT
-    scaled, ones, large = q * scale, k.new_ones(len(k), 8), slice(0)
-    if math.frexp(scale)[0] != 0.5:  # no power of two: `scaled` is rounded, and what that lost counts in large channels
+    scaled, large = q * scale, slice(0)
+    if math.frexp(scale)[0] != 0.5:  # no power of two: queries are rounded once more, but not in the largest channels
         large = k.abs().amax(0).topk(q.shape[1] // 4).indices
     lost = (q.float() * scale - scaled)[:, large].to(q.dtype)
-    rows, keys = torch.cat([scaled, lost, _parts(-shift, q)], dim=1), torch.cat([k, k[:, large], ones], dim=1)
+    rows = torch.cat([scaled, lost, _parts(-shift, q)], dim=1)
+    keys = torch.cat([k, k[:, large], k.new_ones(len(k), 8)], dim=1)
     sums, total = torch.zeros(q.shape), torch.zeros(len(q))
     for part, values in zip(keys.split(KEYS), v.split(KEYS), strict=True):
         weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
         added = weight.sum(-1)
         if not (added < EXACT).all():
-            most = (rows[:, :-8] @ part[:, :-8].t()).amax(-1)
-            change = shift - torch.maximum(shift, most + SHIFT)
-            shift, sums, total = shift - change, sums * change.exp()[:, None], total * change.exp()
+            change = ((rows @ part.t()).amax(-1).float() + SHIFT).clamp(min=0)
+            shift, sums, total = shift + change, sums * (-change).exp()[:, None], total * (-change).exp()
             rows[:, -8:] = _parts(-shift, q)
             weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
             added = weight.sum(-1)
