@@ -44,6 +44,7 @@ SPLIT, PART = 256, 2**19  # the most rows for which they are widened in parts, a
 TURNED = 32  # most rows for which an fp32 product may be turned
 BETTER_FORM: dict[torch.dtype, str] = {}  # the fastest on this CPU: kernel or, in 16 bits, widened, in fp32, turned
 PRODUCTS = ("auto", "kernel", "mv", "fused")
+KNOWN = {*PRODUCTS, "widened", "turned", "twice", "products", "floor"}  # in the file
 LEAST = 2**26  # bytes of weights; smaller models stay in the CPU's caches, and keep the defaults
 READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
@@ -494,10 +495,8 @@ def measure_doubling(dtype: torch.dtype, dim: int) -> Times:
 def measure_multiplying(dtype: torch.dtype, dim: int) -> Times:
     """Milliseconds of the attention of 512 queries of a KV head (of 4 heads and 128 tokens) to 4,096 earlier tokens."""
     q, k, v = (torch.ones(1, 1, n, dim, dtype=dtype) for n in (512, 4096, 4096))
-    kernel = partial(F.scaled_dot_product_attention, q, k, v)
-    return undisturbed(
-        {"kernel": kernel, "products": partial(attention.products, q, k, v, torch.full((1, 1, 512), dim**0.5))}
-    )
+    own, kernel = torch.full((1, 1, 512), dim**0.5), partial(F.scaled_dot_product_attention, q, k, v)
+    return undisturbed({"kernel": kernel, "products": partial(attention.products, q, k, v, own)})
 
 
 def undisturbed(forms: dict[str, Callable[[], object]]) -> Times:
@@ -547,10 +546,7 @@ def read(file: Path) -> dict[str, dict[str, Times]]:
         known = parse_json(file.read_bytes(), file) if file.is_file() else {}
         for sizes in known.values():
             for times in sizes.values():
-                if (
-                    not set(times) <= {*PRODUCTS, "widened", "turned", "twice", "products", "floor"}
-                    or not min(times.values()) > 0
-                ):
+                if not set(times) <= KNOWN or not min(times.values()) > 0:
                     return {}
         return known
     except (OSError, ValueError, AttributeError, TypeError):

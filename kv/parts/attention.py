@@ -13,10 +13,8 @@ from kv.parts.ops import LEAST
 SCORES = 1 << 24  # attention weights that may exist at once while a prompt is processed
 CHECKED = 8  # last queries of a prompt, whose attention to rounded keys and values is compared
 MULTIPLIED: set[tuple[torch.dtype, int]] = set()  # dtypes and head dims in which this CPU attends by `products`
-BLOCK, KEYS = (
-    256,
-    512,
-)  # a head's queries, and keys, in a product; for fewer queries of a KV head torch's kernel is used
+BLOCK = 256  # queries of a head in a product there; where a KV head has fewer, torch's kernel computes them
+KEYS = 512  # keys in a product
 SHIFT = 24  # sigmoid(x - 24) is exp(x - 24), to 3e-4 of it, for x up to 16
 EXACT = math.exp(16 - SHIFT)
 
