@@ -107,17 +107,21 @@ def _products(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> tuple[Tensor, Ten
     keys = torch.cat([k, k[:, large], k.new_ones(len(k), 8)], dim=1)
     sums, total = torch.zeros(q.shape), torch.zeros(len(q))
     for part, values in zip(keys.split(KEYS), v.split(KEYS), strict=True):
-        weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
-        added = weight.sum(-1)
+        weight, added = _sigmoids(rows, part)
         if not (added < EXACT).all():
             change = ((rows @ part.t()).amax(-1).float() + SHIFT).clamp(min=0)
             shift, sums, total = shift + change, sums * (-change).exp()[:, None], total * (-change).exp()
             rows[:, -8:] = _parts(-shift, q)
-            weight = torch.ops.mkldnn._linear_pointwise(rows, part, None, "sigmoid", [], "")
-            added = weight.sum(-1)
+            weight, added = _sigmoids(rows, part)
         sums += weight @ values
         total += added
     return sums / total.clamp(min=LEAST)[:, None], total.log() + shift
+
+
+def _sigmoids(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The sigmoids of the products of rows [R,C] and keys [N,C], and their sums: [R,N], [R]"""
+    weight = torch.ops.mkldnn._linear_pointwise(rows, keys, None, "sigmoid", [], "")
+    return weight, weight.sum(-1)
 
 
 def _parts(x: Tensor, like: Tensor) -> Tensor:
