@@ -1,7 +1,7 @@
 """Compiled parts of a step on disk: a later start with the same model, method, sizes and machine compiles nothing.
 
-A part that torch.compile has traced (runtime/cpu.py) is compiled ahead of time by AOTInductor, in a process of its own,
-so that the parts of a step are compiled side by side. The package that comes out holds a `Trace` besides the code: what
+A part that torch.compile has traced (runtime/cpu.py) is compiled ahead of time by AOTInductor, in other processes, so
+that the parts of a step are compiled side by side. The package that comes out holds a `Trace` besides the code: what
 torch.compile's guards looked at, for which sizes the code is right, and where its inputs are found. A later process
 looks at the same things and calls the code; it does not import torch's compiler.
 
@@ -11,17 +11,19 @@ those that were not used for longest are deleted beyond LIMIT. KV_FAST_PACKAGES=
 
 from runtime.startup import ROOT
 
-import ctypes
 import hashlib
 import json
 import operator
 import os
 import pickle
+import queue
+import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import weakref
 import zipfile
 from collections.abc import Callable
@@ -44,6 +46,8 @@ ENTRY = "kv_fast.json"  # a package's trace
 L = "L['inputs']"  # how guards call a part's inputs
 # What torch writes conditions of sizes with, besides Python's operators.
 TERMS = {"Eq": operator.eq, "Ne": operator.ne, "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod}
+# Of AOTInductor: headers of 300 MB, which take longer to make than they save; lines of code in stack traces.
+WITHOUT = "aot_inductor.precompile_headers", "aot_inductor.enable_line_tables"
 UNKNOWN = AttributeError, LookupError, NameError, SyntaxError, TypeError  # of an expression that is not for an object
 # A graph's input, as [shape, strides, dtype]; or an integer, which the code takes as the size of an empty tensor.
 Example = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | int
@@ -152,6 +156,7 @@ class Packages:
         self.folder, self.forms = folder, forms
         self.known: list[Package] | None = None
         self.builds: list[Build] = []
+        self.workers: list[Worker] = []
         self.later = False  # whether parts return zeros until `settle`, while their code is compiled
 
     def exist(self) -> bool:
@@ -186,34 +191,39 @@ class Packages:
         return None
 
     def build(self, graph: torch.fx.GraphModule, examples: list, options: dict) -> "Build":
-        """Begins to compile a graph; at most one more is compiled at once than there are cores."""
-        while len(running := [x for x in self.builds if x.process.poll() is None]) > torch.get_num_threads():
-            running[0].process.wait()
-        self.builds.append(Build(graph, examples, options, self))
-        return self.builds[-1]
+        """Begins to compile a graph, when a worker has nothing else to do."""
+        build = Build(graph, examples, options, self)
+        if all(x.busy for x in self.workers) and len(self.workers) < torch.get_num_threads():
+            self.workers.append(Worker())
+        if all(x.busy for x in self.workers):
+            answers, _, _ = select.select([x.process.stdout for x in self.workers], [], [])
+            next(x for x in self.workers if x.process.stdout in answers).wait()
+        build.begin(next(x for x in self.workers if not x.busy))
+        self.builds.append(build)
+        return build
 
     def settle(self) -> None:
         """Waits for all code that is compiled, and stores it where that is possible. Raises Failed."""
-        builds, self.builds, self.later = self.builds, [], False
         failed = None
-        for build in builds:
-            try:
-                build.finish()
-                if build.trace is not None:
-                    with suppress(OSError):
-                        self.write(build.trace, build.package)
-            except Failed as error:
-                failed = error
-            finally:
-                build.stop()
+        try:
+            for build in self.builds:
+                try:
+                    build.finish()
+                    if build.trace is not None:
+                        with suppress(OSError):
+                            self.write(build.trace, build.package)
+                except Failed as error:
+                    failed = error
+        finally:
+            self.stop()
         if failed is not None:
             raise failed
 
     def stop(self) -> None:
         """Ends what is compiled."""
-        builds, self.builds, self.later = self.builds, [], False
-        for build in builds:
-            build.stop()
+        for x in self.workers + self.builds:
+            x.stop()
+        self.workers, self.builds, self.later = [], [], False
 
     def write(self, trace: Trace, package: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -271,8 +281,35 @@ class Failed(Exception):
     """A part could not be packaged: it is compiled as any function is."""
 
 
+class Worker:
+    """A process that makes packages, one after another."""
+
+    def __init__(self):
+        command, pipe, nothing = [PYTHON, "-m", "runtime.packages"], subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=nothing, bufsize=0)
+        self.stop = weakref.finalize(self, end, self.process)
+        self.busy = False
+
+    def begin(self, folder: Path) -> None:
+        """Makes the package that is ordered there."""
+        self.process.stdin.write(f"{folder}\n".encode())
+        self.busy = True
+
+    def wait(self) -> None:
+        """Returns when it is made, or cannot be."""
+        self.process.stdout.readline()
+        self.busy = False
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
 class Build:
-    """A package of a traced part, while a process of its own makes it."""
+    """A package of a traced part, while a worker makes it."""
 
     def __init__(self, graph: torch.fx.GraphModule, examples: list, options: dict, packages: Packages):
         self.packages = weakref.proxy(packages)
@@ -295,10 +332,11 @@ class Build:
         self.folder = Path(self.place.name)
         self.package = self.folder / "model.pt2"
         (self.folder / "order").write_bytes(pickle.dumps(order))
-        with open(self.folder / "log", "wb") as log:
-            command = [PYTHON, "-m", "runtime.packages", str(self.folder)]
-            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.stop = weakref.finalize(self, end, self.process, self.place)
+        self.stop = self.place.cleanup
+
+    def begin(self, worker: Worker) -> None:
+        self.worker = worker
+        worker.begin(self.folder)
 
     def __call__(self, arguments: list[Tensor]) -> list[Tensor]:
         if self.code is None and self.packages.later:
@@ -308,8 +346,11 @@ class Build:
     def finish(self) -> Code:
         """The code, when it is ready. Raises Failed."""
         if self.code is None:
-            if self.process.wait() or not self.package.exists():
-                raise Failed((self.folder / "log").read_text(errors="replace")[-2000:])
+            ready, failure = self.package, self.folder / "failure"
+            while not ready.exists() and not failure.exists() and self.worker.busy:
+                self.worker.wait()
+            if not ready.exists():
+                raise Failed(failure.read_text() if failure.exists() else "its process ended")
             self.conditions += json.loads((self.folder / "conditions").read_bytes())
             try:
                 self.code = Code(self.package)
@@ -339,12 +380,6 @@ class Build:
             self.trace = trace
 
 
-def end(process: subprocess.Popen, place: tempfile.TemporaryDirectory) -> None:
-    process.kill()
-    process.wait()
-    place.cleanup()
-
-
 def example(x: Tensor | int) -> Example:
     if isinstance(x, Tensor):
         return tuple(map(hint, x.shape)), tuple(map(hint, x.stride())), x.dtype
@@ -368,11 +403,7 @@ def conditions(sizes: list) -> list[tuple[list[str], list[str]]]:
 
 
 def compile_order(folder: Path) -> None:
-    """Makes the package that a `Build` wants: the work of its process."""
-    import runtime.cpu  # noqa: F401, whose operators steps call
-
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that wants the package
+    """Makes the package that a `Build` wants."""
     src, modules, values, examples, options, threads = pickle.loads((folder / "order").read_bytes())
     torch.set_num_threads(threads)
     names = values | {name: import_module(module) for name, module in modules.items()}
@@ -391,6 +422,8 @@ def compile_order(folder: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(Graph(), inputs, dynamic_shapes=(dynamic,))
     package = folder / "unfinished.pt2"
+    known = torch._inductor.config.get_config_copy()
+    options |= {name: False for name in WITHOUT if name in known}
     torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=options)
     nodes = {x.name: x.meta["val"] for x in program.graph.find_nodes(op="placeholder")}
     traced = [nodes[name] for name in program.graph_signature.user_inputs]
@@ -399,5 +432,27 @@ def compile_order(folder: Path) -> None:
     package.rename(folder / "model.pt2")
 
 
+def work() -> None:
+    """What a `Worker` does: answers each line of stdin, a folder, with a line, and ends when stdin does."""
+    orders, answers = queue.SimpleQueue(), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a compiler prints
+
+    def read() -> None:
+        for line in sys.stdin:
+            orders.put(Path(line.rstrip("\n")))
+        os._exit(1)  # also while it compiles: nobody wants the package
+
+    threading.Thread(target=read, daemon=True).start()
+    import runtime.cpu  # noqa: F401, whose operators steps call
+
+    while True:
+        folder = orders.get()
+        try:
+            compile_order(folder)
+        except Exception:
+            (folder / "failure").write_text(traceback.format_exc())
+        print(folder, file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    compile_order(Path(sys.argv[1]))
+    work()

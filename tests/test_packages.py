@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -215,10 +217,11 @@ def test_packages_that_cannot_be_loaded_now_stay(tmp_path, monkeypatch):
 def test_an_interrupted_compilation_leaves_nothing_behind(deep, monkeypatch, tmp_path, traced_only):
     monkeypatch.setenv("KV_FAST_PACKAGES", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    engine, builds, settle = Engine.load(deep, compile=True, seed=0), [], Packages.settle
+    engine, builds, workers, settle = Engine.load(deep, compile=True, seed=0), [], [], Packages.settle
 
     def interrupted(self):
         builds.extend(self.builds)
+        workers.extend(self.workers)
         if self.builds:
             raise KeyboardInterrupt
         settle(self)
@@ -226,8 +229,42 @@ def test_an_interrupted_compilation_leaves_nothing_behind(deep, monkeypatch, tmp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Packages, "settle", interrupted)
         engine.generate([PROMPTS[0]], max_new_tokens=8)
-    assert len(builds) == 3 and all(build.process.poll() is not None for build in builds)
-    assert not any(build.folder.exists() for build in builds)
+    assert workers and all(worker.process.poll() is not None for worker in workers)
+    assert len(builds) == 3 and not any(build.folder.exists() for build in builds)
     expected = Engine.load(deep, compile=False, seed=0).generate([PROMPTS[0]], max_new_tokens=8)[0].tokens
     monkeypatch.setattr("runtime.packages.PYTHON", "/bin/false")
     assert engine.generate([PROMPTS[0]], max_new_tokens=8)[0].tokens == expected
+
+
+def raised(error: type[Exception], what: Callable):
+    """Repeats a call until it raises the error, for at most 30 s."""
+    end = time.monotonic() + 30
+    with pytest.raises(error):
+        while time.monotonic() < end:
+            what()
+            time.sleep(0.05)
+
+
+def test_a_worker_ends_with_the_process_that_wants_its_packages(tmp_path):
+    """Killed, a process cannot end its workers itself; one that has an order must not finish it first."""
+    code = "import sys; from pathlib import Path; from runtime.packages import Worker"
+    code += "; worker = Worker(); worker.begin(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    os.mkfifo(tmp_path / "order")
+    command, pipe = [sys.executable, "-c", code, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as parent:
+        parent.stdout.readline()
+        with open(tmp_path / "order", "wb", buffering=0) as order:  # when the worker has opened it
+            order.write(b"not all")
+            parent.kill()
+            raised(BrokenPipeError, lambda: order.write(b"."))  # nobody reads it any more
+
+
+def test_a_worker_makes_the_next_package_after_a_failure(tmp_path):
+    worker = packages.Worker()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        worker.begin(tmp_path / name)
+        worker.wait()
+        assert "FileNotFoundError" in (tmp_path / name / "failure").read_text()
+    worker.stop()
+    assert worker.process.poll() is not None
