@@ -53,7 +53,7 @@ SPEED = {  # runs of the benchmark: what each is about, methods, arguments
     "batch": ("one row and 8 at 16K", MAIN, f"{NEAR} --no-prefill --batch 1,8 --side-by-side"),
     "int4": ("int4 weights at 128K", "full,rocketkv", f"{FAR} --quantize int4 --side-by-side"),
     "prefill": ("a prompt of 128K", "full,rocketkv,omnikv", "--context 131072 --steps 3 --no-compile"),
-    "peer": ("transformers' caches at 16K", "full", f"{NEAR} --no-prefill --peer transformers"),
+    "peer": ("transformers' caches at 16K", "full,snapkv++", f"{NEAR} --no-prefill --peer transformers"),
     "speculation": ("drafts at 128K", "full,streaming,rocketkv", f"{FAR} --speculate 2,4"),
     "omnikv": ("a cache on the host: 256K", "omnikv:offload=true", "--context 262144 --no-prefill"),
     "tailorkv": ("int4 weights and 128K in 24 GB", "tailorkv", f"{FAR} --quantize int4 --memory-cap 24"),

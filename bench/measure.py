@@ -176,6 +176,8 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
     if args.peer == "transformers":
         caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
         every += [partial(Transformers, case, cache) for cache in caches]
+        budgets = sorted({x.budget for x in chosen if isinstance(x.budget, int)})
+        every += [partial(Transformers, case, "dynamic", kept) for kept in budgets]
     return every
 
 

@@ -1,8 +1,9 @@
 """Other engines as contenders, on random weights of the same shape.
 
-transformers, with sdpa attention and each of its caches; and llama.cpp, with its full cache in 16 bits and the weights
-in a GGUF file, for one row on a CPU. There bf16, fp16 and fp32 weights keep their dtype; int8 becomes Q8_0 and int4
-Q4_0, whose blocks of 32 weights share a scale.
+transformers, with sdpa attention and each of its caches, and with a budget of tokens in the dynamic one: so kvpress
+leaves it, whose methods change no step after the prompt unless heads differ. And llama.cpp, with its full cache in 16
+bits and the weights in a GGUF file, for one row on a CPU. There bf16, fp16 and fp32 weights keep their dtype; int8
+becomes Q8_0 and int4 Q4_0, whose blocks of 32 weights share a scale.
 """
 
 import ctypes
@@ -27,13 +28,17 @@ def check(case: Case) -> None:
 
 
 class Transformers:
-    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape."""
+    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape.
 
-    def __init__(self, case: Case, cache: str):
+    kept: how many tokens the cache holds of the context; None: all.
+    """
+
+    def __init__(self, case: Case, cache: str, kept: int | None = None):
         import transformers
 
         check(case)
-        self.case, self.label = case, f"transformers, {cache}"
+        self.case, self.label = case, f"transformers, {cache}" + f", {kept} tokens" * (kept is not None)
+        self.kept, self.position = case.context if kept is None else min(kept, case.context), case.context
         keys = {key: value for key, value in case.config.items() if key != "architectures"}
         config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
         with torch.device(case.device):
@@ -46,13 +51,16 @@ class Transformers:
 
     def start(self) -> None:
         c, case = self.model.config, self.case
-        shape = (case.batch, c.num_key_value_heads, case.context, c.head_dim)
+        shape = (case.batch, c.num_key_value_heads, self.kept, c.head_dim)
         for layer in range(c.num_hidden_layers):
             self.cache.update(*(torch.randn(shape, dtype=case.dtype, device=case.device) for _ in range(2)), layer)
 
     @torch.no_grad()
     def step(self) -> None:
-        logits = self.forward(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
+        position = torch.full_like(self.token, self.position)  # otherwise it would follow from the tokens held
+        inputs = {"input_ids": self.token, "position_ids": position, "past_key_values": self.cache}
+        logits = self.forward(**inputs, use_cache=True).logits
+        self.position += 1
         self.token = logits[:, -1:].argmax(-1)
         self.token[0].tolist()
 

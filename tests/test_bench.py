@@ -12,7 +12,7 @@ from conftest import LLAMA
 
 import bench.__main__ as bench
 import kv
-from bench import acceptance, contenders, tables
+from bench import acceptance, contenders, peers, tables
 from kv.full import Full
 from kv.parts.ranks import ALONE
 from kv.parts.scored import Scored
@@ -115,10 +115,19 @@ def test_the_naive_baseline_computes_what_full_computes(here):
     assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_peer_transformers_adds_its_dynamic_and_static_caches(here):
-    rows = result("--kv", "full", "--peer", "transformers")["rows"]
-    assert [r["kv"] for r in rows] == ["full", "transformers, dynamic", "transformers, static"]
-    assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[1:])
+def test_peer_transformers_adds_its_dynamic_and_static_caches_and_budgets(here, monkeypatch):
+    held, step = {}, peers.Transformers.step
+
+    def noted(self):
+        step(self)
+        held[self.label] = self.cache.get_seq_length() - self.position  # what the context lost
+
+    monkeypatch.setattr(peers.Transformers, "step", noted)
+    rows = result("--kv", "full,streaming", "--budget", "16,0.5", "--peer", "transformers")["rows"]
+    labels = [f"transformers, {x}" for x in ("dynamic", "static", "dynamic, 16 tokens")]
+    assert [r["kv"] for r in rows] == ["full", "streaming", "streaming", *labels]
+    assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[3:])
+    assert held == dict(zip(labels, (0, 0, 16 - rows[0]["context"]), strict=True))
 
 
 def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
