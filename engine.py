@@ -743,7 +743,11 @@ class Engine:
                 yield from self.progress(found, "prefill again, to rank the tokens: two or three times as long")
 
         ids = torch.tensor(prompt, device=self.device)
-        row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, texts(), self.chunk)
+        try:
+            row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, texts(), self.chunk)
+        except BaseException:
+            self.layers.reset(row.index)  # frees what waits for the prompt's end
+            raise
         self.rows[row.index] = row
         planning.check_error(self)
         self.stats.prefill_s += time.perf_counter() - begin

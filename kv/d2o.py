@@ -98,6 +98,10 @@ class SharedSlots(Slots):
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [budget] * layers  # S_l of the parked prompt
 
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        self.parked.clear()  # of a prompt that was interrupted
+
 
 class D2O(H2O):
     """One layer: its part of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one.
@@ -121,8 +125,6 @@ class D2O(H2O):
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         """The variance [Hq] is Equation 4's, the sums [Hk,T] are Equation 6's."""
-        if self.index == 0:
-            self.shared.parked.clear()
         waits = (x[0].cpu() if self.options.park == "host" else x[0] for x in (k, v))
         self.shared.parked.append((sums, self.plan.ranks.gather(variance), *waits))
 

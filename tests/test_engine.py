@@ -560,6 +560,22 @@ def test_a_failed_prefill_leaves_the_engine_as_it_was(checkpoint, monkeypatch):
     assert outcome(engine.generate([PROMPTS[0]], 9)) == expected
 
 
+def test_an_interrupted_prompt_of_d2o_frees_what_waits_for_its_end(checkpoint, monkeypatch):
+    engine = load(checkpoint, method="d2o", budget=24, max_prompt=97)
+    expected, last = engine.generate([PROMPTS[0]], 9), engine.layers[-1]
+    shared = last.shared
+
+    def fail(*_, **more):
+        assert shared.parked
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(last, "prefill", fail)
+        engine.generate([PROMPTS[2]], 9)
+    assert not shared.parked
+    assert engine.generate([PROMPTS[0]], 9) == expected
+
+
 @pytest.mark.parametrize("lag, speculate", ((0, 0), (1, 0), slow(1, 2)))
 def test_an_error_in_on_token_leaves_an_engine_that_answers(checkpoint, lag, speculate):
     kv = {"method": "streaming", "speculate": speculate} if speculate else {}

@@ -191,5 +191,6 @@ def test_a_prompt_that_was_interrupted_leaves_nothing(checkpoint, what, chunk):
     engine.progress = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate([prompt_of(60)], 4)
+    assert all(layer.parked is None for layer in engine.layers)
     engine.progress = shown
     assert engine.generate([prompt_of(10)], 4) == expected
