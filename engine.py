@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -746,7 +746,8 @@ class Engine:
         try:
             row.logits = self.model.prefill(row.index, ids, len(prompt) + new - 1, progress, texts(), self.chunk)
         except BaseException:
-            self.layers.reset(row.index)  # frees what waits for the prompt's end
+            with suppress(Exception):
+                self.layers.reset(row.index)  # frees what waits for the prompt's end
             raise
         self.rows[row.index] = row
         planning.check_error(self)

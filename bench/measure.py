@@ -174,10 +174,10 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
     if args.peer == "llama.cpp":
         every += [partial(LlamaCpp, case, flash) for flash in (True, False)]
     if args.peer == "transformers":
-        caches = ["dynamic", "static"] + ["static, compiled"] * case.compile
-        every += [partial(Transformers, case, cache) for cache in caches]
-        budgets = sorted({x.budget for x in chosen if isinstance(x.budget, int)})
-        every += [partial(Transformers, case, "dynamic", kept) for kept in budgets]
+        theirs, budgets = partial(Transformers, case, []), {x.budget for x in chosen if isinstance(x.budget, int)}
+        every += [partial(theirs, cache) for cache in ("dynamic", "static")]
+        every += [partial(theirs, "dynamic", kept) for kept in sorted(budgets) if kept < case.context]
+        every += [partial(theirs, "static, compiled")] * case.compile
     return every
 
 

@@ -1,7 +1,7 @@
 """Other engines as contenders, on random weights of the same shape.
 
 transformers, with sdpa attention and each of its caches, and with a budget of tokens in the dynamic one: so kvpress
-leaves it, whose methods change no step after the prompt unless heads differ. And llama.cpp, with its full cache in 16
+leaves it, whose methods for prompts change no later step unless heads differ. And llama.cpp, with its full cache in 16
 bits and the weights in a GGUF file, for one row on a CPU. There bf16, fp16 and fp32 weights keep their dtype; int8
 becomes Q8_0 and int4 Q4_0, whose blocks of 32 weights share a scale.
 """
@@ -30,20 +30,21 @@ def check(case: Case) -> None:
 class Transformers:
     """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape.
 
-    kept: how many tokens the cache holds of the context; None: all.
+    models: holds the model that all contenders share. kept: how many tokens the cache holds of the context; None: all.
     """
 
-    def __init__(self, case: Case, cache: str, kept: int | None = None):
+    def __init__(self, case: Case, models: list, cache: str, kept: int | None = None):
         import transformers
 
         check(case)
         self.case, self.label = case, f"transformers, {cache}" + f", {kept} tokens" * (kept is not None)
-        self.kept, self.position = case.context if kept is None else min(kept, case.context), case.context
+        self.kept, self.position = case.context if kept is None else kept, case.context
         keys = {key: value for key, value in case.config.items() if key != "architectures"}
         config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
-        with torch.device(case.device):
-            self.model = transformers.LlamaForCausalLM(config).to(case.dtype).eval()
-        self.cache = transformers.DynamicCache(config=config)
+        if not models:
+            with torch.device(case.device):
+                models.append(transformers.LlamaForCausalLM(config).to(case.dtype).eval())
+        self.model, self.cache = models[0], transformers.DynamicCache(config=config)
         if cache.startswith("static"):
             self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
         self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward

@@ -100,7 +100,7 @@ class SharedSlots(Slots):
 
     def reset(self, row: int) -> None:
         super().reset(row)
-        self.parked.clear()  # of a prompt that was interrupted
+        self.parked.clear()  # of a prompt that was interrupted: only one is read at a time
 
 
 class D2O(H2O):

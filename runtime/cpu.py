@@ -200,6 +200,7 @@ class Parts:
         self.calls.clear()
 
     def _unpackaged(self) -> None:
+        self.packages.stop()
         self.packages = None
         self.functions.clear()
         self.calls.clear()
@@ -228,7 +229,7 @@ class Parts:
             if isinstance(code, Build) and code.trace is None:
                 code.describe(part, (owner, *inputs), arguments, wanted, several)
                 if not self.packages.later:
-                    self.packages.settle()
+                    self.settle()
             self.calls[key] = _repeated(code, arguments, wanted, several, inputs)
         return returned
 

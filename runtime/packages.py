@@ -17,8 +17,8 @@ import operator
 import os
 import pickle
 import queue
-import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
@@ -46,7 +47,7 @@ ENTRY = "kv_fast.json"  # a package's trace
 L = "L['inputs']"  # how guards call a part's inputs
 # What torch writes conditions of sizes with, besides Python's operators.
 TERMS = {"Eq": operator.eq, "Ne": operator.ne, "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod}
-# Of AOTInductor: headers of 300 MB, which take longer to make than they save; lines of code in stack traces.
+# Of AOTInductor: headers of 300 MB, which take longer to make than they save in five parts; lines in stack traces.
 WITHOUT = "aot_inductor.precompile_headers", "aot_inductor.enable_line_tables"
 UNKNOWN = AttributeError, LookupError, NameError, SyntaxError, TypeError  # of an expression that is not for an object
 # A graph's input, as [shape, strides, dtype]; or an integer, which the code takes as the size of an empty tensor.
@@ -191,12 +192,12 @@ class Packages:
         return None
 
     def build(self, graph: torch.fx.GraphModule, examples: list, options: dict) -> "Build":
-        """Begins to compile a graph, when a worker has nothing else to do."""
+        """Begins to compile a graph; before, waits until a worker has nothing else to do."""
         build = Build(graph, examples, options, self)
         if all(x.busy for x in self.workers) and len(self.workers) < torch.get_num_threads():
             self.workers.append(Worker())
         if all(x.busy for x in self.workers):
-            answers, _, _ = select.select([x.process.stdout for x in self.workers], [], [])
+            answers = wait([x.process.stdout for x in self.workers])
             next(x for x in self.workers if x.process.stdout in answers).wait()
         build.begin(next(x for x in self.workers if not x.busy))
         self.builds.append(build)
@@ -282,16 +283,17 @@ class Failed(Exception):
 
 
 class Worker:
-    """A process that makes packages, one after another."""
+    """A process that makes packages, one after another, in a session of its own: Ctrl-C does not reach it."""
 
     def __init__(self):
-        command, pipe, nothing = [PYTHON, "-m", "runtime.packages"], subprocess.PIPE, subprocess.DEVNULL
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=nothing, bufsize=0)
+        command, pipe = [PYTHON, "-m", "runtime.packages"], subprocess.PIPE
+        how = {"cwd": ROOT, "stderr": subprocess.DEVNULL, "bufsize": 0, "start_new_session": True}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, **how)
         self.stop = weakref.finalize(self, end, self.process)
         self.busy = False
 
     def begin(self, folder: Path) -> None:
-        """Makes the package that is ordered there."""
+        """Begins to make the package that is ordered there."""
         self.process.stdin.write(f"{folder}\n".encode())
         self.busy = True
 
@@ -302,7 +304,8 @@ class Worker:
 
 
 def end(process: subprocess.Popen) -> None:
-    process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with its compilers
     process.wait()
     process.stdin.close()
     process.stdout.close()
@@ -435,12 +438,16 @@ def compile_order(folder: Path) -> None:
 def work() -> None:
     """What a `Worker` does: answers each line of stdin, a folder, with a line, and ends when stdin does."""
     orders, answers = queue.SimpleQueue(), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a compiler prints
+    os.dup2(2, 1)  # drops whatever a compiler prints
 
     def read() -> None:
+        folders = []
         for line in sys.stdin:
-            orders.put(Path(line.rstrip("\n")))
-        os._exit(1)  # also while it compiles: nobody wants the package
+            folders.append(Path(line.rstrip("\n")))
+            orders.put(folders[-1])
+        for folder in folders:  # whoever wanted the packages was killed
+            shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)  # also while it compiles
 
     threading.Thread(target=read, daemon=True).start()
     import runtime.cpu  # noqa: F401, whose operators steps call

@@ -116,18 +116,20 @@ def test_the_naive_baseline_computes_what_full_computes(here):
 
 
 def test_peer_transformers_adds_its_dynamic_and_static_caches_and_budgets(here, monkeypatch):
-    held, step = {}, peers.Transformers.step
+    seen, step = {}, peers.Transformers.step
 
     def noted(self):
+        forward, held = self.forward, int(self.cache.get_seq_length())
+        self.forward = lambda **x: seen.setdefault(self.label, (held, int(x["position_ids"]))) and forward(**x)
         step(self)
-        held[self.label] = self.cache.get_seq_length() - self.position  # what the context lost
+        self.forward = forward
 
     monkeypatch.setattr(peers.Transformers, "step", noted)
-    rows = result("--kv", "full,streaming", "--budget", "16,0.5", "--peer", "transformers")["rows"]
+    rows = result("--kv", "full,streaming", "--budget", "16,200,0.5", "--peer", "transformers")["rows"]
     labels = [f"transformers, {x}" for x in ("dynamic", "static", "dynamic, 16 tokens")]
-    assert [r["kv"] for r in rows] == ["full", "streaming", "streaming", *labels]
-    assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[3:])
-    assert held == dict(zip(labels, (0, 0, 16 - rows[0]["context"]), strict=True))
+    assert [r["kv"] for r in rows] == ["full", *["streaming"] * 3, *labels]
+    assert all(r["ms_per_token"] > 0 and r["floor_ms"] is None for r in rows[4:])
+    assert seen == dict(zip(labels, ((96, 96), (96, 96), (16, 96)), strict=True))
 
 
 def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine import Engine
 from kv import METHODS
-from runtime import packages
+from runtime import cpu, packages
 from runtime.packages import Packages, Trace, fact
 
 ROOT = Path(__file__).parent.parent
@@ -249,14 +249,38 @@ def test_a_worker_ends_with_the_process_that_wants_its_packages(tmp_path):
     """Killed, a process cannot end its workers itself; one that has an order must not finish it first."""
     code = "import sys; from pathlib import Path; from runtime.packages import Worker"
     code += "; worker = Worker(); worker.begin(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
-    os.mkfifo(tmp_path / "order")
-    command, pipe = [sys.executable, "-c", code, str(tmp_path)], subprocess.PIPE
+    folder = tmp_path / "ordered"
+    folder.mkdir()
+    os.mkfifo(folder / "order")
+    command, pipe = [sys.executable, "-c", code, str(folder)], subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as parent:
         parent.stdout.readline()
-        with open(tmp_path / "order", "wb", buffering=0) as order:  # when the worker has opened it
+        with open(folder / "order", "wb", buffering=0) as order:  # when the worker has opened it
             order.write(b"not all")
             parent.kill()
             raised(BrokenPipeError, lambda: order.write(b"."))  # nobody reads it any more
+    assert not folder.exists()
+
+
+def double(owner: Owner, x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize("what", ("is killed", "fails"))
+def test_a_part_whose_worker_ends_in_its_first_call_is_compiled_as_any_function(what, tmp_path, monkeypatch):
+    parts, begin, workers = cpu.Parts(Packages(tmp_path, lambda: "")), packages.Worker.begin, []
+
+    def ended(self, folder):
+        workers.append(self)
+        (folder / "order").write_bytes(b"")
+        begin(self, folder)
+        if what == "is killed":
+            self.process.kill()
+
+    monkeypatch.setattr(packages.Worker, "begin", ended)
+    assert torch.equal(parts(double, Owner(), torch.ones(3)), torch.full((3,), 2.0))
+    assert parts.packages is None and not any(tmp_path.iterdir())
+    assert len(workers) == 1 and workers[0].process.poll() is not None
 
 
 def test_a_worker_makes_the_next_package_after_a_failure(tmp_path):
