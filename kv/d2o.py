@@ -98,10 +98,6 @@ class SharedSlots(Slots):
         self.parked: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = []  # by layer: sums, variance [Hq], k, v
         self.sizes = [budget] * layers  # S_l of the parked prompt
 
-    def reset(self, row: int) -> None:
-        super().reset(row)
-        self.parked.clear()  # of a prompt that was interrupted: only one is read at a time
-
 
 class D2O(H2O):
     """One layer: its part of the shared slots begins at `first` [B] and has `allotted` [B] slots and a spare one.
@@ -122,6 +118,11 @@ class D2O(H2O):
             self.more_bytes += plan.unit_bytes // 2  # the keys, once more
         # tau (Equation 10); -inf: nothing was evicted
         self.allocate_state("threshold", plan.n_kv_head, dtype=torch.float32, fill=-torch.inf)
+
+    def reset(self, row: int) -> None:
+        super().reset(row)
+        if self.index == 0:
+            self.shared.parked.clear()  # of a prompt that was interrupted: only one is read at a time
 
     def keep(self, row: int, q: Tensor, k: Tensor, v: Tensor, variance: Tensor, *sums: Tensor) -> None:
         """The variance [Hq] is Equation 4's, the sums [Hk,T] are Equation 6's."""
