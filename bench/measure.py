@@ -8,7 +8,7 @@ import time
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import kv as methods
 from bench.contenders import Case, Ours, random_weights, seconds, step_weights
-from bench.peers import LlamaCpp, Transformers
+from bench.peers import LlamaCpp, Transformers, llama
 from bench.tables import tokens_per_round
 from runtime.device import free_bytes, memory_errors, resident_bytes, trim
 from terminal.cli import Choice, one_line
@@ -174,8 +174,9 @@ def makers(args: argparse.Namespace, case: Case, chosen: list[Choice], weights: 
     if args.peer == "llama.cpp":
         every += [partial(LlamaCpp, case, flash) for flash in (True, False)]
     if args.peer == "transformers":
-        theirs, budgets = partial(Transformers, case, []), {x.budget for x in chosen if isinstance(x.budget, int)}
-        every += [partial(theirs, cache) for cache in ("dynamic", "static")]
+        theirs = partial(Transformers, case, cache(partial(llama, case)))  # they share the model
+        budgets = {x.budget for x in chosen if isinstance(x.budget, int)}
+        every += [partial(theirs, name) for name in ("dynamic", "static")]
         every += [partial(theirs, "dynamic", kept) for kept in sorted(budgets) if kept < case.context]
         every += [partial(theirs, "static, compiled")] * case.compile
     return every

@@ -8,6 +8,7 @@ becomes Q8_0 and int4 Q4_0, whose blocks of 32 weights share a scale.
 
 import ctypes
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,24 +28,31 @@ def check(case: Case) -> None:
         raise ValueError("other engines are measured with full attention and RoPE in every layer")
 
 
-class Transformers:
-    """Hugging Face's transformers with sdpa attention and one of its caches, on random weights of the same shape.
+def llama(case: Case):
+    """A Llama of Hugging Face's transformers with sdpa attention and random weights."""
+    import transformers
 
-    models: holds the model that all contenders share. kept: how many tokens the cache holds of the context; None: all.
+    check(case)
+    keys = {key: value for key, value in case.config.items() if key != "architectures"}
+    config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
+    with torch.device(case.device):
+        return transformers.LlamaForCausalLM(config).to(case.dtype).eval()
+
+
+class Transformers:
+    """A model of transformers, which `model` returns, with one of its caches.
+
+    kept: how many tokens the cache holds of the context; None: all.
     """
 
-    def __init__(self, case: Case, models: list, cache: str, kept: int | None = None):
+    def __init__(self, case: Case, model: Callable, cache: str, kept: int | None = None):
         import transformers
 
-        check(case)
         self.case, self.label = case, f"transformers, {cache}" + f", {kept} tokens" * (kept is not None)
         self.kept, self.position = case.context if kept is None else kept, case.context
-        keys = {key: value for key, value in case.config.items() if key != "architectures"}
-        config = transformers.LlamaConfig(**keys, dtype=case.dtype, attn_implementation="sdpa")
-        if not models:
-            with torch.device(case.device):
-                models.append(transformers.LlamaForCausalLM(config).to(case.dtype).eval())
-        self.model, self.cache = models[0], transformers.DynamicCache(config=config)
+        self.model = model()
+        config = self.model.config
+        self.cache = transformers.DynamicCache(config=config)
         if cache.startswith("static"):
             self.cache = transformers.StaticCache(config=config, max_cache_len=case.context + case.steps)
         self.forward = torch.compile(self.model.forward) if cache == "static, compiled" else self.model.forward

@@ -238,17 +238,7 @@ def test_contenders_side_by_side_have_as_many_rows_as_their_caches_may_take(here
         assert row["kv_device_bytes"] < 1e6 < row["kv_device_bytes"] * (1 + 2 / row["batch"]) + 3e5, row["batch"]
     assert streaming["batch"] > full["batch"]
     assert streaming["speedup_vs_full"] == pytest.approx(streaming["tokens_per_s"] / full["tokens_per_s"])
-    quantized = (
-        "--kv",
-        "full",
-        "--quantize",
-        "int8",
-        "--batch",
-        "max",
-        "--no-compile",
-        "--no-prefill",
-        "--side-by-side",
-    )
+    quantized = "--kv full --quantize int8 --batch max --no-compile --no-prefill --side-by-side".split()
     monkeypatch.setattr("bench.side_by_side.SPARE", 0)
     monkeypatch.setattr("bench.side_by_side.free_bytes", lambda device: 2 * 10**6)
     (row,) = result(*quantized)["rows"]

@@ -292,7 +292,7 @@ def sparq_weights(rows: Tensor, channel: Tensor, keys: Tensor, empty: Tensor) ->
     part = inductor.stored(rows.gather(3, channel[:, :, None].expand(-1, -1, rows.shape[2], -1)).float())  # [B,Hk,G,R]
     share = part.abs().sum(3, keepdim=True) / rows.abs().sum(3, keepdim=True).clamp(min=LEAST)
     temperature = (rows.shape[3] * share).sqrt().clamp(min=LEAST)
-    keys = inductor.stored(keys)
+    keys = inductor.stored(keys)  # else the sums would gather number by number
     return softmax(weighted_sum(part, keys.float()) / temperature + barred(empty[:, None, None]))
 
 
