@@ -120,8 +120,11 @@ def finish(engine: Engine, args: argparse.Namespace, results: Results) -> None:
     if results.completions:
         report = measured(engine) | {"checkpoint": str(args.checkpoint or flags.NEEDLE)} | report
         print_report(report)
-    for line in cpu.lines(engine.stats.products) if args.verbose else ():
-        print(f"{'product':14} {line}", file=sys.stderr)
+    if args.verbose:
+        lines = [("product", line) for line in cpu.lines(engine.stats.products)]
+        lines += [("not kept", f"the compiled step: {x.failure}") for x in engine.parts if x.failure]
+        for name, line in lines:
+            print(f"{name:14} {line}", file=sys.stderr)
     if not engine.ranks.rank:
         write_json(args.json, report)
     if failed := results.failed:

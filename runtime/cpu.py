@@ -15,6 +15,7 @@ the choice for compiled steps.
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -50,7 +51,9 @@ READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
 VERSIONS = 1000  # of a part, at most: layers may all have different sizes
-FORMS = 5  # to raise when a form changes, so that its old times are measured again
+LONG = 4096  # the most numbers that a fused product adds up at once
+SIDE_BY_SIDE = 4  # longer rows of a weight that it reads at a time
+FORMS = 6  # to raise when a form changes, so that its old times are measured again
 CALL = 0.02  # milliseconds: a floor is that of a call, and of reading the bytes
 FAR = 8  # times its floor: what takes longer was measured on a busy machine
 BETTER = 0.95  # share of the default's time below which another product replaces it
@@ -102,8 +105,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
 
 
 def fused(x: Tensor, weight: Tensor) -> Tensor:
-    """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight."""
-    return joined([(row * weight.float()).sum(-1) for row in rows_of(x)])
+    """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight.
+
+    On a CPU long rows of the weight are read several at a time, so that x is read less often, and summed in parts:
+    Inductor would add up each sum of more than LONG numbers in memory, in twice the time.
+    """
+    out, size = weight.shape
+    if x.device.type != "cpu" or size <= LONG:
+        return joined([(row * weight.float()).sum(-1) for row in rows_of(x)])
+    parts = next(n for n in range(2, size + 1) if size % n == 0 and size // n <= LONG)
+    blocks = weight.unflatten(0, (math.gcd(out, SIDE_BY_SIDE), -1)).unflatten(2, (parts, -1)).unbind(0)
+    sums = [[(row.unflatten(0, (parts, -1)) * block.float()).sum(-1) for block in blocks] for row in rows_of(x)]
+    return joined([torch.cat(row).sum(-1) for row in sums])
 
 
 def joined(rows: list[Tensor]) -> Tensor:
@@ -169,6 +182,7 @@ class Parts:
         self.functions: dict[Callable, Callable] = {}
         self.calls: dict[Hashable, Callable] = {}
         self.last: list[tuple] = []  # the code that ran last, its arguments and outputs
+        self.failure = ""  # why the code cannot be kept on disk
 
     def __call__(self, part: Callable, owner: object, *inputs: Tensor | str):
         """part(owner, *inputs), which returns a tensor or several; a text among the inputs selects another version."""
@@ -188,8 +202,8 @@ class Parts:
             try:
                 self.packages.settle()
                 self.packages.later = later
-            except Failed:
-                self._unpackaged()
+            except Failed as error:
+                self._unpackaged(error)
         return self.packages is not None
 
     def stop(self) -> None:
@@ -199,7 +213,8 @@ class Parts:
         self.functions.clear()
         self.calls.clear()
 
-    def _unpackaged(self) -> None:
+    def _unpackaged(self, error: Failed) -> None:
+        self.failure = str(error).strip().rpartition("\n")[2]
         self.packages.stop()
         self.packages = None
         self.functions.clear()
@@ -219,8 +234,8 @@ class Parts:
         with torch._dynamo.config.patch(recompile_limit=VERSIONS, accumulated_recompile_limit=VERSIONS):
             try:
                 returned = self.functions[part](owner, *inputs)
-            except Failed:
-                self._unpackaged()
+            except Failed as error:
+                self._unpackaged(error)
                 return self._checked(key, part, owner, *inputs)
         if self.last:  # empty if torch.compile is switched off (TORCH_COMPILE_DISABLE=1)
             code, arguments, outputs = self.last.pop()

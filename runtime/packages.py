@@ -304,7 +304,7 @@ class Worker:
 
 
 def end(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # it has ended; so macOS says it
         os.killpg(process.pid, signal.SIGKILL)  # with its compilers
     process.wait()
     process.stdin.close()

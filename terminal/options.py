@@ -67,7 +67,8 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     compiles = "compile the decode step (default: for more than 1,000 tokens of answers, or if that was done before)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
-    add("--verbose", action="store_true", help="print how fast each product reads each size of weight")
+    verbose = "print how fast each product reads each size of weight, and why a compiled step is not kept"
+    add("--verbose", action="store_true", help=verbose)
     add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     return p
 

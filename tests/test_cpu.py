@@ -47,10 +47,12 @@ def as_compiled(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("rows", (1, 8))
-def test_products_agree_to_rounding(as_compiled, dtype, rows):
+@pytest.mark.parametrize(("rows", "out", "long"), ((1, 40, 48), (8, 40, 48), (1, 40, 47), (2, 41, 16)))
+def test_products_agree_to_rounding(as_compiled, monkeypatch, dtype, rows, out, long):
+    """Also a fused product whose sums are too long, of rows that are read 4 at a time or, if their number is odd, 1."""
+    monkeypatch.setattr(cpu, "LONG", long)
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(rows, 1, 48).to(dtype), torch.randn(40, 48).to(dtype), torch.randn(40).to(dtype)
+    x, weight, bias = torch.randn(rows, 1, 48).to(dtype), torch.randn(out, 48).to(dtype), torch.randn(out).to(dtype)
     exact = F.linear(x.double(), weight.double(), bias.double())
     for product in ("kernel", "mv", "fused"):
         y = as_compiled(cpu.linear)(x, weight, bias, (product, product))

@@ -266,8 +266,8 @@ def double(owner: Owner, x: Tensor) -> Tensor:
     return 2 * x
 
 
-@pytest.mark.parametrize("what", ("is killed", "fails"))
-def test_a_part_whose_worker_ends_in_its_first_call_is_compiled_as_any_function(what, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("what", "why"), (("is killed", "its process ended"), ("fails", "EOFError: Ran out of input")))
+def test_a_part_whose_worker_ends_in_its_first_call_is_compiled_as_any_function(what, why, tmp_path, monkeypatch):
     parts, begin, workers = cpu.Parts(Packages(tmp_path, lambda: "")), packages.Worker.begin, []
 
     def ended(self, folder):
@@ -279,7 +279,7 @@ def test_a_part_whose_worker_ends_in_its_first_call_is_compiled_as_any_function(
 
     monkeypatch.setattr(packages.Worker, "begin", ended)
     assert torch.equal(parts(double, Owner(), torch.ones(3)), torch.full((3,), 2.0))
-    assert parts.packages is None and not any(tmp_path.iterdir())
+    assert parts.packages is None and not any(tmp_path.iterdir()) and parts.failure == why
     assert len(workers) == 1 and workers[0].process.poll() is not None
 
 
