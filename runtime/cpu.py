@@ -51,8 +51,8 @@ READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
 VERSIONS = 1000  # of a part, at most: layers may all have different sizes
-LONG = 4096  # the most numbers that a fused product adds up at once
-SIDE_BY_SIDE = 4  # longer rows of a weight that it reads at a time
+LONG = 4096  # the most numbers that a fused product adds up at once, and of an x that is read for each row of a weight
+SIDE_BY_SIDE = 4  # rows that it reads at a time for a larger x
 FORMS = 6  # to raise when a form changes, so that its old times are measured again
 CALL = 0.02  # milliseconds: a floor is that of a call, and of reading the bytes
 FAR = 8  # times its floor: what takes longer was measured on a busy machine
@@ -107,13 +107,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
 def fused(x: Tensor, weight: Tensor) -> Tensor:
     """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight.
 
-    On a CPU long rows of the weight are read several at a time, so that x is read less often, and summed in parts:
-    Inductor would add up each sum of more than LONG numbers in memory, in twice the time.
+    On a CPU a large x, which takes up most of the L1 cache, is read for several rows of the weight at a time. Long sums
+    have parts: Inductor would add up each of more than LONG numbers in memory, in twice the time.
     """
     out, size = weight.shape
-    if x.device.type != "cpu" or size <= LONG:
+    if x.device.type != "cpu" or x.numel() <= LONG:
         return joined([(row * weight.float()).sum(-1) for row in rows_of(x)])
-    parts = next(n for n in range(2, size + 1) if size % n == 0 and size // n <= LONG)
+    parts = next(n for n in range(1, size + 1) if size % n == 0 and size // n <= LONG)
     blocks = weight.unflatten(0, (math.gcd(out, SIDE_BY_SIDE), -1)).unflatten(2, (parts, -1)).unbind(0)
     sums = [[(row.unflatten(0, (parts, -1)) * block.float()).sum(-1) for block in blocks] for row in rows_of(x)]
     return joined([torch.cat(row).sum(-1) for row in sums])
