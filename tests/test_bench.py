@@ -1,11 +1,15 @@
 """The benchmark: what it counts, writes and refuses. Durations are not tested."""
 
+import ctypes
+import importlib.util
 import itertools
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import torch
 from conftest import LLAMA
@@ -138,13 +142,50 @@ def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
         result("--kv", "full", "--peer", "llama.cpp")
 
 
-@pytest.mark.parametrize("quantize", ("none", "int8", "int4"))
-def test_peer_llama_cpp_runs_the_same_shape(here, quantize):
-    pytest.importorskip("gguf")
-    pytest.importorskip("llama_cpp")
+def llama_cpp(models: list[gguf.GGUFReader], rows: list[SimpleNamespace]) -> SimpleNamespace:
+    """What bench/peers.py calls of llama-cpp-python, which has no wheel: the best next token is always 7."""
+    logits = (ctypes.c_float * LLAMA["vocab_size"])()
+    logits[7] = 1.0
+
+    def load(path: bytes, how: SimpleNamespace) -> gguf.GGUFReader:
+        models.append(gguf.GGUFReader(path.decode()))
+        return models[-1]
+
+    def begin(model: gguf.GGUFReader, plan: SimpleNamespace) -> SimpleNamespace:
+        assert model is models[-1]
+        rows.append(SimpleNamespace(tokens=[], room=plan.n_ctx, flash=plan.flash_attn_type))
+        return rows[-1]
+
+    def nothing(*_) -> None:
+        pass
+
+    return SimpleNamespace(
+        llama_log_callback=lambda function: function,
+        llama_log_set=nothing,
+        llama_backend_init=nothing,
+        llama_model_default_params=SimpleNamespace,
+        llama_model_load_from_file=load,
+        llama_context_default_params=SimpleNamespace,
+        llama_init_from_model=begin,
+        llama_batch_get_one=lambda ids, n: ids[:n],
+        llama_decode=lambda row, ids: row.tokens.extend(ids) or 0,
+        llama_get_logits_ith=lambda row, i: ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)),
+    )
+
+
+@pytest.mark.parametrize(("quantize", "kind"), (("none", "F32"), ("int8", "Q8_0"), ("int4", "Q4_0")))
+def test_peer_llama_cpp_runs_the_same_shape(here, monkeypatch, quantize, kind):
+    models, ran, found = [], [], importlib.util.find_spec
+    monkeypatch.setitem(sys.modules, "llama_cpp", llama_cpp(models, ran))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "llama_cpp" or found(name))
     rows = result("--kv", "full", "--peer", "llama.cpp", "--quantize", quantize, "--groupsize", "32")["rows"]
     assert [r["kv"] for r in rows] == ["full", "llama.cpp, flash", "llama.cpp"]
     assert all(r["ms_per_token"] > 0 and r["prefill_s"] > 0 and r["floor_ms"] is None for r in rows[1:])
+    assert [row.flash for row in ran] == [1, 0]
+    assert all(96 + 2 <= len(row.tokens) <= row.room and set(row.tokens[96:]) == {7} for row in ran)
+    for model in models:
+        weights = {x.name: (x.tensor_type.name, x.shape.tolist()) for x in model.tensors if "norm" not in x.name}
+        assert len(weights) == 3 * 7 + 2 and weights["blk.2.ffn_down.weight"] == (kind, [96, 64])
 
 
 def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, capsys):
