@@ -89,13 +89,13 @@ class Evicting(KV):
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int, prompt: bool = False) -> Tensor:
         """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
         old = self.held(row, pos)
-        keys = old.k[None]
+        tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
+        keys = tokens.k[None]
         if pos + k.shape[2] > self.plan.max_length:
             last = torch.tensor([pos - 1], device=k.device)
-            keys = self.side_by_side(keys, old.position[None], last, self.inv_freq[row, None])
-        keys, values = torch.cat([keys, k], dim=2), torch.cat([old.v[None], v], dim=2)
-        y = attention.suffix_attention(q, keys, values)
-        tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
+            turned = self.side_by_side(old.k[None], old.position[None], last, self.inv_freq[row, None])
+            keys = torch.cat([turned, k], dim=2)
+        y = attention.suffix_attention(q, keys, tokens.v[None])
         self.compress(row, tokens, *self.rank(row, q, keys, tokens), prompt)
         return y
 
