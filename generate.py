@@ -122,7 +122,7 @@ def finish(engine: Engine, args: argparse.Namespace, results: Results) -> None:
         print_report(report)
     if args.verbose:
         lines = [("product", line) for line in cpu.lines(engine.stats.products)]
-        lines += [("not kept", f"the compiled step: {x.failure}") for x in engine.parts if x.failure]
+        lines += [("not kept", f"compiled parts of the step: {x}") for x in {x.failure for x in engine.parts} - {""}]
         for name, line in lines:
             print(f"{name:14} {line}", file=sys.stderr)
     if not engine.ranks.rank:

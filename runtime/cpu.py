@@ -34,7 +34,7 @@ from kv.method import Plan
 from kv.parts import attention, inductor, ops
 from runtime.compile import compiled
 from runtime.device import machine
-from runtime.packages import Build, Failed, Packages
+from runtime.packages import Build, Failed, Packages, reason
 from text.files import parse_json, replacing
 
 Times = dict[str, float]  # milliseconds by product and, where known, the `floor` of all
@@ -51,8 +51,8 @@ READ = 2**28  # the most bytes that a candidate reads in one round
 TOKENS = 2**8, 2**13  # the fewest and the most tokens with which attention is timed
 ROUNDS = 7
 VERSIONS = 1000  # of a part, at most: layers may all have different sizes
-LONG = 4096  # the most numbers that a fused product adds up at once, and of an x that is read for each row of a weight
-SIDE_BY_SIDE = 4  # rows that it reads at a time for a larger x
+LONG = 4096  # the most numbers that Inductor adds up in a register, and of an x that `fused` reads for every row
+SIDE_BY_SIDE = 4  # rows of a weight for which `fused` reads a larger x once
 FORMS = 6  # to raise when a form changes, so that its old times are measured again
 CALL = 0.02  # milliseconds: a floor is that of a call, and of reading the bytes
 FAR = 8  # times its floor: what takes longer was measured on a busy machine
@@ -107,13 +107,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Prod
 def fused(x: Tensor, weight: Tensor) -> Tensor:
     """x [...,I] times weight [O,I] of any dtype -> [rows,O] fp32; compiled, it is one loop over the weight.
 
-    On a CPU a large x, which takes up most of the L1 cache, is read for several rows of the weight at a time. Long sums
-    have parts: Inductor would add up each of more than LONG numbers in memory, in twice the time.
+    On a CPU a large x, which takes up half of a small L1 cache, is read for up to SIDE_BY_SIDE rows of the weight at a
+    time. Long sums have parts: Inductor would add up each of more than LONG numbers in memory, in twice the time.
     """
     out, size = weight.shape
     if x.device.type != "cpu" or x.numel() <= LONG:
         return joined([(row * weight.float()).sum(-1) for row in rows_of(x)])
-    parts = next(n for n in range(1, size + 1) if size % n == 0 and size // n <= LONG)
+    parts = next((n for n in range(1, 65) if size % n == 0 and size // n <= LONG), 1)
     blocks = weight.unflatten(0, (math.gcd(out, SIDE_BY_SIDE), -1)).unflatten(2, (parts, -1)).unbind(0)
     sums = [[(row.unflatten(0, (parts, -1)) * block.float()).sum(-1) for block in blocks] for row in rows_of(x)]
     return joined([torch.cat(row).sum(-1) for row in sums])
@@ -182,7 +182,7 @@ class Parts:
         self.functions: dict[Callable, Callable] = {}
         self.calls: dict[Hashable, Callable] = {}
         self.last: list[tuple] = []  # the code that ran last, its arguments and outputs
-        self.failure = ""  # why the code cannot be kept on disk
+        self.failure = ""  # why some of the code is not on disk
 
     def __call__(self, part: Callable, owner: object, *inputs: Tensor | str):
         """part(owner, *inputs), which returns a tensor or several; a text among the inputs selects another version."""
@@ -201,7 +201,7 @@ class Parts:
         if self.packages is not None:
             try:
                 self.packages.settle()
-                self.packages.later = later
+                self.packages.later, self.failure = later, self.packages.failure
             except Failed as error:
                 self._unpackaged(error)
         return self.packages is not None
@@ -214,7 +214,7 @@ class Parts:
         self.calls.clear()
 
     def _unpackaged(self, error: Failed) -> None:
-        self.failure = str(error).strip().rpartition("\n")[2]
+        self.failure = str(error)
         self.packages.stop()
         self.packages = None
         self.functions.clear()
@@ -266,8 +266,10 @@ def _remembering(last: list[tuple], packages: Packages | None, graph, examples: 
     """A backend of torch.compile: Inductor's code, packaged if it can be, whose last call stays in `last`."""
     code = None
     if packages is not None:
-        with suppress(Exception):  # of torch.fx and pickle, for a graph that another process cannot have
+        try:
             code = packages.build(graph, examples, _machine())
+        except Exception as error:  # of torch.fx and pickle, for a graph that another process cannot have
+            packages.failure = reason(error)
     if code is None:
         from torch._inductor.compile_fx import compile_fx
 

@@ -159,6 +159,7 @@ class Packages:
         self.builds: list[Build] = []
         self.workers: list[Worker] = []
         self.later = False  # whether parts return zeros until `settle`, while their code is compiled
+        self.failure = ""  # why a part's code is not in the folder
 
     def exist(self) -> bool:
         return self.folder.is_dir() and any(self.folder.glob("*.pt2"))
@@ -210,11 +211,16 @@ class Packages:
             for build in self.builds:
                 try:
                     build.finish()
-                    if build.trace is not None:
-                        with suppress(OSError):
-                            self.write(build.trace, build.package)
                 except Failed as error:
                     failed = error
+                    continue
+                if build.trace is None:
+                    self.failure = "inputs of the code cannot be found again"
+                    continue
+                try:
+                    self.write(build.trace, build.package)
+                except OSError as error:
+                    self.failure = reason(error)
         finally:
             self.stop()
         if failed is not None:
@@ -282,6 +288,12 @@ class Failed(Exception):
     """A part could not be packaged: it is compiled as any function is."""
 
 
+def reason(error: Exception) -> str:
+    """The line of an error that says most: a C++ compiler's first error, or the first."""
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return next((line for line in lines if " error: " in line), lines[0])
+
+
 class Worker:
     """A process that makes packages, one after another, in a session of its own: Ctrl-C does not reach it."""
 
@@ -304,7 +316,7 @@ class Worker:
 
 
 def end(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it has ended; so macOS says it
+    with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS the second
         os.killpg(process.pid, signal.SIGKILL)  # with its compilers
     process.wait()
     process.stdin.close()
@@ -358,7 +370,7 @@ class Build:
             try:
                 self.code = Code(self.package)
             except (AttributeError, RuntimeError) as error:  # of another torch; of a temporary folder without room
-                raise Failed(str(error)) from None
+                raise Failed(reason(error)) from None
         return self.code
 
     def describe(
@@ -456,8 +468,9 @@ def work() -> None:
         folder = orders.get()
         try:
             compile_order(folder)
-        except Exception:
-            (folder / "failure").write_text(traceback.format_exc())
+        except Exception as error:
+            with replacing(folder / "failure") as new:
+                new.write_text(reason(error))
         print(folder, file=answers, flush=True)
 
 

@@ -67,7 +67,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     compiles = "compile the decode step (default: for more than 1,000 tokens of answers, or if that was done before)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
-    verbose = "print how fast each product reads each size of weight, and why a compiled step is not kept"
+    verbose = "print how fast each product reads each size of weight, and why compiled code is not kept, if it is not"
     add("--verbose", action="store_true", help=verbose)
     add("--json", nargs="?", const="-", metavar="FILE", help="results as JSON, to stdout without FILE")
     return p

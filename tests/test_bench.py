@@ -143,18 +143,24 @@ def test_peer_llama_cpp_names_the_packages_it_lacks(here, monkeypatch):
 
 
 def llama_cpp(models: list[gguf.GGUFReader], rows: list[SimpleNamespace]) -> SimpleNamespace:
-    """What bench/peers.py calls of llama-cpp-python, which has no wheel: the best next token is always 7."""
-    logits = (ctypes.c_float * LLAMA["vocab_size"])()
-    logits[7] = 1.0
+    """What bench/peers.py calls of llama-cpp-python, which PyPI has as source only: the best next token is the next
+    position."""
 
     def load(path: bytes, how: SimpleNamespace) -> gguf.GGUFReader:
+        assert how.use_mmap is False
         models.append(gguf.GGUFReader(path.decode()))
         return models[-1]
 
     def begin(model: gguf.GGUFReader, plan: SimpleNamespace) -> SimpleNamespace:
-        assert model is models[-1]
+        assert model is models[-1] and plan.n_threads == plan.n_threads_batch == torch.get_num_threads()
         rows.append(SimpleNamespace(tokens=[], room=plan.n_ctx, flash=plan.flash_attn_type))
         return rows[-1]
+
+    def logits(row: SimpleNamespace, i: int) -> ctypes.c_void_p:
+        assert i == -1
+        row.logits = (ctypes.c_float * LLAMA["vocab_size"])()
+        row.logits[len(row.tokens) % LLAMA["vocab_size"]] = 1.0
+        return ctypes.cast(row.logits, ctypes.POINTER(ctypes.c_float))
 
     def nothing(*_) -> None:
         pass
@@ -169,7 +175,7 @@ def llama_cpp(models: list[gguf.GGUFReader], rows: list[SimpleNamespace]) -> Sim
         llama_init_from_model=begin,
         llama_batch_get_one=lambda ids, n: ids[:n],
         llama_decode=lambda row, ids: row.tokens.extend(ids) or 0,
-        llama_get_logits_ith=lambda row, i: ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)),
+        llama_get_logits_ith=logits,
     )
 
 
@@ -182,10 +188,20 @@ def test_peer_llama_cpp_runs_the_same_shape(here, monkeypatch, quantize, kind):
     assert [r["kv"] for r in rows] == ["full", "llama.cpp, flash", "llama.cpp"]
     assert all(r["ms_per_token"] > 0 and r["prefill_s"] > 0 and r["floor_ms"] is None for r in rows[1:])
     assert [row.flash for row in ran] == [1, 0]
-    assert all(96 + 2 <= len(row.tokens) <= row.room and set(row.tokens[96:]) == {7} for row in ran)
+    for row in ran:
+        assert 96 + 2 <= len(row.tokens) <= row.room < 96 + 512
+        assert row.tokens[96:] == [i % 128 for i in range(96, len(row.tokens))]
+    sizes = {"attn_q": [64, 64], "attn_k": [64, 32], "attn_v": [64, 32], "attn_output": [64, 64]}
+    sizes |= {"ffn_gate": [64, 96], "ffn_up": [64, 96], "ffn_down": [96, 64]}
+    expected = {f"blk.{layer}.{name}.weight": size for layer in range(3) for name, size in sizes.items()}
+    expected |= {"token_embd.weight": [64, 128], "output.weight": [64, 128]}
+    about = {"block_count": 3, "head_count": 4, "head_count_kv": 2, "vocab_size": 128}
     for model in models:
-        weights = {x.name: (x.tensor_type.name, x.shape.tolist()) for x in model.tensors if "norm" not in x.name}
-        assert len(weights) == 3 * 7 + 2 and weights["blk.2.ffn_down.weight"] == (kind, [96, 64])
+        weights = [x for x in model.tensors if "norm" not in x.name]
+        assert {x.name: x.shape.tolist() for x in weights} == expected
+        assert {x.tensor_type.name for x in weights} == {kind}
+        fields = {name.removeprefix("llama.").replace("attention.", ""): x for name, x in model.fields.items()}
+        assert {name: fields[name].contents() for name in about} == about
 
 
 def test_rounds_of_speculation_are_rows_beside_full_and_the_plain_draft(here, capsys):

@@ -49,7 +49,7 @@ def as_compiled(request, monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize(("rows", "out", "long"), ((1, 40, 4096), (8, 40, 4096), (8, 40, 60), (1, 40, 47), (2, 41, 16)))
 def test_products_agree_to_rounding(as_compiled, monkeypatch, dtype, rows, out, long):
-    """A fused product reads 1 or 4 rows of the weight at a time, and its sums have 1 to 3 parts."""
+    """A fused product also of several rows of the weight at a time, and of sums in several parts."""
     monkeypatch.setattr(cpu, "LONG", long)
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, 1, 48).to(dtype), torch.randn(out, 48).to(dtype), torch.randn(out).to(dtype)
@@ -60,8 +60,20 @@ def test_products_agree_to_rounding(as_compiled, monkeypatch, dtype, rows, out, 
         assert (y.double() - exact).abs().max() <= 3 * torch.finfo(dtype).eps * exact.abs().max() + 1e-5
 
 
-@pytest.mark.parametrize("rows", (1, 5))
-def test_the_fused_product_of_int8_is_the_kernels(as_compiled, rows):
+@pytest.mark.slow
+def test_a_long_fused_product_reads_four_rows_at_a_time_and_adds_up_in_registers():
+    from torch._inductor.utils import run_and_get_code  # imports the compiler
+
+    torch._dynamo.reset()
+    x, weight = torch.randn(1, 4480), torch.randn(8, 4480)
+    y, (code,) = run_and_get_code(torch.compile(cpu.fused, fullgraph=True), x, weight)
+    assert torch.allclose(y, F.linear(x, weight), atol=1e-3)
+    assert "CascadeSumHelper<" not in code and "tmp_acc3_vec" in code and "tmp_acc4_vec" not in code
+
+
+@pytest.mark.parametrize(("rows", "long"), ((1, 4096), (5, 4096), (5, 32)))
+def test_the_fused_product_of_int8_is_the_kernels(as_compiled, monkeypatch, rows, long):
+    monkeypatch.setattr(cpu, "LONG", long)
     torch.manual_seed(0)
     module, x = Int8Linear(nn.Linear(64, 40)), torch.randn(rows, 1, 64)
     module.weight.random_(-127, 128)

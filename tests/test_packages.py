@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from conftest import exhaustive, slow, write_random
 from test_contract import SMALL, VARIANTS
 from torch import Tensor, nn
 
+import generate
 from engine import Engine
 from kv import METHODS
 from runtime import cpu, packages
@@ -184,17 +186,23 @@ def test_the_packages_that_were_not_used_for_longest_are_deleted(tmp_path, monke
     assert sorted(x.name for x in tmp_path.iterdir()) == ["b", "c"]
 
 
-def test_a_step_that_cannot_be_packaged_is_compiled_as_any_function(deep, monkeypatch, tmp_path, traced_only):
+def test_a_step_that_cannot_be_packaged_is_compiled_as_any_function(deep, monkeypatch, tmp_path, capsys, traced_only):
     """The process that makes a package fails; and a part cannot be given to another process."""
     monkeypatch.setenv("KV_FAST_PACKAGES", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = Engine.load(deep, compile=False, seed=0).generate([PROMPTS[0]], max_new_tokens=8)[0].tokens
-    for name, value in (("runtime.packages.PYTHON", "/bin/false"), ("runtime.packages.pickle.dumps", None)):
+    for name, value, why in (
+        ("runtime.packages.PYTHON", "/bin/false", "its process ended"),
+        ("runtime.packages.pickle.dumps", None, "TypeError: 'NoneType' object is not callable"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
             engine = Engine.load(deep, compile=True, seed=0)
             assert engine.generate([PROMPTS[0]], max_new_tokens=8)[0].tokens == expected
             assert engine.stats.compiles > 0 and not (tmp_path / "kv-fast/steps").exists()
+        nothing = SimpleNamespace(single=False, completions=[], report=dict, failed={}, prompts=[])
+        generate.finish(engine, SimpleNamespace(verbose=True, json=None), nothing)
+        assert f"not kept       compiled parts of the step: {why}\n" in capsys.readouterr().err
 
 
 def stored(path: Path, **changes) -> None:
@@ -281,6 +289,19 @@ def test_a_part_whose_worker_ends_in_its_first_call_is_compiled_as_any_function(
     assert torch.equal(parts(double, Owner(), torch.ones(3)), torch.full((3,), 2.0))
     assert parts.packages is None and not any(tmp_path.iterdir()) and parts.failure == why
     assert len(workers) == 1 and workers[0].process.poll() is not None
+
+
+def test_code_that_cannot_be_written_says_why_and_runs(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    parts = cpu.Parts(Packages(tmp_path / "file/folder", lambda: ""))
+    assert torch.equal(parts(double, Owner(), torch.ones(3)), torch.full((3,), 2.0))
+    assert "Not a directory" in parts.failure and parts.packages is not None
+
+
+def test_the_reason_of_an_error_is_its_first_line_or_that_of_the_compiler():
+    text = "C++ compile error\n\nOutput:\nIn file x.h:\na.cpp:3: fatal error: no space left\ncompilation terminated."
+    assert packages.reason(RuntimeError(text)) == "a.cpp:3: fatal error: no space left"
+    assert packages.reason(RuntimeError("one\ntwo")) == "RuntimeError: one"
 
 
 def test_a_worker_makes_the_next_package_after_a_failure(tmp_path):
