@@ -55,7 +55,7 @@ LONG = 4096  # the most numbers that Inductor adds up in a register, and of an x
 SIDE_BY_SIDE = 4  # rows of a weight for which `fused` reads a larger x once
 FORMS = 6  # to raise when a form changes, so that its old times are measured again
 CALL = 0.02  # milliseconds: a floor is that of a call, and of reading the bytes
-FAR = 8  # times its floor: what takes longer was measured on a busy machine
+FAR = 8  # times its floor: what takes longer was measured on a busy machine, or FAR^2 times if another was faster
 BETTER = 0.95  # share of the default's time below which another product replaces it
 
 
@@ -447,7 +447,8 @@ def _rate() -> float:
 
 
 def disturbed(times: Times) -> bool:
-    return times[fastest(times)] > FAR * times.get("floor", torch.inf)
+    least = times.get("floor", torch.inf)
+    return times[fastest(times)] > FAR * least or max(times.values()) > FAR**2 * least
 
 
 @torch.no_grad()

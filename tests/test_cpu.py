@@ -135,6 +135,12 @@ def test_times_of_a_busy_machine_decide_once_and_are_not_kept(model, monkeypatch
     assert set(json.loads(cpu.cache_file().read_text())[cpu.where()]) == sizes(model, 1)
 
 
+def test_one_form_alone_may_be_measured_on_a_busy_machine():
+    assert cpu.disturbed({"kernel": 0.05, "fused": 4.7, "floor": 0.025})
+    assert not cpu.disturbed({"kernel": 0.23, "fused": 2.1, "floor": 0.14})  # int8 without AVX-512
+    assert not cpu.disturbed({"kernel": 0.05, "fused": 4.7})
+
+
 @pytest.mark.parametrize(
     "damage",
     (
