@@ -72,6 +72,10 @@ class Held(NamedTuple):
         """Consecutive tokens k and v [H,n,D], from position `pos` on."""
         return cls(k, v, torch.arange(pos, pos + k.shape[1], device=k.device).expand(k.shape[0], -1))
 
+    def followed_by(self, k: Tensor, v: Tensor, pos: int) -> "Held":
+        """These tokens, then the `new` ones."""
+        return Held(*(torch.cat(pair, dim=1) for pair in zip(self, Held.new(k, v, pos), strict=True)))
+
 
 class KV(Buffers, ABC):
     """One layer's cache. Subclasses allocate their buffers in `__init__`."""
@@ -169,7 +173,7 @@ class KV(Buffers, ABC):
 
         k and v [1,H,n,D] for the H heads of `held`; q [1,Hq,n,D].
         """
-        both = Held(*(torch.cat(pair, dim=1) for pair in zip(held, Held.new(k[0], v[0], pos), strict=True)))
+        both = held.followed_by(k[0], v[0], pos)
         return both, attention.suffix_attention(q, both.k[None], both.v[None])
 
     def finish(self, row: int) -> None:

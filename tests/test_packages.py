@@ -291,7 +291,7 @@ def test_a_part_whose_worker_ends_in_its_first_call_is_compiled_as_any_function(
     assert len(workers) == 1 and workers[0].process.poll() is not None
 
 
-def test_code_that_cannot_be_written_says_why_and_runs(tmp_path, monkeypatch):
+def test_code_that_cannot_be_written_says_why_and_runs(tmp_path):
     (tmp_path / "file").write_text("")
     parts = cpu.Parts(Packages(tmp_path / "file/folder", lambda: ""))
     assert torch.equal(parts(double, Owner(), torch.ones(3)), torch.full((3,), 2.0))

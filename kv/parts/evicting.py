@@ -89,7 +89,7 @@ class Evicting(KV):
     def extend(self, row: int, q: Tensor, k: Tensor, v: Tensor, pos: int, prompt: bool = False) -> Tensor:
         """Attends to the row's tokens and to the new ones, and then evicts as many as a prompt does."""
         old = self.held(row, pos)
-        tokens = Held(*(torch.cat(pair, dim=1) for pair in zip(old, Held.new(k[0], v[0], pos), strict=True)))
+        tokens = old.followed_by(k[0], v[0], pos)
         keys = tokens.k[None]
         if pos + k.shape[2] > self.plan.max_length:
             last = torch.tensor([pos - 1], device=k.device)
