@@ -306,7 +306,8 @@ class Worker:
 
     def begin(self, folder: Path) -> None:
         """Begins to make the package that is ordered there."""
-        self.process.stdin.write(f"{folder}\n".encode())
+        with suppress(BrokenPipeError):  # its process has ended: so does `wait` at once
+            self.process.stdin.write(f"{folder}\n".encode())
         self.busy = True
 
     def wait(self) -> None:

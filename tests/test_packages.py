@@ -205,6 +205,15 @@ def test_a_step_that_cannot_be_packaged_is_compiled_as_any_function(deep, monkey
         assert f"not kept       compiled parts of the step: {why}\n" in capsys.readouterr().err
 
 
+def test_a_worker_that_has_ended_takes_orders_and_makes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("runtime.packages.PYTHON", "/bin/false")
+    worker = packages.Worker()
+    worker.process.wait()
+    worker.begin(tmp_path)
+    worker.wait()
+    assert not worker.busy
+
+
 def stored(path: Path, **changes) -> None:
     """A package with a trace and without code."""
     with zipfile.ZipFile(path, "w") as file:
