@@ -8,7 +8,7 @@ attention output. The model names no KV method.
 Letters in shapes: B rows, T prompt tokens, Hq query heads, Hk KV heads, D head dim, C model dim.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
@@ -106,6 +106,21 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+def slices(x: Tensor, *modules: nn.Module) -> Iterator[slice]:
+    """The slices of x [1,T,C]; if there are several, the modules restore quantized weights once for all of them."""
+    starts = range(0, x.shape[1], SLICE)
+    every = (m for module in modules for m in module.modules()) if len(starts) > 1 else ()
+    quantized = [m for m in every if hasattr(m, "hold_floats")]
+    try:
+        for m in quantized:
+            m.hold_floats(x.dtype)
+        for start in starts:
+            yield slice(start, start + SLICE)
+    finally:
+        for m in quantized:
+            m.drop_floats()
+
+
 class Block(nn.Module):
     """One layer: attention, then feed-forward; each reads a normed copy of x and adds its output to x."""
 
@@ -119,12 +134,12 @@ class Block(nn.Module):
 
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """Runs T tokens of one row and updates x [1,T,C] in place; besides x, only q, k, v and y span all of T."""
-        a, slices = self.attention, [slice(s, s + SLICE) for s in range(0, x.shape[1], SLICE)]
+        a = self.attention
         q, k, v = (x.new_empty(1, heads, x.shape[1], a.head_dim) for heads in a.heads)
-        for t in slices:
+        for t in slices(x, a.wqkv):
             q[:, :, t], k[:, :, t], v[:, :, t] = a.project(self.attention_norm(x[:, t]), cos[:, :, t], sin[:, :, t])
         y = attend(q, k, v)
-        for t in slices:
+        for t in slices(x, a.wo, self.feed_forward):
             x[:, t] += a.output(y[:, :, t])
             x[:, t] += self.feed_forward(self.ffn_norm(x[:, t]))
 

@@ -18,7 +18,23 @@ FEW_ON_A_GPU = 6  # more rows take longer in a loop over int8 than with the weig
 TILES = 8  # the order of a GPU's kernel, see levels_of_packed
 
 
-class Int8Linear(nn.Module):
+class Quantized(nn.Module):
+    """A linear layer that restores its weight for many rows, once for all of a prompt's slices (model.slices)."""
+
+    floats: Tensor | None = None  # the restored weight [O,I], from `hold_floats` to `drop_floats`
+
+    def hold_floats(self, dtype: torch.dtype) -> None:
+        self.floats = self.restored(dtype)
+
+    def drop_floats(self) -> None:
+        self.__dict__.pop("floats", None)
+
+    def restored(self, dtype: torch.dtype, rows: int | None = None) -> Tensor:
+        """The first `rows` rows of the weight, [rows,I]; None: all."""
+        return self.restore(dtype, rows) if self.floats is None else self.floats[:rows]
+
+
+class Int8Linear(Quantized):
     """A Linear whose weight is int8 [O,I] with scales [O]."""
 
     products: Products = ("kernel", "kernel")
@@ -33,14 +49,17 @@ class Int8Linear(nn.Module):
         return self.first(x, self.weight.shape[0])
 
     def first(self, x: Tensor, rows: int) -> Tensor:
-        weight, scales = self.weight[:rows], self.scales[:rows]
         bias = None if self.bias is None else self.bias[:rows]
         product = self.products[0] if x.numel() == x.shape[-1] else self.products[1]
         if fuses(x) and (x.device.type != "cpu" or product == "fused"):
-            return finish(fused(x, weight) * scales.float(), x, bias)
+            return finish(fused(x, self.weight[:rows]) * self.scales[:rows].float(), x, bias)
         if few(x) and x.device.type == "cpu":
-            return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
-        return linear(x, weight.to(x.dtype) * scales[:, None], bias)
+            multiply = torch.ops.aten._weight_int8pack_mm
+            return finish(multiply(x.flatten(0, -2), self.weight[:rows], self.scales[:rows]), x, bias)
+        return linear(x, self.restored(x.dtype, rows), bias)
+
+    def restore(self, dtype: torch.dtype, rows: int | None) -> Tensor:
+        return self.weight[:rows].to(dtype) * self.scales[:rows, None]
 
 
 class Int8Embedding(nn.Module):
@@ -55,7 +74,7 @@ class Int8Embedding(nn.Module):
         return self.weight[ids].to(self.scales.dtype) * self.scales[ids][..., None]
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(Quantized):
     """A Linear whose weight is packed int4: uint8 [O,I/2], with scales and zeros [I/groupsize,O,2]."""
 
     def __init__(self, linear: nn.Linear, groupsize: int):
@@ -108,10 +127,15 @@ class Int4Linear(nn.Module):
         if self.packed and few(x):
             multiply = aten._weight_int4pack_mm if self.packed == TILES else aten._weight_int4pack_mm_for_cpu
             return finish(multiply(x.flatten(0, -2), self.weight, self.groupsize, self.scales)[:, :rows], x, bias)
-        if self.packed:
-            levels = levels_of_packed(self.weight, self.packed)[:rows].unflatten(1, (-1, self.groupsize))
-            return linear(x, restore(levels, self.scales[:, :rows]).to(x.dtype), bias)
-        return int4_linear(x, self.weight[:rows], self.scales[:, :rows], bias)
+        if not self.packed and fuses(x):
+            return int4_fused(x, self.weight[:rows], self.scales[:, :rows], bias)
+        return linear(x, self.restored(x.dtype, rows), bias)
+
+    def restore(self, dtype: torch.dtype, rows: int | None) -> Tensor:
+        levels = levels_of_packed(self.weight, self.packed) if self.packed else levels_of(self.weight, self.groupsize)
+        scale, zero = self.scales[:, :rows].transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
+        groups = levels[:rows].unflatten(1, (-1, self.groupsize)).to(scale.dtype)
+        return ((groups - 8) * scale + zero).flatten(1).to(dtype)
 
 
 def few(x: Tensor) -> bool:
@@ -125,11 +149,8 @@ def fuses(x: Tensor) -> bool:
     return x.numel() <= most * x.shape[-1] and torch.compiler.is_compiling()
 
 
-def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [...,I] times packed int4 weight [O,I/2] with its scales and zeros [groups,O,2] -> [...,O]"""
-    if not fuses(x):
-        groups = levels_of(weight, weight.shape[1] * 2 // scales.shape[0]).unflatten(1, (scales.shape[0], -1))
-        return linear(x, restore(groups, scales).to(x.dtype), bias)
+def int4_fused(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x [...,I] times packed int4 weight [O,I/2] with its scales and zeros [groups,O,2] -> [...,O], in one loop."""
     groups = weight.unflatten(-1, (scales.shape[0], -1))  # [O,groups,groupsize/2]
     low, high = (groups & 15).float(), (groups >> 4).float()
     scale, zero = scales.float().transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
@@ -159,12 +180,6 @@ def levels_of_packed(weight: Tensor, order: int) -> Tensor:
         return levels.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * len(words), -1)  # column (((p r) s) q) odd
     blocks = weight.view(-1, 2 * weight.shape[1], order).mT.contiguous()  # turned while two levels are one byte
     return torch.cat((blocks & 15, blocks >> 4), dim=1).flatten(0, 1)
-
-
-def restore(groups: Tensor, scales: Tensor) -> Tensor:
-    """Dequantizes: levels [O,groups,groupsize], scales and zeros [groups,O,2] -> weight [O,I]"""
-    scale, zero = scales.transpose(0, 1)[..., None, :].unbind(-1)  # [O,groups,1]
-    return ((groups.to(scale.dtype) - 8) * scale + zero).flatten(1)
 
 
 # Quantized models

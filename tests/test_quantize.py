@@ -10,6 +10,7 @@ from conftest import LLAMA, slow, write_random
 from test_convert import peak, refused
 from torch.nn import Linear
 
+import model as model_py
 import quantize as q
 from engine import Engine
 from kv import METHODS
@@ -187,6 +188,24 @@ def test_methods_run_on_quantized_weights(method, pair):
     prompt, forced = list(range(3, 60)), list(range(80, 100))
     a, b = found.logits(prompt, forced), expected.logits(prompt, forced)
     assert (a - b).abs().max() < 1e-3 * b.abs().max()
+
+
+@pytest.mark.parametrize("length", (16, 83))
+def test_a_prompts_slices_share_each_restored_weight(length, pair, monkeypatch):
+    """Each of a layer's 5 weights is restored once, however many slices there are, and does not stay."""
+    found, expected = (Engine.load(folder, compile=False) for folder in pair)
+    monkeypatch.setattr(linear, "few", lambda x: x.shape[-2] == 1)
+    monkeypatch.setattr(model_py, "SLICE", 16)
+    prompt, forced = list(range(3, 3 + length)), [80]  # no step: in those, too, some sizes are restored
+    b, count = expected.logits(prompt, forced), []
+    for kind in (Int4Linear, Int8Linear):
+        restore = kind.restore
+        counted = lambda self, *x, restore=restore: count.append(self) or restore(self, *x)  # noqa: E731
+        monkeypatch.setattr(kind, "restore", counted)
+    a = found.logits(prompt, forced)
+    assert (a - b).abs().max() < 1e-3 * b.abs().max()
+    assert len(count) == len(set(count)) == 5 * 3
+    assert not any("floats" in vars(module) for module in count)
 
 
 def test_a_tied_embedding_table_may_be_quantized_too(tmp_path):
