@@ -297,15 +297,18 @@ def forms() -> str:
     return repr(([sorted(map(str, x)) for x in choices], torch.get_num_threads()))
 
 
-def _machine() -> dict[str, str]:
-    """Inductor's options for this CPU: with narrower vectors than it has, g++ may use no wider ones either.
+def _machine() -> dict[str, str | int]:
+    """Inductor's options for this CPU: with narrower vectors than it has, g++ may use no wider ones either (torch 2.11
+    cannot tell it so: there vectors have their full width).
 
     Otherwise code is wrong (findings/torch_avx2_code_on_avx512_selects_wrong.sh).
     """
     from torch._inductor import config, cpu_vec_isa
 
     narrow = cpu_vec_isa.pick_vec_isa().bit_width() == 256 and torch.cpu._is_avx512_supported()
-    return {"cpp.march": "x86-64-v3"} if narrow and hasattr(config.cpp, "march") else {}
+    if not narrow:
+        return {}
+    return {"cpp.march": "x86-64-v3"} if hasattr(config.cpp, "march") else {"cpp.simdlen": 512}
 
 
 # Choices

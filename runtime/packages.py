@@ -180,6 +180,8 @@ class Packages:
         try:
             with zipfile.ZipFile(path) as file:
                 trace = Trace(**json.loads(file.read(ENTRY)))
+                if file.testzip() or not any(name.endswith(".so") for name in file.namelist()):
+                    raise ValueError  # torch 2.11 may crash where it reads a damaged package
         except OSError:
             return None
         except Exception:  # whatever such content makes zipfile, json and this module raise

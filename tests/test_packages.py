@@ -165,12 +165,24 @@ def test_sizes_that_were_equal_must_stay_so():
     assert both.match((torch.empty(5, 0), torch.empty(5, 0))) and not both.match((torch.empty(5, 0), torch.empty(6, 0)))
 
 
-def test_a_damaged_package_is_deleted_and_nothing_is_found(tmp_path):
-    contents = {"empty": b"", "text": b"no zip", "other": b""}
-    for name, content in contents.items():
+def stored(path: Path, code: str = "code.so", **changes) -> None:
+    """A package with a trace, and with code that does nothing."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(packages.ENTRY, json.dumps(asdict(trace(**changes))))
+        file.writestr(code, b"no machine code")
+
+
+def test_a_damaged_package_is_deleted_and_nothing_is_found(tmp_path, monkeypatch):
+    """Torch does not see it."""
+    monkeypatch.setattr(packages, "Code", lambda path: pytest.fail(f"{path} is loaded"))
+    for name, content in {"empty": b"", "text": b"no zip"}.items():
         (tmp_path / f"{name}.pt2").write_bytes(content)
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as file:
         file.writestr(packages.ENTRY, "{}")
+    stored(tmp_path / "without.pt2", "code.cpp")
+    stored(tmp_path / "changed.pt2")
+    content = (tmp_path / "changed.pt2").read_bytes()
+    (tmp_path / "changed.pt2").write_bytes(content.replace(b"machine", b"mashing"))
     (tmp_path / "notes.txt").write_text("mine")
     assert Packages(tmp_path, lambda: "").find(part, (Owner(), torch.ones(3))) is None
     assert [x.name for x in tmp_path.iterdir()] == ["notes.txt"]
@@ -214,15 +226,14 @@ def test_a_worker_that_has_ended_takes_orders_and_makes_nothing(monkeypatch, tmp
     assert not worker.busy
 
 
-def stored(path: Path, **changes) -> None:
-    """A package with a trace and without code."""
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr(packages.ENTRY, json.dumps(asdict(trace(**changes))))
+@pytest.mark.parametrize("error", (AttributeError, RuntimeError))
+def test_packages_that_cannot_be_loaded_now_stay(error, tmp_path, monkeypatch):
+    def fails(path: Path):
+        raise error
 
-
-def test_packages_that_cannot_be_loaded_now_stay(tmp_path, monkeypatch):
     stored(tmp_path / "a.pt2")
     asked = part, (Owner(), torch.ones(3))
+    monkeypatch.setattr(packages, "Code", fails)
     assert Packages(tmp_path, lambda: "").find(*asked) is None and [x.name for x in tmp_path.iterdir()] == ["a.pt2"]
     monkeypatch.setattr(packages, "Code", lambda path: path)
     monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(PermissionError))  # of another user's file
