@@ -142,12 +142,14 @@ class KV(Buffers, ABC):
         Of a prompt of `whole` tokens that is read in chunks, T tokens after its first `pos`.
         """
         if pos:
-            return self.prefill_next(row, q, k, v, pos)
-        y, *statistics = self.attend_prompt(q, k, v)
-        self.begin(row, whole or k.shape[2])
-        self.keep(row, q, k, v, *statistics)
-        if self.quantizes and self.error is None:
-            self.error = attention.error(q, k, v, *self.held(row, k.shape[2]))
+            y = self.prefill_next(row, q, k, v, pos)
+        else:
+            y, *statistics = self.attend_prompt(q, k, v)
+            self.begin(row, whole or k.shape[2])
+            self.keep(row, q, k, v, *statistics)
+        if self.quantizes and not self.error:  # 0: none of these tokens was rounded yet
+            held = self.held(row, pos + k.shape[2])
+            self.error = attention.error(q, k, v, held.k, held.v, held.position - pos)
         return y
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""random: tokens drawn at random, which any score has to beat (arXiv 2609.03430). With `every`, the prompt's go last.
+"""random: tokens drawn at random, which any score has to beat (arXiv 2609.03430). With `every`, the prompt's go last,
+if the budget exceeds them.
 A score is a hash of position, KV head and layer. Memory and traffic: the budget and the generated tokens."""
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from kv.parts.scored import Scored, ScoredMethod
 
 class Random(Scored):
     def score(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.chance(self.at, ops.salt(self.plan)) + (self.at < self.prompts.get(self.row, 0))
+        prompt = self.prompts.get(self.row, 0)
+        return ops.chance(self.at, ops.salt(self.plan)) + (self.at < prompt) * (prompt < self.kept_of(prompt))
 
 
 @dataclass(frozen=True)

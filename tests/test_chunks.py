@@ -42,6 +42,7 @@ RANKED = [  # method, options, budget
     ("snapkv", {"window": 6, "kernel": 3, "gqa": False}, 48),
     ("snapkv", {"window": 6, "kernel": 3, "every": 8}, 0.3),
     ("snapkv", {"window": 6, "kernel": 3, "heads": "adaptive"}, 24),
+    ("snapkv", {"window": 6, "kernel": 3, "heads": "adaptive"}, 0.12),  # by chunks alone, its window would be smaller
     ("snapkv++", {"window": 6, "kernel": 5, "long_kernel": 9, "threshold": 40}, 24),
     ("pyramidkv", {"window": 6, "kernel": 3}, 24),
     ("rocketkv", {"window": 6, "kernel": 5}, 24),
@@ -200,6 +201,17 @@ def test_tokens_of_a_chunk_see_each_other_as_they_are():
     assert (y[0] - masked_attention(*(x[0] for x in inputs[0]), causal())).abs().max() <= 1e-5
 
 
+def test_the_error_of_rounding_is_that_of_a_chunk_that_was_rounded():
+    """Though nothing of the first one was."""
+    plan = make_plan(n_layer=1)
+    inputs = tokens(plan, 1, 100, torch.Generator().manual_seed(0))
+    options = {"bits": 1, "group": 16, "recent": 16}
+    (whole,), (layer,) = (kv.build("kivi", plan, None, options) for _ in range(2))
+    read([whole], inputs, (100,))
+    read([layer], inputs, (4, 96))
+    assert 0.5 < layer.error / whole.error < 2
+
+
 # Memory
 
 
@@ -285,7 +297,8 @@ def test_an_answer_is_the_same_if_nothing_is_dropped(engine, kv):
 
 @pytest.mark.parametrize("kv", ("h2o", "snapkv", "streaming"))
 def test_a_chunk_as_long_as_the_prompt_changes_nothing_and_a_shorter_one_does(engine, kv):
-    whole, same, chunked = (logits(engine, chunk, kv=kv, budget=24) for chunk in (0, 50, 17))
+    options = {"window": 8} if kv == "snapkv" else {}
+    whole, same, chunked = (logits(engine, chunk, kv=kv, budget=24, options=options) for chunk in (0, 50, 17))
     assert torch.equal(whole, same) and (whole - chunked).abs().max() > 1e-3
 
 
@@ -332,7 +345,7 @@ def test_dynamic_ntk_takes_its_base_from_the_whole_prompt(tmp_path):
 
 @pytest.mark.parametrize("kv", ("snapkv", "h2o", "streaming", "infllm"))
 def test_a_prompt_read_in_chunks_is_saved_and_continued(engine, kv, tmp_path):
-    found, options = [], {"block": 6} if kv == "infllm" else {}
+    found, options = [], {"infllm": {"block": 6}, "snapkv": {"window": 8}}.get(kv, {})
     for chunk in (17, 0):
         engine.use(kv, 24, options, max_prompt=60, room=40, chunk=chunk)
         if chunk:
@@ -374,6 +387,9 @@ def test_a_chunk_is_a_number_and_some_methods_refuse_one(engine, tmp_path, monke
     for name, options in (("d2o", {}), ("omnikv", {"prefill": 0.5})):
         with pytest.raises(ValueError, match=f"^{name} with these options needs a whole prompt .*leave out --chunk$"):
             Engine.load(deep, name, 24, options, chunk=100)
+    for name, options in (("snapkv", {"window": 9}), ("rocketkv", {"window": 9, "turns": True})):
+        with pytest.raises(ValueError, match="^chunk=17 must be at least twice the window, 9$"):
+            engine.use(name, 24, options, max_prompt=60, room=4, chunk=17)
     engine.use("d2o", 24, max_prompt=60, room=4, chunk=60)  # reads every prompt at once
     assert len(engine.generate(PROMPT)[0].tokens) == 4
 

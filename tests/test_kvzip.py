@@ -59,6 +59,17 @@ def test_a_prompt_within_the_budget_is_not_read_again(checkpoint):
         assert len(said) == expected and all(what.startswith("prefill") for what in said)
 
 
+def test_a_share_decides_by_the_row_and_the_engine_gives_its_tokenizer(checkpoint):
+    engine = Engine.load(checkpoint, "kvzip", 0.5, {"part": 8}, compile=False, max_prompt=60)
+    said, engine.progress = [], lambda items, what: said.append(what) or items
+    engine.start([prompt_of(20)])[0].close()
+    assert len(said) == 2 and said[1].startswith("prefill again")
+    given, engine.tokenizer = [], object()
+    engine.layers[0].second_pass = lambda prompt, tokenizer: given.append(tokenizer) or [prompt]
+    engine.start([prompt_of(20)])
+    assert given == [engine.tokenizer]
+
+
 def test_nothing_of_a_repetition_stays(checkpoint):
     prompt = prompt_of(60)
     full = Engine.load(checkpoint, compile=False).logits(prompt, [3, 4, 5])
@@ -95,6 +106,10 @@ def test_a_system_prompt_stays(tokenizer):
         assert tokenizer.decode(prompt[n:]).lstrip().startswith("How many?") and n > (5 if system else 0)
     assert opening(tokenizer.encode("How many?"), tokenizer) == 0
     assert opening(prompt_of(9), None) == 0
+    layer, _ = (kv.build("kvzip", make_plan(), 16, {})[0] for _ in range(2))
+    for asked, begins in ((prompt, n), (tokenizer.encode("How many? " * 9), 0)):
+        layer.second_pass(asked, tokenizer)
+        assert layer.repetition.opening == begins
     prompt = tokenizer.chat("How many? " * 9, "Be brief.")
     whole = opening(prompt, tokenizer)
     assert whole == opening(tokenizer.chat("\nHow many?", "Be brief."), tokenizer)
@@ -146,7 +161,9 @@ def test_what_a_template_writes_before_the_users_text_is_found(system, user):
     tokenizer = Characters(system, user)
     for said in (None, "Be brief: 1 > 0.\n"):
         before = tokenizer.chat_begin("", said)
-        assert opening(tokenizer.chat_begin("How many?", said), tokenizer) == len(tokenizer.decode(before).rstrip())
+        for asked in ("How many?", f"How many? {user} Three."):  # a second turn
+            prompt = tokenizer.chat_begin(asked, said)
+            assert opening(prompt, tokenizer) == len(tokenizer.decode(before).rstrip())
 
 
 def test_random_draws_other_tokens_in_each_head_and_layer():
@@ -174,6 +191,20 @@ def test_random_drops_generated_tokens_before_the_prompts():
         layer.decode(*(x[:, :, pos : pos + 1] for x in qkv), torch.tensor([pos]), torch.tensor([True]))
     for positions in layer.held(0, 100).position.tolist():
         assert positions[:40] == [*range(40)] and len(positions) <= 60 and len(positions) > 50
+
+
+@pytest.mark.parametrize("budget", (30, 0.75, 40))
+def test_random_draws_from_all_that_a_row_holds_if_the_budget_does_not_exceed_the_prompt(budget):
+    plan = replace(make_plan(new=160), max_prompt=40)
+    (layer,) = kv.build("random", plan, budget, {"every": 10})[:1]
+    qkv = [x[None] for x in text(plan, 200, 0)]
+    layer.prefill(0, *(x[:, :, :40] for x in qkv))
+    for pos in range(40, 200):
+        layer.make_room(0, pos)
+        layer.before_step(pos + 1, pos - 39)
+        layer.decode(*(x[:, :, pos : pos + 1] for x in qkv), torch.tensor([pos]), torch.tensor([True]))
+    for positions in layer.held(0, 200).position.tolist():
+        assert sum(p < 40 for p in positions) < 15 and sum(40 <= p < 180 for p in positions) > 10
 
 
 @pytest.mark.parametrize("chunk", (0, 7))

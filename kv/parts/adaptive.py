@@ -212,6 +212,8 @@ class HeadBudgets(Method):
     def layer_type(self, layer: type, plan: Plan) -> type | partial:
         """`layer`, or one whose heads share a budget."""
         if self.heads == "equal":
+            if self.alpha is not None:
+                raise ValueError("alpha divides a budget that heads share: name heads=adaptive too")
             return layer
         if self.every:
             raise ValueError(f"heads={self.heads} shares out a prompt's budget once: leave out every")

@@ -167,8 +167,8 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Callable[[Tensor, T
 def error(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> float:
     """How much rounding changes attention: the relative error of the last queries' outputs.
 
-    q [1,Hq,T,D], k and v [1,Hk,T,D] of a prompt; keys and values [Hk,N,D] are what is stored of its tokens at position
-    [Hk,N], -1: none. Both attend to these tokens alone.
+    q [1,Hq,T,D], k and v [1,Hk,T,D] of a prompt, or of a chunk; keys and values [Hk,N,D] are what is stored of its
+    tokens at position [Hk,N], below 0: none. Both attend to these tokens alone.
     """
     n, sums = min(q.shape[2], CHECKED), q.new_zeros(2, dtype=torch.float32)  # of squares: differences, outputs
     newest = torch.arange(q.shape[2] - n, q.shape[2], device=q.device)

@@ -44,6 +44,8 @@ class Scored(KV):
         super().__init__(replace(plan, n_kv_head=plan.n_kv_head * copies))
         if 0 < every < window:  # a row would be compressed before all queries of the window are known
             raise ValueError(f"every={every} must be at least the window, {window}")
+        if 0 < plan.chunk < 2 * window:  # half as long, if a prompt is little longer than one
+            raise ValueError(f"chunk={plan.chunk} must be at least twice the window, {window}")
         every = every if every <= plan.room else 0  # no row holds as many more
         self.every, self.queries = every, queries if every else 0
         self.copies, self.budget, self.kept = copies, kept, kept if every else min(kept, plan.max_prompt)
