@@ -49,7 +49,7 @@ if [ "${1-}" = blind ]; then
         --dtype float32 --batch 4 "${@:2}" --json "$out/$name-$length-$1.json"
     }
     ask facts --tasks code_facts --samples 2 --questions 12 --fork --batch 12
-    methods=full,rocketkv,snapkv++,expected,keydiff,random,streaming ask asked --tasks code_facts --samples 24 --budget .05,.25,.5
+    methods=full,rocketkv,snapkv++,expected,keydiff,kvzip,random,h2o,streaming ask asked --tasks code_facts --samples 24
     ask fidelity --tasks fidelity --text "$out/code.txt" --samples 2
     sizes=(--shape "$model/config.json" --context $((length - 128)) --steps 1 --repeats 1 --no-compile)
     .venv/bin/python -m bench "${sizes[@]}" --kv "${methods#full,}" --budget .05,.25,.5 --no-prefill --json "$out/$name-$length-bytes.json"

@@ -3,10 +3,9 @@
 Before anybody asks, the model repeats the prompt part by part: an instruction and the part attend to the full cache and
 to themselves, and are not stored. A token's importance for a KV head is the highest that any query of the text which
 repeats its part gives it, of the attention to the sinks, the part and that text. The best stay, with heads=model of all
-layers and heads. The sinks always stay, and what a chat template writes before the user's text, if its tokens tell
-where that begins, up to half of the budget. A prompt that fits the budget is not repeated. Repeating takes two or three
-times as long as the prompt; its positions may exceed the model's context. Memory and traffic: the budget and the
-generated tokens; until the choice, the full cache.
+layers and heads. The sinks always stay, and what a template writes before the user's text, if tokens tell where that
+begins, up to half of the budget. A prompt that fits the budget is not repeated. Repeating takes two or three times as
+long as the prompt, beyond the model's context too. Memory and traffic: the budget and generated tokens; before, all.
 """
 
 from dataclasses import dataclass

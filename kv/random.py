@@ -1,6 +1,6 @@
-"""random: tokens drawn at random, which any score has to beat (arXiv 2609.03430). With `every`, the prompt's go last,
-if the budget exceeds them.
-A score is a hash of position, KV head and layer. Memory and traffic: the budget and the generated tokens."""
+"""random: tokens that a hash of position, KV head and layer draws; every score has to beat it (arXiv 2609.03430).
+With `every`, the prompt's go last if the budget exceeds them. Memory and traffic: the budget and the generated tokens.
+"""
 
 from dataclasses import dataclass
 
