@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references.kvzip import importance, kept, kept_together
-from runs import make_plan, text
+from runs import answer, make_plan, text
 from test_model import LLAMA, QWEN2, QWEN3, converted, hf_model
 from test_tokenizer import CHATML_TEMPLATE, LLAMA3_SPLIT, byte_level_folder, split_by
 
@@ -183,12 +183,7 @@ def test_random_draws_other_tokens_in_each_head_and_layer():
 def test_random_drops_generated_tokens_before_the_prompts():
     plan = replace(make_plan(new=60), max_prompt=40)
     (layer,) = kv.build("random", plan, 50, {"every": 10})[:1]
-    qkv = [x[None] for x in text(plan, 100, 0)]
-    layer.prefill(0, *(x[:, :, :40] for x in qkv))
-    for pos in range(40, 100):
-        layer.make_room(0, pos)
-        layer.before_step(pos + 1, pos - 39)
-        layer.decode(*(x[:, :, pos : pos + 1] for x in qkv), torch.tensor([pos]), torch.tensor([True]))
+    answer(layer, text(plan, 100, 0), 40)
     for positions in layer.held(0, 100).position.tolist():
         assert positions[:40] == [*range(40)] and len(positions) <= 60 and len(positions) > 50
 
@@ -197,12 +192,7 @@ def test_random_drops_generated_tokens_before_the_prompts():
 def test_random_draws_from_all_that_a_row_holds_if_the_budget_does_not_exceed_the_prompt(budget):
     plan = replace(make_plan(new=160), max_prompt=40)
     (layer,) = kv.build("random", plan, budget, {"every": 10})[:1]
-    qkv = [x[None] for x in text(plan, 200, 0)]
-    layer.prefill(0, *(x[:, :, :40] for x in qkv))
-    for pos in range(40, 200):
-        layer.make_room(0, pos)
-        layer.before_step(pos + 1, pos - 39)
-        layer.decode(*(x[:, :, pos : pos + 1] for x in qkv), torch.tensor([pos]), torch.tensor([True]))
+    answer(layer, text(plan, 200, 0), 40)
     for positions in layer.held(0, 200).position.tolist():
         assert sum(p < 40 for p in positions) < 15 and sum(40 <= p < 180 for p in positions) > 10
 
