@@ -96,7 +96,7 @@ def cases(folders) -> dict[str, dict]:
     found |= {f"{name}, full": {"checkpoint": str(folder), "use": use("full")} for name, folder in folders.items()}
     found["full, compiled"] = found["full"] | {"compile": True}
     for name in ("tova", "snapkv", "simlayer", "infllm"):
-        found[f"{name}, in chunks"] = {"checkpoint": str(folders["llama"]), "use": use(name, chunk=17)}
+        found[f"{name}, in chunks"] = {"checkpoint": str(folders["llama"]), "use": use(name, chunk=24)}
     found["speculation"] = {"checkpoint": str(folders["llama"]), "use": use("rocketkv", speculate=3)}
     return found
 
