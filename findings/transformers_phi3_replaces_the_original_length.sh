@@ -5,7 +5,7 @@
 # Phi3Config has an attribute of that name besides, 4,096 by default, and a block without it at the top of config.json
 # gets the default, and no message says so: the attention factor is another, and the long factors, here 4, are used for
 # texts of 4,097 to 8,192 tokens too.
-# Released Phi-3 and Phi-4-mini state it at the top; a block written for transformers 5, or taken from it, does not.
+# Phi-3 and Phi-4-mini as released state it at the top.
 # Source: standardize_rope_params sets the block's value to the attribute's wherever the configuration has one.
 #
 # Seen on 2026-11-30, for 8,192 tokens; the block says 8,192 of 32,768:

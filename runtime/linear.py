@@ -49,13 +49,13 @@ class Int8Linear(Quantized):
         return self.first(x, self.weight.shape[0])
 
     def first(self, x: Tensor, rows: int) -> Tensor:
+        weight, scales = self.weight[:rows], self.scales[:rows]
         bias = None if self.bias is None else self.bias[:rows]
         product = self.products[0] if x.numel() == x.shape[-1] else self.products[1]
         if fuses(x) and (x.device.type != "cpu" or product == "fused"):
-            return finish(fused(x, self.weight[:rows]) * self.scales[:rows].float(), x, bias)
+            return finish(fused(x, weight) * scales.float(), x, bias)
         if few(x) and x.device.type == "cpu":
-            multiply = torch.ops.aten._weight_int8pack_mm
-            return finish(multiply(x.flatten(0, -2), self.weight[:rows], self.scales[:rows]), x, bias)
+            return finish(torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), weight, scales), x, bias)
         return linear(x, self.restored(x.dtype, rows), bias)
 
     def restore(self, dtype: torch.dtype, rows: int | None) -> Tensor:

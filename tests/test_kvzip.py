@@ -106,7 +106,7 @@ def test_a_system_prompt_stays(tokenizer):
         assert tokenizer.decode(prompt[n:]).lstrip().startswith("How many?") and n > (5 if system else 0)
     assert opening(tokenizer.encode("How many?"), tokenizer) == 0
     assert opening(prompt_of(9), None) == 0
-    layer, _ = (kv.build("kvzip", make_plan(), 16, {})[0] for _ in range(2))
+    layer = kv.build("kvzip", make_plan(), 16, {})[0]
     for asked, begins in ((prompt, n), (tokenizer.encode("How many? " * 9), 0)):
         layer.second_pass(asked, tokenizer)
         assert layer.repetition.opening == begins
